@@ -1,0 +1,39 @@
+# make demo   trains softmax and sigmoid language models on real text and writes a report
+# make test   runs every test
+# Both make .venv first, where it is missing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test lint format docs clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or later is needed; say make PYTHON=…")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/sigattn demo
+
+test: setup
+	$(BIN)/python -m pytest -n auto --durations=10
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,155 @@
+"""``sigmoid_attention``: the public operator. Checks the call, fills the defaults, picks a backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import checks, library, reference
+from sigattn.ops.problem import UNLIMITED, Problem
+
+BACKENDS = ("reference", "blocked")
+
+
+def sigmoid_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    bias: float | Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Sigmoid attention, ``O = σ(scale · Q Kᵀ + b) V``: element-wise weights, no row normalisation (Sect. 2, Eq. 3).
+
+    The signature is that of ``torch.nn.functional.scaled_dot_product_attention``, and a little more. Masks combine: a
+    key is seen where ``attn_mask``, ``is_causal``, ``window`` and ``key_lengths`` all allow it. A masked weight is
+    exactly 0, so a row that sees nothing gives 0, with gradient 0.
+
+    Args:
+        query: (B, Hq, N, D).
+        key: (B, Hkv, M, D).
+        value: (B, Hkv, M, Dv).
+        attn_mask: bool (True = attend) or floating point (added to the logits), broadcastable to (B, Hq, N, M).
+        dropout_p: probability in [0, 1) of dropping a weight; those kept are multiplied by 1 / (1 - dropout_p). Applied
+            whenever it is not 0, so pass 0 when not training. Drawn from PyTorch's CPU generator
+            (``torch.manual_seed``).
+        is_causal: query i sees keys j ≤ i: aligned to the top left, as in PyTorch's function, where N and M differ.
+        scale: factor of Q Kᵀ; None for D^-1/2.
+        enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv; query head h uses key head
+            h // (Hq / Hkv).
+        bias: b, a number or a floating-point tensor broadcastable to (B, Hq, N, 1), with gradient. None is the paper's
+            rule -log M (App. E), or -log of each sample's key length under ``key_lengths``. When keys are cached and M
+            grows from call to call, pass the number that the model was trained with.
+        window: (left, right): query i sees keys i - left ≤ j ≤ i + right; -1 is unlimited.
+        alibi_slopes: subtract slope · |i - j| from the logits: (Hq,), (B, Hq), or (B or 1, Hq, 2) with one slope for
+            keys before the query (j < i) and one for keys after it. With gradient.
+        key_lengths: (B,) integers in 0…M, how many keys each padded sample has. Keys and values beyond do not exist:
+            whatever stands there changes nothing, and its gradient is 0. (On an accelerator the range is not checked,
+            for that would make the host wait.)
+        backend: "reference" (materialises the weights; has forward-mode and second derivatives) or "blocked" (memory
+            linear in the length; any device); None picks the fastest that can serve the call.
+
+    Returns:
+        (B, Hq, N, Dv), contiguous, in the query's dtype (under autocast, in autocast's dtype).
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit, or an unknown backend; the message restates the call.
+        TypeError: an argument of the wrong type, or tensors of mixed or unsupported dtypes.
+        RuntimeError: forward-mode or second differentiation through a backend other than "reference".
+
+    >>> query, key, value = torch.randn(3, 2, 4, 128, 64).unbind()
+    >>> sigmoid_attention(query, key, value, is_causal=True).shape
+    torch.Size([2, 4, 128, 64])
+    """
+    if torch.is_autocast_enabled(query.device.type if isinstance(query, Tensor) else "cpu"):
+        query, key, value = (_autocast(t) for t in (query, key, value))
+    checks.operands(query, key, value, enable_gqa)
+    checks.options(query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale)
+    checks.choice("backend", backend, BACKENDS)
+    problem = canonical(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, bias, window, alibi_slopes, key_lengths
+    )
+    if backend == "reference":
+        return _on_reference(problem)
+    return library.call(problem, backend or "blocked")
+
+
+def canonical(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    bias: float | Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Problem:
+    """Bring checked arguments to the one form that the backends know.
+
+    Defaults that depend on a size (scale, bias) stay None here and are filled where sizes are numbers, inside the op:
+    so a graph compiled for any length has nothing to specialise on.
+    """
+    left, right = window if window is not None else (UNLIMITED, UNLIMITED)
+    if is_causal:
+        right = 0 if right == UNLIMITED else min(right, 0)
+    return Problem(
+        query,
+        key,
+        value,
+        _bias_operand(bias),
+        None if attn_mask is None else _four_dimensional(attn_mask),
+        None if alibi_slopes is None else _two_sided(alibi_slopes),
+        key_lengths,
+        torch.randint(1 << 62, (), dtype=torch.int64) if dropout_p else None,
+        scale,
+        left,
+        right,
+        dropout_p,
+    )
+
+
+def _on_reference(problem: Problem) -> Tensor:
+    if not torch.compiler.is_compiling():
+        library.check_lengths(problem)
+    with torch.autocast(problem.query.device.type, enabled=False):
+        return reference.attention(problem)
+
+
+def _autocast(t: Tensor) -> Tensor:
+    """What autocast does to the operands of a product."""
+    if isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64:
+        return t.to(torch.get_autocast_dtype(t.device.type))
+    return t
+
+
+def _bias_operand(bias: float | Tensor | None) -> Tensor | None:
+    """A number becomes 0-d on the CPU, where every backend can read it without waiting; a tensor gets 4 dimensions."""
+    if bias is None:
+        return None
+    if isinstance(bias, Tensor):
+        return _four_dimensional(bias)
+    if torch.compiler.is_compiling():  # a sum, because that is what the compiler can carry a changing number through
+        return torch.zeros((), dtype=torch.float64) + bias
+    return torch.tensor(bias, dtype=torch.float64)
+
+
+def _four_dimensional(t: Tensor) -> Tensor:
+    return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
+
+
+def _two_sided(slopes: Tensor) -> Tensor:  # (B or 1, Hq, 2)
+    if slopes.dim() == 3:
+        return slopes
+    slopes = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
+    return slopes.unsqueeze(-1).expand(*slopes.shape, 2)

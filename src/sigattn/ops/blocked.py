@@ -1,0 +1,180 @@
+"""Sigmoid attention by blocks: any device and dtype of PyTorch, memory linear in the length, forward and backward.
+
+Partial results over disjoint sets of keys add, so nothing but the tile at hand is ever held. The forward walks blocks
+of queries (Algorithm 1 of the paper), the backward blocks of keys (Algorithm 2's outer loop): there a tile is kept
+transposed, (keys, queries), and four of its five products need no transpose. Tiles outside the window are not visited.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigattn.ops.problem import Problem
+from sigattn.ops.products import fold
+from sigattn.ops.tiles import Group, Span, groups
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    query: bool = True
+    key: bool = True
+    value: bool = True
+    bias: bool = False
+    attn_mask: bool = False
+    alibi_slopes: bool = False
+
+
+class Gradients(NamedTuple):
+    """The gradients, each of the shape and dtype of what it belongs to; None where not asked for."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    bias: Tensor | None
+    attn_mask: Tensor | None
+    alibi_slopes: Tensor | None
+
+
+def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
+    """The output of sigmoid attention."""
+    query, value = problem.query, problem.value
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    if out.numel() and value.shape[2]:
+        for group in groups(problem):
+            _forward_group(group, group.heads_of(out))
+    return out
+
+
+def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, Dv), zeros
+    for rows in group.short_blocks(Span(0, group.queries), long_side=group.keys):
+        total: Tensor | None = None
+        for columns in group.long_blocks(group.column_range(rows)):
+            p = group.tile(rows, columns, transposed=False)  # (G, rep·R, C)
+            dropped = group.dropped(rows, columns)
+            if dropped is not None:
+                group.by_place(p, rows, transposed=False).masked_fill_(dropped, 0)
+            part = group.products.combine(p, group.value[:, columns.slice])  # (G, rep·R, Dv)
+            total = part if total is None else total.to(group.accumulator).add_(part)
+        if total is not None:
+            if group.problem.seed is not None:
+                total *= group.problem.keep_scale
+            out[..., rows.slice, :] = group.by_place(total, rows, transposed=False)
+
+
+def backward(problem: Problem, grad_out: Tensor, needs: Needs) -> Gradients:
+    """The gradients that are asked for, by the table of App. F with its slips mended (docs/paper-notes.md).
+
+    grad_out: (B, Hq, N, Dv).
+    """
+    sums = _Sums(problem, needs)
+    if grad_out.numel() and problem.key.shape[2]:
+        for group in groups(problem):
+            _backward_group(group, group.queries_of(grad_out), sums)
+    return sums.result(problem)
+
+
+class _Sums:
+    """Where the gradients gather. Those that many tiles add to do so in the accumulator's precision."""
+
+    def __init__(self, problem: Problem, needs: Needs) -> None:
+        def zeros(t: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
+            return torch.zeros(t.shape, dtype=dtype, device=problem.query.device) if needed and t is not None else None
+
+        own, wide = problem.query.dtype, torch.promote_types(problem.query.dtype, torch.float32)
+        self.query = zeros(problem.query, needs.query, own)
+        self.key = zeros(problem.key, needs.key, own)
+        self.value = zeros(problem.value, needs.value, own)
+        self.bias = zeros(problem.bias, needs.bias, wide)
+        self.attn_mask = zeros(problem.attn_mask, needs.attn_mask, wide)
+        self.alibi_slopes = zeros(problem.alibi_slopes, needs.alibi_slopes, wide)
+        self.only_value = not (needs.query or needs.key or needs.bias or needs.attn_mask or needs.alibi_slopes)
+
+    def result(self, problem: Problem) -> Gradients:
+        def cast(t: Tensor | None, like: Tensor | None) -> Tensor | None:
+            return t if t is None or like is None else t.to(like.dtype)
+
+        return Gradients(
+            self.query,
+            self.key,
+            self.value,
+            cast(self.bias, problem.bias),
+            cast(self.attn_mask, problem.attn_mask),
+            cast(self.alibi_slopes, problem.alibi_slopes),
+        )
+
+
+def _backward_group(group: Group, grad_out: Tensor, sums: _Sums) -> None:  # grad_out: (G, rep, N, Dv)
+    if group.problem.seed is not None:
+        grad_out = grad_out * group.problem.keep_scale
+    grad_query = torch.zeros_like(group.query, dtype=group.accumulator) if sums.query is not None else None
+    for columns in group.short_blocks(Span(0, group.keys), long_side=group.queries):
+        grad_key: Tensor | None = None
+        grad_value: Tensor | None = None
+        for rows in group.long_blocks(group.row_range(columns)):
+            p, grad_logits = _backward_tile(group, grad_out, rows, columns, sums)  # each (G, C, rep·R)
+            if sums.value is not None:
+                part = group.products.combine(p, fold(grad_out, rows.slice))  # dV = Pᵀ dO: (G, C, Dv)
+                grad_value = part if grad_value is None else grad_value.to(group.accumulator).add_(part)
+            if sums.key is not None:
+                part = group.products.combine(grad_logits, fold(group.query, rows.slice))  # dK = dSᵀ Q: (G, C, D)
+                grad_key = part if grad_key is None else grad_key.to(group.accumulator).add_(part)
+            if grad_query is not None:
+                part = group.products.combine_transposed(grad_logits, group.key[:, columns.slice])  # dQ = dS K
+                grad_query[:, :, rows.slice] += part.view(len(part), group.repeat, rows.size, -1)
+        _store(group, sums.value, grad_value, columns, 1.0)
+        _store(group, sums.key, grad_key, columns, group.problem.scale_value)
+    if grad_query is not None and sums.query is not None:
+        target = group.heads_of(sums.query)  # (nb, nh, rep, N, D)
+        target.copy_(grad_query.mul_(group.problem.scale_value).view(target.shape))
+
+
+def _backward_tile(group: Group, grad_out: Tensor, rows: Span, columns: Span, sums: _Sums) -> tuple[Tensor, Tensor]:
+    """The weights (after dropout, still to be scaled) and the logits' gradient of one tile, both transposed."""
+    p = group.tile(rows, columns, transposed=True)  # (G, C, rep·R)
+    if sums.only_value and group.problem.seed is None:
+        return p, p
+    d = group.products.outer(group.value[:, columns.slice], fold(grad_out, rows.slice))  # dPᵀ = V dOᵀ
+    dropped = group.dropped(rows, columns)
+    if dropped is None:
+        torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)  # dS = dP ∘ P ∘ (1 − P), in one pass
+    else:
+        group.by_place(d, rows, transposed=True).masked_fill_(dropped, 0)
+        torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)
+        group.by_place(p, rows, transposed=True).masked_fill_(dropped, 0)
+    _add_small_gradients(group, group.by_place(d, rows, transposed=True), rows, columns, sums)
+    return p, d
+
+
+def _add_small_gradients(group: Group, d: Tensor, rows: Span, columns: Span, sums: _Sums) -> None:
+    """Sum a tile's logit gradient, (nb, nh, rep, R, C), along what bias, mask and slopes were broadcast along."""
+    for total in (sums.bias, sums.attn_mask):
+        if total is not None:
+            target = group.part(total, rows, columns)
+            target += _sum_to(d, target)
+    if sums.alibi_slopes is not None:
+        target = group.slopes_of(sums.alibi_slopes)  # (nb or 1, nh, rep, 2)
+        for side, distance in enumerate(group.distances(rows, columns)):
+            target[..., side] -= _sum_to((d * distance).sum((-1, -2)), target[..., side])
+
+
+def _sum_to(t: Tensor, target: Tensor) -> Tensor:
+    """Sum the dimensions in which the target has size 1, in the target's precision."""
+    reduced = [i for i, (a, b) in enumerate(zip(t.shape, target.shape, strict=True)) if a != b]
+    return t.sum(reduced, keepdim=True, dtype=target.dtype) if reduced else t
+
+
+def _store(group: Group, target: Tensor | None, part: Tensor | None, columns: Span, factor: float) -> None:
+    """Write the finished gradient of a block of keys: (G, C, E) into (B, Hkv, M, E)."""
+    if target is None or part is None:
+        return
+    if factor != 1.0:
+        part = part * factor
+    nb, nh, _ = group.shape
+    part = part.view(nb, nh, columns.size, -1)
+    if group.ragged:  # whatever dO holds, a key that does not exist has no gradient
+        part = part.masked_fill(~group.exists(columns).view(-1, 1, columns.size, 1), 0)
+    target[group.batch.slice, group.heads.slice, columns.slice] = part

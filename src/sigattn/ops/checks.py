@@ -1,0 +1,189 @@
+"""What can be wrong with a call, said before any work and in terms of the call.
+
+Only types, shapes, dtypes and devices are looked at, never a tensor's values: so the checks neither make the host wait
+for an accelerator nor break a compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+_NAME = "sigmoid_attention"
+
+
+def describe(**arguments: Any) -> str:
+    """The arguments as a reader would write them down: shape, dtype and device of a tensor, else the value."""
+    return ", ".join(f"{name} {_describe(value)}" for name, value in arguments.items())
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"= {value!r}"
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+
+
+def _wrong(error: type[Exception], what: str, **arguments: Any) -> NoReturn:
+    raise error(f"{_NAME}: {what}; got {describe(**arguments)}")
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise unless value is None or one of the allowed words."""
+    if value is not None and value not in allowed:
+        raise ValueError(f"{_NAME}: unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))} or None")
+
+
+def operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Raise unless query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv) fit together."""
+    given = {"query": query, "key": key, "value": value}
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            _wrong(TypeError, f"{name} must be a dense tensor: pad it and pass key_lengths", **{name: t.layout})
+    if not (query.dim() == key.dim() == value.dim() == 4):
+        _wrong(ValueError, "query, key and value must have 4 dimensions, (batch, heads, length, head_dim)", **given)
+    if not query.is_floating_point():
+        _wrong(TypeError, "query, key and value must be floating point", **given)
+    if not (query.dtype == key.dtype == value.dtype):
+        _wrong(TypeError, "query, key and value must have one dtype: convert with .to(dtype)", **given)
+    if not (query.device == key.device == value.device):
+        _wrong(ValueError, "query, key and value must be on one device: move with .to(device)", **given)
+    if not (query.shape[0] == key.shape[0] == value.shape[0]):
+        _wrong(ValueError, "query, key and value must have the same batch size (dimension 0)", **given)
+    if query.shape[3] != key.shape[3]:
+        _wrong(ValueError, "query and key must have the same head_dim (dimension 3)", **given)
+    if key.shape[2] != value.shape[2]:
+        _wrong(ValueError, "key and value must have the same length (dimension 2)", **given)
+    if key.shape[1] != value.shape[1]:
+        _wrong(ValueError, "key and value must have the same number of heads (dimension 1)", **given)
+    _heads(query.shape[1], key.shape[1], enable_gqa, given)
+
+
+def _heads(of_query: int, of_key: int, enable_gqa: bool, given: dict[str, Tensor]) -> None:
+    if of_query == of_key:
+        return
+    if not enable_gqa:
+        _wrong(
+            ValueError,
+            f"query has {of_query} heads and key {of_key}: pass enable_gqa=True if query heads share key heads",
+            **given,
+        )
+    if of_key == 0 or of_query % of_key:
+        _wrong(ValueError, f"the {of_query} query heads are not a multiple of the {of_key} key heads", **given)
+
+
+def options(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    bias: Any,
+    window: Any,
+    alibi_slopes: Any,
+    key_lengths: Any,
+    scale: Any,
+) -> None:
+    """Raise unless the optional arguments fit the operands."""
+    (batch, heads, n, _), m = query.shape, key.shape[2]
+    if attn_mask is not None:
+        _mask(attn_mask, query, key, (batch, heads, n, m))
+    if bias is not None:
+        _bias(bias, query, (batch, heads, n, 1))
+    if alibi_slopes is not None:
+        _slopes(alibi_slopes, query, batch, heads)
+    if key_lengths is not None:
+        _lengths(key_lengths, key, batch)
+    if window is not None:
+        _window(window)
+    if not isinstance(dropout_p, (float, int)) or not 0 <= dropout_p < 1:
+        raise ValueError(f"{_NAME}: dropout_p is a probability in [0, 1), got {dropout_p!r}")
+    if scale is not None and not isinstance(scale, (float, int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{_NAME}: scale must be a number or None (for head_dim^-1/2), got {_describe(scale)}")
+
+
+def _same_device(name: str, t: Tensor, query: Tensor) -> None:
+    if t.device != query.device:
+        _wrong(ValueError, f"{name} must be on the query's device: move it with .to(device)", query=query, **{name: t})
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of this shape can be expanded to the target without the target growing."""
+    if len(shape) > len(target):
+        return False
+    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
+
+
+def _mask(mask: Any, query: Tensor, key: Tensor, target: Sequence[int]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{_NAME}: attn_mask must be a tensor, got {type(mask).__name__}")
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        _wrong(TypeError, "attn_mask must be bool (True = attend) or floating point (added)", attn_mask=mask)
+    if not _broadcasts(mask.shape, target):
+        _wrong(
+            ValueError,
+            f"attn_mask does not broadcast to (B, Hq, N, M) = {tuple(target)}",
+            query=query,
+            key=key,
+            attn_mask=mask,
+        )
+    _same_device("attn_mask", mask, query)
+
+
+def _bias(bias: Any, query: Tensor, target: Sequence[int]) -> None:
+    if isinstance(bias, bool) or not isinstance(bias, (Tensor, float, int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{_NAME}: bias must be a number or a tensor, got {bias!r} ({type(bias).__name__})")
+    if not isinstance(bias, Tensor):
+        return
+    if not bias.is_floating_point():
+        _wrong(TypeError, "bias must be floating point", bias=bias)
+    if not _broadcasts(bias.shape, target):
+        advice = (
+            "a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); what differs from key to key is "
+            "an additive attn_mask"
+        )
+        _wrong(
+            ValueError,
+            f"bias does not broadcast to (B, Hq, N, 1) = {tuple(target)}: {advice}",
+            query=query,
+            bias=bias,
+        )
+    _same_device("bias", bias, query)
+
+
+def _slopes(slopes: Any, query: Tensor, batch: int, heads: int) -> None:
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
+        raise TypeError(f"{_NAME}: alibi_slopes must be a floating-point tensor, got {_describe(slopes)}")
+    shape = tuple(slopes.shape)
+    if shape not in {(heads,), (batch, heads), (batch, heads, 2), (1, heads, 2)}:
+        _wrong(
+            ValueError,
+            "alibi_slopes must be (Hq,), (B, Hq) or (B or 1, Hq, 2; one slope before, one after the query)",
+            query=query,
+            alibi_slopes=slopes,
+        )
+    _same_device("alibi_slopes", slopes, query)
+
+
+def _lengths(lengths: Any, key: Tensor, batch: int) -> None:
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{_NAME}: key_lengths must be a tensor of integers, got {type(lengths).__name__}")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype is torch.bool:
+        _wrong(TypeError, "key_lengths must be integers", key_lengths=lengths)
+    if tuple(lengths.shape) != (batch,):
+        _wrong(ValueError, f"key_lengths must be (B,) = ({batch},)", key=key, key_lengths=lengths)
+
+
+def _window(window: Any) -> None:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"{_NAME}: window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            raise TypeError(f"{_NAME}: the sides of window must be integers, got {tuple(window)!r}")
+        if side < -1:
+            raise ValueError(
+                f"{_NAME}: the sides of window must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
+            )

@@ -1,0 +1,56 @@
+"""Which attention weights dropout keeps: a function of the seed and the weight's place, not of the order of work.
+
+The mask of weight (b, h, i, j) is a hash of (seed, b·Hq + h, i, j). So the forward and the backward pass agree though
+they walk different tiles, every backend drops the same weights, and nothing is stored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64: consecutive numbers spread over all bits
+_MIX_1 = -4658895280553007687  # the two multipliers of the splitmix64 finaliser, as int64
+_MIX_2 = -7723592293110705685
+_FOLD_1 = 0x7FEB352D  # two odd 32-bit multipliers of good avalanche (as int32 below)
+_FOLD_2 = 0x846CA68B - (1 << 32)
+
+
+def keep_mask(seed: int, heads: Tensor, rows: Tensor, columns: Tensor, dropout_p: float) -> Tensor:
+    """True where a weight is kept.
+
+    Args:
+        seed: any int64.
+        heads: integer indices b·Hq + h, of any shape (...).
+        rows: (R,) indices of the queries. columns: (C,) indices of the keys.
+        dropout_p: probability of dropping, in [0, 1).
+
+    Returns:
+        (..., R, C), bool; each entry is True with probability 1 - dropout_p.
+    """
+    by_row = _mix(_mix(heads + seed).unsqueeze(-1) + rows).unsqueeze(-1)  # (..., R, 1)
+    by_column = _mix(columns + _mix(torch.tensor(seed ^ _GOLDEN, device=columns.device)))  # (C,)
+    x = by_row.to(torch.int32) ^ by_column.to(torch.int32)  # (..., R, C); int32 products wrap, as wanted
+    x ^= x >> 16
+    x *= _FOLD_1
+    x ^= x >> 15
+    x *= _FOLD_2
+    return x >= round(dropout_p * (1 << 32)) - (1 << 31)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 whose every output bit depends on every input bit (splitmix64's finaliser)."""
+    x = x.to(torch.int64) * _GOLDEN
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return _low(x ^ _shift(x, 31))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right: torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _low(x: Tensor) -> Tensor:
+    """The low 32 bits as a signed number, so that the cast to int32 does not depend on how overflow is treated."""
+    return ((x & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)

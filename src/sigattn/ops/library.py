@@ -1,0 +1,265 @@
+"""The operator as a citizen of PyTorch: registered ops, their fakes, autograd, vmap and FLOP counts.
+
+Two ops, ``sigattn::forward`` and ``sigattn::backward``, have no derivative of their own: one ``autograd.Function``
+stands before them. That arrangement gives ``torch.compile`` and ``torch.export`` one node to trace and ``jacrev`` and
+``vmap`` a rule to follow, while forward-mode and second derivatives, which no fast backend has, raise instead of
+silently giving zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from sigattn.ops import blocked
+from sigattn.ops.blocked import Needs
+from sigattn.ops.problem import Problem
+
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
+_REST = "Tensor? key_lengths, Tensor? seed, float? scale, int left, int right, float dropout_p, str backend"
+
+_library = torch.library.Library("sigattn", "DEF")
+_library.define(f"forward({_TENSORS}, {_REST}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    f"backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_DIFFERENTIABLE = 6  # the leading tensors of both ops, in the order of Needs
+
+NO_SECOND_DERIVATIVE = (
+    'the fast backends of sigmoid_attention have no {what}; pass backend="reference", which has it (in O(N·M) memory)'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a backend brings: the two passes over a canonical problem."""
+
+    forward: Callable[[Problem], Tensor]
+    backward: Callable[[Problem, Tensor, Needs], blocked.Gradients]
+
+
+KERNELS = {"blocked": Kernels(blocked.forward, blocked.backward)}
+
+
+def check_lengths(problem: Problem) -> None:
+    """Here, not earlier: the values are at hand only once the op runs. On an accelerator reading them would wait."""
+    lengths, m = problem.key_lengths, problem.key.shape[2]
+    if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
+        least, most = lengths.aminmax()
+        if least < 0 or most > m:
+            raise ValueError(
+                f"sigmoid_attention: key_lengths must lie in 0…{m} (key has {m} keys), got {lengths.tolist()}"
+            )
+
+
+def _problem(args: Sequence[Any]) -> tuple[Problem, Kernels]:
+    problem = Problem(*args[:-1])
+    check_lengths(problem)
+    return problem, KERNELS[args[-1]]
+
+
+def _forward(*args: Any) -> Tensor:
+    problem, kernels = _problem(args)
+    with _without_autocast(problem):
+        return kernels.forward(problem)
+
+
+def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    problem, kernels = _problem(args[:-1])
+    with _without_autocast(problem):
+        gradients = kernels.backward(problem, grad_out, Needs(*args[-1]))
+    return tuple(g if g is not None else _absent(grad_out) for g in gradients)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _without_autocast(problem: Problem) -> Any:
+    """The dtypes were settled before the op; inside it, autocast must not change them again."""
+    device = problem.query.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _Nothing()
+
+
+def _absent(like: Tensor) -> Tensor:
+    """A gradient nobody asked for: ops cannot return None."""
+    return like.new_empty(0)
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[-1])
+
+
+def _fake_backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(
+        t.new_empty(t.shape) if t is not None and needed else _absent(grad_out)
+        for t, needed in zip(args[:_DIFFERENTIABLE], args[-1], strict=True)
+    )
+
+
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("sigattn::forward", _fake_forward, lib=_library)
+torch.library.register_fake("sigattn::backward", _fake_backward, lib=_library)
+
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class SigmoidAttention(torch.autograd.Function):
+    """The forward op with the backward op as its derivative. Only inputs are saved."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        out: Tensor = torch.ops.sigattn.forward.default(*args)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        tensors = inputs[:8]  # the six that may have a gradient, key_lengths, seed
+        ctx.save_for_backward(*tensors)
+        ctx.rest = inputs[8:]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
+        gradients = SigmoidAttentionBackward.apply(needs, grad_out, *ctx.saved_tensors, *ctx.rest)
+        own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
+        return (*own, *(None,) * (2 + len(ctx.rest)))
+
+
+class SigmoidAttentionBackward(torch.autograd.Function):
+    """The backward op, whose own derivative raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(needs: list[bool], grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = torch.ops.sigattn.backward.default(grad_out, *args, needs)
+        return gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError("sigmoid_attention: " + NO_SECOND_DERIVATIVE.format(what="second derivative"))
+
+
+def call(problem: Problem, backend: str) -> Tensor:
+    """Run a canonical problem on a fast backend, differentiably."""
+    p = problem
+    tensors = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes, p.key_lengths, p.seed)
+    if not torch.compiler.is_compiling():
+        _refuse_tangents(tensors[:_DIFFERENTIABLE])
+    args = (*tensors, p.scale, p.left, p.right, p.dropout_p, backend)
+    out: Tensor = SigmoidAttention.apply(*args)
+    return out
+
+
+def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
+    """Forward-mode would find no rule, and through an op that is opaque to it, would see a zero tangent."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError("sigmoid_attention: " + NO_SECOND_DERIVATIVE.format(what="forward-mode derivative"))
+
+
+# -- vmap -------------------------------------------------------------------------------------------------------------
+
+
+def _fold_batches(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Merge the mapped dimension into the batch: every tensor whose first dimension is B (or 1) becomes size · B."""
+    moved = [
+        t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims[: len(tensors)], strict=True)
+    ]
+    query, query_dim = moved[0], in_dims[0]
+    assert query is not None
+    batch = query.shape[0 if query_dim is None else 1]
+    folded: list[Tensor | None] = []
+    for t, d in zip(moved, in_dims, strict=False):
+        if t is None or (d is None and t.dim() == 0):
+            folded.append(t)
+            continue
+        t = t.unsqueeze(0) if d is None else t  # (size or 1, B or 1, …)
+        folded.append(t.expand(size, batch, *t.shape[2:]).reshape(size * batch, *t.shape[2:]))
+    return folded
+
+
+def _one_by_one(op: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> list[Any]:
+    """The rule that is always right: apply the op to each slice."""
+    return [
+        op(
+            *(
+                a.select(d, i) if isinstance(a, Tensor) and d is not None else a
+                for a, d in zip(args, in_dims, strict=True)
+            )
+        )
+        for i in range(size)
+    ]
+
+
+def _flat(in_dims: Sequence[Any]) -> list[int | None]:
+    return [d if isinstance(d, int) else None for d in in_dims]
+
+
+def _vmap_forward(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Tensor, int]:
+    dims = _flat(in_dims)
+    if args[7] is not None or (dims[3] is not None and args[3].dim() == 1):  # a seed drops alike in each slice
+        return torch.stack(_one_by_one(torch.ops.sigattn.forward.default, info.batch_size, dims, args)), 0
+    tensors = _fold_batches(info.batch_size, dims, args[:7])
+    out = torch.ops.sigattn.forward.default(*tensors, *args[7:])
+    return out.unflatten(0, (info.batch_size, -1)), 0
+
+
+def _vmap_backward(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    dims = _flat(in_dims)
+    op = torch.ops.sigattn.backward.default
+    small = any(args[-1][3:])  # the gradients of bias, mask and slopes are sums along the batch: keep slices apart
+    if args[8] is not None or small or (dims[4] is not None and args[4].dim() == 1):
+        slices = _one_by_one(op, info.batch_size, dims, args)
+        return tuple(torch.stack(g) for g in zip(*slices, strict=True)), (0,) * _DIFFERENTIABLE
+    query, *rest = [args[1], args[0], *args[2:8]]
+    tensors = _fold_batches(info.batch_size, [dims[1], dims[0], *dims[2:8]], [query, *rest])
+    gradients = op(tensors[1], tensors[0], *tensors[2:], *args[8:])
+    per_slice = [
+        g.unflatten(0, (info.batch_size, -1)) if g.dim() > 1 else g.expand(info.batch_size, 0) for g in gradients
+    ]
+    return tuple(per_slice), (0,) * _DIFFERENTIABLE
+
+
+torch.library.register_vmap("sigattn::forward", _vmap_forward, lib=_library)
+torch.library.register_vmap("sigattn::backward", _vmap_backward, lib=_library)
+
+
+# -- FLOPs ------------------------------------------------------------------------------------------------------------
+
+
+def _products(query: Sequence[int], key: Sequence[int], value: Sequence[int], narrow: int, wide: int) -> int:
+    batch, heads, n, d = query
+    return 2 * batch * heads * n * key[2] * (narrow * d + wide * value[3])
+
+
+@register_flop_formula(torch.ops.sigattn.forward)
+def forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Q Kᵀ and P V, counted in full whatever is masked: PyTorch's convention for its own attention."""
+    return _products(query, key, value, 1, 1)
+
+
+@register_flop_formula(torch.ops.sigattn.backward)
+def backward_flops(
+    grad_out: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Q Kᵀ again, dQ and dK; dP and dV."""
+    return _products(query, key, value, 3, 2)

@@ -1,0 +1,144 @@
+"""One call of the operator in canonical form: what every backend receives.
+
+The public function accepts many spellings of the same thing (a float or a tensor as bias, ``is_causal`` or a window,
+one slope or two). They are brought to one form here, once, so that a backend never has to know about them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import overload
+
+import torch
+from torch import Tensor
+
+UNLIMITED = -1  # a window side without a limit
+
+
+@overload
+def log_length_bias(n: int) -> float: ...
+@overload
+def log_length_bias(n: Tensor) -> Tensor: ...
+def log_length_bias(n: int | Tensor) -> float | Tensor:
+    """The paper's bias ``b = -log n`` (Sect. 2 and App. E), n being the number of keys.
+
+    With it σ(z + b) = e^z / (e^z + n): each row's weights sum to about one, as under softmax, so that the output
+    neither grows with the length nor changes its meaning when the length does.
+
+    Args:
+        n: number of keys, at least 1: an int, or a tensor of lengths of any shape and dtype (one bias each).
+
+    Returns:
+        A float for an int; for a tensor, a floating-point tensor of its shape (float32 for integer lengths).
+
+    Raises:
+        ValueError: if an int below 1 is given. The values of a tensor are not checked: 0 gives +inf.
+        TypeError: if n is neither an int nor a tensor.
+
+    >>> round(log_length_bias(1024), 4)
+    -6.9315
+    """
+    if isinstance(n, Tensor):
+        return -(n if n.is_floating_point() else n.to(torch.float32)).log()
+    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+        raise TypeError(f"log_length_bias: n must be an int or a tensor of lengths, got {n!r} ({type(n).__name__})")
+    if n < 1:
+        raise ValueError(f"log_length_bias: n is a number of keys and must be at least 1, got {n}")
+    return -math.log(n)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The canonical arguments. Shapes: B batch, Hq / Hkv query / key heads, N queries, M keys, D and Dv head sizes.
+
+    Attributes:
+        query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv). Hq is a multiple of Hkv.
+        bias: 4-D and broadcastable to (B, Hq, N, 1); or 0-d on the CPU (a number); or None for the paper's rule.
+        attn_mask: 4-D and broadcastable to (B, Hq, N, M): bool (True = attend) or floating point (added); or None.
+        alibi_slopes: (B or 1, Hq, 2), one slope for keys before the query and one for keys after it; or None.
+        key_lengths: (B,) integers; or None.
+        seed: 0-d int64 on the CPU; None without dropout.
+        scale: factor of Q Kᵀ; None for D^-1/2.
+        left, right: query i sees keys i - left ≤ j ≤ i + right; -1 is unlimited. Causal is right = 0.
+        dropout_p: probability of dropping a weight.
+        first_row: index of the first query, when the queries are a slice of a longer problem.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    key_lengths: Tensor | None = None
+    seed: Tensor | None = None
+    scale: float | None = None
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    dropout_p: float = 0.0
+    first_row: int = 0
+
+    @property
+    def scale_value(self) -> float:
+        """The factor of Q Kᵀ (1 where D = 0, for then there is nothing to scale)."""
+        return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
+
+    @property
+    def keep_scale(self) -> float:
+        """What the weights that dropout keeps are multiplied by."""
+        return 1.0 / (1.0 - self.dropout_p)
+
+    def bias_value(self) -> float | Tensor:
+        """The bias as a number or as a tensor broadcastable to (B, Hq, N, 1), the paper's rule applied."""
+        if self.bias is not None:
+            return self.bias if self.bias.dim() else self.bias.item()
+        if self.key_lengths is None:
+            return -math.log(max(self.key.shape[-2], 1))
+        lengths = self.key_lengths.to(self.query.device).clamp(min=1)  # an empty sample has no key to weigh
+        return log_length_bias(lengths.double()).view(-1, 1, 1, 1)
+
+    def rows(self, start: int, stop: int) -> Problem:
+        """The same problem for the queries start … stop - 1."""
+
+        def cut(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.dim() < 4 or t.shape[2] == 1 else t[:, :, start:stop]
+
+        return replace(
+            self,
+            query=self.query[:, :, start:stop],
+            bias=cut(self.bias),
+            attn_mask=cut(self.attn_mask),
+            first_row=self.first_row + start,
+        )
+
+
+def band(
+    left: int, right: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
+) -> Tensor:  # (rows, columns)
+    """True where the key's position lies within the query's window i - left ≤ j ≤ i + right."""
+    i = torch.arange(*rows, device=device).unsqueeze(1)
+    j = torch.arange(*columns, device=device)
+    visible = torch.ones((), dtype=torch.bool, device=device).expand(len(i), len(j))
+    if left != UNLIMITED:
+        visible = visible & (j >= i - left)
+    if right != UNLIMITED:
+        visible = visible & (j <= i + right)
+    return visible
+
+
+def alibi(
+    slopes: Tensor, rows: tuple[int, int], columns: tuple[int, int], dtype: torch.dtype
+) -> Tensor:  # (B or 1, Hq, rows, columns)
+    """ALiBi's position term -slope · |i - j|, with one slope for keys before the query and one for keys after it."""
+    before, after = distances(rows, columns, dtype, slopes.device)
+    s = slopes.to(dtype).unflatten(-1, (2, 1, 1))
+    return -(s[..., 0, :, :] * before + s[..., 1, :, :] * after)
+
+
+def distances(
+    rows: tuple[int, int], columns: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:  # each (rows, columns)
+    """How far each key lies before its query (0 if it does not), and how far after it."""
+    offset = torch.arange(*rows, device=device).unsqueeze(1) - torch.arange(*columns, device=device)
+    return offset.clamp(min=0).to(dtype), (-offset).clamp(min=0).to(dtype)

@@ -1,0 +1,103 @@
+"""The definition, materialised: the specification every other backend is tested against, and the theory's operator.
+
+    S = scale · Q Kᵀ + b + position bias + mask        P = activation(S), exactly 0 where masked        O = P V
+
+It holds the whole (B, Hq, N, M) matrix, computes in float32 or better, and is plain PyTorch: forward-mode
+differentiation, double differentiation, ``torch.func`` and ``vmap`` all apply to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigattn.ops.dropout import keep_mask
+from sigattn.ops.problem import Problem, alibi, band
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, dim=-1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": _softmax,
+    "relu": torch.relu,
+    "relu2": lambda s: torch.relu(s).square(),
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+    "identity": lambda s: s,
+}
+
+
+def attention(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, Hq, N, Dv)
+    """The output, in the query's dtype."""
+    return combine(problem, _drop(problem, attention_weights(problem, activation))).to(problem.query.dtype)
+
+
+def combine(problem: Problem, weights: Tensor) -> Tensor:  # (B, Hq, N, M) → (B, Hq, N, Dv)
+    """P V, in the weights' dtype."""
+    return weights @ _repeat(problem, _existing(problem, problem.value).to(weights.dtype))
+
+
+def attention_weights(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, Hq, N, M)
+    """P before dropout, in float32 or better. A row in which everything is masked is 0, whatever the activation."""
+    logits, visible = masked_logits(problem, activation)
+    if activation == "softmax":
+        some = visible.any(-1, keepdim=True)
+        logits = logits.masked_fill(~visible & some, -torch.inf).masked_fill(~some, 0)
+    return ACTIVATIONS[activation](logits).masked_fill(~visible, 0)
+
+
+def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor, Tensor]:  # each (B, Hq, N, M)
+    """S, with 0 where masked, and where it is not masked."""
+    p = problem
+    wide = torch.promote_types(p.query.dtype, torch.float32)
+    if activation != "sigmoid" and p.bias is None:  # the paper's rule is for the sigmoid alone
+        p = replace(p, bias=torch.zeros((), dtype=wide))
+    key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
+    rows = (p.first_row, p.first_row + p.query.shape[2])
+    columns = (0, p.key.shape[2])
+    logits = p.scale_value * p.query.to(wide) @ key.mT + p.bias_value()
+    if p.alibi_slopes is not None:
+        logits = logits + alibi(p.alibi_slopes, rows, columns, wide)
+    visible = band(p.left, p.right, rows, columns, logits.device).expand(logits.shape)
+    if p.key_lengths is not None:
+        visible = visible & _exists(p)[:, None, None, :]
+    if p.attn_mask is not None:
+        if p.attn_mask.is_floating_point():
+            visible = visible & (p.attn_mask != -torch.inf)
+            logits = logits + p.attn_mask.to(wide).masked_fill(p.attn_mask == -torch.inf, 0)
+        else:
+            visible = visible & p.attn_mask
+    return logits.to(wide).masked_fill(~visible, 0), visible
+
+
+def _exists(p: Problem) -> Tensor:  # (B, M)
+    assert p.key_lengths is not None
+    j = torch.arange(p.key.shape[2], device=p.key.device)
+    return j < p.key_lengths.to(j.device).unsqueeze(-1)
+
+
+def _existing(p: Problem, t: Tensor) -> Tensor:  # (B, Hkv, M, E)
+    """Keys or values with 0 where they do not exist, so that not even a NaN there can matter."""
+    return t if p.key_lengths is None else t.masked_fill(~_exists(p)[:, None, :, None], 0)
+
+
+def _repeat(p: Problem, t: Tensor) -> Tensor:  # (B, Hkv, M, E) → (B, Hq, M, E)
+    """Each key head once for every query head that shares it."""
+    times = p.query.shape[1] // max(t.shape[1], 1)
+    return t if times == 1 else t.repeat_interleave(times, dim=1)
+
+
+def _drop(p: Problem, weights: Tensor) -> Tensor:
+    if p.seed is None:
+        return weights
+    batch, heads, n, m = weights.shape
+    at = torch.arange(batch * heads, device=weights.device).view(batch, heads)
+    i, j = torch.arange(p.first_row, p.first_row + n, device=at.device), torch.arange(m, device=at.device)
+    return weights * keep_mask(int(p.seed), at, i, j, p.dropout_p) * p.keep_scale

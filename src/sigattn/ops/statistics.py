@@ -1,0 +1,121 @@
+"""What the paper watches in an attention layer: row mass, output norm, largest logit, sparsity (Sect. 5, App. G.6)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import checks, library, reference
+from sigattn.ops.attention import canonical
+from sigattn.ops.problem import Problem
+
+_BLOCK_BYTES = 8 << 20  # what the weights of one block of rows may take
+
+
+class AttentionStatistics(NamedTuple):
+    """Statistics of the weights P and the output O = P V of each head, over its N queries. Each is (B, Hq), float32.
+
+    Attributes:
+        row_mass_mean, row_mass_min, row_mass_max: of Σ_j P_ij. About 1 with b = -log n at initialisation; always 1
+            under softmax.
+        output_norm: the Frobenius norm ‖P V‖ (the "attention norm" of the paper's Figs. 4-7).
+        max_logit: the largest logit that is not masked; -inf if there is none.
+        hoyer_sparsity: the mean over queries of (√n - Σ|P| / √(Σ P²)) / (√n - 1), n the keys a query sees: 0 when all
+            its weights are equal, 1 when only one is not zero. Queries that see fewer than two keys, or whose weights
+            are all 0, have none and are left out; NaN if that leaves nothing.
+    """
+
+    row_mass_mean: Tensor
+    row_mass_min: Tensor
+    row_mass_max: Tensor
+    output_norm: Tensor
+    max_logit: Tensor
+    hoyer_sparsity: Tensor
+
+
+@torch.no_grad()
+def attention_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    bias: float | Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    activation: str = "sigmoid",
+) -> AttentionStatistics:
+    """Measure an attention layer, in memory linear in the length (a block of queries at a time), without gradient.
+
+    Args:
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths: as in
+            ``sigmoid_attention``. There is no dropout: these are the weights before it.
+        activation: "sigmoid", or for comparison "softmax", "relu", "relu2", "gelu", "tanh" or "identity", for which
+            bias=None is 0.
+
+    Returns:
+        An ``AttentionStatistics`` of (B, Hq) tensors.
+
+    Raises:
+        ValueError, TypeError: as in ``sigmoid_attention``; ValueError for an unknown activation, or N = 0.
+
+    >>> query, key, value = torch.randn(3, 2, 4, 128, 64).unbind()
+    >>> attention_statistics(query, key, value).row_mass_mean.shape
+    torch.Size([2, 4])
+    """
+    checks.operands(query, key, value, enable_gqa)
+    checks.options(query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale)
+    checks.choice("activation", activation, tuple(reference.ACTIVATIONS))
+    if query.shape[2] == 0:
+        raise ValueError(f"attention_statistics: there is no query; got {checks.describe(query=query, key=key)}")
+    problem = canonical(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        bias=bias,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        key_lengths=key_lengths,
+    )
+    library.check_lengths(problem)
+    with torch.autocast(query.device.type, enabled=False):
+        return _over_rows(problem, activation)
+
+
+def _over_rows(problem: Problem, activation: str) -> AttentionStatistics:
+    batch, heads, n, _ = problem.query.shape
+    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
+    parts = [_of_rows(problem.rows(i, min(i + step, n)), activation) for i in range(0, n, step)]
+    mass, square, largest, hoyer, counted = (torch.cat(p, dim=-1) for p in zip(*parts, strict=True))  # each (B, Hq, N)
+    count = counted.sum(-1)
+    return AttentionStatistics(
+        mass.mean(-1), mass.amin(-1), mass.amax(-1), square.sum(-1).sqrt(), largest.amax(-1), hoyer.sum(-1) / count
+    )
+
+
+def _of_rows(problem: Problem, activation: str) -> tuple[Tensor, ...]:
+    """For each query: its row mass, ‖O‖², largest logit, Hoyer sparsity (0 if undefined), whether that is defined."""
+    logits, visible = reference.masked_logits(problem, activation)  # (B, Hq, R, M)
+    weights = reference.attention_weights(problem, activation)
+    out = reference.combine(problem, weights)  # (B, Hq, R, Dv)
+    n = visible.sum(-1)
+    root = n.sqrt()
+    norm = weights.square().sum(-1).sqrt()
+    defined = (n > 1) & (norm > 0)
+    hoyer = (root - weights.abs().sum(-1) / norm) / (root - 1)
+    if logits.shape[-1] == 0:
+        largest = torch.full_like(norm, -torch.inf)
+    else:
+        largest = logits.masked_fill(~visible, -torch.inf).amax(-1)
+    square = out.square().sum(-1)
+    result = (weights.sum(-1), square, largest, hoyer.masked_fill(~defined, 0), defined)
+    return tuple(t.to(torch.float32) for t in result)
