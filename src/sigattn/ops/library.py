@@ -133,7 +133,13 @@ class SigmoidAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
-        gradients = SigmoidAttentionBackward.apply(needs, grad_out, *ctx.saved_tensors, *ctx.rest)
+        args = (grad_out, *ctx.saved_tensors, *ctx.rest, needs)
+        if (
+            torch.compiler.is_compiling()
+        ):  # which refuses second derivatives by itself, and this Function inside another
+            gradients = torch.ops.sigattn.backward.default(*args)
+        else:
+            gradients = _apply(SigmoidAttentionBackward, args)
         own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
         return (*own, *(None,) * (2 + len(ctx.rest)))
 
@@ -144,8 +150,8 @@ class SigmoidAttentionBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(needs: list[bool], grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = torch.ops.sigattn.backward.default(grad_out, *args, needs)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = torch.ops.sigattn.backward.default(*args)
         return gradients
 
     @staticmethod
@@ -161,11 +167,33 @@ def call(problem: Problem, backend: str) -> Tensor:
     """Run a canonical problem on a fast backend, differentiably."""
     p = problem
     tensors = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes, p.key_lengths, p.seed)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        tensors = _distinct(tensors)
+    else:
         _refuse_tangents(tensors[:_DIFFERENTIABLE])
     args = (*tensors, p.scale, p.left, p.right, p.dropout_p, backend)
-    out: Tensor = SigmoidAttention.apply(*args)
+    out: Tensor = SigmoidAttention.apply(*args) if torch.compiler.is_compiling() else _apply(SigmoidAttention, args)
     return out
+
+
+def _apply(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+    """Apply a Function; where torch.func finds that it has no jvp, say what to do about that."""
+    try:
+        return function.apply(*args)
+    except RuntimeError as error:
+        if "implement the jvp" in str(error):
+            raise RuntimeError(
+                "sigmoid_attention: " + NO_SECOND_DERIVATIVE.format(what="forward-mode derivative")
+            ) from error
+        raise
+
+
+def _distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Dynamo takes no tensor twice in one call of a Function, and self-attention may well pass one as key and value."""
+    result: list[Tensor | None] = []
+    for t in tensors:
+        result.append(t.view_as(t) if t is not None and any(t is u for u in result) else t)
+    return tuple(result)
 
 
 def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:

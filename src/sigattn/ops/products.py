@@ -10,38 +10,12 @@ Shapes: G heads worked on together, R rows (queries), C columns (keys). oneDNN's
 from __future__ import annotations
 
 import functools
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 _FUSIBLE = (torch.float32, torch.bfloat16)
-
-
-class Products(Protocol):
-    """How the products of a group's tiles are computed. A transposed tile is (keys, queries)."""
-
-    def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float) -> None:
-        """query: (G, rep, N, D). key: (G, M, D). bias: a number, or (G, rep, N, 1)."""
-
-    def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
-        """Scale · Q Kᵀ + b: (G, rep·R, C), or (G, C, rep·R) when transposed."""
-
-    def weights(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
-        """σ(scale · Q Kᵀ + b): (G, rep·R, C), or (G, C, rep·R) when transposed."""
-
-    @staticmethod
-    def outer(a: Tensor, b: Tensor) -> Tensor:
-        """A bᵀ: (G, R, E), (G, C, E) → (G, R, C)."""
-
-    @staticmethod
-    def combine(p: Tensor, v: Tensor) -> Tensor:
-        """P v: (G, R, C), (G, C, E) → (G, R, E)."""
-
-    @staticmethod
-    def combine_transposed(p: Tensor, v: Tensor) -> Tensor:
-        """pᵀ v: (G, C, R), (G, C, E) → (G, R, E)."""
 
 
 def fold(t: Tensor, rows: slice) -> Tensor:
@@ -51,14 +25,16 @@ def fold(t: Tensor, rows: slice) -> Tensor:
     return t[:, :, rows].reshape(t.shape[0], -1, t.shape[-1])
 
 
-class Plain:
+class Products:
     """Batched products of PyTorch, on any device and in any dtype; the sigmoid is a pass of its own, in place."""
 
     def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float) -> None:
+        """query: (G, rep, N, D). key: (G, M, D). bias: a number, or (G, rep, N, 1)."""
         self.query, self.key, self.scale = query, key, scale
         self.bias = bias if isinstance(bias, Tensor) else query.new_full((1, 1, 1), bias)
 
     def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
+        """scale · Q Kᵀ + b: (G, rep·R, C), or (G, C, rep·R) when transposed."""
         q, k = fold(self.query, rows), self.key[:, columns]
         b = fold(self.bias, rows) if self.bias.dim() == 4 else self.bias
         if transposed:
@@ -66,22 +42,26 @@ class Plain:
         return torch.baddbmm(b, q, k.mT, alpha=self.scale)
 
     def weights(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
+        """σ(scale · Q Kᵀ + b): (G, rep·R, C), or (G, C, rep·R) when transposed."""
         return self.logits(rows, columns, transposed).sigmoid_()
 
     @staticmethod
     def outer(a: Tensor, b: Tensor) -> Tensor:
+        """a bᵀ: (G, R, E), (G, C, E) → (G, R, C)."""
         return torch.bmm(a, b.mT)
 
     @staticmethod
     def combine(p: Tensor, v: Tensor) -> Tensor:
+        """p v: (G, R, C), (G, C, E) → (G, R, E)."""
         return torch.bmm(p, v)
 
     @staticmethod
     def combine_transposed(p: Tensor, v: Tensor) -> Tensor:
+        """pᵀ v: (G, C, R), (G, C, E) → (G, R, E)."""
         return torch.bmm(p.mT, v)
 
 
-class Extended(Plain):
+class Extended(Products):
     """The same, with the bias as one more column of Q against a column of ones in K, and the scale in Q.
 
     So the bias is added in the product's own accumulator, in full precision: in bfloat16 it takes two columns, its

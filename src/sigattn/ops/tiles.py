@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import UNLIMITED, Problem, alibi, distances
-from sigattn.ops.products import Extended, Fused, Plain, Products, fused_unavailable, keep_memory_warm
+from sigattn.ops.products import Extended, Fused, Products, fused_unavailable, keep_memory_warm
 
 # Sizes measured on a CPU with 1 MiB of L2 and 32 MiB of L3 (docs/log.md). They bound the working memory: a tile has
 # TILE_BYTES, and at most a handful are held at once.
@@ -69,7 +69,7 @@ class Group:
         bias = problem.bias_value()
         if isinstance(bias, Tensor):
             bias = self.heads_of(bias).to(self.accumulator)
-            bias = bias.expand(*self.shape, self.queries, 1).reshape(-1, self.repeat, self.queries, 1)
+            bias = bias.expand(*self.shape, self.queries, 1).flatten(0, 1)
         self.products = products(self.query, self.key, bias, problem.scale_value)
 
     def _count_keys(self) -> tuple[int, bool]:
@@ -95,14 +95,15 @@ class Group:
 
     def queries_of(self, t: Tensor) -> Tensor:
         """(B, Hq, N, E) → (G, rep, N, E), dense, in the compute dtype."""
-        return self.heads_of(t).to(self.dtype).reshape(-1, self.repeat, *t.shape[2:]).contiguous()
+        nb, nh, rep = self.shape
+        return self.heads_of(t).to(self.dtype).reshape(nb * nh, rep, *t.shape[2:]).contiguous()
 
     def keys_of(self, t: Tensor) -> Tensor:
         """(B, Hkv, M, E) → (G, keys, E), dense, in the compute dtype; zero where a key does not exist."""
         part = t[self.batch.slice, self.heads.slice, : self.keys].to(self.dtype)
         if self.ragged:  # a NaN in a key that does not exist must not reach a product
             part = part.masked_fill(~self.exists(Span(0, self.keys)).view(-1, 1, self.keys, 1), 0)
-        return part.reshape(-1, *part.shape[2:]).contiguous()
+        return part.flatten(0, 1).contiguous()
 
     def exists(self, columns: Span) -> Tensor:  # (nb, 1, 1, 1, C)
         assert self.problem.key_lengths is not None
@@ -251,12 +252,12 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
     query, key, mask = problem.query, problem.key, problem.attn_mask
     wide = torch.promote_types(query.dtype, torch.float32)
     if query.device.type != "cpu" or not query.shape[-1]:
-        return wide, Plain
+        return wide, Products
     additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 and not additive else wide
     if fused_unavailable(query.device, dtype) is not None:
-        return wide, Plain
+        return wide, Products
     per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])
     if per_head >= FUSED_FROM[dtype]:
         return dtype, Fused
-    return dtype, Extended if dtype is torch.bfloat16 else Plain
+    return dtype, Extended if dtype is torch.bfloat16 else Products

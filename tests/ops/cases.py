@@ -1,0 +1,163 @@
+"""Random calls of the operator, over all of its options, for Hypothesis."""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from sigattn.ops import tiles
+
+
+@dataclass
+class Case:
+    """One call: shapes, dtype and options. ``tensors()`` makes fresh inputs for it."""
+
+    shape: tuple[int, int, int, int, int, int, int]  # batch, key heads, query heads per key head, N, M, D, Dv
+    dtype: torch.dtype
+    causal: bool
+    scale: float | None
+    window: tuple[int, int] | None
+    bias: Any  # None, a float, or a shape over (B, Hq, N, 1)
+    mask: tuple[str, tuple[int, ...]] | None
+    slopes: str | None
+    lengths: bool
+    layout: str
+    seed: int
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self):
+        """Leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths."""
+        batch, kv, rep, n, m, d, dv = self.shape
+        g = torch.Generator().manual_seed(self.seed)
+
+        def randn(*shape, dtype=self.dtype):
+            return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+
+        heads = kv * rep
+        q, k, v = (self._lay_out(randn, s) for s in ((batch, heads, n, d), (batch, kv, m, d), (batch, kv, m, dv)))
+        given = {"query": q, "key": k, "value": v}
+        other = self.dtype if self.dtype in (torch.float32, torch.float64) else torch.float32
+        if isinstance(self.bias, tuple):
+            given["bias"] = randn(*self.bias, dtype=other) - 1
+        if self.mask is not None:
+            kind, shape = self.mask
+            mask = randn(*shape, dtype=other)
+            if kind == "-inf":
+                mask = mask.masked_fill(mask < -0.5, -torch.inf)
+            given["attn_mask"] = mask > -0.5 if kind == "bool" else mask
+        if self.slopes:
+            given["alibi_slopes"] = randn(*self._slopes_shape(), dtype=other).abs() / 8
+        lengths = torch.randint(0, m + 1, (batch,), generator=g) if self.lengths else None
+        return given, lengths
+
+    def _slopes_shape(self):
+        batch, kv, rep, *_ = self.shape
+        heads = kv * rep
+        return {"head": (heads,), "sample": (batch, heads), "sides": (1, heads, 2), "all": (batch, heads, 2)}[
+            self.slopes
+        ]
+
+    def _lay_out(self, randn, shape):
+        if self.layout == "contiguous":
+            return randn(*shape)
+        if self.layout == "length first":  # (B, N, H, D) as projections give it
+            return randn(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+        if self.layout == "strided":
+            return randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+        return randn(1, 1, *shape[2:]).expand(shape)
+
+    def options(self, given, lengths):
+        """Keyword arguments of sigmoid_attention."""
+        bias = given.get("bias", self.bias if isinstance(self.bias, float) else None)
+        return {
+            "attn_mask": given.get("attn_mask"),
+            "is_causal": self.causal,
+            "scale": self.scale,
+            "enable_gqa": self.shape[2] > 1,
+            "bias": bias,
+            "window": self.window,
+            "alibi_slopes": given.get("alibi_slopes"),
+            "key_lengths": lengths,
+        }
+
+    def formula_options(self, given, lengths):
+        """The same for the formula."""
+        o = self.options(given, lengths)
+        return {
+            "mask": o["attn_mask"],
+            "causal": o["is_causal"],
+            "scale": o["scale"],
+            "bias": o["bias"],
+            "window": o["window"],
+            "slopes": o["alibi_slopes"],
+            "lengths": lengths,
+        }
+
+
+def _broadcastable(shape):
+    """Shapes that broadcast to the given one, with leading dimensions left out at will."""
+
+    def build(flags_and_cut):
+        flags, cut = flags_and_cut
+        full = tuple(s if keep else 1 for s, keep in zip(shape, flags, strict=True))
+        while cut and full[0] == 1 and len(full) > 1:
+            full, cut = full[1:], cut - 1
+        return full
+
+    return st.tuples(st.tuples(*(st.booleans() for _ in shape)), st.integers(0, 4)).map(build)
+
+
+@st.composite
+def cases(draw, dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)):
+    batch, kv, rep = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    n, m = draw(st.integers(0, 37)), draw(st.integers(0, 37))
+    d, dv = draw(st.integers(1, 19)), draw(st.integers(1, 19))
+    side = st.integers(-1, 40)
+    b_shape, m_shape = (batch, kv * rep, n, 1), (batch, kv * rep, n, m)
+    return Case(
+        shape=(batch, kv, rep, n, m, d, dv),
+        dtype=draw(st.sampled_from(dtypes)),
+        causal=draw(st.booleans()),
+        scale=draw(st.one_of(st.none(), st.floats(0.05, 1.5))),
+        window=draw(st.one_of(st.none(), st.tuples(side, side))),
+        bias=draw(st.one_of(st.none(), st.floats(-8, 2), _broadcastable(b_shape))),
+        mask=draw(st.one_of(st.none(), st.tuples(st.sampled_from(["bool", "float", "-inf"]), _broadcastable(m_shape)))),
+        slopes=draw(st.one_of(st.none(), st.sampled_from(["head", "sample", "sides", "all"]))),
+        lengths=draw(st.booleans()),
+        layout=draw(st.sampled_from(["contiguous", "length first", "strided", "expanded"])),
+        seed=draw(st.integers(0, 1 << 30)),
+    )
+
+
+# How the blocked backend may go about a problem. Small tiles make small problems cross every border there is.
+PATHS = {
+    "plain": {"fused": False},
+    "plain, small tiles": {"fused": False, "TILE_BYTES": 8192, "LONG_SIDE": 13, "WINDOWED_SIDE": 7},
+    "batched": {"FUSED_FROM": {torch.float32: 10**9, torch.bfloat16: 10**9}},
+    "fused": {"FUSED_FROM": {torch.float32: 0, torch.bfloat16: 0}},
+    "fused, small tiles": {
+        "FUSED_FROM": {torch.float32: 0, torch.bfloat16: 0},
+        "TILE_BYTES": 1024,
+        "LONG_SIDE": 13,
+        "WINDOWED_SIDE": 7,
+    },
+}
+
+
+@contextlib.contextmanager
+def path(name):
+    """Make the blocked backend go one way."""
+    settings = dict(PATHS[name])
+    fused = settings.pop("fused", True)
+    if not fused:
+        settings["fused_unavailable"] = lambda device, dtype: "switched off by the test"
+    before = {key: getattr(tiles, key) for key in settings}
+    try:
+        for key, value in settings.items():
+            setattr(tiles, key, value)
+        yield
+    finally:
+        for key, value in before.items():
+            setattr(tiles, key, value)

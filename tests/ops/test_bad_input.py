@@ -1,0 +1,177 @@
+"""Wrong calls: an error before any work, that restates the call and says what to do."""
+
+import math
+
+import pytest
+import torch
+
+import sigattn
+from sigattn import log_length_bias, sigmoid_attention
+from sigattn.ops.attention import BACKENDS
+
+
+def operands(b=2, hq=4, hkv=4, n=5, m=6, d=8, dv=7, dtype=torch.float32):
+    return [torch.randn(s, dtype=torch.float32).to(dtype) for s in ((b, hq, n, d), (b, hkv, m, d), (b, hkv, m, dv))]
+
+
+Q, K, V = operands()
+META = torch.device("meta")
+
+WRONG = {  # what: positional arguments, options, error, what the message must say
+    "not a tensor": ((Q.numpy(), K, V), {}, TypeError, "query must be a tensor, got ndarray"),
+    "rank": ((Q[0], K, V), {}, ValueError, r"4 dimensions.*query \(4, 5, 8\) float32 on cpu"),
+    "head_dim": ((Q, K[..., :3], V), {}, ValueError, r"same head_dim.*\(2, 4, 6, 3\)"),
+    "length": ((Q, K, V[:, :, :2]), {}, ValueError, r"key and value must have the same length"),
+    "batch": ((Q, K[:1], V[:1]), {}, ValueError, "same batch size"),
+    "heads": ((Q, K[:, :2], V[:, :2]), {}, ValueError, "pass enable_gqa=True"),
+    "heads of value": ((Q, K, V[:, :2]), {}, ValueError, "key and value must have the same number of heads"),
+    "divisible": ((Q, K[:, :3], V[:, :3]), {"enable_gqa": True}, ValueError, "not a multiple"),
+    "mixed dtypes": ((Q, K.double(), V), {}, TypeError, r"one dtype.*float64"),
+    "integers": ((Q.long(), K.long(), V.long()), {}, TypeError, "must be floating point"),
+    "complex": ((Q.cfloat(), K.cfloat(), V.cfloat()), {}, TypeError, "must be floating point"),
+    "devices": ((Q, K.to(META), V.to(META)), {}, ValueError, r"one device.*on meta"),
+    "sparse": ((Q.to_sparse(), K, V), {}, TypeError, "dense"),
+    "mask shape": (
+        (Q, K, V, torch.ones(5, 5, dtype=torch.bool)),
+        {},
+        ValueError,
+        r"\(2, 4, 5, 6\).*attn_mask \(5, 5\)",
+    ),
+    "mask rank": ((Q, K, V, torch.ones(1, 1, 1, 5, 6, dtype=torch.bool)), {}, ValueError, "does not broadcast"),
+    "mask grows batch": ((Q, K, V, torch.ones(3, 1, 1, 1)), {}, ValueError, "does not broadcast"),
+    "mask dtype": ((Q, K, V, torch.ones(5, 6, dtype=torch.int32)), {}, TypeError, "bool"),
+    "mask type": ((Q, K, V, [[True]]), {}, TypeError, "attn_mask must be a tensor"),
+    "mask device": ((Q, K, V, torch.ones(5, 6, device=META)), {}, ValueError, "query's device"),
+    "bias columns": ((Q, K, V), {"bias": torch.zeros(5, 6)}, ValueError, "key to key is an additive attn_mask"),
+    "bias shape": ((Q, K, V), {"bias": torch.zeros(4)}, ValueError, r"per head is \(Hq, 1, 1\)"),
+    "bias dtype": ((Q, K, V), {"bias": torch.zeros(1, dtype=torch.long)}, TypeError, "bias must be floating point"),
+    "bias type": ((Q, K, V), {"bias": "-log n"}, TypeError, "number or a tensor"),
+    "bias bool": ((Q, K, V), {"bias": True}, TypeError, "number or a tensor"),
+    "bias device": ((Q, K, V), {"bias": torch.zeros(1, device=META)}, ValueError, "query's device"),
+    "window side": ((Q, K, V), {"window": (-2, 0)}, ValueError, r"at least 0, or -1.*\(-2, 0\)"),
+    "window type": ((Q, K, V), {"window": 3}, TypeError, r"pair \(left, right\), got 3"),
+    "window float": ((Q, K, V), {"window": (1.5, 0)}, TypeError, "integers"),
+    "lengths above": ((Q, K, V), {"key_lengths": torch.tensor([3, 7])}, ValueError, r"0…6.*\[3, 7\]"),
+    "lengths below": ((Q, K, V), {"key_lengths": torch.tensor([-1, 3])}, ValueError, "0…6"),
+    "lengths shape": ((Q, K, V), {"key_lengths": torch.tensor([3])}, ValueError, r"\(B,\) = \(2,\)"),
+    "lengths dtype": ((Q, K, V), {"key_lengths": torch.tensor([3.0, 4.0])}, TypeError, "integers"),
+    "lengths type": ((Q, K, V), {"key_lengths": [3, 4]}, TypeError, "tensor of integers"),
+    "slopes shape": ((Q, K, V), {"alibi_slopes": torch.ones(3)}, ValueError, r"\(Hq,\), \(B, Hq\)"),
+    "slopes dtype": ((Q, K, V), {"alibi_slopes": torch.ones(4, dtype=torch.long)}, TypeError, "floating-point"),
+    "dropout 1": ((Q, K, V), {"dropout_p": 1.0}, ValueError, r"\[0, 1\), got 1.0"),
+    "dropout < 0": ((Q, K, V), {"dropout_p": -0.1}, ValueError, r"\[0, 1\)"),
+    "dropout nan": ((Q, K, V), {"dropout_p": math.nan}, ValueError, r"\[0, 1\)"),
+    "scale type": ((Q, K, V), {"scale": "auto"}, TypeError, "scale must be a number"),
+    "backend": ((Q, K, V), {"backend": "cuda"}, ValueError, "unknown backend 'cuda'; choose one of 'reference'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_wrong_call_is_explained(what, backend):
+    args, options, error, message = WRONG[what]
+    with pytest.raises(error, match=f"(?s)sigmoid_attention: .*{message}"):
+        sigmoid_attention(*args, **{"backend": backend, **options})
+
+
+def test_statistics_check_too():
+    with pytest.raises(ValueError, match="same head_dim"):
+        sigattn.attention_statistics(Q, K[..., :3], V)
+    with pytest.raises(ValueError, match="unknown activation 'swish'"):
+        sigattn.attention_statistics(Q, K, V, activation="swish")
+    with pytest.raises(ValueError, match="no query"):
+        sigattn.attention_statistics(Q[:, :, :0], K, V)
+    with pytest.raises(ValueError, match="0…6"):
+        sigattn.attention_statistics(Q, K, V, key_lengths=torch.tensor([3, 7]))
+
+
+@pytest.mark.parametrize("n", [0, -3])
+def test_log_length_bias_needs_a_key(n):
+    with pytest.raises(ValueError, match="at least 1"):
+        log_length_bias(n)
+
+
+@pytest.mark.parametrize("n", [1.5, "8", True, None])
+def test_log_length_bias_needs_a_count(n):
+    with pytest.raises(TypeError, match="int or a tensor"):
+        log_length_bias(n)
+
+
+class TestWhatIsNotWrong:
+    """Edges of the definition."""
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize(
+        "shape", [(0, 4, 4, 5, 6), (2, 4, 4, 0, 6), (2, 4, 4, 5, 0), (2, 0, 0, 5, 6), (1, 1, 1, 1, 1)]
+    )
+    def test_empty_and_single(self, backend, shape):
+        q, k, v = (t.requires_grad_() for t in operands(*shape))
+        out = sigmoid_attention(q, k, v, backend=backend)
+        assert out.shape == (shape[0], shape[1], shape[3], 7)
+        for g, t in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v), strict=True):
+            assert g.shape == t.shape
+        if shape[4] == 0:
+            assert not out.any()
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("kind", ["bool", "-inf", "window", "lengths"])
+    def test_a_row_that_sees_nothing_is_zero_with_zero_gradient(self, backend, kind):
+        q, k, v = (t.requires_grad_() for t in operands(n=9, m=6))
+        mask = torch.ones(9, 6, dtype=torch.bool)
+        mask[7:] = False
+        options = {
+            "bool": {"attn_mask": mask},
+            "-inf": {"attn_mask": torch.zeros(9, 6).masked_fill(~mask, -torch.inf)},
+            "window": {"window": (1, 0)},  # queries 7 and 8 lie beyond the last key's window
+            "lengths": {"key_lengths": torch.tensor([0, 6])},
+        }[kind]
+        out = sigmoid_attention(q, k, v, bias=5.0, backend=backend, **options)
+        blind = out[0] if kind == "lengths" else out[:, :, 7:]
+        assert not blind.any()
+        gradient = torch.autograd.grad(out.sum(), q)[0]
+        assert not (gradient[0] if kind == "lengths" else gradient[:, :, 7:]).any()
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("lengths", [[4, 6], [4, 2], [0, 3]])
+    def test_what_lies_beyond_key_lengths_does_not_exist(self, backend, lengths):
+        lengths = torch.tensor(lengths)
+        q, k, v = operands()
+        beyond = (torch.arange(6) >= lengths[:, None])[:, None, :, None]
+        leaves = [q.requires_grad_(), k.masked_fill(beyond, math.nan).requires_grad_()]
+        leaves.append(v.masked_fill(beyond, math.inf).requires_grad_())
+        out = sigmoid_attention(*leaves, key_lengths=lengths, backend=backend)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        zeros = [t.masked_fill(beyond, 0).requires_grad_() for t in (k, v)]
+        expected = sigmoid_attention(q, *zeros, key_lengths=lengths, backend="reference")
+        torch.testing.assert_close(out, expected)
+        for g, e in zip(gradients, torch.autograd.grad(expected.sum(), (q, *zeros)), strict=True):
+            torch.testing.assert_close(g, e)
+        assert not gradients[1].masked_select(beyond).any()
+        assert not gradients[2].masked_select(beyond).any()
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_nan_and_inf_propagate(self, backend):
+        q, k, v = operands()
+        q[0, 0, 2, 0] = math.nan
+        out = sigmoid_attention(q, k, v, backend=backend)
+        assert out[0, 0, 2].isnan().all()
+        assert out.isnan().sum() == 7
+        q, k, v = operands()
+        v[1, 2, 3, 4] = math.inf
+        out = sigmoid_attention(q, k, v, backend=backend)
+        assert (out[1, 2, :, 4] == math.inf).all()
+        assert out.isinf().sum() == 5
+        q, k, v = operands()
+        q[0], k[0] = 1e30, 1e30  # logits overflow to +inf: each weight is 1
+        torch.testing.assert_close(
+            sigmoid_attention(q, k, v, backend=backend)[0], v[0].sum(1, keepdim=True).expand(4, 5, 7)
+        )
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_masks_combine(self, backend):
+        q, k, v = operands(n=6)
+        mask = torch.rand(6, 6) > 0.3
+        both = sigmoid_attention(q, k, v, mask, is_causal=True, window=(3, 2), backend=backend)
+        i, j = torch.arange(6)[:, None], torch.arange(6)
+        as_one = mask & (j <= i) & (j >= i - 3) & (j <= i + 2)
+        torch.testing.assert_close(both, sigmoid_attention(q, k, v, as_one, backend=backend))

@@ -1,0 +1,109 @@
+"""Every backend, over all options, forward and every gradient, against the formula in float64."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from sigattn import sigmoid_attention
+from sigattn.ops.attention import BACKENDS
+from tests.ops.cases import PATHS, Case, cases, path
+from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
+
+EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "60"))
+WAYS = [(b, p) for b in BACKENDS for p in (PATHS if b == "blocked" else ["plain"])]
+
+fuzz = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize="SIGATTN_FUZZ_EXAMPLES" not in os.environ,  # the same cases in every run, unless more are asked for
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def run(function, given, options, grad_out):
+    """Output and the gradients of all floating-point inputs, from fresh leaves."""
+    leaves = {k: t.detach().clone() if t.dtype is torch.bool else t.detach().requires_grad_() for k, t in given.items()}
+    out = function(leaves["query"], leaves["key"], leaves["value"], **options(leaves))
+    floating = {k: t for k, t in leaves.items() if t.is_floating_point()}
+    gradients = torch.autograd.grad(out, list(floating.values()), grad_out.to(out.dtype), allow_unused=True)
+    zeros = {k: torch.zeros_like(t) for k, t in floating.items()}
+    return out.detach(), {
+        k: zeros[k] if g is None else g for (k, _), g in zip(floating.items(), gradients, strict=True)
+    }
+
+
+def check(case: Case, backend: str) -> None:
+    inputs, lengths = case.tensors()
+    batch, kv, rep, n, _, _, dv = case.shape
+    grad_out = torch.randn(batch, kv * rep, n, dv, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+
+    def in_dtype(dtype):
+        def call(q, k, v, **o):
+            return formula(q, k, v, dtype=dtype, **o)
+
+        return run(call, inputs, lambda leaves: case.formula_options(leaves, lengths), grad_out)
+
+    def ours(q, k, v, **o):
+        return sigmoid_attention(q, k, v, backend=backend, **o)
+
+    truth, truth_grads = in_dtype(torch.float64)
+    same, same_grads = in_dtype(case.dtype)
+    out, grads = run(ours, inputs, lambda leaves: case.options(leaves, lengths), grad_out)
+    wide = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
+    magnitude = sums_of_magnitudes(wide, grad_out, **case.formula_options(wide, lengths))
+    assert_as_good_as_formula(out, truth, same, magnitude["output"], "output")
+    for name, gradient in grads.items():
+        assert gradient.dtype == inputs[name].dtype, name
+        assert_as_good_as_formula(gradient, truth_grads[name].double(), same_grads[name], magnitude[name], name)
+
+
+@pytest.mark.parametrize(("backend", "way"), WAYS)
+@fuzz
+@given(case=cases())
+def test_output_and_gradients_match_the_formula(backend, way, case):
+    with path(way):
+        check(case, backend)
+
+
+@pytest.mark.parametrize(("backend", "way"), WAYS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_of_the_output_is_written(nan_filled_memory, backend, way, causal, dtype):
+    case = Case((2, 2, 2, 67, 71, 8, 12), dtype, causal, None, None, None, None, None, False, "contiguous", 3)
+    with path(way):
+        check(case, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sizes_that_cross_real_tiles(dtype, causal):
+    """One problem with the sizes that users meet, so that the constants that are in force get tested."""
+    case = Case((1, 2, 2, 1200, 4500, 64, 48), dtype, causal, None, None, None, None, None, False, "length first", 5)
+    if dtype is torch.float64:
+        case.shape = (1, 1, 1, 700, 4500, 16, 8)
+    check(case, "blocked")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradcheck(backend):
+    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
+    bias = torch.randn(2, 4, 1, dtype=torch.float64, requires_grad=True)
+    mask = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(1, 2, 2, dtype=torch.float64, requires_grad=True)
+
+    def call(q, k, v, bias, mask, slopes):
+        return sigmoid_attention(q, k, v, mask, bias=bias, alibi_slopes=slopes, window=(3, 2), backend=backend)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, bias, mask, slopes))
+
+
+def test_small_weights_keep_their_relative_accuracy():
+    """With b = -log n and very negative logits P is tiny; its error must be small beside P, not beside 1."""
+    q = torch.full((1, 1, 300, 1), 1.0)
+    k = torch.linspace(-60, 0, 300).view(1, 1, 300, 1)
+    v = torch.eye(300).view(1, 1, 300, 300)
+    out = sigmoid_attention(q, k, v, scale=1.0, backend="blocked").double()
+    truth = formula(q, k, v, scale=1.0)
+    assert ((out - truth).abs() / truth).max() < 2e-5

@@ -1,0 +1,85 @@
+"""Dropout: the right share of weights, the same ones everywhere, scaled by 1 / (1 - p)."""
+
+import pytest
+import torch
+
+from sigattn import sigmoid_attention
+from sigattn.ops.attention import BACKENDS
+from sigattn.ops.dropout import keep_mask
+from tests.ops.cases import PATHS, path
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_share_of_dropped_weights_is_p(p):
+    keep = keep_mask(123, torch.arange(8), torch.arange(400), torch.arange(300), p)
+    assert keep.shape == (8, 400, 300)
+    count = keep.numel()
+    standard_error = (p * (1 - p) / count) ** 0.5
+    assert abs(keep.double().mean() - (1 - p)) < 4 * standard_error
+
+
+def test_dropped_weights_are_independent():
+    """Of row, column, head and seed: correlations of neighbours and of whole rows are what chance gives."""
+    keep = keep_mask(7, torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5
+    other = keep_mask(8, torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5
+    pairs = {
+        "rows": (keep[:, 1:], keep[:, :-1]),
+        "columns": (keep[..., 1:], keep[..., :-1]),
+        "heads": (keep[1:], keep[:-1]),
+        "seeds": (keep, other),
+        "transposed": (keep, keep.mT),
+        "squares": (keep[:, 1:, 1:] * keep[:, :-1, :-1], keep[:, 1:, :-1] * keep[:, :-1, 1:]),
+    }
+    for name, (a, b) in pairs.items():
+        correlation = (a * b).mean() / (a.square().mean() * b.square().mean()).sqrt()
+        assert abs(correlation) < 5 / a.numel() ** 0.5, name
+    for sums in (keep.sum(-1), keep.sum(-2)):  # variance of a sum of 256 coins of ±1/2 is 64
+        assert abs(sums.var() / 64 - 1) < 0.25
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_all_backends_drop_the_same_weights(way, dtype):
+    q = torch.randn(2, 4, 33, 8, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(2, 2, 29, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    results = []
+    with path(way):
+        for backend in BACKENDS:
+            torch.manual_seed(11)
+            out = sigmoid_attention(q, k, v, dropout_p=0.3, is_causal=True, enable_gqa=True, backend=backend)
+            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_seeded_scaled_and_unbiased(backend):
+    q, k = torch.randn(2, 1, 2, 16, 8, dtype=torch.float64).unbind()
+    v = torch.eye(16, dtype=torch.float64).expand(1, 2, 16, 16)  # the output is P itself
+
+    def weights(p):
+        return sigmoid_attention(q, k, v, dropout_p=p, bias=-1.0, backend=backend)
+
+    torch.manual_seed(5)
+    first = weights(0.25)
+    torch.manual_seed(5)
+    assert torch.equal(weights(0.25), first)
+    assert not torch.equal(weights(0.25), first)
+    full = weights(0.0)
+    kept = first != 0
+    assert 0.5 < kept.double().mean() < 0.95
+    torch.testing.assert_close(first[kept], full[kept] / 0.75)
+    mean = torch.stack([weights(0.25) for _ in range(400)]).mean(0)
+    assert ((mean - full).abs() / full).max() < 0.15
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_uses_the_forward_s_mask(backend):
+    q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def call(q, k, v):
+        torch.manual_seed(3)
+        return sigmoid_attention(q, k, v, dropout_p=0.5, backend=backend)
+
+    assert torch.autograd.gradcheck(call, (q, k, v))

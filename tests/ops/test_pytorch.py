@@ -1,0 +1,327 @@
+"""The operator as a citizen of PyTorch: compile, export, vmap, func, checkpoint, autocast, opcheck, FLOPs."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from sigattn import log_length_bias, sigmoid_attention
+from sigattn.ops.attention import BACKENDS
+from tests.ops.cases import PATHS, path
+
+FAST = [b for b in BACKENDS if b != "reference"]
+# what PyTorch's own compiler and export say of themselves, and cannot be helped from here
+COMPILER_NOISE = [
+    "ignore:.*[Dd]eprecat",
+    "ignore:.*should not be instantiated",
+    "ignore::FutureWarning",
+    "ignore:The given buffer is not writable",
+    "ignore:.*(isinstance\\(treespec|LeafSpec|pytree).*",
+]
+pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
+
+
+def inputs(n=7, m=9, dtype=torch.float64, batch=2, heads=4, kv=2, d=6, dv=5):
+    shapes = ((batch, heads, n, d), (batch, kv, m, d), (batch, kv, m, dv))
+    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes]
+
+
+def extras(n=7, m=9, dtype=torch.float64, batch=2, heads=4):
+    return {
+        "bias": torch.randn(heads, 1, 1, dtype=dtype, requires_grad=True),
+        "attn_mask": torch.randn(n, m, dtype=dtype, requires_grad=True),
+        "alibi_slopes": torch.rand(heads, dtype=dtype, requires_grad=True),
+        "key_lengths": torch.tensor([m, m - 4])[:batch],
+    }
+
+
+def outputs_and_gradients(function, leaves):
+    out = function()
+    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def assert_close(a, b):
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def _fresh(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("backend", FAST)
+    @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+    def test_forward_and_backward_in_one_graph(self, backend, compiler):
+        q, k, v = inputs()
+        more = extras()
+        leaves = [q, k, v, *(t for t in more.values() if t.is_floating_point())]
+
+        def call(q, k, v, more):
+            return sigmoid_attention(q, k, v, is_causal=True, enable_gqa=True, backend=backend, **more)
+
+        compiled = torch.compile(call, fullgraph=True, backend=compiler)
+        eager = outputs_and_gradients(lambda: call(q, k, v, more), leaves)
+        assert_close(outputs_and_gradients(lambda: compiled(q, k, v, more), leaves), eager)
+
+    def test_a_tensor_may_be_query_key_and_value(self):
+        x = inputs(heads=2, dv=6)[1]
+        compiled = torch.compile(lambda x: sigmoid_attention(x, x, x), fullgraph=True, backend="aot_eager")
+        assert_close([compiled(x)], [sigmoid_attention(x, x, x)])
+        assert_close(
+            torch.autograd.grad(compiled(x).square().sum(), x),
+            torch.autograd.grad(sigmoid_attention(x, x, x).square().sum(), x),
+        )
+
+    @pytest.mark.parametrize("dynamic", [None, True])
+    def test_no_recompilation_for_another_bias_or_length(self, dynamic):
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+        def call(q, k, v, b):
+            return sigmoid_attention(q, k, v, bias=b, is_causal=True, enable_gqa=True)
+
+        compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+        counts = []
+        for n, b in ((16, -1.0), (24, -2.5), (31, -3.25), (55, 0.5), (54, -4.0)):
+            q, k, v = inputs(n, n)
+            eager = outputs_and_gradients(lambda q=q, k=k, v=v, b=b: call(q, k, v, b), (q, k, v))
+            assert_close(outputs_and_gradients(lambda q=q, k=k, v=v, b=b: compiled(q, k, v, b), (q, k, v)), eager)
+            counts.append(counter.frame_count)
+        # PyTorch's default compiles the first call for its very numbers, and learns from the second that they change
+        assert counts[1:] == [counts[0 if dynamic else 1]] * 4
+        assert counts[0] == 1 or dynamic
+
+    def test_default_bias_follows_a_changing_length(self):
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(
+            lambda q, k, v: sigmoid_attention(q, k, v, enable_gqa=True), fullgraph=True, dynamic=True, backend=counter
+        )
+        counts = []
+        for n in (8, 20, 33):
+            q, k, v = inputs(n, n)
+            expected = sigmoid_attention(q, k, v, enable_gqa=True, bias=log_length_bias(n), backend="reference")
+            torch.testing.assert_close(compiled(q, k, v), expected)
+            counts.append(counter.frame_count)
+        assert len(set(counts)) == 1
+
+    def test_dropout_compiles(self):
+        q, k, v = inputs()
+        compiled = torch.compile(
+            lambda q, k, v: sigmoid_attention(q, k, v, dropout_p=0.5, enable_gqa=True),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        first, second = compiled(q, k, v), compiled(q, k, v)
+        assert not torch.equal(first, second)
+
+    def test_bad_values_still_raise(self):
+        q, k, v = inputs()
+        compiled = torch.compile(
+            lambda lengths: sigmoid_attention(q, k, v, key_lengths=lengths, enable_gqa=True), backend="aot_eager"
+        )
+        with pytest.raises(ValueError, match="key_lengths must lie in 0…9"):
+            compiled(torch.tensor([3, 10]))
+
+
+def test_export_with_dynamic_length():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sigmoid_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    example = tuple(t.detach() for t in inputs(16, 16))
+    length = torch.export.Dim("length", min=2, max=4096)
+    spec = {2: length}
+    program = torch.export.export(Attention(), example, dynamic_shapes=(spec, spec, spec))
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert any(node.target is torch.ops.sigattn.forward.default for node in calls)
+    for n in (5, 16, 41):
+        q, k, v = (t.detach() for t in inputs(n, n))
+        torch.testing.assert_close(program.module()(q, k, v), Attention()(q, k, v))
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_opcheck(backend):
+    q, k, v = (t.detach() for t in inputs())
+    more = {name: t.detach() for name, t in extras().items()}
+    for bias in (None, torch.tensor(-2.0, dtype=torch.float64), more["bias"].view(1, 4, 1, 1)):
+        tensors = [q, k, v, bias, more["attn_mask"][None, None], more["alibi_slopes"].view(1, 4, 1).expand(1, 4, 2)]
+        rest = [more["key_lengths"], torch.tensor(5), None, 3, 0, 0.25, backend]
+        torch.library.opcheck(torch.ops.sigattn.forward.default, (*tensors, *rest))
+        needs = [True, True, True, bias is not None and bias.dim() == 4, True, True]
+        grad = torch.randn(2, 4, 7, 5, dtype=torch.float64)
+        torch.library.opcheck(torch.ops.sigattn.backward.default, (grad, *tensors, *rest, needs))
+        torch.library.opcheck(
+            torch.ops.sigattn.backward.default, (grad, *tensors, *rest, [False, True, False, False, True, True])
+        )
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_jacrev(backend):
+    q, k, v = (t.detach() for t in inputs(n=3, m=4))
+    more = {name: t.detach() for name, t in extras(n=3, m=4).items()}
+    more["key_lengths"] = torch.tensor([4, 2])
+
+    def jacobian(backend):
+        def call(q, k, v, bias, mask, slopes):
+            given = {"bias": bias, "attn_mask": mask, "alibi_slopes": slopes, "key_lengths": more["key_lengths"]}
+            return sigmoid_attention(q, k, v, enable_gqa=True, backend=backend, **given)
+
+        leaves = (q, k, v, more["bias"], more["attn_mask"], more["alibi_slopes"])
+        return torch.func.jacrev(call, argnums=tuple(range(6)))(*leaves)
+
+    assert_close(jacobian(backend), jacobian("reference"))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("mapped", [("q",), ("k", "v"), ("q", "k", "v"), ("bias",), ("mask",), ("q", "bias", "slopes")])
+def test_vmap(backend, mapped):
+    """Over some of the arguments, at various dimensions: as if each slice were called alone; gradients too."""
+    size = 3
+    base = dict(zip("qkv", (t.detach() for t in inputs()), strict=True))
+    more = extras()
+    base |= {"bias": more["bias"].detach(), "mask": more["attn_mask"].detach(), "slopes": more["alibi_slopes"].detach()}
+    in_dims = {name: (1 if name in ("k", "mask") else 0) if name in mapped else None for name in base}
+    given = {
+        name: torch.stack([t + 0.1 * i for i in range(size)], in_dims[name]) if name in mapped else t
+        for name, t in base.items()
+    }
+
+    def call(given):
+        tensors = {"bias": given["bias"], "attn_mask": given["mask"], "alibi_slopes": given["slopes"]}
+        return sigmoid_attention(given["q"], given["k"], given["v"], enable_gqa=True, backend=backend, **tensors)
+
+    slices = [{n: t.select(in_dims[n], i) if n in mapped else t for n, t in given.items()} for i in range(size)]
+    expected = torch.stack([call(s) for s in slices])
+    torch.testing.assert_close(torch.vmap(call, in_dims=(in_dims,))(given), expected)
+
+    def loss(given):
+        return call(given).square().sum()
+
+    gradients = torch.vmap(torch.func.grad(loss), in_dims=(in_dims,))(given)
+    for name in base:
+        one_by_one = torch.stack([torch.func.grad(loss)(s)[name] for s in slices])
+        torch.testing.assert_close(gradients[name], one_by_one)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_over_dropout(randomness):
+    q, k, v = (t.detach() for t in inputs())
+    stack = torch.stack([q, q, q])
+
+    def call(q):
+        return sigmoid_attention(q, k, v, dropout_p=0.5, enable_gqa=True)
+
+    out = torch.vmap(call, randomness=randomness)(stack)
+    assert torch.equal(out[0], out[1]) == (randomness == "same")
+
+
+class TestWhatFastBackendsRefuse:
+    """A wrong zero would be worse than an error."""
+
+    @pytest.mark.parametrize("backend", FAST)
+    def test_forward_mode(self, backend):
+        q, k, v = (t.detach() for t in inputs())
+
+        def call(q):
+            return sigmoid_attention(q, k, v, enable_gqa=True, backend=backend)
+
+        with pytest.raises(RuntimeError, match='backend="reference"'):
+            torch.func.jvp(call, (q,), (torch.ones_like(q),))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match='backend="reference"'):
+            call(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
+        with pytest.raises(RuntimeError, match='backend="reference"'):
+            torch.func.jacfwd(call)(q)
+
+    @pytest.mark.parametrize("backend", FAST)
+    def test_second_derivative(self, backend):
+        q, k, v = inputs()
+        (g,) = torch.autograd.grad(
+            sigmoid_attention(q, k, v, enable_gqa=True, backend=backend).sum(), q, create_graph=True
+        )
+        with pytest.raises(RuntimeError, match='backend="reference"'):
+            g.sum().backward()
+        with pytest.raises(RuntimeError, match='backend="reference"'):
+            torch.func.hessian(lambda q: sigmoid_attention(q, k, v, enable_gqa=True, backend=backend).sum())(q)
+
+    def test_the_reference_has_both(self):
+        q, k, v = (t.detach() for t in inputs(n=2, m=3, batch=1))
+        more = {name: t.detach() for name, t in extras(n=2, m=3, batch=1).items()}
+        more["key_lengths"] = torch.tensor([2])
+
+        def call(q, k, v):
+            return sigmoid_attention(q, k, v, enable_gqa=True, backend="reference", **more)
+
+        leaves = tuple(t.requires_grad_() for t in (q, k, v))
+        assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_checkpoint(backend, use_reentrant, dropout_p):
+    """Recomputing in the backward gives the same numbers, the dropped weights being the same."""
+    q, k, v = inputs()
+
+    def call(q, k, v):
+        return sigmoid_attention(q, k, v, dropout_p=dropout_p, enable_gqa=True, backend=backend)
+
+    def outcome(function):
+        torch.manual_seed(3)
+        out = function()
+        out.square().sum().backward()
+        gradients = [t.grad for t in (q, k, v)]
+        q.grad = k.grad = v.grad = None
+        return [out, *gradients]
+
+    assert_close(
+        outcome(lambda: checkpoint(call, q, k, v, use_reentrant=use_reentrant)), outcome(lambda: call(q, k, v))
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend):
+    q, k, v = inputs(dtype=torch.float32)
+    cast = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sigmoid_attention(q, k, v, enable_gqa=True, backend=backend)
+        mixed = sigmoid_attention(q, k.bfloat16(), v, enable_gqa=True, backend=backend)
+        wide = sigmoid_attention(*(t.double() for t in (q, k, v)), enable_gqa=True, backend=backend)
+    gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    expected = sigmoid_attention(*cast, enable_gqa=True, backend=backend)
+    assert out.dtype is torch.bfloat16
+    assert wide.dtype is torch.float64
+    assert torch.equal(out, expected)
+    assert torch.equal(mixed, expected)
+    for g, e in zip(gradients, torch.autograd.grad(expected.float().square().sum(), cast), strict=True):
+        assert g.dtype is torch.float32
+        torch.testing.assert_close(g, e.float())
+
+
+def test_flops_are_counted():
+    q, k, v = inputs()
+    (batch, heads, n, d), (m, dv) = q.shape, v.shape[2:]
+    with FlopCounterMode(display=False) as counter:
+        sigmoid_attention(q, k, v, enable_gqa=True).sum().backward()
+    each = 2 * batch * heads * n * m
+    assert counter.get_total_flops() == each * (d + dv) + each * (3 * d + 2 * dv)
+
+
+@pytest.mark.parametrize("way", PATHS)
+def test_only_inputs_are_saved_for_backward(way):
+    q, k, v = inputs(dtype=torch.float32)
+    saved = []
+    with path(way), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        sigmoid_attention(q, k, v, enable_gqa=True, bias=-1.0)
+    given = {t.data_ptr() for t in (q, k, v)}
+    assert all(t.data_ptr() in given or t.dim() == 0 for t in saved)  # 0-d: the bias as a number
+
+
+def test_inference_mode_and_no_grad():
+    q, k, v = inputs()
+    expected = sigmoid_attention(q, k, v, enable_gqa=True)
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        with mode:
+            assert torch.equal(sigmoid_attention(q, k, v, enable_gqa=True), expected)

@@ -1,0 +1,76 @@
+"""attention_statistics against the materialised weights, and its memory."""
+
+import pytest
+import torch
+
+from sigattn import attention_statistics, log_length_bias, sigmoid_attention
+from sigattn.ops import statistics
+from sigattn.ops.reference import ACTIVATIONS
+from tests.ops.truth import formula
+
+
+def hoyer(c):
+    n = len(c)
+    return (n**0.5 - c.abs().sum() / c.square().sum().sqrt()) / (n**0.5 - 1)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 8 << 20])
+def test_against_the_materialised_weights(monkeypatch, block_bytes):
+    monkeypatch.setattr(statistics, "_BLOCK_BYTES", block_bytes)
+    q, k, v = torch.randn(3, 2, 3, 11, 6, dtype=torch.float64).unbind()
+    options = {"bias": torch.randn(2, 3, 11, 1, dtype=torch.float64), "slopes": torch.rand(3, dtype=torch.float64)}
+    stats = attention_statistics(q, k, v, is_causal=True, bias=options["bias"], alibi_slopes=options["slopes"])
+    p = formula(q, k, v, causal=True, weights=True, **options)
+    out = p @ v
+    mass = p.sum(-1)
+    logits = torch.logit(p).masked_fill(~torch.ones(11, 11, dtype=torch.bool).tril(), -torch.inf)
+    sparsity = torch.stack([torch.stack([torch.stack([hoyer(p[b, h, i, : i + 1]) for i in range(1, 11)]).mean()
+                            for h in range(3)]) for b in range(2)])  # fmt: skip
+    expected = (mass.mean(-1), mass.amin(-1), mass.amax(-1), out.norm(dim=(-2, -1)), logits.amax((-2, -1)), sparsity)
+    for name, ours, truth in zip(stats._fields, stats, expected, strict=True):
+        assert ours.shape == (2, 3), name
+        assert ours.dtype is torch.float32, name
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation):
+    q, k, v = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64).unbind()
+    stats = attention_statistics(q, k, v, activation=activation)
+    logits = q @ k.mT / 8**0.5
+    bias = log_length_bias(9) if activation == "sigmoid" else 0.0
+    mass = ACTIVATIONS[activation](logits + bias).sum(-1)
+    torch.testing.assert_close(stats.row_mass_mean.double(), mass.mean(-1), rtol=1e-5, atol=1e-5)
+    if activation == "softmax":
+        torch.testing.assert_close(stats.row_mass_min, torch.ones(1, 2))
+
+
+def test_hoyer_is_0_for_equal_weights_and_1_for_a_single_one():
+    q = torch.zeros(1, 1, 4, 2)
+    k = torch.zeros(1, 1, 16, 2)
+    torch.testing.assert_close(attention_statistics(q, k, k).hoyer_sparsity, torch.zeros(1, 1), atol=1e-5, rtol=0)
+    k[0, 0, 3] = 1
+    q[:] = 200.0
+    stats = attention_statistics(q, k, k, bias=-150.0, scale=1.0)
+    torch.testing.assert_close(stats.hoyer_sparsity, torch.ones(1, 1), atol=1e-5, rtol=0)
+
+
+def test_undefined_sparsity_is_left_out():
+    """Causal: the first query sees one key. With one key in all, nothing is left."""
+    q, k, v = torch.randn(3, 1, 1, 1, 4).unbind()
+    assert attention_statistics(q, k, v).hoyer_sparsity.isnan().all()
+    assert attention_statistics(q, k, v, key_lengths=torch.tensor([0])).max_logit == -torch.inf
+    assert attention_statistics(q, k[:, :, :0], v[:, :, :0]).row_mass_max == 0
+
+
+def test_row_mass_is_about_one_under_the_paper_s_bias():
+    """Sect. 2 and App. E: with b = -log n the weights of a row sum to about one, at any length."""
+    for n in (64, 512, 2048):
+        q, k, v = (0.1 * torch.randn(3, 1, 1, n, 16)).unbind()
+        assert abs(attention_statistics(q, k, v).row_mass_mean.item() - 1) < 0.03
+
+
+def test_output_norm_agrees_with_the_operator():
+    q, k, v = torch.randn(3, 2, 2, 40, 8).unbind()
+    out = sigmoid_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(attention_statistics(q, k, v, is_causal=True).output_norm, out.norm(dim=(-2, -1)))

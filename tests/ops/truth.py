@@ -1,0 +1,104 @@
+"""An independent truth: sigmoid attention in float64, written as plainly as the formula, entry by entry where needed.
+
+It shares nothing with the library, so the reference backend is tested against it like any other.
+"""
+
+import torch
+
+
+def formula(
+    q,
+    k,
+    v,
+    mask=None,
+    causal=False,
+    scale=None,
+    bias=None,
+    window=None,
+    slopes=None,
+    lengths=None,
+    dtype=None,
+    probe=None,
+    weights=False,
+):
+    """σ(scale · Q Kᵀ + b + position + mask) V in the given dtype, float64 by default: the plain PyTorch formula.
+
+    probe: zeros (B, Hq, N, M) added to the logits, whose gradient is that of the logits. weights: return P instead.
+    """
+    dtype = dtype or torch.float64
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    (batch, heads, n, d), m = q.shape, k.shape[2]
+    k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    visible = torch.ones(batch, heads, n, m, dtype=torch.bool)
+    i, j = torch.arange(n)[:, None], torch.arange(m)[None, :]
+    if causal:
+        visible = visible & (j <= i)
+    if window is not None:
+        left, right = window
+        visible = visible & (left == -1 or j >= i - left) & (right == -1 or j <= i + right)
+    if lengths is not None:
+        exists = torch.arange(m) < lengths[:, None]
+        visible = visible & exists[:, None, None, :]
+        k, v = (torch.where(exists[:, None, :, None], t, 0) for t in (k, v))
+    s = q @ k.mT * (scale if scale is not None else d**-0.5)
+    if bias is None:
+        n_keys = torch.full((batch,), m) if lengths is None else lengths
+        bias = -n_keys.clamp(min=1).double().log()[:, None, None, None]
+    s = s + (bias.to(dtype) if isinstance(bias, torch.Tensor) else bias)
+    if slopes is not None:
+        slopes = slopes.to(dtype)
+        slopes = slopes if slopes.dim() > 1 else slopes[None]
+        before, after = (slopes, slopes) if slopes.dim() == 2 else slopes.unbind(-1)
+        slope = torch.where(j < i, before[..., None, None], after[..., None, None])
+        s = s - slope * (i - j).abs()
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            visible = visible & mask
+        else:
+            s = s + mask.to(dtype)
+    s = s if probe is None else s + probe
+    p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
+    return p if weights else p @ v
+
+
+def sums_of_magnitudes(given, grad_out, **options):
+    """For the output and each gradient, Σ|terms| of the sum that each of its entries is: what rounding scales with."""
+    q, k, v = (given[name].double() for name in ("query", "key", "value"))
+    (batch, heads, n, d), m = q.shape, k.shape[2]
+    probe = torch.zeros(batch, heads, n, m, dtype=torch.float64, requires_grad=True)
+    (ds,) = torch.autograd.grad(formula(q, k, v, probe=probe, **options), probe, grad_out.double())
+    p, ds = formula(q, k, v, weights=True, **options), ds.abs()
+    scale = abs(options["scale"] if options["scale"] is not None else d**-0.5)
+    k, v = (torch.nan_to_num(t).repeat_interleave(heads // t.shape[1], 1).abs() for t in (k, v))
+    distance = (torch.arange(n)[:, None] - torch.arange(m)).abs()
+    terms = {
+        "output": p @ v,
+        "query": scale * ds @ k,
+        "key": scale * ds.mT @ q.abs(),
+        "value": p.mT @ grad_out.double().abs(),
+        "bias": ds.sum((-2, -1)),
+        "attn_mask": ds,
+        "alibi_slopes": (ds * distance).sum((-2, -1)),
+    }
+    repeats = {"key": heads // given["key"].shape[1], "value": heads // given["value"].shape[1]}
+    # an error of S is a relative error of P, and S is a sum of its own
+    logits = (scale * q.abs() @ k.mT).max().item() if n and m and batch else 0.0
+    logits += options["bias"].abs().max().item() if isinstance(options["bias"], torch.Tensor) and batch and n else 10.0
+    most = {name: t.max().item() * repeats.get(name, 1) if t.numel() else 0.0 for name, t in terms.items()}
+    for name in ("bias", "attn_mask", "alibi_slopes"):  # summed further along what they are broadcast along
+        if name in given and given[name].numel():
+            most[name] *= terms[name].numel() / given[name].numel()
+    return {name: (1 + logits) * size for name, size in most.items()}
+
+
+def assert_as_good_as_formula(ours, truth, formula_in_dtype, magnitude=None, what=""):
+    """Error at most twice that of the plain formula in the same dtype, plus rounding of the sums."""
+    assert ours.dtype == formula_in_dtype.dtype, (ours.dtype, formula_in_dtype.dtype)
+    assert ours.shape == truth.shape, (ours.shape, truth.shape)
+    if truth.numel() == 0:
+        return
+    magnitude = truth.abs().max().item() if magnitude is None else magnitude
+    rounding = torch.finfo(ours.dtype).eps * magnitude + torch.finfo(ours.dtype).smallest_normal
+    error = (ours.double() - truth).abs().max().item()
+    allowed = 2 * (formula_in_dtype.double() - truth).abs().max().item() + 2 * rounding
+    assert error <= allowed, f"{what}: error {error:.3g} exceeds {allowed:.3g} (sums up to {magnitude:.3g})"

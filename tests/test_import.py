@@ -1,0 +1,24 @@
+"""``import sigattn`` needs torch alone."""
+
+import subprocess
+import sys
+
+
+def test_import_brings_in_nothing_but_torch():
+    code = (
+        "import sys, torch; before = set(sys.modules); import sigattn;"
+        "sigattn.sigmoid_attention(*torch.randn(3, 1, 2, 8, 4).unbind());"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names);"
+        "print(sorted(new)); print([m for m in ('triton', 'matplotlib', 'tyro', 'transformers', 'rich', 'jaxtyping',"
+        " 'safetensors', 'tensorboard') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert set(eval(out[0])) <= {"sigattn", "torch"}, out[0]
+    assert out[1] == "[]"
+
+
+def test_import_works_where_only_torch_is_installed():
+    """Whatever is not torch, or needed by it, is made impossible to import."""
+    forbidden = ["triton", "matplotlib", "tyro", "transformers", "rich", "jaxtyping", "beartype", "safetensors", "timm"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({forbidden!r})); import sigattn; print(sigattn.__version__)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
