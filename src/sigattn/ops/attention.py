@@ -8,7 +8,7 @@ from torch import Tensor
 from sigattn.ops import checks, library, reference
 from sigattn.ops.problem import UNLIMITED, Problem
 
-BACKENDS = ("reference", "blocked")
+BACKENDS = ("reference", *library.KERNELS)
 
 
 def sigmoid_attention(
@@ -79,7 +79,7 @@ def sigmoid_attention(
     )
     if backend == "reference":
         return _on_reference(problem)
-    return library.call(problem, backend or "blocked")
+    return library.call(problem, library.choose(problem, backend))
 
 
 def canonical(

@@ -39,6 +39,10 @@ class Gradients(NamedTuple):
     alibi_slopes: Tensor | None
 
 
+def unavailable(_: Problem) -> None:
+    """Nothing is beyond it."""
+
+
 def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
     """The output of sigmoid attention."""
     query, value = problem.query, problem.value

@@ -39,13 +39,19 @@ NO_SECOND_DERIVATIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a backend brings: the two passes over a canonical problem."""
+    """What a fast backend brings: the two passes over a canonical problem, and what it cannot serve.
+
+    ``unavailable`` says why a problem cannot be served, or None. It sees no tensor's values, for it is asked before the
+    op, where a compiler may be tracing.
+    """
 
     forward: Callable[[Problem], Tensor]
     backward: Callable[[Problem, Tensor, Needs], blocked.Gradients]
+    unavailable: Callable[[Problem], str | None]
 
 
-KERNELS = {"blocked": Kernels(blocked.forward, blocked.backward)}
+# The fastest first: the first that can serve a problem is the default.
+KERNELS = {"blocked": Kernels(blocked.forward, blocked.backward, blocked.unavailable)}
 
 
 def check_lengths(problem: Problem) -> None:
@@ -134,9 +140,7 @@ class SigmoidAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
         args = (grad_out, *ctx.saved_tensors, *ctx.rest, needs)
-        if (
-            torch.compiler.is_compiling()
-        ):  # which refuses second derivatives by itself, and this Function inside another
+        if torch.compiler.is_compiling():  # it refuses second derivatives itself, and a Function inside another
             gradients = torch.ops.sigattn.backward.default(*args)
         else:
             gradients = _apply(SigmoidAttentionBackward, args)
@@ -163,9 +167,24 @@ class SigmoidAttentionBackward(torch.autograd.Function):
         raise RuntimeError("sigmoid_attention: " + NO_SECOND_DERIVATIVE.format(what="second derivative"))
 
 
+def choose(problem: Problem, backend: str | None) -> str:
+    """The backend asked for, or the fastest that can serve the problem.
+
+    Raises:
+        ValueError: if the backend that was asked for cannot; none takes its place.
+    """
+    if backend is None:
+        return next(name for name, kernels in KERNELS.items() if kernels.unavailable(problem) is None)
+    reason = KERNELS[backend].unavailable(problem)
+    if reason is not None:
+        raise ValueError(f"sigmoid_attention: backend {backend!r} cannot serve this call: {reason}")
+    return backend
+
+
 def call(problem: Problem, backend: str) -> Tensor:
     """Run a canonical problem on a fast backend, differentiably."""
     p = problem
+    tensors: tuple[Tensor | None, ...]
     tensors = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes, p.key_lengths, p.seed)
     if torch.compiler.is_compiling():
         tensors = _distinct(tensors)

@@ -34,7 +34,7 @@ class Products:
         self.bias = bias if isinstance(bias, Tensor) else query.new_full((1, 1, 1), bias)
 
     def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
-        """scale · Q Kᵀ + b: (G, rep·R, C), or (G, C, rep·R) when transposed."""
+        """Logits scale · Q Kᵀ + b: (G, rep·R, C), or (G, C, rep·R) when transposed."""
         q, k = fold(self.query, rows), self.key[:, columns]
         b = fold(self.bias, rows) if self.bias.dim() == 4 else self.bias
         if transposed:
@@ -47,17 +47,17 @@ class Products:
 
     @staticmethod
     def outer(a: Tensor, b: Tensor) -> Tensor:
-        """a bᵀ: (G, R, E), (G, C, E) → (G, R, C)."""
+        """Product a bᵀ: (G, R, E), (G, C, E) → (G, R, C)."""
         return torch.bmm(a, b.mT)
 
     @staticmethod
     def combine(p: Tensor, v: Tensor) -> Tensor:
-        """p v: (G, R, C), (G, C, E) → (G, R, E)."""
+        """Product p v: (G, R, C), (G, C, E) → (G, R, E)."""
         return torch.bmm(p, v)
 
     @staticmethod
     def combine_transposed(p: Tensor, v: Tensor) -> Tensor:
-        """pᵀ v: (G, C, R), (G, C, E) → (G, R, E)."""
+        """Product pᵀ v: (G, C, R), (G, C, E) → (G, R, E)."""
         return torch.bmm(p.mT, v)
 
 
@@ -120,7 +120,7 @@ def fused_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return f"it is for CPUs, not for {device.type}"
     if dtype not in _FUSIBLE:
-        return f"it is for {' and '.join(str(d) for d in _FUSIBLE)}, not for {dtype}"
+        return f"it is for {' and '.join(str(d).removeprefix('torch.') for d in _FUSIBLE)}"
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return "this PyTorch has no oneDNN, or it is switched off (torch.backends.mkldnn)"
     return _probe(dtype)

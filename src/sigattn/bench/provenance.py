@@ -1,0 +1,58 @@
+"""Where a measurement comes from: what every results file says of itself."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sigattn
+
+
+def describe(benchmark: str, configuration: dict[str, Any]) -> dict[str, Any]:
+    """Benchmark, date, commit, device, versions and configuration."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "device": processor(),
+        "versions": {"sigattn": sigattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "configuration": {key: str(v) if isinstance(v, Path) else v for key, v in configuration.items()},
+    }
+
+
+def commit() -> str:
+    """The commit of the code that runs, with "+" if files differ from it; "unknown" outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--", "."], cwd=here.parent, capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.strip() + ("+" if changed else "")
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells, and what PyTorch uses of it."""
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Write a results file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,139 @@
+"""The command line: ``sigattn demo``, ``sigattn info``, ``sigattn bench cpu``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+try:
+    import tyro
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+except ImportError as missing:
+    sys.exit(f"the command line needs {missing.name}: pip install 'sigattn[train]'")
+
+from sigattn import info
+from sigattn.bench import cpu
+from sigattn.data.text import DataError
+from sigattn.recipes import demo, report
+from sigattn.train.checkpoint import CheckpointError
+from sigattn.train.loop import Interrupted, Row
+
+
+def run_demo(options: demo.Demo) -> None:
+    """Train a softmax and two sigmoid language models on real text (5 minutes on 2 cores), and write a report."""
+    console = Console()
+    try:
+        with _Display(console, options) as display:
+            runs = demo.run(options, display.update)
+    except Interrupted as stop:
+        console.print(f"\n{stop}\nTo go on: sigattn demo --resume --run-folder {options.run_folder}", highlight=False)
+        sys.exit(130)
+    table = Table(title="Softmax and sigmoid attention, side by side")
+    for name, _ in report.TABLE:
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for run in runs:
+        table.add_row(*(cell(run) for _, cell in report.TABLE))
+    console.print(table)
+    console.print(f"report: {options.run_folder / 'report.html'}", soft_wrap=True, highlight=False)
+
+
+class _Display:
+    """A progress bar and the latest measurements of each model; plain lines where the output is no terminal."""
+
+    EVERY = 50  # steps between plain lines
+
+    def __init__(self, console: Console, options: demo.Demo) -> None:
+        self.console, self.steps = console, options.training.steps
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self.task = self.progress.add_task("training", total=self.steps * len(demo.TITLES))
+        self.latest: dict[str, Row] = {}
+        self.live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> _Display:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def update(self, title: str, row: Row) -> None:
+        """Show a new row."""
+        held = self.latest.get(title, {}).get("validation_bits_per_byte")
+        self.latest[title] = {"validation_bits_per_byte": held, **row} if held is not None else row
+        before = list(demo.TITLES.values()).index(title) * self.steps
+        self.progress.update(self.task, completed=before + row["step"] + 1, description=title)
+        done = row["step"] + 1
+        if not self.console.is_terminal and (done % self.EVERY == 0 or done in (1, self.steps)):
+            cells = " ".join(f"{name} {value}" for name, value in zip(self._NAMES, self._cells(title), strict=True))
+            self.console.print(cells, soft_wrap=True, highlight=False)
+
+    _NAMES = ("model", "step", "loss", "bits/byte", "held-out", "attention norm", "gradient norm", "tokens/s")
+
+    def _cells(self, title: str) -> list[str]:
+        row = self.latest[title]
+        held = row.get("validation_bits_per_byte")
+        return [
+            title,
+            f"{row['step'] + 1}",
+            f"{row['loss']:.3f}",
+            f"{row['bits_per_byte']:.3f}",
+            "–" if held is None else f"{held:.3f}",
+            f"{row['attention_norm']:,.1f}",
+            f"{row['gradient_norm']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+        ]
+
+    def _render(self) -> Table:
+        table = Table.grid()
+        rows = Table()
+        for name in self._NAMES:
+            rows.add_column(name, justify="left" if name == "model" else "right")
+        for title in self.latest:
+            rows.add_row(*self._cells(title))
+        table.add_row(rows)
+        table.add_row(self.progress)
+        return table
+
+
+def show_info() -> None:
+    """Print versions, devices, and which backend serves what and why not the others."""
+    print(info.describe())
+
+
+def bench_cpu(options: cpu.CpuBenchmark) -> None:
+    """Ours, softmax SDPA, naive and compiled naive sigmoid on the CPU, side by side: time, error, memory."""
+    cpu.run(options)
+
+
+def bench() -> None:
+    """Benchmarks, each with the peers in the same run and checked against float64: bench cpu."""
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"demo": run_demo, "info": show_info, "bench": bench}
+BENCHMARKS: dict[str, Callable[..., None]] = {"cpu": bench_cpu}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; what a user got wrong ends in one line and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    commands, program = COMMANDS, "sigattn"
+    if arguments[:1] == ["bench"]:
+        commands, program, arguments = BENCHMARKS, "sigattn bench", arguments[1:]
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            commands, prog=program, description=__doc__, args=arguments, config=(tyro.conf.OmitArgPrefixes,)
+        )
+    except (DataError, CheckpointError) as error:
+        print(f"sigattn: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,102 @@
+"""Text as bytes, for language models: where it comes from, how it is split and drawn."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sigattn.shapes import Int
+
+
+class DataError(Exception):
+    """Data that is missing or unusable; the message is one line, for the person who named it."""
+
+
+def load_text(path: Path | None = None) -> bytes:
+    """Read a text file, or all ``*.txt``, ``*.md``, ``*.rst`` and ``*.py`` below a folder, in order of their names.
+
+    Args:
+        path: a file or a folder; None for the language reference that CPython carries (``pydoc_data.topics``), real
+            text that is on every machine.
+
+    Raises:
+        DataError: if there is no such file or folder, it cannot be read, or holds no text.
+    """
+    if path is None:
+        return _documentation()
+    if not path.exists():
+        raise DataError(f"no such text file or folder: {path}")
+    suffixes = {".txt", ".md", ".rst", ".py"}
+    files = sorted(f for f in path.rglob("*") if f.suffix in suffixes) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"the folder {path} holds no {', '.join(sorted(suffixes))} file")
+    try:
+        text = b"\n".join(f.read_bytes() for f in files)
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename or path}: {error.strerror}") from error
+    if not text.strip():
+        raise DataError(f"{path} is empty")
+    return text
+
+
+def _documentation() -> bytes:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError(
+            "this Python comes without its documentation (pydoc_data.topics); name a text file with --text"
+        ) from error
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+@dataclass(frozen=True)
+class ByteText:
+    """A text as byte tokens, its end held out for validation.
+
+    What a step is trained on depends on the seed and the step alone: so a run that is resumed sees what it would have.
+    """
+
+    training: Int[Tensor, " training_bytes"]
+    validation: Int[Tensor, " validation_bytes"]
+    sha256: str
+
+    @classmethod
+    def split(cls, text: bytes, context: int, held_out: float = 0.1) -> ByteText:
+        """Hold out the last part of a text.
+
+        Raises:
+            DataError: if either part is too short for one sequence of the given context and its next byte.
+        """
+        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        cut = len(tokens) - int(held_out * len(tokens))
+        if len(tokens) - cut <= context:
+            raise DataError(
+                f"the text has {len(tokens)} bytes, of which {len(tokens) - cut} are held out: too short for a context "
+                f"of {context} (at least {int((context + 1) / held_out) + 1} bytes are needed)"
+            )
+        return cls(tokens[:cut], tokens[cut:], hashlib.sha256(text).hexdigest())
+
+    def batch(
+        self, step: int, size: int, context: int, seed: int
+    ) -> tuple[Int[Tensor, "size context"], Int[Tensor, "size context"]]:
+        """Random windows of the training text and, shifted by one, the bytes to predict."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(self.training) - context, (size,), generator=generator)
+        return _windows(self.training, starts, context)
+
+    def validation_batch(
+        self, count: int, context: int
+    ) -> tuple[Int[Tensor, "count context"], Int[Tensor, "count context"]]:
+        """Windows spread evenly over the held-out text, always the same."""
+        starts = torch.linspace(0, len(self.validation) - context - 1, count).long()
+        return _windows(self.validation, starts, context)
+
+
+def _windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    at = starts[:, None] + torch.arange(context + 1)
+    window = tokens[at]
+    return window[:, :-1], window[:, 1:]

@@ -1,0 +1,71 @@
+"""What there is on this machine: versions, devices, and which backend serves what."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+import sigattn
+from sigattn.ops import library
+from sigattn.ops.problem import Problem
+from sigattn.ops.products import fused_unavailable
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def devices() -> list[torch.device]:
+    """The CPU and whatever accelerators PyTorch sees."""
+    found = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        found += [
+            torch.device(f"{torch.accelerator.current_accelerator()}:{i}")
+            for i in range(torch.accelerator.device_count())
+        ]
+    return found
+
+
+def describe() -> str:
+    """The lines that ``sigattn info`` prints."""
+    lines = [
+        f"sigattn {sigattn.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"CPU: {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+        f"{torch.backends.cpu.get_cpu_capability()}",
+    ]
+    accelerators = devices()[1:]
+    lines += [f"{d}: {_name(d)}" for d in accelerators] or ["no accelerator that PyTorch can use"]
+    for device in devices():
+        lines.append(f"\non {device}:")
+        lines += _backends(device)
+    return "\n".join(lines)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _backends(device: torch.device) -> list[str]:
+    """One line a backend: the dtypes it serves, the reasons why not the others; which one is the default."""
+    lines = ["  reference  every dtype, materialised; forward-mode and second derivatives (never the default)"]
+    defaults = {library.choose(_example(device, dtype), None) for dtype in _DTYPES}
+    for name, kernels in library.KERNELS.items():
+        reasons = {dtype: kernels.unavailable(_example(device, dtype)) for dtype in _DTYPES}
+        served = [_short(d) for d, reason in reasons.items() if reason is None]
+        line = f"  {name:<10} {', '.join(served) or 'nothing'}{' (default)' if name in defaults else ''}"
+        lines.append(line)
+        lines += [f"             not {_short(d)}: {reason}" for d, reason in reasons.items() if reason is not None]
+    for dtype in _DTYPES:
+        reason = fused_unavailable(device, dtype)
+        how = "yes" if reason is None else f"no, {reason}"
+        lines.append(f"             sigmoid fused into the product in {_short(dtype)}: {how}")
+    return lines
+
+
+def _example(device: torch.device, dtype: torch.dtype) -> Problem:
+    t = torch.empty(1, 1, 128, 64, device=device, dtype=dtype)
+    return Problem(t, t, t)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,137 @@
+"""The paper's central contrast in a few minutes: softmax, sigmoid with b = -log n, and sigmoid with b = 0.
+
+    sigattn demo                    (or: make demo)
+
+Hardware: 2 CPU cores. Time: about 5 minutes. Expected: softmax and sigmoid with b = -log n end near each other, both
+below 2.2 bits per byte on held-out text; sigmoid with b = 0 starts with attention outputs about a hundred times as
+large and stays clearly behind (Sect. 5, "Mitigating Large Attention Norms", and App. E).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sigattn
+from sigattn.data.text import ByteText, DataError, load_text
+from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.recipes import report
+from sigattn.train import metrics
+from sigattn.train.loop import Row, TrainConfig, train
+
+INTRODUCTION = (
+    "Three byte-level language models of the same size, trained on the same text in the same order. They differ in the "
+    "attention alone: softmax; sigmoid with the paper's bias b = -log n, n being the context length; and sigmoid with "
+    "no bias. Without the bias each query gathers about half of all values, so the attention's output starts orders of "
+    "magnitude too large, and training pays for it."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """What the demo trains, on what, and where the results go.
+
+    Attributes:
+        run_folder: where metrics, checkpoints and the report are written.
+        text: a text file, or a folder of them; by default CPython's own documentation.
+        resume: go on with what the run folder holds.
+        model: size of the models.
+        training: how they are trained.
+    """
+
+    run_folder: Path = Path("runs/demo")
+    text: Path | None = None
+    resume: bool = False
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    training: TrainConfig = field(default_factory=TrainConfig)
+
+
+def models(base: LanguageModelConfig) -> dict[str, LanguageModelConfig]:
+    """The three models, alike but for the attention's activation and bias, by their folders' names."""
+    return {
+        "softmax": replace(base, activation="softmax"),
+        "sigmoid-log-n": replace(base, activation="sigmoid", bias="log_length"),
+        "sigmoid-no-bias": replace(base, activation="sigmoid", bias=0.0),
+    }
+
+
+TITLES = {"softmax": "softmax", "sigmoid-log-n": "sigmoid, b = −log n", "sigmoid-no-bias": "sigmoid, b = 0"}
+
+
+def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
+    """Train the three models and write config.json and report.html; gives what the report shows.
+
+    Args:
+        on_row: called with a model's title and each step's measurements.
+
+    Raises:
+        DataError: if the text is unusable, or the run folder cannot be written or already holds a run.
+        CheckpointError, Interrupted: as in ``train``.
+    """
+    text = ByteText.split(load_text(options.text), options.model.context)
+    folder = options.run_folder
+    _claim(folder, options.resume)
+    facts = about(options, text)
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+    runs = []
+    for name, config in models(options.model).items():
+        title = TITLES[name]
+        model = train(
+            config,
+            options.training,
+            text,
+            folder / name,
+            resume=options.resume,
+            on_row=functools.partial(on_row, title),
+        )
+        runs.append(report.Run(title, metrics.read(folder / name / "metrics.jsonl"), sample(model, text)))
+    page = report.build("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, _flat(facts))
+    (folder / "report.html").write_text(page)
+    return runs
+
+
+def _claim(folder: Path, resume: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DataError(f"cannot write to the run folder {folder}: {error.strerror}") from error
+    if not resume and any(folder.glob("*/checkpoint.safetensors")):
+        raise DataError(f"the run folder {folder} holds a run already: add --resume to go on with it, or name another")
+
+
+def sample(model: LanguageModel, text: ByteText, length: int = 300) -> str:
+    """What a model writes after the first line of the held-out text."""
+    prompt = text.validation[:64].unsqueeze(0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = model.generate(prompt, length, temperature=0.8, generator=generator)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def about(options: Demo, text: ByteText) -> dict[str, Any]:
+    """What was run: settings, versions, machine, text."""
+    return {
+        "model": asdict(options.model),
+        "training": asdict(options.training),
+        "text": {
+            "source": str(options.text) if options.text else "pydoc_data.topics",
+            "sha256": text.sha256,
+            "training_bytes": len(text.training),
+            "held_out_bytes": len(text.validation),
+        },
+        "versions": {"sigattn": sigattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {"processor": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()},
+    }
+
+
+def _flat(facts: dict[str, Any]) -> dict[str, Any]:
+    return {f"{group}: {name}": value for group, values in facts.items() for name, value in values.items()}

@@ -1,0 +1,51 @@
+"""What a run measures, step by step: JSON lines for programs, tensorboard events for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class MetricsLog:
+    """Appends to ``metrics.jsonl`` and to tensorboard's event file in a folder.
+
+    Args:
+        folder: where; it must exist.
+        first_step: steps from here on will be written; what an interrupted run wrote beyond is dropped.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        self.path = folder / "metrics.jsonl"
+        kept = [row for row in read(self.path) if row["step"] < first_step]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self._file = self.path.open("a")
+        self._board = SummaryWriter(str(folder), purge_step=first_step)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add the measurements of one step; ``row`` must name its ``step``."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            if name != "step":
+                self._board.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._file.close()
+        self._board.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``; none if there is no such file. A last line cut short is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
