@@ -33,7 +33,7 @@ def run_demo(options: demo.Demo) -> None:
         sys.exit(130)
     table = Table(title="Softmax and sigmoid attention, side by side")
     for name, _ in report.TABLE:
-        table.add_column(name, justify="left" if name == "model" else "right")
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=name == "model")
     for run in runs:
         table.add_row(*(cell(run) for _, cell in report.TABLE))
     console.print(table)
@@ -134,6 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tyro.extras.subcommand_cli_from_dict(
             commands, prog=program, description=__doc__, args=arguments, config=(tyro.conf.OmitArgPrefixes,)
         )
-    except (DataError, CheckpointError) as error:
+    except (DataError, CheckpointError, demo.SettingsError) as error:
         print(f"sigattn: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

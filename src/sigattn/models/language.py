@@ -53,8 +53,8 @@ class LanguageModelConfig:
 class LanguageModel(nn.Module):
     """Token embedding, pre-norm blocks, RMSNorm, and an output tied to the embedding. Positions by RoPE.
 
-    Weights start normal with standard deviation 0.02; those that write to the residual stream are smaller by
-    1/√(2 · layers), so that the stream does not grow with depth.
+    Weights start normal with variance 1 / fan-in, the embedding with variance 1 / width, as in the paper's language
+    models (docs/paper-notes.md).
     """
 
     def __init__(self, config: LanguageModelConfig) -> None:
@@ -78,12 +78,11 @@ class LanguageModel(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
             else:
-                residual = name.endswith("output.weight")
-                nn.init.normal_(parameter, std=0.02 / (2 * self.config.layers) ** 0.5 if residual else 0.02)
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)  # an embedding's fan-out is its width
 
     def forward(self, tokens: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocabulary"]:
         """Logits of each next token.

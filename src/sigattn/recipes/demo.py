@@ -34,6 +34,10 @@ INTRODUCTION = (
 )
 
 
+class SettingsError(Exception):
+    """Settings that do not fit together; the message is one line."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Demo:
     """What the demo trains, on what, and where the results go.
@@ -42,19 +46,24 @@ class Demo:
         run_folder: where metrics, checkpoints and the report are written.
         text: a text file, or a folder of them; by default CPython's own documentation.
         resume: go on with what the run folder holds.
-        model: size of the models.
+        context: length of the sequences, in bytes; n in b = -log n.
+        layers, width, heads: size of the models.
         training: how they are trained.
     """
 
     run_folder: Path = Path("runs/demo")
     text: Path | None = None
     resume: bool = False
-    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    context: int = 256
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
     training: TrainConfig = field(default_factory=TrainConfig)
 
 
-def models(base: LanguageModelConfig) -> dict[str, LanguageModelConfig]:
+def models(options: Demo) -> dict[str, LanguageModelConfig]:
     """The three models, alike but for the attention's activation and bias, by their folders' names."""
+    base = LanguageModelConfig(context=options.context, layers=options.layers, width=options.width, heads=options.heads)
     return {
         "softmax": replace(base, activation="softmax"),
         "sigmoid-log-n": replace(base, activation="sigmoid", bias="log_length"),
@@ -72,16 +81,18 @@ def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
         on_row: called with a model's title and each step's measurements.
 
     Raises:
+        SettingsError: if the settings do not fit together.
         DataError: if the text is unusable, or the run folder cannot be written or already holds a run.
         CheckpointError, Interrupted: as in ``train``.
     """
-    text = ByteText.split(load_text(options.text), options.model.context)
+    _check(options)
+    text = ByteText.split(load_text(options.text), options.context)
     folder = options.run_folder
     _claim(folder, options.resume)
     facts = about(options, text)
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
     runs = []
-    for name, config in models(options.model).items():
+    for name, config in models(options).items():
         title = TITLES[name]
         model = train(
             config,
@@ -91,10 +102,25 @@ def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
             resume=options.resume,
             on_row=functools.partial(on_row, title),
         )
-        runs.append(report.Run(title, metrics.read(folder / name / "metrics.jsonl"), sample(model, text)))
+        runs.append(report.Run(title, metrics.read(folder / name / "metrics.jsonl"), sample(model)))
     page = report.build("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, _flat(facts))
     (folder / "report.html").write_text(page)
     return runs
+
+
+def _check(options: Demo) -> None:
+    sizes = {name: getattr(options, name) for name in ("context", "layers", "width", "heads")}
+    sizes |= {
+        name: getattr(options.training, name) for name in ("steps", "batch", "validate_every", "validation_batch")
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise SettingsError(f"{name} must be at least 1, got {value}")
+    try:
+        for config in models(options).values():
+            LanguageModel(config)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _claim(folder: Path, resume: bool) -> None:
@@ -109,18 +135,18 @@ def _claim(folder: Path, resume: bool) -> None:
         raise DataError(f"the run folder {folder} holds a run already: add --resume to go on with it, or name another")
 
 
-def sample(model: LanguageModel, text: ByteText, length: int = 300) -> str:
-    """What a model writes after the first line of the held-out text."""
-    prompt = text.validation[:64].unsqueeze(0)
+def sample(model: LanguageModel, length: int = 400) -> str:
+    """What a model writes, given a beginning."""
+    prompt = torch.tensor([list(b"The function ")])
     generator = torch.Generator().manual_seed(0)
-    tokens = model.generate(prompt, length, temperature=0.8, generator=generator)
+    tokens = model.generate(prompt, length, temperature=0.7, generator=generator)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
 def about(options: Demo, text: ByteText) -> dict[str, Any]:
     """What was run: settings, versions, machine, text."""
     return {
-        "model": asdict(options.model),
+        "model": {name: getattr(options, name) for name in ("context", "layers", "width", "heads")},
         "training": asdict(options.training),
         "text": {
             "source": str(options.text) if options.text else "pydoc_data.topics",

@@ -17,7 +17,7 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2rem }
 table { border-collapse: collapse } th, td { padding: .3rem .9rem; text-align: right; border-bottom: 1px solid #ddd }
-th:first-child, td:first-child { text-align: left }
+th:first-child, td:first-child { text-align: left; white-space: nowrap }
 svg { max-width: 100%; height: auto }
 pre { background: #f6f6f4; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem }
 """
@@ -38,12 +38,12 @@ class Run:
 
 TABLE: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("model", lambda run: run.name),
-    ("held-out bits per byte", lambda run: f"{run.last('validation_bits_per_byte'):.3f}"),
-    ("training bits per byte", lambda run: f"{_mean_of_last(run, 'bits_per_byte'):.3f}"),
-    ("attention norm, first step", lambda run: f"{run.rows[0]['attention_norm']:,.1f}"),
-    ("attention norm, last step", lambda run: f"{run.last('attention_norm'):,.1f}"),
+    ("held-out bits/byte", lambda run: f"{run.last('validation_bits_per_byte'):.3f}"),
+    ("training bits/byte", lambda run: f"{_mean_of_last(run, 'bits_per_byte'):.3f}"),
+    ("attention norm at first", lambda run: f"{run.rows[0]['attention_norm']:,.1f}"),
+    ("attention norm at last", lambda run: f"{run.last('attention_norm'):,.1f}"),
     ("largest gradient norm", lambda run: f"{max(row['gradient_norm'] for row in run.rows):.2f}"),
-    ("tokens per second", lambda run: f"{_median(run, 'tokens_per_second'):,.0f}"),
+    ("tokens/s", lambda run: f"{_median(run, 'tokens_per_second'):,.0f}"),
 )
 
 

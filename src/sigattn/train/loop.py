@@ -14,6 +14,7 @@ import torch
 from sigattn.data.text import ByteText
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.train import checkpoint
+from sigattn.train.interrupt import CtrlC
 from sigattn.train.metrics import MetricsLog
 from sigattn.train.optimizer import adamw
 from sigattn.train.schedule import cosine_with_warmup
@@ -72,7 +73,8 @@ def train(
         on_row: called with each step's measurements.
 
     Raises:
-        Interrupted: on Ctrl-C, once the checkpoint is written.
+        Interrupted: on Ctrl-C, once the step at hand is finished and the checkpoint written. (A second Ctrl-C does not
+            wait for that; the last regular checkpoint is then what there is.)
         CheckpointError: if the checkpoint does not fit.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,18 +86,18 @@ def train(
     done = checkpoint.load(path, model, optimizer, about) if resume and path.exists() else 0
     log = MetricsLog(folder, first_step=done)
     try:
-        for step in range(done, config.steps):
-            row = _step(model, optimizer, config, text, step)
-            done = step + 1
-            if done % config.validate_every == 0 or done == config.steps:
-                row["validation_bits_per_byte"] = validate(model, text, config.validation_batch)
-            log.write(row)
-            on_row(row)
-            if done % config.checkpoint_every == 0 or done == config.steps:
-                checkpoint.save(path, model, optimizer, done, about)
-    except KeyboardInterrupt as interrupt:
-        checkpoint.save(path, model, optimizer, done, about)
-        raise Interrupted(f"stopped after {done} of {config.steps} steps; the checkpoint is {path}") from interrupt
+        with CtrlC() as ctrl_c:
+            for step in range(done, config.steps):
+                row = _step(model, optimizer, config, text, step)
+                done = step + 1
+                if done % config.validate_every == 0 or done == config.steps:
+                    row["validation_bits_per_byte"] = validate(model, text, config.validation_batch)
+                log.write(row)
+                on_row(row)
+                if done % config.checkpoint_every == 0 or done == config.steps or ctrl_c.pressed:
+                    checkpoint.save(path, model, optimizer, done, about)
+                if ctrl_c.pressed:
+                    raise Interrupted(f"stopped after {done} of {config.steps} steps; the checkpoint is {path}")
     finally:
         log.close()
     return model

@@ -1,0 +1,71 @@
+"""Text: sources, splits, batches, and what is said when it is unusable."""
+
+import re
+
+import pytest
+import torch
+
+from sigattn.data.text import ByteText, DataError, load_text
+
+
+def test_cpython_s_documentation_is_always_there():
+    text = load_text()
+    assert len(text) > 300_000
+    assert b'The "assert" statement' in text
+
+
+def test_a_file_and_a_folder(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "c.bin").write_bytes(b"no text")
+    assert load_text(tmp_path) == b"first\nsecond"
+    assert load_text(tmp_path / "b.txt") == b"second"
+
+
+def test_unusable_text(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "folder").mkdir()
+    for path, message in (
+        (tmp_path / "missing", "no such text file or folder"),
+        (tmp_path / "empty.txt", "is empty"),
+        (tmp_path / "folder", "holds no .md, .py, .rst, .txt file"),
+    ):
+        with pytest.raises(DataError, match=re.escape(message)) as error:
+            load_text(path)
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_text_shorter_than_the_context():
+    with pytest.raises(DataError, match="too short for a context of 256"):
+        ByteText.split(b"x" * 2000, 256)
+    ByteText.split(b"x" * 2600, 256)
+
+
+def test_the_end_is_held_out():
+    text = ByteText.split(bytes(range(200)) * 5, 8)
+    assert len(text.validation) == 100
+    assert bytes(text.training.tolist()) + bytes(text.validation.tolist()) == bytes(range(200)) * 5
+
+
+def test_batches_are_windows_and_their_successors():
+    text = ByteText.split(bytes(range(250)), 8)
+    tokens, targets = text.batch(3, 5, 8, seed=0)
+    assert tokens.shape == targets.shape == (5, 8)
+    assert torch.equal(targets, tokens + 1)
+    assert targets.max() < len(text.training)
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    text = ByteText.split(bytes(range(250)) * 10, 8)
+    first = text.batch(3, 5, 8, seed=0)[0]
+    torch.manual_seed(99)
+    assert torch.equal(text.batch(3, 5, 8, seed=0)[0], first)
+    assert not torch.equal(text.batch(4, 5, 8, seed=0)[0], first)
+    assert not torch.equal(text.batch(3, 5, 8, seed=1)[0], first)
+
+
+def test_every_training_byte_can_be_drawn():
+    text = ByteText.split(bytes(range(100)), 4)
+    seen = {int(t) for step in range(200) for batch in text.batch(step, 8, 4, seed=0) for t in batch.flatten()}
+    assert seen == set(range(90))

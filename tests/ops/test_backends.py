@@ -1,0 +1,90 @@
+"""The seam between the operator and its backends."""
+
+import pytest
+import torch
+
+from sigattn import sigmoid_attention
+from sigattn.ops import blocked, library, products, tiles
+from sigattn.ops.problem import Problem
+
+
+@pytest.fixture
+def picky(monkeypatch):
+    """A backend, said to be the fastest, that serves float64 only and counts its calls."""
+    calls = []
+
+    def forward(problem):
+        calls.append(problem)
+        return blocked.forward(problem)
+
+    def unavailable(problem):
+        return None if problem.query.dtype is torch.float64 else "it is for float64"
+
+    kernels = library.Kernels(forward, blocked.backward, unavailable)
+    monkeypatch.setattr(library, "KERNELS", {"picky": kernels, **library.KERNELS})
+    monkeypatch.setattr("sigattn.ops.attention.BACKENDS", ("reference", *library.KERNELS))
+    return calls
+
+
+def test_the_fastest_that_can_serve_is_the_default(picky):
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+    sigmoid_attention(q, k, v)
+    assert not picky
+    sigmoid_attention(q.double(), k.double(), v.double())
+    assert len(picky) == 1
+
+
+def test_an_explicit_backend_never_falls_back(picky):
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+    with pytest.raises(ValueError, match="backend 'picky' cannot serve this call: it is for float64"):
+        sigmoid_attention(q, k, v, backend="picky")
+    assert not picky
+
+
+def test_the_default_on_a_cpu_is_blocked():
+    t = torch.empty(1, 1, 8, 8)
+    assert library.choose(Problem(t, t, t), None) == "blocked"
+
+
+class TestProbe:
+    """oneDNN's fused sigmoid is an internal operator: found where it works, done without where not."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self):
+        products._probe.cache_clear()
+        yield
+        products._probe.cache_clear()
+
+    def test_it_is_used_where_it_is_right(self):
+        if products.fused_unavailable(torch.device("cpu"), torch.float32) is not None:
+            pytest.skip("no oneDNN here")
+        q = torch.empty(1, 1, 512, 64)
+        assert tiles.arithmetic(Problem(q, q, q)) == (torch.float32, products.Fused)
+
+    @pytest.mark.parametrize(
+        ("replacement", "reason"),
+        [
+            (lambda x, w, a: torch.tanh(x @ w.mT), "wrong result"),
+            (lambda x, w, a: (_ for _ in ()).throw(RuntimeError("no such operator")), "no such operator"),
+        ],
+    )
+    def test_a_wrong_or_missing_operator_is_not_used(self, monkeypatch, replacement, reason):
+        monkeypatch.setattr(products, "_linear", replacement)
+        assert reason in products.fused_unavailable(torch.device("cpu"), torch.float32)
+        q, k, v = torch.randn(3, 1, 1, 400, 8).unbind()
+        expected = sigmoid_attention(q, k, v, backend="reference")
+        torch.testing.assert_close(sigmoid_attention(q, k, v, backend="blocked"), expected)
+
+    @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # PyTorch's, of restoring its own flags
+    def test_switched_off_by_the_user(self):
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert "switched off" in products.fused_unavailable(torch.device("cpu"), torch.float32)
+
+    def test_other_devices_and_dtypes(self):
+        assert "not for cuda" in products.fused_unavailable(torch.device("cuda"), torch.float32)
+        assert "float32 and bfloat16" in products.fused_unavailable(torch.device("cpu"), torch.float64)
+
+    def test_half_precision_is_computed_in_float32_without_it(self, monkeypatch):
+        monkeypatch.setattr(tiles, "fused_unavailable", lambda device, dtype: "no")
+        q = torch.empty(1, 1, 512, 64, dtype=torch.bfloat16)
+        assert tiles.arithmetic(Problem(q, q, q)) == (torch.float32, products.Products)

@@ -1,0 +1,140 @@
+"""The command line as a person meets it."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from sigattn import cli
+from sigattn.train import loop
+
+SMALL = [
+    "--context", "32", "--layers", "1", "--width", "16", "--heads", "2",
+    "--steps", "6", "--batch", "2", "--validate-every", "3",
+]  # fmt: skip
+
+
+def failure(arguments, capsys):
+    """Exit code and what was said; it must be one line."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert said.err.count("\n") == 1, said.err
+    return stop.value.code, said.err
+
+
+def test_demo_writes_its_run_folder(tmp_path, capsys):
+    folder = tmp_path / "run"
+    cli.main(["demo", "--run-folder", str(folder), *SMALL])
+    said = capsys.readouterr().out
+    assert "report.html" in said.replace("\n", "")
+    assert "softmax" in said
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model"]["width"] == 16
+    assert config["text"]["source"] == "pydoc_data.topics"
+    for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
+        assert (folder / name / "checkpoint.safetensors").exists()
+        assert len((folder / name / "metrics.jsonl").read_text().splitlines()) == 6
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 1
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )  # self-contained: names of XML dialects are the only addresses
+    for expected in ("sigmoid, b = 0", "held-out bits/byte", "torch", "sample of text"):
+        assert expected in page
+
+
+def test_demo_resumes(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    arguments = ["demo", "--run-folder", str(folder), *SMALL]
+    validate = loop.validate
+
+    def interrupted(*args):
+        monkeypatch.setattr(loop, "validate", validate)
+        signal.raise_signal(signal.SIGINT)
+        return validate(*args)
+
+    monkeypatch.setattr(loop, "validate", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 130
+    said = capsys.readouterr().out
+    assert "stopped after" in said
+    assert "sigattn demo --resume --run-folder" in said
+    code, message = failure(arguments, capsys)
+    assert code == 2
+    assert "holds a run already: add --resume" in message
+    cli.main([*arguments, "--resume"])
+    whole = tmp_path / "whole"
+    cli.main(["demo", "--run-folder", str(whole), *SMALL])
+    for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
+        rows = [
+            [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in path.read_text().splitlines()]
+            for path in (folder / name / "metrics.jsonl", whole / name / "metrics.jsonl")
+        ]
+        assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "no such text file or folder"), ("", "is empty"), ("too short", "too short for a context of 32")],
+)
+def test_unusable_text(tmp_path, capsys, text, message):
+    path = tmp_path / "text.txt"
+    if text is not None:
+        path.write_text(text)
+    code, said = failure(["demo", "--text", str(path), "--run-folder", str(tmp_path / "run"), *SMALL], capsys)
+    assert code == 2
+    assert message in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_unwritable_run_folder(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    code, said = failure(["demo", "--run-folder", str(tmp_path / "file" / "run"), *SMALL], capsys)
+    assert code == 2
+    assert "cannot write to the run folder" in said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--heads", "3"], "width must be a multiple of heads, got width=16, heads=3"),
+        (["--heads", "16"], "head_dim must be even, got 1"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line(tmp_path, capsys, wrong, message):
+    code, said = failure(["demo", "--run-folder", str(tmp_path / "run"), *SMALL, *wrong], capsys)
+    assert code == 2
+    assert message in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_info(capsys):
+    cli.main(["info"])
+    said = capsys.readouterr().out
+    for expected in ("sigattn 0.", "torch 2.", "on cpu:", "reference", "blocked", "(default)", "fused", "float64"):
+        assert expected in said
+
+
+def test_bench_cpu(tmp_path, capsys):
+    cli.main(["bench", "cpu", "--lengths", "16", "--heads", "1", "--rounds", "1", "--no-compiled", "--no-memory",
+              "--results", str(tmp_path / "r.json")])  # fmt: skip
+    assert "n = 16" in capsys.readouterr().out
+    assert (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--steps", "many"], ["bench"]])
+def test_a_wrong_command_line(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+
+
+def test_it_is_installed():
+    done = subprocess.run([sys.executable, "-m", "sigattn.cli", "info"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("sigattn ")
