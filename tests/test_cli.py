@@ -72,7 +72,10 @@ def test_demo_resumes(tmp_path, capsys, monkeypatch):
     cli.main(["demo", "--run-folder", str(whole), *SMALL])
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
         rows = [
-            [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in path.read_text().splitlines()]
+            [
+                {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
+                for line in path.read_text().splitlines()
+            ]
             for path in (folder / name / "metrics.jsonl", whole / name / "metrics.jsonl")
         ]
         assert rows[0] == rows[1]

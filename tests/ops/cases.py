@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from sigattn.ops import tiles
+from sigattn.ops import short, tiles
 
 
 @dataclass
@@ -110,7 +110,9 @@ def _broadcastable(shape):
 
 
 @st.composite
-def cases(draw, dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)):
+def cases(draw, masked=True):
+    """``masked=False`` leaves out what short sequences are not computed with."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     batch, kv, rep = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     n, m = draw(st.integers(0, 37)), draw(st.integers(0, 37))
     d, dv = draw(st.integers(1, 19)), draw(st.integers(1, 19))
@@ -123,25 +125,43 @@ def cases(draw, dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.floa
         scale=draw(st.one_of(st.none(), st.floats(0.05, 1.5))),
         window=draw(st.one_of(st.none(), st.tuples(side, side))),
         bias=draw(st.one_of(st.none(), st.floats(-8, 2), _broadcastable(b_shape))),
-        mask=draw(st.one_of(st.none(), st.tuples(st.sampled_from(["bool", "float", "-inf"]), _broadcastable(m_shape)))),
-        slopes=draw(st.one_of(st.none(), st.sampled_from(["head", "sample", "sides", "all"]))),
-        lengths=draw(st.booleans()),
+        mask=draw(
+            st.none()
+            if not masked
+            else st.one_of(st.none(), st.tuples(st.sampled_from(["bool", "float", "-inf"]), _broadcastable(m_shape)))
+        ),
+        slopes=draw(
+            st.none() if not masked else st.one_of(st.none(), st.sampled_from(["head", "sample", "sides", "all"]))
+        ),
+        lengths=masked and draw(st.booleans()),
         layout=draw(st.sampled_from(["contiguous", "length first", "strided", "expanded"])),
         seed=draw(st.integers(0, 1 << 30)),
     )
 
 
-# How the blocked backend may go about a problem. Small tiles make small problems cross every border there is.
+def _never(*_):
+    return None
+
+
+_WITHOUT_FUSION = {(tiles, "fused_unavailable"): lambda device, dtype: "switched off by the test"}
+_GROUPED = {(short, "plan"): _never, (tiles, "WIDE_UP_TO"): 0}
+_SMALL_TILES = {(tiles, "LONG_SIDE"): 13, (tiles, "WINDOWED_SIDE"): 7}
+_EVERY_SIZE = {torch.float32: 0, torch.bfloat16: 0}
+_NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
+
+# How the blocked backend may go about a problem, made to happen for problems of any size. Small tiles make small
+# problems cross every border there is.
 PATHS = {
-    "plain": {"fused": False},
-    "plain, small tiles": {"fused": False, "TILE_BYTES": 8192, "LONG_SIDE": 13, "WINDOWED_SIDE": 7},
-    "batched": {"FUSED_FROM": {torch.float32: 10**9, torch.bfloat16: 10**9}},
-    "fused": {"FUSED_FROM": {torch.float32: 0, torch.bfloat16: 0}},
+    "as users meet it": {},
+    "short, a few heads at once": {(short, "TILE_BYTES"): 20_000, (tiles, "WIDE_UP_TO"): 0},
+    "plain, small tiles": {**_GROUPED, **_WITHOUT_FUSION, **_SMALL_TILES, (tiles, "TILE_BYTES"): 8192},
+    "batched": {**_GROUPED, (tiles, "FUSED_FROM"): _NO_SIZE},
+    "fused": {**_GROUPED, (tiles, "FUSED_FROM"): _EVERY_SIZE},
     "fused, small tiles": {
-        "FUSED_FROM": {torch.float32: 0, torch.bfloat16: 0},
-        "TILE_BYTES": 1024,
-        "LONG_SIDE": 13,
-        "WINDOWED_SIDE": 7,
+        **_GROUPED,
+        **_SMALL_TILES,
+        (tiles, "FUSED_FROM"): _EVERY_SIZE,
+        (tiles, "TILE_BYTES"): 1024,
     },
 }
 
@@ -149,15 +169,12 @@ PATHS = {
 @contextlib.contextmanager
 def path(name):
     """Make the blocked backend go one way."""
-    settings = dict(PATHS[name])
-    fused = settings.pop("fused", True)
-    if not fused:
-        settings["fused_unavailable"] = lambda device, dtype: "switched off by the test"
-    before = {key: getattr(tiles, key) for key in settings}
+    settings = PATHS[name]
+    before = {(module, key): getattr(module, key) for module, key in settings}
     try:
-        for key, value in settings.items():
-            setattr(tiles, key, value)
+        for (module, key), value in settings.items():
+            setattr(module, key, value)
         yield
     finally:
-        for key, value in before.items():
-            setattr(tiles, key, value)
+        for (module, key), value in before.items():
+            setattr(module, key, value)

@@ -12,7 +12,7 @@ from tests.ops.cases import PATHS, Case, cases, path
 from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
 
 EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "60"))
-WAYS = [(b, p) for b in BACKENDS for p in (PATHS if b == "blocked" else ["plain"])]
+WAYS = [(b, p) for b in BACKENDS for p in (PATHS if b == "blocked" else ["as users meet it"])]
 
 fuzz = settings(
     max_examples=EXAMPLES,
@@ -65,6 +65,14 @@ def check(case: Case, backend: str) -> None:
 def test_output_and_gradients_match_the_formula(backend, way, case):
     with path(way):
         check(case, backend)
+
+
+@pytest.mark.parametrize("way", ["as users meet it", "short, a few heads at once"])
+@fuzz
+@given(case=cases(masked=False))
+def test_short_sequences_without_masks(way, case):
+    with path(way):
+        check(case, "blocked")
 
 
 @pytest.mark.parametrize(("backend", "way"), WAYS)

@@ -7,36 +7,14 @@ transposed, (keys, queries), and four of its five products need no transpose. Ti
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from sigattn.ops import short
+from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import Problem
 from sigattn.ops.products import fold
 from sigattn.ops.tiles import Group, Span, groups
-
-
-class Needs(NamedTuple):
-    """Which gradients are asked for."""
-
-    query: bool = True
-    key: bool = True
-    value: bool = True
-    bias: bool = False
-    attn_mask: bool = False
-    alibi_slopes: bool = False
-
-
-class Gradients(NamedTuple):
-    """The gradients, each of the shape and dtype of what it belongs to; None where not asked for."""
-
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
-    bias: Tensor | None
-    attn_mask: Tensor | None
-    alibi_slopes: Tensor | None
 
 
 def unavailable(_: Problem) -> None:
@@ -45,6 +23,8 @@ def unavailable(_: Problem) -> None:
 
 def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
     """The output of sigmoid attention."""
+    if (dtype := short.plan(problem)) is not None:
+        return short.forward(problem, dtype)
     query, value = problem.query, problem.value
     out = query.new_zeros(*query.shape[:3], value.shape[-1])
     if out.numel() and value.shape[2]:
@@ -74,6 +54,8 @@ def backward(problem: Problem, grad_out: Tensor, needs: Needs) -> Gradients:
 
     grad_out: (B, Hq, N, Dv).
     """
+    if (dtype := short.plan(problem)) is not None:
+        return short.backward(problem, dtype, grad_out, needs)
     sums = _Sums(problem, needs)
     if grad_out.numel() and problem.key.shape[2]:
         for group in groups(problem):

@@ -8,6 +8,7 @@ silently giving zero.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from sigattn.ops import blocked
-from sigattn.ops.blocked import Needs
+from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import Problem
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
@@ -46,7 +47,7 @@ class Kernels:
     """
 
     forward: Callable[[Problem], Tensor]
-    backward: Callable[[Problem, Tensor, Needs], blocked.Gradients]
+    backward: Callable[[Problem, Tensor, Needs], Gradients]
     unavailable: Callable[[Problem], str | None]
 
 
@@ -140,12 +141,17 @@ class SigmoidAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
         args = (grad_out, *ctx.saved_tensors, *ctx.rest, needs)
-        if torch.compiler.is_compiling():  # it refuses second derivatives itself, and a Function inside another
+        once = not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
+        if once or torch.compiler.is_compiling():  # which refuses second derivatives, and a Function inside another
             gradients = torch.ops.sigattn.backward.default(*args)
         else:
             gradients = _apply(SigmoidAttentionBackward, args)
         own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
         return (*own, *(None,) * (2 + len(ctx.rest)))
+
+
+# ``apply`` asks for this at every call, and working it out takes longer than a small attention
+SigmoidAttention.forward.__signature__ = inspect.signature(SigmoidAttention.forward)  # type: ignore[attr-defined]
 
 
 class SigmoidAttentionBackward(torch.autograd.Function):
@@ -165,6 +171,9 @@ class SigmoidAttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError("sigmoid_attention: " + NO_SECOND_DERIVATIVE.format(what="second derivative"))
+
+
+SigmoidAttentionBackward.forward.__signature__ = SigmoidAttention.forward.__signature__  # type: ignore[attr-defined]
 
 
 def choose(problem: Problem, backend: str | None) -> str:
@@ -191,8 +200,18 @@ def call(problem: Problem, backend: str) -> Tensor:
     else:
         _refuse_tangents(tensors[:_DIFFERENTIABLE])
     args = (*tensors, p.scale, p.left, p.right, p.dropout_p, backend)
-    out: Tensor = SigmoidAttention.apply(*args) if torch.compiler.is_compiling() else _apply(SigmoidAttention, args)
+    out: Tensor
+    if torch.compiler.is_compiling():
+        out = SigmoidAttention.apply(*args)
+    elif torch._C._are_functorch_transforms_active() or _wants_gradient(tensors[:_DIFFERENTIABLE]):
+        out = _apply(SigmoidAttention, args)
+    else:  # the Function would only cost its 25 µs
+        out = torch.ops.sigattn.forward.default(*args)
     return out
+
+
+def _wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _apply(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:

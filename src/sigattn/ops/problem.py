@@ -7,8 +7,7 @@ one slope or two). They are brought to one form here, once, so that a backend ne
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -48,8 +47,7 @@ def log_length_bias(n: int | Tensor) -> float | Tensor:
     return -math.log(n)
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """The canonical arguments. Shapes: B batch, Hq / Hkv query / key heads, N queries, M keys, D and Dv head sizes.
 
     Attributes:
@@ -104,8 +102,7 @@ class Problem:
         def cut(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.dim() < 4 or t.shape[2] == 1 else t[:, :, start:stop]
 
-        return replace(
-            self,
+        return self._replace(
             query=self.query[:, :, start:stop],
             bias=cut(self.bias),
             attn_mask=cut(self.attn_mask),

@@ -10,6 +10,8 @@ Shapes: G heads worked on together, R rows (queries), C columns (keys). oneDNN's
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -73,15 +75,32 @@ class Extended(Products):
         extra = 2 if query.dtype is torch.bfloat16 else 1
         self.query = query.new_empty(*query.shape[:3], width + extra)  # (G, rep, N, D + extra)
         torch.mul(query, scale, out=self.query[..., :width])
-        b = bias[..., 0] if isinstance(bias, Tensor) else torch.tensor(bias)  # (G, rep, N) or a number, float32
-        for column in range(width, width + extra):
-            self.query[..., column] = b
-            b = b - b.to(query.dtype)
+        for column, part in enumerate(_parts(bias, query.dtype, extra), width):
+            self.query[..., column] = part
         self.key = F.pad(key, (0, extra), value=1.0)  # (G, M, D + extra)
 
     def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
         q, k = fold(self.query, rows), self.key[:, columns]
         return self.outer(k, q) if transposed else self.outer(q, k)
+
+
+def _parts(bias: float | Tensor, dtype: torch.dtype, count: int) -> Sequence[Tensor | float]:
+    """A bias as a sum of numbers that the dtype can hold: each rounds what the ones before left of it."""
+    if not isinstance(bias, Tensor):
+        return _parts_of_number(bias, dtype, count)
+    rest, parts = bias[..., 0], []  # (G, rep, N), float32 or better
+    for _ in range(count):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1]
+    return parts
+
+
+@functools.lru_cache(maxsize=64)
+def _parts_of_number(bias: float, dtype: torch.dtype, count: int) -> list[float]:
+    parts: list[float] = []
+    for _ in range(count):
+        parts.append(torch.tensor(bias - math.fsum(parts), dtype=torch.float64).to(dtype).item())
+    return parts
 
 
 class Fused(Extended):

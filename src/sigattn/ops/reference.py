@@ -9,7 +9,6 @@ differentiation, double differentiation, ``torch.func`` and ``vmap`` all apply t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor
     p = problem
     wide = torch.promote_types(p.query.dtype, torch.float32)
     if activation != "sigmoid" and p.bias is None:  # the paper's rule is for the sigmoid alone
-        p = replace(p, bias=torch.zeros((), dtype=wide))
+        p = p._replace(bias=torch.zeros((), dtype=wide))
     key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
     rows = (p.first_row, p.first_row + p.query.shape[2])
     columns = (0, p.key.shape[2])

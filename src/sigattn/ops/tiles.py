@@ -24,6 +24,7 @@ TILE_BYTES = 4 << 20
 LONG_SIDE = 4096
 WINDOWED_SIDE = 512
 FUSED_FROM = {torch.float32: 320**2, torch.bfloat16: 640**2}  # weights per head; below, a batched product is faster
+WIDE_UP_TO = 64**2  # weights per head up to which bfloat16 gains nothing over float32
 
 
 class Span(NamedTuple):
@@ -230,10 +231,9 @@ def groups(problem: Problem) -> Iterator[Group]:
     """Cut a problem into groups: single heads where the fused product serves, else as many as a tile may hold."""
     (batch, _, n, _), (_, heads, m, _) = problem.query.shape, problem.key.shape
     dtype, products = arithmetic(problem)
+    keep_memory_warm()
     nb = nh = 1
-    if products is Fused:
-        keep_memory_warm()
-    else:
+    if products is not Fused:
         per_head = min(n, LONG_SIDE) * min(m, LONG_SIDE) * (problem.query.shape[1] // heads)
         together = max(1, TILE_BYTES // dtype.itemsize // max(per_head, 1))
         nb, nh = (min(together // heads, batch), heads) if together >= heads else (1, together)
@@ -247,17 +247,17 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
 
     Half precision is computed in float32, for a logit rounded to 8 or 11 bits spoils its weight, and in float16 a
     weight of 1/n loses its bits as n grows. The exception is bfloat16 where the processor has products of it, and
-    nothing but the bias, which travels inside the product, is added to the logits.
+    nothing but the bias, which travels inside the product, is added to the logits; short sequences are not worth it.
     """
     query, key, mask = problem.query, problem.key, problem.attn_mask
+    per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])
     wide = torch.promote_types(query.dtype, torch.float32)
-    if query.device.type != "cpu" or not query.shape[-1]:
+    if query.device.type != "cpu" or not query.shape[-1] or per_head <= WIDE_UP_TO:
         return wide, Products
     additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 and not additive else wide
     if fused_unavailable(query.device, dtype) is not None:
         return wide, Products
-    per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])
     if per_head >= FUSED_FROM[dtype]:
         return dtype, Fused
     return dtype, Extended if dtype is torch.bfloat16 else Products

@@ -1,0 +1,150 @@
+"""Short sequences on a CPU, without masks: where one batched product for many heads is fastest, and overhead shows.
+
+The same mathematics as ``blocked``, whose tiles are whole here: as many heads at once as a tile may hold, and nothing
+but the products and the sigmoid between them. A window is allowed, for causal attention is one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigattn.ops.gradients import Gradients, Needs
+from sigattn.ops.problem import UNLIMITED, Problem
+from sigattn.ops.products import Extended, Fused, keep_memory_warm
+from sigattn.ops.tiles import TILE_BYTES, arithmetic
+
+
+class Operands(NamedTuple):
+    """Shapes: G samples and key heads in one, R queries of all the query heads that share a key head."""
+
+    query: Tensor  # (G, R, D)
+    key: Tensor  # (G, M, D)
+    value: Tensor  # (G, M, Dv)
+    bias: Tensor  # (1, 1, 1) or (G, R, 1); not used where extended
+    scale: float
+    extended: Extended | None  # bfloat16: query and key with the bias as further columns
+
+
+def plan(problem: Problem) -> torch.dtype | None:
+    """The dtype to compute in if this is the way to go: no mask but a window, heads too short for the fused product."""
+    p = problem
+    if p.attn_mask is not None or p.alibi_slopes is not None or p.key_lengths is not None or p.seed is not None:
+        return None
+    _, heads, n, d = p.query.shape
+    _, key_heads, m, _ = p.key.shape
+    if p.query.device.type != "cpu" or p.first_row or not (len(p.query) and key_heads and n and m and d):
+        return None
+    dtype, products = arithmetic(p)
+    fits = heads // key_heads * n * m * dtype.itemsize <= TILE_BYTES
+    return dtype if fits and products is not Fused else None
+
+
+def forward(problem: Problem, dtype: torch.dtype) -> Tensor:  # (B, Hq, N, Dv)
+    """The output of sigmoid attention."""
+    p = problem
+    o = _operands(p, dtype)
+    groups = _groups(o)
+    out = torch.bmm(_weights(o, groups[0], p), o.value[groups[0]])
+    if len(groups) > 1:
+        out = torch.cat([out, *(torch.bmm(_weights(o, g, p), o.value[g]) for g in groups[1:])])
+    return out.to(p.query.dtype).view(*p.query.shape[:3], -1)
+
+
+def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs: Needs) -> Gradients:
+    """The gradients that are asked for."""
+    p = problem
+    o = _operands(p, dtype)
+    grad = _in(grad_out, dtype).reshape(len(o.query), -1, grad_out.shape[-1])  # (G, R, Dv)
+    parts = [_backward(o, group, p, grad, needs) for group in _groups(o)]
+    query, key, value, bias = parts[0] if len(parts) == 1 else map(_cat, zip(*parts, strict=True))
+    return Gradients(
+        _restore(query, p.query),
+        _restore(key, p.key),
+        _restore(value, p.value),
+        None if bias is None or p.bias is None else _of_bias(bias, p.query, p.bias),
+        None,
+        None,
+    )
+
+
+def _in(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype is dtype else t.to(dtype)
+
+
+def _operands(p: Problem, dtype: torch.dtype) -> Operands:
+    keep_memory_warm()
+    batch, key_heads, m, d = p.key.shape
+    group = batch * key_heads
+    query = _in(p.query, dtype).reshape(group, -1, d)
+    key = _in(p.key, dtype).reshape(group, m, d)
+    value = _in(p.value, dtype).reshape(group, m, -1)
+    bias: float | Tensor = p.bias_value()
+    if isinstance(bias, Tensor):
+        wide = torch.promote_types(dtype, torch.float32)
+        bias = bias.to(wide).expand(*p.query.shape[:3], 1).reshape(group, -1, 1)
+    if dtype is not torch.bfloat16:
+        b = bias if isinstance(bias, Tensor) else _number(bias, dtype)
+        return Operands(query, key, value, b, p.scale_value, None)
+    by_head = bias.unsqueeze(1) if isinstance(bias, Tensor) else bias
+    return Operands(query, key, value, query, p.scale_value, Extended(query.unsqueeze(1), key, by_head, p.scale_value))
+
+
+@functools.lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor; kept, because making it takes as long as a small product."""
+    return torch.full((1, 1, 1), value, dtype=dtype)
+
+
+def _groups(o: Operands) -> list[slice]:
+    """As many heads at once as a tile may hold."""
+    size = max(1, TILE_BYTES // o.query.element_size() // (o.query.shape[1] * o.key.shape[1]))
+    return [slice(g, g + size) for g in range(0, len(o.query), size)]
+
+
+def _weights(o: Operands, group: slice, p: Problem) -> Tensor:  # (G, R, M)
+    if o.extended is None:
+        bias = o.bias if len(o.bias) == 1 else o.bias[group]
+        weights = torch.baddbmm(bias, o.query[group], o.key[group].mT, alpha=o.scale)
+    else:
+        weights = torch.bmm(o.extended.query[group, 0], o.extended.key[group].mT)
+    weights.sigmoid_()
+    if p.left == UNLIMITED and p.right == UNLIMITED:
+        return weights
+    by_head = weights.view(-1, p.query.shape[2], weights.shape[2])  # one query head at a time
+    if p.right != UNLIMITED:
+        by_head.tril_(p.right)
+    if p.left != UNLIMITED:
+        by_head.triu_(-p.left)
+    return weights
+
+
+def _backward(o: Operands, group: slice, p: Problem, grad: Tensor, needs: Needs) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value and, still per query, bias; None where not asked for."""
+    weights = _weights(o, group, p)  # (G, R, M)
+    value = torch.bmm(weights.mT, grad[group]) if needs.value else None
+    if not (needs.query or needs.key or needs.bias):
+        return None, None, value, None
+    d = torch.bmm(grad[group], o.value[group].mT)
+    torch.ops.aten.sigmoid_backward.grad_input(d, weights, grad_input=d)  # dS = dP ∘ P ∘ (1 − P), in one pass
+    zero = d.new_zeros(())
+    query = torch.baddbmm(zero, d, o.key[group], beta=0, alpha=o.scale) if needs.query else None
+    key = torch.baddbmm(zero, d.mT, o.query[group], beta=0, alpha=o.scale) if needs.key else None
+    bias = d.sum(-1, dtype=torch.promote_types(d.dtype, torch.float32)) if needs.bias else None
+    return query, key, value, bias
+
+
+def _cat(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    return None if parts[0] is None else torch.cat([t for t in parts if t is not None])
+
+
+def _restore(t: Tensor | None, like: Tensor) -> Tensor | None:
+    return t if t is None else t.to(like.dtype).view(like.shape)
+
+
+def _of_bias(per_query: Tensor, query: Tensor, bias: Tensor) -> Tensor:
+    """Sum along what the bias was broadcast along: (G, R) → the bias's shape."""
+    return per_query.view(*query.shape[:3], 1).sum_to_size(bias.shape).to(bias.dtype)
