@@ -45,6 +45,15 @@ def test_results_and_their_provenance(tmp_path):
             assert row["softmax_time_over_this"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*[Dd]eprecat")
+def test_the_compiled_formula_takes_part(tmp_path):
+    config = cpu.CpuBenchmark(
+        lengths=(16,), heads=1, dtypes=("float32",), rounds=1, memory=False, results=tmp_path / "r.json"
+    )
+    rows = cpu.run(config)["rows"]
+    assert {row["contestant"] for row in rows} == {cpu.SOFTMAX, cpu.OURS, cpu.NAIVE, cpu.COMPILED}
+
+
 def test_naive_is_left_out_where_it_would_not_fit():
     config = cpu.CpuBenchmark(naive_limit_gib=1.0, compiled=False)
     assert cpu.NAIVE in cpu.contestants(config, 2048)
