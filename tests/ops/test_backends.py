@@ -69,7 +69,7 @@ class TestProbe:
         ],
     )
     def test_a_wrong_or_missing_operator_is_not_used(self, monkeypatch, replacement, reason):
-        monkeypatch.setattr(products, "_linear", replacement)
+        monkeypatch.setattr(products, "linear", replacement)
         assert reason in products.fused_unavailable(torch.device("cpu"), torch.float32)
         q, k, v = torch.randn(3, 1, 1, 400, 8).unbind()
         expected = sigmoid_attention(q, k, v, backend="reference")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sigattn.ops import short
 from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.problem import Problem
-from sigattn.ops.products import fold
+from sigattn.ops.problem import UNLIMITED, Problem
+from sigattn.ops.products import Fused, fold, linear
 from sigattn.ops.tiles import Group, Span, groups
 
 
@@ -26,14 +26,45 @@ def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
     if (dtype := short.plan(problem)) is not None:
         return short.forward(problem, dtype)
     query, value = problem.query, problem.value
-    out = query.new_zeros(*query.shape[:3], value.shape[-1])
-    if out.numel() and value.shape[2]:
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    if not value.shape[2]:
+        out.zero_()
+    elif out.numel():
         for group in groups(problem):
-            _forward_group(group, group.heads_of(out))
+            forward_group = _forward_unmasked_head if group.bare else _forward_group
+            forward_group(group, group.heads_of(out))
     return out
 
 
-def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, Dv), zeros
+def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, Dv)
+    """``_forward_group`` of one key head with fused products and no mask but a window, bare.
+
+    After each product Python's own memory is cold, so that every line of the general loop costs several times what it
+    does by itself: together about 5 % of a causal forward (docs/log.md).
+    """
+    products = group.products
+    assert isinstance(products, Fused)
+    left, right = group.problem.left, group.problem.right
+    key, value = products.key[0], group.value[0].t()  # (M, E), (Dv, M)
+    for query, head_out in zip(products.query[0], out[0, 0], strict=True):  # (N, E), (N, Dv)
+        for i, stop in group.short_blocks(Span(0, group.queries), long_side=group.keys):
+            total: Tensor | None = None
+            first, last = group.column_range(Span(i, stop))
+            for j in range(first, last, group.long_side):
+                end = min(j + group.long_side, last)
+                p = linear(query[i:stop], key[j:end], "sigmoid")  # (R, C)
+                if right != UNLIMITED and end > i + right + 1:
+                    edge = max(j, i + right + 1)
+                    p[:, edge - j :].tril_(i - edge + right)
+                if left != UNLIMITED and j < stop - 1 - left:
+                    edge = min(end, stop - 1 - left)
+                    p[:, : edge - j].triu_(i - j - left)
+                part = linear(p, value[:, j:end], "none")  # (R, Dv)
+                total = part if total is None else total.to(group.accumulator).add_(part)
+            head_out[i:stop] = 0 if total is None else total
+
+
+def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, Dv)
     for rows in group.short_blocks(Span(0, group.queries), long_side=group.keys):
         total: Tensor | None = None
         for columns in group.long_blocks(group.column_range(rows)):
@@ -43,10 +74,12 @@ def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, 
                 group.by_place(p, rows, transposed=False).masked_fill_(dropped, 0)
             part = group.products.combine(p, group.value[:, columns.slice])  # (G, rep·R, Dv)
             total = part if total is None else total.to(group.accumulator).add_(part)
-        if total is not None:
-            if group.problem.seed is not None:
-                total *= group.problem.keep_scale
-            out[..., rows.slice, :] = group.by_place(total, rows, transposed=False)
+        if total is None:
+            out[..., rows.slice, :] = 0
+            continue
+        if group.problem.seed is not None:
+            total *= group.problem.keep_scale
+        out[..., rows.slice, :] = group.by_place(total, rows, transposed=False)
 
 
 def backward(problem: Problem, grad_out: Tensor, needs: Needs) -> Gradients:

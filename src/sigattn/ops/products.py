@@ -111,25 +111,26 @@ class Fused(Extended):
 
     def weights(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
         q, k = fold(self.query, rows)[0], self.key[0, columns]
-        return (_linear(k, q, "sigmoid") if transposed else _linear(q, k, "sigmoid")).unsqueeze(0)
+        return (linear(k, q, "sigmoid") if transposed else linear(q, k, "sigmoid")).unsqueeze(0)
 
     @staticmethod
     def outer(a: Tensor, b: Tensor) -> Tensor:
-        return _linear(a[0], b[0], "none").unsqueeze(0)
+        return linear(a[0], b[0], "none").unsqueeze(0)
 
     @staticmethod
     def combine(p: Tensor, v: Tensor) -> Tensor:
-        return _linear(p[0], v[0].t(), "none").unsqueeze(0)
+        return linear(p[0], v[0].t(), "none").unsqueeze(0)
 
     @staticmethod
     def combine_transposed(p: Tensor, v: Tensor) -> Tensor:
         if p.dtype is torch.bfloat16:  # measured: here the plain product is the faster way
             return torch.mm(p[0].t(), v[0]).unsqueeze(0)
         # (vᵀ p)ᵀ, because transposing the small operand is cheap and oneDNN reads a transposed w as it stands
-        return _linear(v[0].t().contiguous(), p[0].t(), "none").t().unsqueeze(0)
+        return linear(v[0].t().contiguous(), p[0].t(), "none").t().unsqueeze(0)
 
 
-def _linear(x: Tensor, w: Tensor, activation: str) -> Tensor:
+def linear(x: Tensor, w: Tensor, activation: str) -> Tensor:
+    """Activation(x wᵀ) by oneDNN: (R, E), (C, E) → (R, C)."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, None, activation, [], "")
     return y
 
@@ -163,7 +164,7 @@ def _probe(dtype: torch.dtype) -> str | None:
     try:
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return "this processor has no bfloat16 products"
-        y = _linear(x, w, "sigmoid")
+        y = linear(x, w, "sigmoid")
     except (RuntimeError, AttributeError, TypeError) as error:
         return f"the operator mkldnn::_linear_pointwise failed: {error}"
     expected = torch.sigmoid(x.double() @ w.double().mT)

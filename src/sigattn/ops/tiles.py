@@ -57,6 +57,7 @@ class Group:
 
     def __init__(self, problem: Problem, batch: Span, heads: Span, dtype: torch.dtype, products: type[Products]):
         self.problem, self.batch, self.heads, self.dtype = problem, batch, heads, dtype
+        self.long_side = LONG_SIDE
         self.accumulator = torch.promote_types(dtype, torch.float32)
         self.repeat = problem.query.shape[1] // problem.key.shape[1]
         self.shape = (batch.size, heads.size, self.repeat)
@@ -67,6 +68,7 @@ class Group:
         mask = problem.attn_mask
         self.additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
         self.hidden = mask is not None and not mask.is_floating_point()
+        self.bare = products is Fused and not (self.additive or self.hidden or self.ragged or problem.seed is not None)
         bias = problem.bias_value()
         if isinstance(bias, Tensor):
             bias = self.heads_of(bias).to(self.accumulator)
@@ -132,12 +134,12 @@ class Group:
         weights = TILE_BYTES // self.dtype.itemsize // (self.shape[0] * self.shape[1] * self.repeat)
         size = max(1, weights // max(1, min(long_side, LONG_SIDE)))
         if self.problem.left != UNLIMITED or self.problem.right != UNLIMITED:
-            size = min(size, WINDOWED_SIDE)  # shorter blocks waste less along the window's border
+            size = WINDOWED_SIDE  # long enough for the products, short enough to waste little along the border
         return spans(*span, size)
 
     def long_blocks(self, span: Span) -> Iterator[Span]:
         """The inner loop."""
-        return spans(*span, LONG_SIDE)
+        return spans(*span, self.long_side)
 
     # -- inside a tile --------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ TITLES = {"softmax": "softmax", "sigmoid-log-n": "sigmoid, b = −log n", "sigmo
 
 
 def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
-    """Train the three models and write config.json and report.html; gives what the report shows.
+    """Train the three models and write config.json, report.html and curves.svg; gives what the report shows.
 
     Args:
         on_row: called with a model's title and each step's measurements.
@@ -105,6 +105,7 @@ def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
         runs.append(report.Run(title, metrics.read(folder / name / "metrics.jsonl"), sample(model)))
     page = report.build("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, _flat(facts))
     (folder / "report.html").write_text(page)
+    (folder / "curves.svg").write_text(report.curves(runs))
     return runs
 
 

@@ -68,12 +68,12 @@ def build(title: str, introduction: str, runs: Sequence[Run], facts: dict[str, A
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><p>{html.escape(introduction)}</p>"
-        f"<table><tr>{head}</tr>{body}</table><h2>Curves</h2>{_curves(runs)}"
+        f"<table><tr>{head}</tr>{body}</table><h2>Curves</h2>{curves(runs)}"
         f"<h2>A sample of text from each</h2>{samples}<h2>What was run</h2><table>{rows}</table></html>\n"
     )
 
 
-def _curves(runs: Sequence[Run]) -> str:
+def curves(runs: Sequence[Run]) -> str:
     """Training and validation loss, attention norm and gradient norm over the steps, as one SVG."""
     figure = matplotlib.figure.Figure(figsize=(11, 7.5), layout="constrained")
     (training, validation), (attention, gradient) = figure.subplots(2, 2)

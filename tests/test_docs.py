@@ -1,0 +1,57 @@
+"""The examples in docstrings, README and docs run as they stand; the pages' links and commands lead somewhere."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import sigattn
+from sigattn.ops import problem, statistics
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("function", ["sigmoid_attention", "log_length_bias", "attention_statistics"])
+def test_docstring_examples(function):
+    target = getattr(sigattn, function)
+    names = {"torch": torch, **vars(sigattn), **vars(problem), **vars(statistics)}
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    (test,) = finder.find(target, function, globs=names)
+    assert test.examples, f"{function} has no example"
+    assert runner.run(test).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_blocks_run(page):
+    """One after another, as a reader pastes them."""
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", page.read_text()):
+        path = next(t for t in target if t)
+        assert (page.parent / path).exists(), f"{page.name}: {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_named_files_and_tests_exist(page):
+    text = page.read_text()
+    for path in re.findall(r"`((?:src|tests|docs|benchmarks|ops|recipes)/[\w./-]+\.(?:py|md|json|svg))`", text):
+        assert (ROOT / path).exists() or (ROOT / "src/sigattn" / path).exists(), f"{page.name}: {path}"
+    tests = "\n".join(f.read_text() for f in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, f"{page.name}: {name}"
+
+
+def test_make_targets_named_in_the_pages_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for target in re.findall(r"`make ((?:\w+ ?)+)`", page.read_text()):
+            for name in target.split():
+                assert re.search(rf"^{name}:", makefile, re.M), f"{page.name}: make {name}"
