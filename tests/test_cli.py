@@ -138,6 +138,13 @@ def test_a_wrong_command_line(arguments, capsys):
     assert stop.value.code == 2
 
 
+def test_without_its_extra_it_says_what_to_install():
+    code = "import sys; sys.modules['tyro'] = None; import sigattn.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "sigattn: the command line needs tyro: pip install 'sigattn[train]'\n"
+
+
 def test_it_is_installed():
     done = subprocess.run([sys.executable, "-m", "sigattn.cli", "info"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("sigattn ")

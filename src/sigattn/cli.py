@@ -11,15 +11,15 @@ try:
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
-except ImportError as missing:
-    sys.exit(f"the command line needs {missing.name}: pip install 'sigattn[train]'")
 
-from sigattn import info
-from sigattn.bench import cpu
-from sigattn.data.text import DataError
-from sigattn.recipes import demo, report
-from sigattn.train.checkpoint import CheckpointError
-from sigattn.train.loop import Interrupted, Row
+    from sigattn import info
+    from sigattn.bench import cpu
+    from sigattn.data.text import DataError
+    from sigattn.recipes import demo, report
+    from sigattn.train.checkpoint import CheckpointError
+    from sigattn.train.loop import Interrupted, Row
+except ModuleNotFoundError as missing:
+    sys.exit(f"sigattn: the command line needs {missing.name}: pip install 'sigattn[train]'")
 
 
 def run_demo(options: demo.Demo) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -317,6 +318,19 @@ def test_only_inputs_are_saved_for_backward(way):
         sigmoid_attention(q, k, v, enable_gqa=True, bias=-1.0)
     given = {t.data_ptr() for t in (q, k, v)}
     assert all(t.data_ptr() in given or t.dim() == 0 for t in saved)  # 0-d: the bias as a number
+
+
+def test_meta_and_fake_tensors():
+    """Shapes without data: as when a model is built on the meta device, or traced."""
+    q, k, v = (t.detach().to("meta").requires_grad_() for t in inputs())
+    out = sigmoid_attention(q, k, v, enable_gqa=True, bias=-1.0, dropout_p=0.1)
+    assert (out.device.type, out.shape) == ("meta", (2, 4, 7, 5))
+    assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+    with FakeTensorMode():
+        q, k, v = (torch.empty(t.shape, requires_grad=True) for t in (q, k, v))
+        out = sigmoid_attention(q, k, v, enable_gqa=True, is_causal=True)
+        assert out.shape == (2, 4, 7, 5)
+        assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
 
 
 def test_inference_mode_and_no_grad():

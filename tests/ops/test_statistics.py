@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sigattn import attention_statistics, log_length_bias, sigmoid_attention
 from sigattn.ops import statistics
@@ -74,3 +75,22 @@ def test_output_norm_agrees_with_the_operator():
     q, k, v = torch.randn(3, 2, 2, 40, 8).unbind()
     out = sigmoid_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(attention_statistics(q, k, v, is_causal=True).output_norm, out.norm(dim=(-2, -1)))
+
+
+def test_memory_is_linear_in_the_length():
+    """No tensor on the way is larger than a block of rows; the weights of one head alone would be 64 times that."""
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for t in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(t, torch.Tensor):
+                    largest = max(largest, t.numel() * t.element_size())
+            return result
+
+    q, k, v = torch.randn(3, 1, 2, 8192, 4).unbind()
+    with Watch():
+        attention_statistics(q, k, v, is_causal=True)
+    assert largest <= 2 * statistics._BLOCK_BYTES

@@ -69,7 +69,7 @@ def sigmoid_attention(
     >>> sigmoid_attention(query, key, value, is_causal=True).shape
     torch.Size([2, 4, 128, 64])
     """
-    if torch.is_autocast_enabled(query.device.type if isinstance(query, Tensor) else "cpu"):
+    if isinstance(query, Tensor) and library.autocasting(query.device.type):
         query, key, value = (_autocast(t) for t in (query, key, value))
     checks.operands(query, key, value, enable_gqa)
     checks.options(query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale)
@@ -122,7 +122,7 @@ def canonical(
 def _on_reference(problem: Problem) -> Tensor:
     if not torch.compiler.is_compiling():
         library.check_lengths(problem)
-    with torch.autocast(problem.query.device.type, enabled=False):
+    with library.without_autocast(problem):
         return reference.attention(problem)
 
 

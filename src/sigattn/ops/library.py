@@ -74,13 +74,13 @@ def _problem(args: Sequence[Any]) -> tuple[Problem, Kernels]:
 
 def _forward(*args: Any) -> Tensor:
     problem, kernels = _problem(args)
-    with _without_autocast(problem):
+    with without_autocast(problem):
         return kernels.forward(problem)
 
 
 def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     problem, kernels = _problem(args[:-1])
-    with _without_autocast(problem):
+    with without_autocast(problem):
         gradients = kernels.backward(problem, grad_out, Needs(*args[-1]))
     return tuple(g if g is not None else _absent(grad_out) for g in gradients)
 
@@ -90,10 +90,15 @@ class _Nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _without_autocast(problem: Problem) -> Any:
-    """The dtypes were settled before the op; inside it, autocast must not change them again."""
+def autocasting(device_type: str) -> bool:
+    """Whether autocast is on; there are devices that do not know it."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(problem: Problem) -> Any:
+    """The dtypes were settled before; inside, autocast must not change them again."""
     device = problem.query.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _Nothing()
+    return torch.autocast(device, enabled=False) if autocasting(device) else _Nothing()
 
 
 def _absent(like: Tensor) -> Tensor:

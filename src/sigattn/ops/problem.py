@@ -93,8 +93,9 @@ class Problem(NamedTuple):
             return self.bias if self.bias.dim() else self.bias.item()
         if self.key_lengths is None:
             return -math.log(max(self.key.shape[-2], 1))
-        lengths = self.key_lengths.to(self.query.device).clamp(min=1)  # an empty sample has no key to weigh
-        return log_length_bias(lengths.double()).view(-1, 1, 1, 1)
+        wide = torch.promote_types(self.query.dtype, torch.float32)  # not float64 everywhere: some devices have none
+        lengths = self.key_lengths.to(self.query.device, wide).clamp(min=1)  # an empty sample has no key to weigh
+        return log_length_bias(lengths).view(-1, 1, 1, 1)
 
     def rows(self, start: int, stop: int) -> Problem:
         """The same problem for the queries start … stop - 1."""

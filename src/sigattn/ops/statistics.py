@@ -87,7 +87,7 @@ def attention_statistics(
         key_lengths=key_lengths,
     )
     library.check_lengths(problem)
-    with torch.autocast(query.device.type, enabled=False):
+    with library.without_autocast(problem):
         return _over_rows(problem, activation)
 
 
