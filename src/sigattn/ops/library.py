@@ -8,6 +8,7 @@ silently giving zero.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _library.define(
     f"backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_BROADCAST = (3, 4, 5)  # bias, mask and slopes may have 1 for the batch
 _DIFFERENTIABLE = 6  # the leading tensors of both ops, in the order of Needs
 
 NO_SECOND_DERIVATIVE = (
@@ -85,11 +87,6 @@ def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(g if g is not None else _absent(grad_out) for g in gradients)
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
 def autocasting(device_type: str) -> bool:
     """Whether autocast is on; there are devices that do not know it."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
@@ -98,7 +95,7 @@ def autocasting(device_type: str) -> bool:
 def without_autocast(problem: Problem) -> Any:
     """The dtypes were settled before; inside, autocast must not change them again."""
     device = problem.query.device.type
-    return torch.autocast(device, enabled=False) if autocasting(device) else _Nothing()
+    return torch.autocast(device, enabled=False) if autocasting(device) else contextlib.nullcontext()
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -251,7 +248,7 @@ def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
 
 
 def _fold_batches(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Merge the mapped dimension into the batch: every tensor whose first dimension is B (or 1) becomes size · B."""
+    """Merge the mapped dimension into the batch: B becomes size · B. What broadcasts along both stays as it is."""
     moved = [
         t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims[: len(tensors)], strict=True)
     ]
@@ -259,8 +256,8 @@ def _fold_batches(size: int, in_dims: Sequence[int | None], tensors: Sequence[Te
     assert query is not None
     batch = query.shape[0 if query_dim is None else 1]
     folded: list[Tensor | None] = []
-    for t, d in zip(moved, in_dims, strict=False):
-        if t is None or (d is None and t.dim() == 0):
+    for at, (t, d) in enumerate(zip(moved, in_dims, strict=False)):
+        if t is None or (d is None and at in _BROADCAST and (t.dim() == 0 or t.shape[0] == 1)):
             folded.append(t)
             continue
         t = t.unsqueeze(0) if d is None else t  # (size or 1, B or 1, …)
