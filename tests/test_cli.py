@@ -43,7 +43,7 @@ def test_demo_writes_its_run_folder(tmp_path, capsys):
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     )  # self-contained: names of XML dialects are the only addresses
-    for expected in ("sigmoid, b = 0", "held-out bits/byte", "torch", "sample of text"):
+    for expected in ("sigmoid, b = 0", "held-out bits per byte", "torch", "sample of text"):
         assert expected in page
 
 

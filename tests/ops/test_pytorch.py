@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -176,12 +177,13 @@ def test_jacrev(backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("mapped", [("q",), ("k", "v"), ("q", "k", "v"), ("bias",), ("mask",), ("q", "bias", "slopes")])
-def test_vmap(backend, mapped):
+def test_vmap(backend, mapped, batch):
     """Over some of the arguments, at various dimensions: as if each slice were called alone; gradients too."""
     size = 3
-    base = dict(zip("qkv", (t.detach() for t in inputs()), strict=True))
-    more = extras()
+    base = dict(zip("qkv", (t.detach() for t in inputs(batch=batch)), strict=True))
+    more = extras(batch=batch)
     base |= {"bias": more["bias"].detach(), "mask": more["attn_mask"].detach(), "slopes": more["alibi_slopes"].detach()}
     in_dims = {name: (1 if name in ("k", "mask") else 0) if name in mapped else None for name in base}
     given = {
@@ -204,6 +206,14 @@ def test_vmap(backend, mapped):
     for name in base:
         one_by_one = torch.stack([torch.func.grad(loss)(s)[name] for s in slices])
         torch.testing.assert_close(gradients[name], one_by_one)
+
+    def loss_of_operands(operands, rest):  # with constant bias, mask and slopes, the batches are folded together
+        return loss({**operands, **rest})
+
+    split = [{n: d[n] for n in names} for d in (given, in_dims) for names in ("qkv", ("bias", "mask", "slopes"))]
+    folded = torch.vmap(torch.func.grad(loss_of_operands), in_dims=tuple(split[2:]))(*split[:2])
+    for name in "qkv":
+        torch.testing.assert_close(folded[name], gradients[name])
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

@@ -32,7 +32,6 @@ _library.define(
     f"backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_BROADCAST = (3, 4, 5)  # bias, mask and slopes may have 1 for the batch
 _DIFFERENTIABLE = 6  # the leading tensors of both ops, in the order of Needs
 
 NO_SECOND_DERIVATIVE = (
@@ -248,16 +247,20 @@ def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
 
 
 def _fold_batches(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Merge the mapped dimension into the batch: B becomes size · B. What broadcasts along both stays as it is."""
+    """Merge the mapped dimension into the batch, B becoming size · B, for (query, …, bias, mask, slopes, key_lengths).
+
+    A bias, mask or slopes that broadcast along both stay as they are.
+    """
     moved = [
         t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims[: len(tensors)], strict=True)
     ]
     query, query_dim = moved[0], in_dims[0]
     assert query is not None
     batch = query.shape[0 if query_dim is None else 1]
+    may_broadcast = range(len(tensors) - 4, len(tensors) - 1)
     folded: list[Tensor | None] = []
     for at, (t, d) in enumerate(zip(moved, in_dims, strict=False)):
-        if t is None or (d is None and at in _BROADCAST and (t.dim() == 0 or t.shape[0] == 1)):
+        if t is None or (d is None and at in may_broadcast and (t.dim() == 0 or t.shape[0] == 1)):
             folded.append(t)
             continue
         t = t.unsqueeze(0) if d is None else t  # (size or 1, B or 1, …)

@@ -38,12 +38,12 @@ class Run:
 
 TABLE: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("model", lambda run: run.name),
-    ("held-out bits/byte", lambda run: f"{run.last('validation_bits_per_byte'):.3f}"),
-    ("training bits/byte", lambda run: f"{_mean_of_last(run, 'bits_per_byte'):.3f}"),
-    ("attention norm at first", lambda run: f"{run.rows[0]['attention_norm']:,.1f}"),
-    ("attention norm at last", lambda run: f"{run.last('attention_norm'):,.1f}"),
+    ("held-out bits per byte", lambda run: f"{run.last('validation_bits_per_byte'):.3f}"),
+    ("training bits per byte", lambda run: f"{_mean_of_last(run, 'bits_per_byte'):.3f}"),
+    ("attention norm, first", lambda run: f"{run.rows[0]['attention_norm']:,.1f}"),
+    ("attention norm, last", lambda run: f"{run.last('attention_norm'):,.1f}"),
     ("largest gradient norm", lambda run: f"{max(row['gradient_norm'] for row in run.rows):.2f}"),
-    ("tokens/s", lambda run: f"{_median(run, 'tokens_per_second'):,.0f}"),
+    ("tokens per second", lambda run: f"{_median(run, 'tokens_per_second'):,.0f}"),
 )
 
 

@@ -35,10 +35,10 @@ class TrainConfig:
         seed: of the initial weights and of the order of the data.
     """
 
-    steps: int = 400
+    steps: int = 300
     batch: int = 16
     learning_rate: float = 2e-3
-    warmup_steps: int = 40
+    warmup_steps: int = 30
     final_learning_rate: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
