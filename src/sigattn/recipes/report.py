@@ -40,11 +40,15 @@ TABLE: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("model", lambda run: run.name),
     ("held-out bits per byte", lambda run: f"{run.last('validation_bits_per_byte'):.3f}"),
     ("training bits per byte", lambda run: f"{_mean_of_last(run, 'bits_per_byte'):.3f}"),
-    ("attention norm, first", lambda run: f"{run.rows[0]['attention_norm']:,.1f}"),
-    ("attention norm, last", lambda run: f"{run.last('attention_norm'):,.1f}"),
+    ("output norm, first", lambda run: _number(run.rows[0]["attention_norm"])),
+    ("output norm, last", lambda run: _number(run.last("attention_norm"))),
     ("largest gradient norm", lambda run: f"{max(row['gradient_norm'] for row in run.rows):.2f}"),
     ("tokens per second", lambda run: f"{_median(run, 'tokens_per_second'):,.0f}"),
 )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def _mean_of_last(run: Run, key: str, count: int = 20) -> float:
