@@ -1,7 +1,7 @@
 """Random calls of the operator, over all of its options, for Hypothesis."""
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ class Case:
     lengths: bool
     layout: str
     seed: int
-    extras: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self):
         """Leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths."""

@@ -6,6 +6,7 @@ import torch
 from sigattn import sigmoid_attention
 from sigattn.ops import blocked, library, products, tiles
 from sigattn.ops.problem import Problem
+from sigattn.ops.tiles import Span
 
 
 @pytest.fixture
@@ -88,3 +89,16 @@ class TestProbe:
         monkeypatch.setattr(tiles, "fused_unavailable", lambda device, dtype: "no")
         q = torch.empty(1, 1, 512, 64, dtype=torch.bfloat16)
         assert tiles.arithmetic(Problem(q, q, q)) == (torch.float32, products.Products)
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("query_heads", [1, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tiles_stay_within_their_memory(right, query_heads, dtype):
+    """However many query heads share a key head, and with a window as well: at most two tiles' worth."""
+    query = torch.empty(1, query_heads, 5000, 8, dtype=dtype)
+    key = torch.empty(1, 1, 5000, 8, dtype=dtype)
+    for group in tiles.groups(Problem(query, key, key, right=right)):
+        for block in group.short_blocks(Span(0, 5000), long_side=5000):
+            weights = len(group.key) * query_heads * block.size * tiles.LONG_SIDE
+            assert weights * group.dtype.itemsize <= 2 * tiles.TILE_BYTES

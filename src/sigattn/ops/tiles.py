@@ -134,7 +134,8 @@ class Group:
         weights = TILE_BYTES // self.dtype.itemsize // (self.shape[0] * self.shape[1] * self.repeat)
         size = max(1, weights // max(1, min(long_side, LONG_SIDE)))
         if self.problem.left != UNLIMITED or self.problem.right != UNLIMITED:
-            size = WINDOWED_SIDE  # long enough for the products, short enough to waste little along the border
+            # long enough for the products (at the price of two tiles), short enough to waste little along the border
+            size = min(WINDOWED_SIDE, 2 * size)
         return spans(*span, size)
 
     def long_blocks(self, span: Span) -> Iterator[Span]:
