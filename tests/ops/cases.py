@@ -143,7 +143,7 @@ def _never(*_):
 
 
 _WITHOUT_FUSION = {(tiles, "fused_unavailable"): lambda device, dtype: "switched off by the test"}
-_GROUPED = {(short, "plan"): _never, (tiles, "WIDE_UP_TO"): 0}
+_GROUPED = {(short, "plan"): _never}
 _SMALL_TILES = {(tiles, "LONG_SIDE"): 13, (tiles, "WINDOWED_SIDE"): 7}
 _EVERY_SIZE = {torch.float32: 0, torch.bfloat16: 0}
 _NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
@@ -152,7 +152,7 @@ _NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
 # problems cross every border there is.
 PATHS = {
     "as users meet it": {},
-    "short, a few heads at once": {(short, "TILE_BYTES"): 20_000, (tiles, "WIDE_UP_TO"): 0},
+    "short, a few heads at once": {(short, "TILE_BYTES"): 20_000},
     "plain, small tiles": {**_GROUPED, **_WITHOUT_FUSION, **_SMALL_TILES, (tiles, "TILE_BYTES"): 8192},
     "batched": {**_GROUPED, (tiles, "FUSED_FROM"): _NO_SIZE},
     "fused": {**_GROUPED, (tiles, "FUSED_FROM"): _EVERY_SIZE},

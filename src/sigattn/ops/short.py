@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.products import Extended, Fused, keep_memory_warm
+from sigattn.ops.products import Fused, keep_memory_warm
 from sigattn.ops.tiles import TILE_BYTES, arithmetic
 
 
@@ -24,9 +24,14 @@ class Operands(NamedTuple):
     query: Tensor  # (G, R, D)
     key: Tensor  # (G, M, D)
     value: Tensor  # (G, M, Dv)
-    bias: Tensor  # (1, 1, 1) or (G, R, 1); not used where extended
+    bias: Tensor  # (1, 1, 1) or (G, R, 1)
+    beta: float  # factor of the bias: a number is the factor of a one, and so is never rounded to the dtype
     scale: float
-    extended: Extended | None  # bfloat16: query and key with the bias as further columns
+
+    def part(self, group: slice) -> Operands:
+        """Some of the samples and key heads."""
+        bias = self.bias if len(self.bias) == 1 else self.bias[group]
+        return self._replace(query=self.query[group], key=self.key[group], value=self.value[group], bias=bias)
 
 
 def plan(problem: Problem) -> torch.dtype | None:
@@ -39,6 +44,8 @@ def plan(problem: Problem) -> torch.dtype | None:
     if p.query.device.type != "cpu" or p.first_row or not (len(p.query) and key_heads and n and m and d):
         return None
     dtype, products = arithmetic(p)
+    if dtype is torch.bfloat16 and p.bias is not None and p.bias.dim():
+        return None  # a tensor would be rounded to bfloat16 on its way into the product
     fits = heads // key_heads * n * m * dtype.itemsize <= TILE_BYTES
     return dtype if fits and products is not Fused else None
 
@@ -46,12 +53,9 @@ def plan(problem: Problem) -> torch.dtype | None:
 def forward(problem: Problem, dtype: torch.dtype) -> Tensor:  # (B, Hq, N, Dv)
     """The output of sigmoid attention."""
     p = problem
-    o = _operands(p, dtype)
-    groups = _groups(o)
-    out = torch.bmm(_weights(o, groups[0], p), o.value[groups[0]])
-    if len(groups) > 1:
-        out = torch.cat([out, *(torch.bmm(_weights(o, g, p), o.value[g]) for g in groups[1:])])
-    return out.to(p.query.dtype).view(*p.query.shape[:3], -1)
+    outs = [torch.bmm(_weights(o, p), o.value) for o in _parts(_operands(p, dtype))]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return _in(out, p.query.dtype).view(*p.query.shape[:3], -1)
 
 
 def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs: Needs) -> Gradients:
@@ -59,7 +63,8 @@ def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs: Need
     p = problem
     o = _operands(p, dtype)
     grad = _in(grad_out, dtype).reshape(len(o.query), -1, grad_out.shape[-1])  # (G, R, Dv)
-    parts = [_backward(o, group, p, grad, needs) for group in _groups(o)]
+    size = _group_size(o)
+    parts = [_backward(o, g, p, needs) for o, g in zip(_parts(o), grad.split(size), strict=True)]
     query, key, value, bias = parts[0] if len(parts) == 1 else map(_cat, zip(*parts, strict=True))
     return Gradients(
         _restore(query, p.query),
@@ -79,39 +84,39 @@ def _operands(p: Problem, dtype: torch.dtype) -> Operands:
     keep_memory_warm()
     batch, key_heads, m, d = p.key.shape
     group = batch * key_heads
-    query = _in(p.query, dtype).reshape(group, -1, d)
-    key = _in(p.key, dtype).reshape(group, m, d)
-    value = _in(p.value, dtype).reshape(group, m, -1)
     bias: float | Tensor = p.bias_value()
     if isinstance(bias, Tensor):
-        wide = torch.promote_types(dtype, torch.float32)
-        bias = bias.to(wide).expand(*p.query.shape[:3], 1).reshape(group, -1, 1)
-    if dtype is not torch.bfloat16:
-        b = bias if isinstance(bias, Tensor) else _number(bias, dtype)
-        return Operands(query, key, value, b, p.scale_value, None)
-    by_head = bias.unsqueeze(1) if isinstance(bias, Tensor) else bias
-    return Operands(query, key, value, query, p.scale_value, Extended(query.unsqueeze(1), key, by_head, p.scale_value))
-
-
-@functools.lru_cache(maxsize=64)
-def _number(value: float, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor; kept, because making it takes as long as a small product."""
-    return torch.full((1, 1, 1), value, dtype=dtype)
-
-
-def _groups(o: Operands) -> list[slice]:
-    """As many heads at once as a tile may hold."""
-    size = max(1, TILE_BYTES // o.query.element_size() // (o.query.shape[1] * o.key.shape[1]))
-    return [slice(g, g + size) for g in range(0, len(o.query), size)]
-
-
-def _weights(o: Operands, group: slice, p: Problem) -> Tensor:  # (G, R, M)
-    if o.extended is None:
-        bias = o.bias if len(o.bias) == 1 else o.bias[group]
-        weights = torch.baddbmm(bias, o.query[group], o.key[group].mT, alpha=o.scale)
+        beta, bias = 1.0, bias.to(dtype).expand(*p.query.shape[:3], 1).reshape(group, -1, 1)
     else:
-        weights = torch.bmm(o.extended.query[group, 0], o.extended.key[group].mT)
-    weights.sigmoid_()
+        beta, bias = bias, _one(dtype)
+    return Operands(
+        _in(p.query, dtype).reshape(group, -1, d),
+        _in(p.key, dtype).reshape(group, m, d),
+        _in(p.value, dtype).reshape(group, m, -1),
+        bias,
+        beta,
+        p.scale_value,
+    )
+
+
+@functools.cache
+def _one(dtype: torch.dtype) -> Tensor:
+    """Kept, because making it takes as long as a small product."""
+    return torch.ones(1, 1, 1, dtype=dtype)
+
+
+def _group_size(o: Operands) -> int:
+    """As many heads at once as a tile may hold."""
+    return max(1, TILE_BYTES // o.query.element_size() // (o.query.shape[1] * o.key.shape[1]))
+
+
+def _parts(o: Operands) -> list[Operands]:
+    size = _group_size(o)
+    return [o] if size >= len(o.query) else [o.part(slice(g, g + size)) for g in range(0, len(o.query), size)]
+
+
+def _weights(o: Operands, p: Problem) -> Tensor:  # (G, R, M)
+    weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale).sigmoid_()
     if p.left == UNLIMITED and p.right == UNLIMITED:
         return weights
     by_head = weights.view(-1, p.query.shape[2], weights.shape[2])  # one query head at a time
@@ -122,17 +127,17 @@ def _weights(o: Operands, group: slice, p: Problem) -> Tensor:  # (G, R, M)
     return weights
 
 
-def _backward(o: Operands, group: slice, p: Problem, grad: Tensor, needs: Needs) -> tuple[Tensor | None, ...]:
+def _backward(o: Operands, grad: Tensor, p: Problem, needs: Needs) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value and, still per query, bias; None where not asked for."""
-    weights = _weights(o, group, p)  # (G, R, M)
-    value = torch.bmm(weights.mT, grad[group]) if needs.value else None
+    weights = _weights(o, p)  # (G, R, M)
+    value = torch.bmm(weights.mT, grad) if needs.value else None
     if not (needs.query or needs.key or needs.bias):
         return None, None, value, None
-    d = torch.bmm(grad[group], o.value[group].mT)
+    d = torch.bmm(grad, o.value.mT)
     torch.ops.aten.sigmoid_backward.grad_input(d, weights, grad_input=d)  # dS = dP ∘ P ∘ (1 − P), in one pass
-    zero = d.new_zeros(())
-    query = torch.baddbmm(zero, d, o.key[group], beta=0, alpha=o.scale) if needs.query else None
-    key = torch.baddbmm(zero, d.mT, o.query[group], beta=0, alpha=o.scale) if needs.key else None
+    zero = _one(d.dtype)  # beta = 0: not read
+    query = torch.baddbmm(zero, d, o.key, beta=0, alpha=o.scale) if needs.query else None
+    key = torch.baddbmm(zero, d.mT, o.query, beta=0, alpha=o.scale) if needs.key else None
     bias = d.sum(-1, dtype=torch.promote_types(d.dtype, torch.float32)) if needs.bias else None
     return query, key, value, bias
 

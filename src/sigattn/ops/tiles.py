@@ -24,7 +24,6 @@ TILE_BYTES = 4 << 20
 LONG_SIDE = 4096
 WINDOWED_SIDE = 512
 FUSED_FROM = {torch.float32: 320**2, torch.bfloat16: 640**2}  # weights per head; below, a batched product is faster
-WIDE_UP_TO = 64**2  # weights per head up to which bfloat16 gains nothing over float32
 
 
 class Span(NamedTuple):
@@ -250,12 +249,12 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
 
     Half precision is computed in float32, for a logit rounded to 8 or 11 bits spoils its weight, and in float16 a
     weight of 1/n loses its bits as n grows. The exception is bfloat16 where the processor has products of it, and
-    nothing but the bias, which travels inside the product, is added to the logits; short sequences are not worth it.
+    nothing but the bias, which travels inside the product, is added to the logits.
     """
     query, key, mask = problem.query, problem.key, problem.attn_mask
     per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])
     wide = torch.promote_types(query.dtype, torch.float32)
-    if query.device.type != "cpu" or not query.shape[-1] or per_head <= WIDE_UP_TO:
+    if query.device.type != "cpu" or not query.shape[-1]:
         return wide, Products
     additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 and not additive else wide
