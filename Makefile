@@ -1,11 +1,12 @@
 # make demo   trains softmax and sigmoid language models on real text and writes a report
 # make test   runs every test
+# make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
 # Both make .venv first, where it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint format docs clean
+.PHONY: setup demo test test-kernels lint format docs clean
 
 setup: .venv/installed
 
@@ -21,6 +22,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n auto --durations=10
+
+test-kernels: setup
+	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto -k "triton or static or kernels" \
+	    tests/ops tests/test_flash.py tests/bench
 
 lint: setup
 	$(BIN)/ruff check .

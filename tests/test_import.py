@@ -22,3 +22,14 @@ def test_import_works_where_only_torch_is_installed():
     forbidden = ["triton", "matplotlib", "tyro", "transformers", "rich", "jaxtyping", "beartype", "safetensors", "timm"]
     code = f"import sys; sys.modules.update(dict.fromkeys({forbidden!r})); import sigattn; print(sigattn.__version__)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_flops_are_known_whoever_is_imported_first():
+    for imports in ("import sigattn, torch.utils.flop_counter as f", "import torch.utils.flop_counter as f, sigattn"):
+        code = (
+            f"import torch; {imports}; mode = f.FlopCounterMode(display=False)\n"
+            "with mode: sigattn.sigmoid_attention(*torch.randn(3, 1, 2, 8, 4).unbind())\n"
+            "print(mode.get_total_flops())"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert int(done.stdout) == 2 * 2 * 2 * 8 * 8 * 4

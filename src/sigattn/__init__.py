@@ -1,7 +1,10 @@
 """Sigmoid self-attention: O = σ(scale · Q Kᵀ + b) V, a practical replacement for softmax attention."""
 
+from sigattn import flash as flash
 from sigattn.ops.attention import sigmoid_attention as sigmoid_attention
 from sigattn.ops.problem import log_length_bias as log_length_bias
+from sigattn.ops.settings import get_sigmoid_precision as get_sigmoid_precision
+from sigattn.ops.settings import set_sigmoid_precision as set_sigmoid_precision
 from sigattn.ops.statistics import AttentionStatistics as AttentionStatistics
 from sigattn.ops.statistics import attention_statistics as attention_statistics
 

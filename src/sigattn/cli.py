@@ -1,4 +1,4 @@
-"""The command line: ``sigattn demo``, ``sigattn info``, ``sigattn bench cpu``."""
+"""The command line: ``sigattn demo``, ``sigattn info``, ``sigattn bench``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ try:
     from rich.table import Table
 
     from sigattn import info
-    from sigattn.bench import cpu
+    from sigattn.bench import accuracy, cpu, hybridnorm, kernels, static, tune
+    from sigattn.bench.provenance import BenchmarkError
     from sigattn.data.text import DataError
     from sigattn.recipes import demo, report
     from sigattn.train.checkpoint import CheckpointError
@@ -117,12 +118,44 @@ def bench_cpu(options: cpu.CpuBenchmark) -> None:
     cpu.run(options)
 
 
+def bench_static(options: static.StaticBenchmark) -> None:
+    """What the compiler makes of the GPU kernels, without a GPU: registers, spills, instructions per score."""
+    static.run(options)
+
+
+def bench_kernels(options: kernels.KernelBenchmark) -> None:
+    """The GPU kernels beside every peer present, over lengths from 64 to 78k: TFLOP/s, ratios, errors, plots."""
+    kernels.run(options)
+
+
+def bench_accuracy(options: accuracy.AccuracyBenchmark) -> None:
+    """How exact weights and outputs stay as n grows, with b = -log n: ours and each sigmoid peer, in each dtype."""
+    accuracy.run(options)
+
+
+def bench_hybridnorm(options: hybridnorm.HybridNormBenchmark) -> None:
+    """From which length sigmoid attention with a LayerNorm after it beats softmax on this GPU."""
+    hybridnorm.run(options)
+
+
+def bench_tune(options: tune.TuneBenchmark) -> None:
+    """Time the tile shapes of the GPU kernels on this GPU, beside those in force."""
+    tune.run(options)
+
+
 def bench() -> None:
-    """Benchmarks, each with the peers in the same run and checked against float64: bench cpu."""
+    """Benchmarks, each with the peers in the same run and checked against float64; bench --help lists them."""
 
 
 COMMANDS: dict[str, Callable[..., None]] = {"demo": run_demo, "info": show_info, "bench": bench}
-BENCHMARKS: dict[str, Callable[..., None]] = {"cpu": bench_cpu}
+BENCHMARKS: dict[str, Callable[..., None]] = {
+    "cpu": bench_cpu,
+    "static": bench_static,
+    "kernels": bench_kernels,
+    "accuracy": bench_accuracy,
+    "hybridnorm": bench_hybridnorm,
+    "tune": bench_tune,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -135,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tyro.extras.subcommand_cli_from_dict(
             commands, prog=program, description=__doc__, args=arguments, config=(tyro.conf.OmitArgPrefixes,)
         )
-    except (DataError, CheckpointError, demo.SettingsError) as error:
+    except (DataError, CheckpointError, demo.SettingsError, BenchmarkError) as error:
         print(f"sigattn: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

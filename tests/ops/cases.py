@@ -8,6 +8,26 @@ import torch
 from hypothesis import strategies as st
 
 from sigattn.ops import short, tiles
+from sigattn.ops.triton import tuning
+
+# what PyTorch's own compiler and export say of themselves, and cannot be helped from here
+COMPILER_NOISE = [
+    "ignore:.*[Dd]eprecat",
+    "ignore:.*should not be instantiated",
+    "ignore::FutureWarning",
+    "ignore:The given buffer is not writable",
+    "ignore:.*(isinstance\\(treespec|LeafSpec|pytree).*",
+]
+
+
+def device_of(backend):
+    """Where a backend is tested: on a GPU if it is for one and there is one."""
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def wide(backend):
+    """The widest dtype a backend has."""
+    return torch.float32 if backend == "triton" else torch.float64
 
 
 @dataclass
@@ -143,16 +163,26 @@ def _never(*_):
 
 
 _WITHOUT_FUSION = {(tiles, "fused_unavailable"): lambda device, dtype: "switched off by the test"}
-_GROUPED = {(short, "plan"): _never}
+_GROUPED = {(short, "plan"): _never, (tiles, "WIDE_UP_TO"): 0}
 _SMALL_TILES = {(tiles, "LONG_SIDE"): 13, (tiles, "WINDOWED_SIDE"): 7}
 _EVERY_SIZE = {torch.float32: 0, torch.bfloat16: 0}
 _NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
+
+
+def _small_blocks(kernel, *_):
+    """Tiles of different sizes in each kernel, so that what fits one border does not fit the other."""
+    blocks = {tuning.FORWARD: (32, 16), tuning.KEYS: (16, 32), tuning.QUERIES: (16, 16)}
+    return tuning.Config(*blocks[kernel], 4, 1)
+
+
+# The ways of the Triton backend: the tile sizes of an architecture (in the interpreter, of the smallest), or small ones
+KERNEL_PATHS = {"tuned": {}, "small tiles": {(tuning, "configuration"): _small_blocks}}
 
 # How the blocked backend may go about a problem, made to happen for problems of any size. Small tiles make small
 # problems cross every border there is.
 PATHS = {
     "as users meet it": {},
-    "short, a few heads at once": {(short, "TILE_BYTES"): 20_000},
+    "short, a few heads at once": {(short, "TILE_BYTES"): 20_000, (tiles, "WIDE_UP_TO"): 0},
     "plain, small tiles": {**_GROUPED, **_WITHOUT_FUSION, **_SMALL_TILES, (tiles, "TILE_BYTES"): 8192},
     "batched": {**_GROUPED, (tiles, "FUSED_FROM"): _NO_SIZE},
     "fused": {**_GROUPED, (tiles, "FUSED_FROM"): _EVERY_SIZE},
@@ -165,10 +195,15 @@ PATHS = {
 }
 
 
+def ways(backend):
+    """The names of the ways of a backend."""
+    return {"blocked": list(PATHS), "triton": list(KERNEL_PATHS)}.get(backend, ["as users meet it"])
+
+
 @contextlib.contextmanager
 def path(name):
     """Make the blocked backend go one way."""
-    settings = PATHS[name]
+    settings = {**PATHS, **KERNEL_PATHS}[name]
     before = {(module, key): getattr(module, key) for module, key in settings}
     try:
         for (module, key), value in settings.items():

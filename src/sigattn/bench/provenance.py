@@ -14,6 +14,10 @@ import torch
 import sigattn
 
 
+class BenchmarkError(RuntimeError):
+    """This machine cannot run a benchmark; the message says why, and what to do."""
+
+
 def describe(benchmark: str, configuration: dict[str, Any]) -> dict[str, Any]:
     """Benchmark, date, commit, device, versions and configuration."""
     return {

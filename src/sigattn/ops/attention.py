@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigattn.ops import checks, library, reference
+from sigattn.ops import checks, library, reference, settings
 from sigattn.ops.problem import UNLIMITED, Problem
 
 BACKENDS = ("reference", *library.KERNELS)
@@ -54,11 +54,13 @@ def sigmoid_attention(
         key_lengths: (B,) integers in 0…M, how many keys each padded sample has. Keys and values beyond do not exist:
             whatever stands there changes nothing, and its gradient is 0. (On an accelerator the range is not checked,
             for that would make the host wait.)
-        backend: "reference" (materialises the weights; has forward-mode and second derivatives) or "blocked" (memory
-            linear in the length; any device); None picks the fastest that can serve the call.
+        backend: "reference" (materialises the weights; has forward-mode and second derivatives), "blocked" (memory
+            linear in the length; any device) or "triton" (the same in GPU kernels: float16, bfloat16 and float32, heads
+            up to 256); None picks the fastest that can serve the call.
 
     Returns:
-        (B, Hq, N, Dv), contiguous, in the query's dtype (under autocast, in autocast's dtype).
+        (B, Hq, N, Dv) in the query's dtype (under autocast, in autocast's dtype); contiguous, or from the GPU kernels
+        laid out as the query is, so that the projection after it needs no copy.
 
     Raises:
         ValueError: shapes, devices or values that do not fit, or an unknown backend; the message restates the call.
@@ -70,7 +72,7 @@ def sigmoid_attention(
     torch.Size([2, 4, 128, 64])
     """
     if isinstance(query, Tensor) and library.autocasting(query.device.type):
-        query, key, value = (_autocast(t) for t in (query, key, value))
+        query, key, value = (autocast(t) for t in (query, key, value))
     checks.operands(query, key, value, enable_gqa)
     checks.options(query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale)
     checks.choice("backend", backend, BACKENDS)
@@ -94,29 +96,46 @@ def canonical(
     window: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    first_row: int = 0,
+    fast: bool | None = None,
+    deterministic: bool | None = None,
 ) -> Problem:
     """Bring checked arguments to the one form that the backends know.
 
     Defaults that depend on a size (scale, bias) stay None here and are filled where sizes are numbers, inside the op:
     so a graph compiled for any length has nothing to specialise on.
     """
-    left, right = window if window is not None else (UNLIMITED, UNLIMITED)
-    if is_causal:
-        right = 0 if right == UNLIMITED else min(right, 0)
+    left, right = sides(window, is_causal)
     return Problem(
         query,
         key,
         value,
-        _bias_operand(bias),
+        bias_operand(bias),
         None if attn_mask is None else _four_dimensional(attn_mask),
-        None if alibi_slopes is None else _two_sided(alibi_slopes),
+        None if alibi_slopes is None else two_sided(alibi_slopes),
         key_lengths,
-        torch.randint(1 << 62, (), dtype=torch.int64) if dropout_p else None,
+        new_seed(dropout_p),
         scale,
         left,
         right,
         dropout_p,
+        first_row,
+        settings.is_fast(None) if fast is None else fast,
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )
+
+
+def sides(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
+    """A window and causality as one window."""
+    left, right = window if window is not None else (UNLIMITED, UNLIMITED)
+    if is_causal:
+        right = 0 if right == UNLIMITED else min(right, 0)
+    return left, right
+
+
+def new_seed(dropout_p: float) -> Tensor | None:
+    """What decides which weights are dropped, from PyTorch's CPU generator; None where none are."""
+    return torch.randint(1 << 62, (), dtype=torch.int64) if dropout_p else None
 
 
 def _on_reference(problem: Problem) -> Tensor:
@@ -126,14 +145,14 @@ def _on_reference(problem: Problem) -> Tensor:
         return reference.attention(problem)
 
 
-def _autocast(t: Tensor) -> Tensor:
+def autocast(t: Tensor) -> Tensor:
     """What autocast does to the operands of a product."""
     if isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64:
         return t.to(torch.get_autocast_dtype(t.device.type))
     return t
 
 
-def _bias_operand(bias: float | Tensor | None) -> Tensor | None:
+def bias_operand(bias: float | Tensor | None) -> Tensor | None:
     """A number becomes 0-d on the CPU, where every backend can read it without waiting; a tensor gets 4 dimensions."""
     if bias is None:
         return None
@@ -148,7 +167,8 @@ def _four_dimensional(t: Tensor) -> Tensor:
     return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
 
 
-def _two_sided(slopes: Tensor) -> Tensor:  # (B or 1, Hq, 2)
+def two_sided(slopes: Tensor) -> Tensor:  # (B or 1, Hq, 2)
+    """Slopes of any allowed shape with one for keys before the query and one for keys after it."""
     if slopes.dim() == 3:
         return slopes
     slopes = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from sigattn.ops import short
 from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.problem import UNLIMITED, Problem
+from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
 from sigattn.ops.products import Fused, fold, linear
 from sigattn.ops.tiles import Group, Span, groups
 
 
-def unavailable(_: Problem) -> None:
+def unavailable(_: Problem | PackedProblem) -> None:
     """Nothing is beyond it."""
 
 
@@ -44,7 +44,7 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
     """
     products = group.products
     assert isinstance(products, Fused)
-    left, right = group.problem.left, group.problem.right
+    left, right, place = group.problem.left, group.problem.right, group.problem.first_row
     key, value = products.key[0], group.value[0].t()  # (M, E), (Dv, M)
     for query, head_out in zip(products.query[0], out[0, 0], strict=True):  # (N, E), (N, Dv)
         for i, stop in group.short_blocks(Span(0, group.queries), long_side=group.keys):
@@ -53,12 +53,13 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
             for j in range(first, last, group.long_side):
                 end = min(j + group.long_side, last)
                 p = linear(query[i:stop], key[j:end], "sigmoid")  # (R, C)
-                if right != UNLIMITED and end > i + right + 1:
-                    edge = max(j, i + right + 1)
-                    p[:, edge - j :].tril_(i - edge + right)
-                if left != UNLIMITED and j < stop - 1 - left:
-                    edge = min(end, stop - 1 - left)
-                    p[:, : edge - j].triu_(i - j - left)
+                first_seen, last_seen = i + place - left, i + place + right  # by the first query of the block
+                if right != UNLIMITED and end > last_seen + 1:
+                    edge = max(j, last_seen + 1)
+                    p[:, edge - j :].tril_(last_seen - edge)
+                if left != UNLIMITED and j < stop - 1 - i + first_seen:
+                    edge = min(end, stop - 1 - i + first_seen)
+                    p[:, : edge - j].triu_(first_seen - j)
                 part = linear(p, value[:, j:end], "none")  # (R, Dv)
                 total = part if total is None else total.to(group.accumulator).add_(part)
             head_out[i:stop] = 0 if total is None else total

@@ -30,10 +30,10 @@ def _wrong(error: type[Exception], what: str, **arguments: Any) -> NoReturn:
     raise error(f"{_NAME}: {what}; got {describe(**arguments)}")
 
 
-def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+def choice(name: str, value: Any, allowed: Sequence[str], caller: str = _NAME) -> None:
     """Raise unless value is None or one of the allowed words."""
     if value is not None and value not in allowed:
-        raise ValueError(f"{_NAME}: unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))} or None")
+        raise ValueError(f"{caller}: unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))} or None")
 
 
 def operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -97,12 +97,17 @@ def options(
         _slopes(alibi_slopes, query, batch, heads)
     if key_lengths is not None:
         _lengths(key_lengths, key, batch)
+    numbers(_NAME, dropout_p, scale, window)
+
+
+def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> None:
+    """Raise unless these are a probability, a number or None, and a window or None."""
     if window is not None:
-        _window(window)
+        _window(caller, window)
     if not isinstance(dropout_p, (float, int)) or not 0 <= dropout_p < 1:
-        raise ValueError(f"{_NAME}: dropout_p is a probability in [0, 1), got {dropout_p!r}")
+        raise ValueError(f"{caller}: dropout_p is a probability in [0, 1), got {dropout_p!r}")
     if scale is not None and not isinstance(scale, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{_NAME}: scale must be a number or None (for head_dim^-1/2), got {_describe(scale)}")
+        raise TypeError(f"{caller}: the scale must be a number or None (for head_dim^-1/2), got {_describe(scale)}")
 
 
 def _same_device(name: str, t: Tensor, query: Tensor) -> None:
@@ -177,13 +182,13 @@ def _lengths(lengths: Any, key: Tensor, batch: int) -> None:
         _wrong(ValueError, f"key_lengths must be (B,) = ({batch},)", key=key, key_lengths=lengths)
 
 
-def _window(window: Any) -> None:
+def _window(caller: str, window: Any) -> None:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"{_NAME}: window must be a pair (left, right), got {window!r}")
+        raise TypeError(f"{caller}: window must be a pair (left, right), got {window!r}")
     for side in window:
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            raise TypeError(f"{_NAME}: the sides of window must be integers, got {tuple(window)!r}")
+            raise TypeError(f"{caller}: the sides of window must be integers, got {tuple(window)!r}")
         if side < -1:
             raise ValueError(
-                f"{_NAME}: the sides of window must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
+                f"{caller}: the sides of window must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
             )

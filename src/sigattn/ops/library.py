@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
-from sigattn.ops import blocked
+from sigattn.ops import blocked, flops, triton
 from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import PackedProblem, Problem, new_output
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
-_REST = "Tensor? key_lengths, Tensor? seed, float? scale, int left, int right, float dropout_p, str backend"
+_REST = "Tensor? key_lengths, Tensor? seed, float? scale, int left, int right, float dropout_p"
+_HOW = "SymInt first_row, bool fast, bool deterministic, str backend"
 
 _library = torch.library.Library("sigattn", "DEF")
-_library.define(f"forward({_TENSORS}, {_REST}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"forward({_TENSORS}, {_REST}, {_HOW}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"backward(Tensor grad_out, {_TENSORS}, {_REST}, {_HOW}, bool[] needs) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _DIFFERENTIABLE = 6  # the leading tensors of both ops, in the order of Needs
@@ -44,16 +45,25 @@ class Kernels:
     """What a fast backend brings: the two passes over a canonical problem, and what it cannot serve.
 
     ``unavailable`` says why a problem cannot be served, or None. It sees no tensor's values, for it is asked before the
-    op, where a compiler may be tracing.
+    op, where a compiler may be tracing. ``device_types`` are those on which it may be the default; None is all.
     """
 
-    forward: Callable[[Problem], Tensor]
-    backward: Callable[[Problem, Tensor, Needs], Gradients]
-    unavailable: Callable[[Problem], str | None]
+    forward: Callable[[Any], Tensor]
+    backward: Callable[[Any, Tensor, Needs], Gradients]
+    unavailable: Callable[[Any], str | None]
+    device_types: tuple[str, ...] | None = None
+
+    def is_default_for(self, problem: Problem | PackedProblem) -> bool:
+        """Whether it may be chosen where nobody asked for it by name."""
+        of_device = self.device_types is None or problem.query.device.type in self.device_types
+        return of_device and self.unavailable(problem) is None
 
 
 # The fastest first: the first that can serve a problem is the default.
-KERNELS = {"blocked": Kernels(blocked.forward, blocked.backward, blocked.unavailable)}
+KERNELS = {
+    "triton": Kernels(triton.forward, triton.backward, triton.unavailable, device_types=("cuda",)),
+    "blocked": Kernels(blocked.forward, blocked.backward, blocked.unavailable),
+}
 
 
 def check_lengths(problem: Problem) -> None:
@@ -83,7 +93,7 @@ def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     problem, kernels = _problem(args[:-1])
     with without_autocast(problem):
         gradients = kernels.backward(problem, grad_out, Needs(*args[-1]))
-    return tuple(g if g is not None else _absent(grad_out) for g in gradients)
+    return tuple(g if g is not None else absent(grad_out) for g in gradients)
 
 
 def autocasting(device_type: str) -> bool:
@@ -91,25 +101,30 @@ def autocasting(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-def without_autocast(problem: Problem) -> Any:
+def without_autocast(problem: Problem | PackedProblem) -> Any:
     """The dtypes were settled before; inside, autocast must not change them again."""
     device = problem.query.device.type
     return torch.autocast(device, enabled=False) if autocasting(device) else contextlib.nullcontext()
 
 
-def _absent(like: Tensor) -> Tensor:
+def absent(like: Tensor) -> Tensor:
     """A gradient nobody asked for: ops cannot return None."""
     return like.new_empty(0)
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    if rest[-1] == "triton":
+        return new_output(query, value.shape[-1])
     return query.new_empty(*query.shape[:3], value.shape[-1])
 
 
 def _fake_backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def new(t: Tensor, at: int) -> Tensor:
+        return torch.empty_like(t) if args[-2] == "triton" and at < 3 else t.new_empty(t.shape)
+
     return tuple(
-        t.new_empty(t.shape) if t is not None and needed else _absent(grad_out)
-        for t, needed in zip(args[:_DIFFERENTIABLE], args[-1], strict=True)
+        new(t, at) if t is not None and needed else absent(grad_out)
+        for at, (t, needed) in enumerate(zip(args[:_DIFFERENTIABLE], args[-1], strict=True))
     )
 
 
@@ -117,6 +132,7 @@ _library.impl("forward", _forward, "CompositeExplicitAutograd")
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::forward", _fake_forward, lib=_library)
 torch.library.register_fake("sigattn::backward", _fake_backward, lib=_library)
+flops.register("forward", "backward")
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------------
@@ -146,7 +162,7 @@ class SigmoidAttention(torch.autograd.Function):
         if once or torch.compiler.is_compiling():  # which refuses second derivatives, and a Function inside another
             gradients = torch.ops.sigattn.backward.default(*args)
         else:
-            gradients = _apply(SigmoidAttentionBackward, args)
+            gradients = apply(SigmoidAttentionBackward, args)
         own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
         return (*own, *(None,) * (2 + len(ctx.rest)))
 
@@ -177,14 +193,14 @@ class SigmoidAttentionBackward(torch.autograd.Function):
 SigmoidAttentionBackward.forward.__signature__ = SigmoidAttention.forward.__signature__  # type: ignore[attr-defined]
 
 
-def choose(problem: Problem, backend: str | None) -> str:
+def choose(problem: Problem | PackedProblem, backend: str | None) -> str:
     """The backend asked for, or the fastest that can serve the problem.
 
     Raises:
         ValueError: if the backend that was asked for cannot; none takes its place.
     """
     if backend is None:
-        return next(name for name, kernels in KERNELS.items() if kernels.unavailable(problem) is None)
+        return next(name for name, kernels in KERNELS.items() if kernels.is_default_for(problem))
     reason = KERNELS[backend].unavailable(problem)
     if reason is not None:
         raise ValueError(f"sigmoid_attention: backend {backend!r} cannot serve this call: {reason}")
@@ -197,23 +213,22 @@ def call(problem: Problem, backend: str) -> Tensor:
     tensors: tuple[Tensor | None, ...]
     tensors = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes, p.key_lengths, p.seed)
     if torch.compiler.is_compiling():
-        tensors = _distinct(tensors)
+        tensors = distinct(tensors)
     else:
-        _refuse_tangents(tensors[:_DIFFERENTIABLE])
-    args = (*tensors, p.scale, p.left, p.right, p.dropout_p, backend)
+        refuse_tangents(tensors[:_DIFFERENTIABLE])
+    args = (*tensors, p.scale, p.left, p.right, p.dropout_p, p.first_row, p.fast, p.deterministic, backend)
     out: Tensor
-    if torch.compiler.is_compiling():
-        out = SigmoidAttention.apply(*args)
-    elif torch._C._are_functorch_transforms_active() or _wants_gradient(tensors[:_DIFFERENTIABLE]):
-        out = _apply(SigmoidAttention, args)
-    elif _nobody_watches(tensors):
+    if torch._C._are_functorch_transforms_active() or wants_gradient(tensors[:_DIFFERENTIABLE]):
+        out = SigmoidAttention.apply(*args) if torch.compiler.is_compiling() else apply(SigmoidAttention, args)
+    elif not torch.compiler.is_compiling() and _nobody_watches(tensors):
         out = _forward(*args)
     else:  # the Function would only cost its 25 µs
         out = torch.ops.sigattn.forward.default(*args)
     return out
 
 
-def _wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
+def wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd is to record a call with these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -223,7 +238,7 @@ def _nobody_watches(tensors: Sequence[Tensor | None]) -> bool:
     return plain and torch._C._len_torch_dispatch_stack() == 0
 
 
-def _apply(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+def apply(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
     """Apply a Function; where torch.func finds that it has no jvp, say what to do about that."""
     try:
         return function.apply(*args)
@@ -235,7 +250,7 @@ def _apply(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
         raise
 
 
-def _distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Dynamo takes no tensor twice in one call of a Function, and self-attention may well pass one as key and value."""
     result: list[Tensor | None] = []
     for t in tensors:
@@ -243,7 +258,7 @@ def _distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     return tuple(result)
 
 
-def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
+def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
     """Forward-mode would find no rule, and through an op that is opaque to it, would see a zero tangent."""
     if forward_ad._current_level < 0:
         return
@@ -320,25 +335,3 @@ def _vmap_backward(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[tuple
 
 torch.library.register_vmap("sigattn::forward", _vmap_forward, lib=_library)
 torch.library.register_vmap("sigattn::backward", _vmap_backward, lib=_library)
-
-
-# -- FLOPs ------------------------------------------------------------------------------------------------------------
-
-
-def _products(query: Sequence[int], key: Sequence[int], value: Sequence[int], narrow: int, wide: int) -> int:
-    batch, heads, n, d = query
-    return 2 * batch * heads * n * key[2] * (narrow * d + wide * value[3])
-
-
-@register_flop_formula(torch.ops.sigattn.forward)
-def forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Q Kᵀ and P V, counted in full whatever is masked: PyTorch's convention for its own attention."""
-    return _products(query, key, value, 1, 1)
-
-
-@register_flop_formula(torch.ops.sigattn.backward)
-def backward_flops(
-    grad_out: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
-) -> int:
-    """Q Kᵀ again, dQ and dK; dP and dV."""
-    return _products(query, key, value, 3, 2)

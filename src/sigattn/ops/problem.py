@@ -60,7 +60,10 @@ class Problem(NamedTuple):
         scale: factor of Q Kᵀ; None for D^-1/2.
         left, right: query i sees keys i - left ≤ j ≤ i + right; -1 is unlimited. Causal is right = 0.
         dropout_p: probability of dropping a weight.
-        first_row: index of the first query, when the queries are a slice of a longer problem.
+        first_row: place of the first query beside the keys: M - N aligns the last query with the last key.
+        fast: whether σ may be computed with an error that is small beside 1 only, not beside P.
+        deterministic: whether results must repeat bitwise.
+        first_head: index b·Hq + h of the first head, when the heads are a slice of a larger problem (for dropout).
     """
 
     query: Tensor
@@ -76,6 +79,9 @@ class Problem(NamedTuple):
     right: int = UNLIMITED
     dropout_p: float = 0.0
     first_row: int = 0
+    fast: bool = False
+    deterministic: bool = False
+    first_head: int = 0
 
     @property
     def scale_value(self) -> float:
@@ -109,6 +115,94 @@ class Problem(NamedTuple):
             attn_mask=cut(self.attn_mask),
             first_row=self.first_row + start,
         )
+
+
+class PackedProblem(NamedTuple):
+    """B sequences of different lengths, one after another: s has the rows cu_seqlens[s] … cu_seqlens[s + 1] - 1.
+
+    The last query of a sequence stands beside its last key (bottom-right alignment).
+
+    Attributes:
+        query: (Tq, Hq, D). key: (Tk, Hkv, D). value: (Tk, Hkv, Dv).
+        bias: (B or 1, Hq or 1); or 0-d on the CPU (a number); or None for -log of each sequence's number of keys.
+        alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers from 0, not descending. What lies beyond the last is no one's.
+        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        seed, scale, left, right, dropout_p, fast, deterministic: as in ``Problem``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seed: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float | None = None
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    dropout_p: float = 0.0
+    fast: bool = False
+    deterministic: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """B."""
+        return len(self.cu_seqlens_q) - 1
+
+    @property
+    def scale_value(self) -> float:
+        """The factor of Q Kᵀ (1 where D = 0, for then there is nothing to scale)."""
+        return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
+
+    @property
+    def keep_scale(self) -> float:
+        """What the weights that dropout keeps are multiplied by."""
+        return 1.0 / (1.0 - self.dropout_p)
+
+    def sequence(self, at: int, rows: slice, keys: slice) -> Problem:
+        """One sequence as a problem of its own, with a batch of one."""
+
+        def of_sequence(t: Tensor | None) -> Tensor | None:  # (B or 1, …) → (1, …)
+            return t if t is None or t.dim() == 0 or len(t) == 1 else t[at : at + 1]
+
+        def heads_first(t: Tensor, part: slice) -> Tensor:  # (T, H, E) → (1, H, n, E)
+            return t[part].transpose(0, 1).unsqueeze(0)
+
+        query, key = heads_first(self.query, rows), heads_first(self.key, keys)
+        bias = of_sequence(self.bias)
+        return Problem(
+            query,
+            key,
+            heads_first(self.value, keys),
+            bias if bias is None or bias.dim() == 0 else bias[..., None, None],
+            alibi_slopes=of_sequence(self.alibi_slopes),
+            seed=self.seed,
+            scale=self.scale,
+            left=self.left,
+            right=self.right,
+            dropout_p=self.dropout_p,
+            first_row=key.shape[2] - query.shape[2],
+            fast=self.fast,
+            deterministic=self.deterministic,
+            first_head=at * query.shape[1],
+        )
+
+    def sum_rows(self, per_row: Tensor) -> Tensor:  # (Tq, Hq, …) → (B, Hq, …)
+        """Sum what belongs to the queries of each sequence."""
+        offsets = self.cu_seqlens_q.to(per_row.device, torch.int64)
+        return torch.segment_reduce(per_row.contiguous(), "sum", offsets=offsets, axis=0, initial=0.0)
+
+
+def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width)
+    """Memory for an output laid out as the query is: (B, Hq, N, ·), or (B, N, Hq, ·) as projections give it."""
+    batch, heads, n, _ = query.shape
+    if query.transpose(1, 2).is_contiguous() and not query.is_contiguous():
+        return query.new_empty(batch, n, heads, width).transpose(1, 2)
+    return query.new_empty(batch, heads, n, width)
 
 
 def band(

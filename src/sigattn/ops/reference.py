@@ -97,6 +97,6 @@ def _drop(p: Problem, weights: Tensor) -> Tensor:
     if p.seed is None:
         return weights
     batch, heads, n, m = weights.shape
-    at = torch.arange(batch * heads, device=weights.device).view(batch, heads)
+    at = (torch.arange(batch * heads, device=weights.device) + p.first_head).view(batch, heads)
     i, j = torch.arange(p.first_row, p.first_row + n, device=at.device), torch.arange(m, device=at.device)
     return weights * keep_mask(int(p.seed), at, i, j, p.dropout_p) * p.keep_scale

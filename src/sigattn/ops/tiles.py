@@ -23,6 +23,7 @@ from sigattn.ops.products import Extended, Fused, Products, fused_unavailable, k
 TILE_BYTES = 4 << 20
 LONG_SIDE = 4096
 WINDOWED_SIDE = 512
+WIDE_UP_TO = 24**2  # weights per head up to which bfloat16 gains nothing over float32
 FUSED_FROM = {torch.float32: 320**2, torch.bfloat16: 640**2}  # weights per head; below, a batched product is faster
 
 
@@ -219,7 +220,7 @@ class Group:
         if problem.seed is None:
             return None
         device = problem.query.device
-        heads = torch.arange(problem.query.shape[0] * problem.query.shape[1], device=device)
+        heads = torch.arange(problem.query.shape[0] * problem.query.shape[1], device=device) + problem.first_head
         heads = self.heads_of(heads.view(*problem.query.shape[:2], 1, 1))[..., 0, 0]  # (nb, nh, rep)
         i, j = torch.arange(*self._places(rows), device=device), torch.arange(*columns, device=device)
         return keep_mask(int(problem.seed), heads, i, j, problem.dropout_p).logical_not_()
@@ -249,12 +250,12 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
 
     Half precision is computed in float32, for a logit rounded to 8 or 11 bits spoils its weight, and in float16 a
     weight of 1/n loses its bits as n grows. The exception is bfloat16 where the processor has products of it, and
-    nothing but the bias, which travels inside the product, is added to the logits.
+    nothing but the bias, which travels inside the product, is added to the logits; the shortest sequences are not worth it.
     """
     query, key, mask = problem.query, problem.key, problem.attn_mask
     per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])
     wide = torch.promote_types(query.dtype, torch.float32)
-    if query.device.type != "cpu" or not query.shape[-1]:
+    if query.device.type != "cpu" or not query.shape[-1] or per_head <= WIDE_UP_TO:
         return wide, Products
     additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 and not additive else wide

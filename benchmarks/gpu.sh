@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Everything that waits for a GPU, in one call: tests of the kernels, then the benchmarks, each step under a time limit
+# of its own, together under 9 minutes. For a machine with a GPU, PyTorch, Triton, pytest, hypothesis, rich and
+# matplotlib, and no network; runs from the source tree, nothing is installed.
+#
+#     benchmarks/gpu.sh OUT [WHEELS]
+#
+# OUT: folder for results and logs. WHEELS: folder of wheels of peers (triton-sigmoid, flash-attn, …) to compare with.
+# STEPS=tests,kernels,… does some of the steps only. With TRITON_INTERPRET=1 and no GPU, it tries itself at tiny sizes.
+set -uo pipefail
+
+out=${1:?usage: benchmarks/gpu.sh OUT [WHEELS]}
+wheels=${2:-}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
+steps=${STEPS:-tests,accuracy,kernels,hybridnorm,tune}
+tiny=${TRITON_INTERPRET:-0}
+
+if [[ -n $wheels ]]; then
+    shopt -s nullglob
+    for wheel in "$wheels"/*.whl; do
+        "$python" -m zipfile -e "$wheel" "$out/.peers" && echo "peer: $(basename "$wheel")"
+    done
+    export PYTHONPATH="$PYTHONPATH:$out/.peers"
+fi
+
+# step NAME SECONDS COMMAND…: its output goes into OUT/NAME.log, and the last lines of it here
+step() {
+    local name=$1 seconds=$2 start=$SECONDS
+    shift 2
+    [[ ,$steps, == *,$name,* ]] || return 0
+    echo "== $name (at most $seconds s)"
+    timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1
+    local status=$?
+    tail -n "${TAIL:-12}" "$out/$name.log"
+    echo "== $name: exit $status after $((SECONDS - start)) s" | tee -a "$out/steps.log"
+    [[ $status == 0 ]] || failed=1
+}
+
+failed=0
+: >"$out/steps.log"
+if [[ $tiny == 1 ]]; then
+    kernels="lengths=(32, 64), heads=2, head_dims=(16,), batch=1, rounds=1, round_seconds=0.0, dtype='float32'"
+    accuracy="lengths=(64, 256), queries=8, head_dim=16, dtypes=('float16', 'bfloat16', 'float32')"
+    hybrid="lengths=(32, 64), heads=2, head_dim=16, rounds=1, round_seconds=0.0, dtype='float32'"
+    tune="lengths=(64,), heads=1, head_dims=(16,), most_flops=1e6, rounds=1, round_seconds=0.0, most_candidates=2"
+    examples=3
+else
+    kernels="" accuracy="" hybrid="" tune=""
+    examples=25
+fi
+
+"$python" - >"$out/machine.txt" 2>&1 <<'PYTHON'
+import torch, triton
+print("torch", torch.__version__, "triton", triton.__version__, "cuda", torch.version.cuda)
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")
+PYTHON
+cat "$out/machine.txt"
+
+run='import sys; from pathlib import Path; from sigattn.bench import'
+step tests 150 env SIGATTN_FUZZ_EXAMPLES=$examples "$python" -m pytest -q -p no:cacheprovider --durations=5 \
+    tests/ops/test_correctness.py tests/ops/test_dropout.py tests/test_flash.py -k triton
+step accuracy 40 "$python" -c "$run accuracy as b; b.run(b.AccuracyBenchmark(results=Path('$out/accuracy'), $accuracy))"
+step kernels 210 "$python" -c "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/kernels'), seconds=170, $kernels))"
+step hybridnorm 50 "$python" -c "$run hybridnorm as b; b.run(b.HybridNormBenchmark(results=Path('$out/hybridnorm'), $hybrid))"
+step tune 80 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/tune'), seconds=65, $tune))"
+rm -rf "$out/.peers"
+cat "$out/steps.log"
+exit $failed

@@ -1,0 +1,284 @@
+"""``sigattn bench kernels``: the GPU kernels beside every peer present, in the paper's set-up (App. F).
+
+12 heads, n from 64 to 78k, full and causal, inference (forward) and training (forward and backward), on random data;
+D = 64, and beyond the paper D = 128 and ALiBi. Every contestant is checked against float64 before it is timed, and
+what is wrong is not timed. TFLOP/s count 4·B·H·n²·D for a forward pass, 2.5 times that for a backward, half when
+causal. A speed-up over a softmax is 1 - t / t_softmax, averaged over n as in the paper.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from sigattn.bench import gpu, provenance
+from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant
+
+FORWARD, BACKWARD, TRAINING = "forward", "backward", "training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBenchmark:
+    """What to measure.
+
+    Attributes:
+        lengths: numbers of tokens n.
+        heads: of a sequence. head_dims: D. batch: sequences, fewer where ``most_flops`` says so.
+        dtype: "bfloat16", "float16" or "float32".
+        alibi: also measure with ALiBi, for the first head_dim.
+        most_flops: the largest forward pass; bounds the batch, and so the time that a length takes.
+        rounds: how often each contestant is timed. round_seconds: how long a round at least takes.
+        seconds: when to stop; lengths that were not reached are named in the results.
+        profile: also list the time of each of our kernels.
+        results: folder for the results (JSON) and plots.
+    """
+
+    lengths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 78000)
+    heads: int = 12
+    head_dims: tuple[int, ...] = (64, 128)
+    batch: int = 32
+    dtype: str = "bfloat16"
+    alibi: bool = True
+    most_flops: float = 1e13
+    rounds: int = 5
+    round_seconds: float = 0.01
+    seconds: float = 240.0
+    profile: bool = True
+    results: Path = Path("benchmarks/results/kernels")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One problem of the benchmark."""
+
+    n: int
+    head_dim: int
+    causal: bool
+    alibi: bool
+
+
+def settings(config: KernelBenchmark) -> list[Setting]:
+    """Plain before ALiBi, short before long."""
+    plain = [Setting(n, d, c, False) for n in config.lengths for d in config.head_dims for c in (False, True)]
+    alibi = [Setting(n, config.head_dims[0], True, True) for n in config.lengths] if config.alibi else []
+    return plain + alibi
+
+
+def run(config: KernelBenchmark) -> dict[str, Any]:
+    """Measure, print tables, write the results and plots; gives what was written."""
+    console = Console()
+    start = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    absent: dict[str, str] = {}
+    left_out = []
+    for setting in settings(config):
+        if time.perf_counter() - start > config.seconds:
+            left_out.append(asdict(setting))
+            continue
+        found = measure(config, setting, absent)
+        rows += found
+        console.print(table(found, setting), highlight=False)
+    report = {
+        **gpu.describe("kernels", {**asdict(config), "results": ""}),
+        "absent": absent,
+        "left_out_for_time": left_out,
+        "rows": rows,
+        "average_speed_up": speed_ups(rows),
+        "profile": _profile(config) if config.profile else [],
+    }
+    provenance.write(config.results / "kernels.json", report)
+    for line in report["average_speed_up"]:
+        console.print(f"{line}", highlight=False, soft_wrap=True)
+    plots(rows, config.results)
+    console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
+    return report
+
+
+def batch_of(config: KernelBenchmark, s: Setting) -> int:
+    """As many sequences as ``most_flops`` allows, at least one."""
+    one = 4.0 * config.heads * s.n**2 * s.head_dim / (2 if s.causal else 1)
+    return max(1, min(config.batch, int(config.most_flops / one)))
+
+
+def measure(config: KernelBenchmark, s: Setting, absent: dict[str, str]) -> list[dict[str, Any]]:
+    """All contestants that there are, on one problem: a row for each contestant and pass."""
+    dtype = gpu.DTYPES[config.dtype]
+    batch = batch_of(config, s)
+    problem = gpu.inputs(batch, config.heads, s.n, s.head_dim, dtype, s.causal, s.alibi)
+    passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
+    errors: dict[str, tuple[float, float | None]] = {}
+    for name, contestant in CONTESTANTS.items():
+        reason = contestant.unavailable(gpu.device(), dtype, problem.options)
+        if reason is None and contestant.quadratic and 2 * batch * config.heads * s.n**2 > 2e9:
+            reason = "it would hold all the weights"
+        if reason is None:
+            reason = _enter(name, contestant, problem, passes, errors)
+        if reason is not None:
+            absent[f"{name}, {s}"] = reason
+    rows = []
+    for direction, calls in passes.items():
+        for name, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds) if calls else ():
+            softmax = [ratio for other, ratio in ratios.items() if CONTESTANTS[other].softmax]
+            rows.append(
+                {
+                    **asdict(s),
+                    "batch": batch,
+                    "pass": direction,
+                    "contestant": name,
+                    "ms": seconds * 1e3,
+                    "tflops": flops(config, s, direction, batch) / seconds / 1e12,
+                    "fastest_softmax_time_over_this": min(softmax) if softmax else None,
+                    "error": errors[name][0],
+                    "gradient_error": errors[name][1],
+                }
+            )
+    return rows
+
+
+def _enter(
+    name: str,
+    contestant: Contestant,
+    problem: gpu.Inputs,
+    passes: dict[str, dict[str, Callable[[], object]]],
+    errors: dict[str, tuple[float, float | None]],
+) -> str | None:
+    """Check a contestant and enter it for the passes it has; or say why it is not entered."""
+    leaves = gpu.leaves(problem)
+    q, k, v = (t.detach() for t in leaves)
+    o, grad = problem.options, problem.grad_out
+    try:
+        out = contestant.call(*leaves, o)
+        gradients = torch.autograd.grad(out, leaves, grad, retain_graph=True) if contestant.backward else None
+        found = gpu.errors(problem, contestant.softmax, out.detach(), gradients)
+    except Exception as error:  # a peer may fail in ways of its own: it is left out, and the results say why
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if not max(e for e in found if e is not None) <= gpu.TOLERANCE[problem.query.dtype]:
+        return f"it is wrong: relative errors {found}"
+    errors[name] = found
+
+    def training(call: Callable[..., Tensor] = contestant.call) -> object:
+        return torch.autograd.grad(call(*leaves, o), leaves, grad)
+
+    def inference() -> object:
+        with torch.no_grad():
+            return contestant.call(q, k, v, o)
+
+    passes[FORWARD][name] = inference
+    if contestant.backward:
+        passes[BACKWARD][name] = lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        passes[TRAINING][name] = training
+    return None
+
+
+def flops(config: KernelBenchmark, s: Setting, direction: str, batch: int) -> float:
+    """By the field's convention."""
+    one = 4.0 * batch * config.heads * s.n**2 * s.head_dim / (2 if s.causal else 1)
+    return one * {FORWARD: 1.0, BACKWARD: 2.5, TRAINING: 3.5}[direction]
+
+
+def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ours over each softmax, averaged over n as the paper counts it: 1 - t / t_softmax, in percent."""
+    result = []
+    keys = sorted({(r["head_dim"], r["causal"], r["alibi"], r["pass"]) for r in rows})
+    for key in keys:
+        here = [r for r in rows if (r["head_dim"], r["causal"], r["alibi"], r["pass"]) == key]
+        own = {r["n"]: r["ms"] for r in here if r["contestant"] == OURS}
+        for other in sorted({r["contestant"] for r in here if CONTESTANTS[r["contestant"]].softmax}):
+            theirs = {r["n"]: r["ms"] for r in here if r["contestant"] == other}
+            shared = sorted(own.keys() & theirs.keys())
+            if shared:
+                gain = statistics.mean(1 - own[n] / theirs[n] for n in shared)
+                names = dict(zip(("head_dim", "causal", "alibi", "pass"), key, strict=True))
+                result.append({**names, "over": other, "percent": 100 * gain, "lengths": shared})
+    return result
+
+
+def _profile(config: KernelBenchmark) -> list[dict[str, Any]]:
+    """The time of each kernel of a training step of ours, at the middle length, from PyTorch's profiler."""
+    n = sorted(config.lengths)[len(config.lengths) // 2]
+    setting = Setting(n, config.head_dims[0], True, False)
+    batch = batch_of(config, setting)
+    problem = gpu.inputs(batch, config.heads, n, setting.head_dim, gpu.DTYPES[config.dtype], True)
+    leaves = gpu.leaves(problem)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+
+    def step() -> None:
+        out = CONTESTANTS[OURS].call(*leaves, problem.options)
+        torch.autograd.grad(out, leaves, problem.grad_out)
+        gpu.synchronize()
+
+    step()
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+    return [
+        {"n": n, "batch": batch, "kernel": event.key, "ms": event.self_device_time_total / 1e3, "calls": event.count}
+        for event in profiler.key_averages()
+        if event.self_device_time_total > 0
+    ]
+
+
+def table(rows: Iterable[dict[str, Any]], s: Setting) -> Table:
+    """The rows of one problem."""
+    kind = f"{'causal' if s.causal else 'full'}{', ALiBi' if s.alibi else ''}"
+    result = Table(title=f"n = {s.n}, D = {s.head_dim}, {kind}")
+    for column in ("pass", "", "ms", "TFLOP/s", "× softmax", "error"):
+        result.add_column(column, justify="left" if column in ("pass", "") else "right")
+    for r in rows:
+        ratio = r["fastest_softmax_time_over_this"]
+        error = r["error"] if r["pass"] == FORWARD else r["gradient_error"]
+        result.add_row(
+            r["pass"],
+            r["contestant"],
+            f"{r['ms']:.3f}",
+            f"{r['tflops']:.1f}",
+            "–" if ratio is None else f"{ratio:.2f}",
+            "–" if error is None else f"{error:.1e}",
+        )
+    return result
+
+
+def plots(rows: list[dict[str, Any]], folder: Path) -> None:
+    """For each head size, mask and pass, TFLOP/s over n, as in the paper's figures for the H100."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    keys = sorted({(r["head_dim"], r["alibi"]) for r in rows})
+    for head_dim, alibi in keys:
+        here = [r for r in rows if (r["head_dim"], r["alibi"]) == (head_dim, alibi)]
+        masks = sorted({r["causal"] for r in here})
+        figure, axes = plt.subplots(len(masks), 3, figsize=(15, 4 * len(masks)), squeeze=False, layout="constrained")
+        names = [name for name in CONTESTANTS if any(r["contestant"] == name for r in here)]
+        for row, causal in zip(axes, masks, strict=True):
+            for axis, direction in zip(row, (FORWARD, BACKWARD, TRAINING), strict=True):
+                _plot(axis, [r for r in here if r["causal"] == causal and r["pass"] == direction], names)
+                axis.set_title(f"{direction}, {'causal' if causal else 'full'}, D = {head_dim}")
+        axes[0][0].legend(fontsize="small")
+        figure.savefig(folder / f"d{head_dim}{'_alibi' if alibi else ''}.png", dpi=110)
+        plt.close(figure)
+
+
+def _plot(axis: Any, rows: list[dict[str, Any]], names: list[str]) -> None:
+    for at, name in enumerate(names):
+        own = sorted((r["n"], r["tflops"]) for r in rows if r["contestant"] == name)
+        if own:
+            style = "-" if not CONTESTANTS[name].softmax else "--"
+            x, y = zip(*own, strict=True)
+            axis.plot(x, y, style, marker=".", color=f"C{at}", label=name, linewidth=2 if name == OURS else 1)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("tokens n")
+    axis.set_ylabel("TFLOP/s")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)

@@ -1,0 +1,304 @@
+"""``sigattn bench static``: what the compiler makes of the kernels, without a GPU.
+
+Compiles the configurations that are the default for each architecture and reads the machine code: registers, spills,
+shared memory, and for the innermost loop how many instructions of each unit a score costs. From these, the cycles that
+each unit would take per score on Hopper, and so which one binds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sigattn.bench import provenance
+from sigattn.ops.triton import tuning
+
+# Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
+SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS = 16, 128, 64, 128, 4096
+PRODUCTS = {tuning.FORWARD: 2, tuning.KEYS: 4, tuning.QUERIES: 3}
+ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+SPECIAL = ("MUFU",)
+FMA = ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2", "HFMA2", "HADD2", "HMUL2", "IMAD")
+_EXPONENTIAL = ("MUFU.EX2", "MUFU.TANH")
+TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCMMA", "QGMMA", "IGMMA", "UTCQMMA")
+ELSEWHERE = ("LD", "ST", "BAR", "WARP", "UTC", "SYNC", "BRA", "ULDC", "LDC", "DEPBAR", "NOP", "U", "R2U", "S2", "CS2R")
+_TENSORS = {"query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value"}
+_WIDE_TENSORS = {"bias", "mask", "slopes", "shift_pointer", "grad_bias", "grad_slopes", "grad_mask"}
+_NUMBERS = {"z_scale", "bias_value", "shift_value", "out_scale", "logit_scale"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticBenchmark:
+    """What to compile.
+
+    Attributes:
+        architectures: compute capabilities, 90 for sm_90.
+        head_dims: D = Dv.
+        dtypes: "bfloat16", "float16", "float32".
+        results: where to write the results as JSON; None writes none.
+    """
+
+    architectures: tuple[int, ...] = (80, 90, 100)
+    head_dims: tuple[int, ...] = (64, 128)
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    results: Path | None = Path("benchmarks/results/static.json")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop: instructions per score, by unit."""
+
+    special: float
+    fma: float
+    alu: float
+    tensor: float
+    all: float
+    selects: float  # comparisons and selections, what masks cost
+
+    def cycles(self, products: int, head_dim: int) -> dict[str, float]:
+        """Cycles of a Hopper multiprocessor per score, by unit."""
+        return {
+            "special": self.special / SPECIAL_LANES,
+            "fma": self.fma / FMA_LANES,
+            "alu": self.alu / ALU_LANES,
+            "issue": self.all / ISSUE_LANES,
+            "tensor": products * 2 * head_dim / TENSOR_FLOPS,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of one kernel."""
+
+    kernel: str
+    architecture: int
+    dtype: str
+    head_dim: int
+    causal: bool
+    config: tuning.Config
+    registers: int
+    spills: int  # stores to and loads from local memory
+    shared: int  # bytes
+    tensor_instructions: str
+    loops: tuple[Loop, ...]  # that of whole tiles first
+
+
+def run(config: StaticBenchmark) -> list[dict[str, Any]]:
+    """Compile, print a table, write the results; gives what was written."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise provenance.BenchmarkError("this benchmark compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
+    if importlib.util.find_spec("triton") is None:
+        raise provenance.BenchmarkError("this benchmark needs Triton: pip install triton")
+    reports = [
+        compile_kernel(kernel, architecture, dtype, d, causal)
+        for architecture in config.architectures
+        for dtype in config.dtypes
+        for d in config.head_dims
+        for kernel in PRODUCTS
+        for causal in (False, True)
+    ]
+    rows = [_row(r) for r in reports]
+    console = Console()
+    console.width = max(console.width, 100)  # the table has no columns to spare
+    for architecture in config.architectures:
+        console.print(table(reports, architecture))
+    if config.results is not None:
+        described = {k: v for k, v in asdict(config).items() if k != "results"}
+        provenance.write(config.results, {**provenance.describe("none: compiled only", described), "rows": rows})
+        console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
+    return rows
+
+
+def compile_kernel(kernel: str, architecture: int, dtype: str, head_dim: int, causal: bool, **constants: Any) -> Report:
+    """Compile one kernel as ``launch`` would start it for a plain call, and read its machine code.
+
+    constants: compile-time arguments that shall differ from those of a plain call.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sigattn.ops.triton.backward import keys_kernel, queries_kernel
+    from sigattn.ops.triton.forward import forward_kernel
+
+    function = {tuning.FORWARD: forward_kernel, tuning.KEYS: keys_kernel, tuning.QUERIES: queries_kernel}[kernel]
+    config = tuning.configuration(kernel, architecture, head_dim, 4 if dtype == "float32" else 2)
+    values = {**_constants(config, dtype, head_dim, causal), **constants}
+    signature, constexprs, attributes = _signature(function, ELEMENT[dtype], values)
+    compiled = triton.compile(
+        ASTSource(function, signature, constexprs, attributes),
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": config.warps, "num_stages": config.stages},
+    )
+    registers, code = _disassemble(compiled.asm["cubin"])
+    scores = config.block_m * config.block_n / (32 * config.warps)
+    loops = sorted((_loop(body, scores) for body in _loops(code)), key=lambda loop: (loop.selects, loop.all))
+    if not loops:
+        raise RuntimeError(f"the compiler made nothing of {kernel} on sm_{architecture}, D = {head_dim}, {config}")
+    tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(TENSOR))
+    return Report(
+        kernel,
+        architecture,
+        dtype,
+        head_dim,
+        causal,
+        config,
+        registers,
+        sum(op.startswith(("STL", "LDL")) for op, _ in code),
+        compiled.metadata.shared,
+        ", ".join(tensor) or "none",
+        tuple(loops),
+    )
+
+
+def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -> dict[str, Any]:
+    padded = tuning.padded(head_dim)
+    plain = {"BIAS": "number", "MASK": "none", "SHIFT": "number" if dtype == "float16" else "none", "PRECISION": "ieee"}
+    sizes = {"GROUP": 1, "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded}
+    blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    off: tuple[str, ...] = (
+        "SLOPES",
+        "LENGTHS",
+        "VARLEN",
+        "HAS_LEFT",
+        "BOTTOM_RIGHT",
+        "DROPOUT",
+        "ADD_QUERY",
+        "NEED_BIAS",
+    )
+    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS")
+    needs = {"NEED_KEY": True, "NEED_VALUE": True, "NEED_QUERY": True, "NEED_MASK": "none"}
+    sigmoid = {"SIGMOID": "exact" if dtype == "float32" else "accurate", "HAS_RIGHT": causal}
+    return {**plain, **sizes, **blocks, **dict.fromkeys(off, False), **needs, **sigmoid}
+
+
+def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dict[str, str], Any, Any]:
+    """The types of a plain call's arguments: dense rows, everything aligned to 16 bytes."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for at, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], constants[(at,)] = "constexpr", values[name]
+        elif name in _TENSORS:
+            signature[name], attributes[(at,)] = f"*{element}", [["tt.divisibility", 16]]
+        elif name in _WIDE_TENSORS:
+            signature[name] = "*fp32"
+        elif name in {"key_lengths", "starts_q", "starts_k"}:
+            signature[name] = "*i32"
+        elif name in _NUMBERS:
+            signature[name] = "fp32"
+        elif name == "seed":
+            signature[name] = "i64"
+        elif re.fullmatch(r"\w+_[dms]", name):  # strides of the last dimension
+            signature[name], constants[(at,)] = "constexpr", 1
+        elif re.fullmatch(r"(q|k|v|o|gq|gk|gv)_[bhn]", name):
+            signature[name], attributes[(at,)] = "i32", [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    return signature, constants, attributes
+
+
+def _disassemble(cubin: bytes) -> tuple[int, list[tuple[str, str]]]:
+    """The registers a thread takes, and the instructions: (operation, operands); a label is ("", its name)."""
+    import triton.backends.nvidia
+
+    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage = _output(tools / "cuobjdump", "-res-usage", path)
+        text = _output(tools / "nvdisasm", "-c", path)
+    found = re.search(r"REG:(\d+)", usage)
+    assert found, usage
+    code = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            code.append(("", label.group(1)))
+        elif part := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", line):
+            code.append((part.group(1), part.group(2)))
+    return int(found.group(1)), code
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
+
+
+def _loops(code: list[tuple[str, str]]) -> Iterator[list[str]]:
+    """The operations of each innermost loop that computes weights."""
+    labels = {name: at for at, (op, name) in enumerate(code) if not op}
+    spans = []
+    for at, (op, operands) in enumerate(code):
+        target = re.search(r"\.L_x_\d+", operands) if op.startswith("BRA") else None
+        if target and labels.get(target.group(0), at) < at:
+            spans.append((labels[target.group(0)], at))
+    computing = [(a, b) for a, b in spans if any(op.startswith(_EXPONENTIAL) for op, _ in code[a:b])]
+    for start, stop in computing:  # inside may be small loops that wait for a barrier
+        if not any(start <= a and b <= stop and (a, b) != (start, stop) for a, b in computing):
+            yield [op for op, _ in code[start:stop] if op]
+
+
+def _loop(body: list[str], scores: float) -> Loop:
+    heads = [op.split(".")[0] for op in body]
+
+    def per_score(names: tuple[str, ...]) -> float:
+        return sum(h in names for h in heads) / scores
+
+    special, fma, tensor = per_score(SPECIAL), per_score(FMA), per_score(TENSOR)
+    known = (*SPECIAL, *FMA, *TENSOR)
+    alu = sum(h not in known and not h.startswith(ELSEWHERE) for h in heads) / scores
+    return Loop(special, fma, alu, tensor, len(heads) / scores, per_score(("ISETP", "FSETP", "SEL", "FSEL")))
+
+
+def _row(r: Report) -> dict[str, Any]:
+    cycles = [loop.cycles(PRODUCTS[r.kernel], r.head_dim) for loop in r.loops]
+    return {
+        **{k: v for k, v in asdict(r).items() if k != "loops"},
+        "config": r.config._asdict(),
+        "loops": [{**asdict(loop), "hopper_cycles": c} for loop, c in zip(r.loops, cycles, strict=True)],
+    }
+
+
+def table(reports: list[Report], architecture: int) -> Table:
+    """What was found for one architecture: the loop over whole tiles, per score."""
+    result = Table(
+        title=f"sm_{architecture}: instructions per score in the loop over whole tiles, and their cycles on Hopper",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "MUFU", "FMA", "other", "MMA")
+    for column in (*columns, "special", "issue", "tensor", "binds"):
+        result.add_column(column, justify="left" if column in ("kernel", "mask") else "right", no_wrap=True)
+    for r in (r for r in reports if r.architecture == architecture):
+        loop = r.loops[0]
+        cycles = loop.cycles(PRODUCTS[r.kernel], r.head_dim)
+        result.add_row(
+            r.kernel if r.dtype == "bfloat16" else f"{r.kernel} {r.dtype}",
+            str(r.head_dim),
+            "causal" if r.causal else "full",
+            f"{r.config.block_m}×{r.config.block_n}",
+            str(r.registers),
+            str(r.spills),
+            str(r.shared // 1024),
+            f"{loop.special:.2f}",
+            f"{loop.fma:.1f}",
+            f"{loop.all - loop.special - loop.fma - loop.tensor:.1f}",
+            f"{loop.tensor:.2f}",
+            *(f"{cycles[unit]:.3f}" for unit in ("special", "issue", "tensor")),
+            max(cycles, key=lambda unit: cycles[unit]),
+        )
+    return result

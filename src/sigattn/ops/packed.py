@@ -1,0 +1,209 @@
+"""Packed sequences of different lengths: the registered ops, their autograd, and the blocked way to compute them.
+
+The arrangement is that of ``library.py``: two ops without a derivative of their own behind one ``autograd.Function``,
+so that forward-mode and second derivatives raise instead of silently giving zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import blocked, flops, library, triton
+from sigattn.ops.gradients import Gradients, Needs
+from sigattn.ops.library import NO_SECOND_DERIVATIVE, Kernels, absent, apply, distinct, refuse_tangents, wants_gradient
+from sigattn.ops.problem import PackedProblem
+
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes"
+_REST = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, "
+    "int left, int right, float dropout_p, bool fast, bool deterministic, str backend"
+)
+_DIFFERENTIABLE = 5  # the leading tensors of both ops
+_SAVED = 8  # those, both starts, and the seed
+
+_library = torch.library.Library("sigattn", "FRAGMENT")
+_library.define(f"packed_forward({_TENSORS}, {_REST}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    f"packed_backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+# -- one sequence after another, on any device ------------------------------------------------------------------------
+
+
+def _sequences(problem: PackedProblem) -> Iterator[tuple[int, slice, slice]]:
+    starts_q, starts_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
+    for s in range(problem.sequences):
+        yield s, slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
+
+
+def blocked_forward(problem: PackedProblem) -> Tensor:  # (Tq, Hq, Dv)
+    """The output of sigmoid attention, 0 for rows that belong to no sequence."""
+    p = problem
+    out = p.query.new_zeros(*p.query.shape[:2], p.value.shape[2])
+    for s, rows, keys in _sequences(p):
+        out[rows] = blocked.forward(p.sequence(s, rows, keys))[0].transpose(0, 1)
+    return out
+
+
+def blocked_backward(problem: PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:
+    """The gradients that are asked for; 0 for what belongs to no sequence."""
+    p = problem
+    query, key, value = (
+        torch.zeros_like(t) if needed else None for t, needed in zip((p.query, p.key, p.value), needs[:3], strict=True)
+    )
+    wide = torch.promote_types(p.query.dtype, torch.float32)
+    bias, slopes = (
+        torch.zeros(t.shape, dtype=wide, device=t.device) if needed and t is not None else None
+        for t, needed in ((p.bias, needs.bias), (p.alibi_slopes, needs.alibi_slopes))
+    )
+    for s, rows, keys in _sequences(p):
+        sequence = p.sequence(s, rows, keys)
+        g = blocked.backward(sequence, grad_out[rows].transpose(0, 1).unsqueeze(0), needs)
+        for total, part, at in ((query, g.query, rows), (key, g.key, keys), (value, g.value, keys)):
+            if total is not None and part is not None:
+                total[at] = part[0].transpose(0, 1)
+        for total, part in ((bias, g.bias), (slopes, g.alibi_slopes)):
+            if total is not None and part is not None:
+                own = total if total.dim() == 0 or len(total) == 1 else total[s : s + 1]
+                own += part.view(own.shape)
+    return Gradients(
+        query,
+        key,
+        value,
+        None if bias is None or p.bias is None else bias.to(p.bias.dtype),
+        None,
+        None if slopes is None or p.alibi_slopes is None else slopes.to(p.alibi_slopes.dtype),
+    )
+
+
+KERNELS = {
+    "triton": Kernels(triton.forward, triton.backward, triton.unavailable, device_types=("cuda",)),
+    "blocked": Kernels(blocked_forward, blocked_backward, blocked.unavailable),
+}
+
+
+# -- the ops ----------------------------------------------------------------------------------------------------------
+
+
+def check_starts(problem: PackedProblem) -> None:
+    """Here, not earlier: the values are at hand only once the op runs. On an accelerator reading them would wait."""
+    p = problem
+    for side, starts, total, most in (
+        ("q", p.cu_seqlens_q, len(p.query), p.max_seqlen_q),
+        ("k", p.cu_seqlens_k, len(p.key), p.max_seqlen_k),
+    ):
+        if starts.device.type != "cpu":
+            continue
+        lengths = starts.diff()
+        if starts[0] != 0 or (lengths < 0).any() or starts[-1] > total:
+            raise ValueError(
+                f"cu_seqlens_{side} must begin at 0, never descend and end at {total}, the rows there are, or before; "
+                f"got {starts.tolist()}"
+            )
+        if len(lengths) and lengths.max() > most:
+            raise ValueError(f"max_seqlen_{side} is {most}, but cu_seqlens_{side} has a sequence of {lengths.max()}")
+
+
+def _problem(args: Sequence[Any]) -> tuple[PackedProblem, Kernels]:
+    problem = PackedProblem(*args[:-1])
+    check_starts(problem)
+    return problem, KERNELS[args[-1]]
+
+
+def _forward(*args: Any) -> Tensor:
+    problem, kernels = _problem(args)
+    with library.without_autocast(problem):
+        return kernels.forward(problem)
+
+
+def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    problem, kernels = _problem(args[:-1])
+    query, key, value, bias, slopes = args[-1]
+    with library.without_autocast(problem):
+        g = kernels.backward(problem, grad_out, Needs(query, key, value, bias, alibi_slopes=slopes))
+    return tuple(t if t is not None else absent(grad_out) for t in (g.query, g.key, g.value, g.bias, g.alibi_slopes))
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[-1])
+
+
+def _fake_backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(
+        (torch.empty_like(t) if at < 3 else t.new_empty(t.shape)) if t is not None and needed else absent(grad_out)
+        for at, (t, needed) in enumerate(zip(args[:_DIFFERENTIABLE], args[-1], strict=True))
+    )
+
+
+_library.impl("packed_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("packed_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("sigattn::packed_forward", _fake_forward, lib=_library)
+torch.library.register_fake("sigattn::packed_backward", _fake_backward, lib=_library)
+flops.register("packed_forward", "packed_backward")
+
+
+class PackedSigmoidAttention(torch.autograd.Function):
+    """The forward op with the backward op as its derivative. Only inputs are saved."""
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        out: Tensor = torch.ops.sigattn.packed_forward.default(*args)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:_SAVED])
+        ctx.rest = inputs[_SAVED:]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
+        args = (grad_out, *ctx.saved_tensors, *ctx.rest, needs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = PackedSigmoidAttentionBackward.apply(*args)
+        else:
+            gradients = torch.ops.sigattn.packed_backward.default(*args)
+        own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
+        return (*own, *(None,) * (3 + len(ctx.rest)))
+
+
+class PackedSigmoidAttentionBackward(torch.autograd.Function):
+    """The backward op, whose own derivative raises."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = torch.ops.sigattn.packed_backward.default(*args)
+        return gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError("sigmoid attention: " + NO_SECOND_DERIVATIVE.format(what="second derivative"))
+
+
+def call(problem: PackedProblem, backend: str) -> Tensor:
+    """Run a packed problem on a backend, differentiably."""
+    p = problem
+    tensors = (p.query, p.key, p.value, p.bias, p.alibi_slopes)
+    if not torch.compiler.is_compiling():
+        refuse_tangents(tensors)
+    args = (*p, backend)
+    out: Tensor
+    if not (torch._C._are_functorch_transforms_active() or wants_gradient(tensors)):
+        out = torch.ops.sigattn.packed_forward.default(*args)
+    elif torch.compiler.is_compiling():
+        out = PackedSigmoidAttention.apply(
+            *distinct((*tensors, p.cu_seqlens_q, p.cu_seqlens_k, p.seed)), *args[_SAVED:]
+        )
+    else:
+        out = apply(PackedSigmoidAttention, args)
+    return out

@@ -1,0 +1,56 @@
+"""FlashSigmoid in Triton. Triton itself is imported when the first problem arrives that may be served."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from sigattn.ops.gradients import Gradients, Needs
+from sigattn.ops.problem import PackedProblem, Problem
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_WIDEST = 256
+_INSTALLED = importlib.util.find_spec("triton") is not None  # looked for, not imported
+
+
+def unavailable(problem: Problem | PackedProblem) -> str | None:
+    """Why the kernels cannot serve a problem, or None."""
+    q, v = problem.query, problem.value
+    if (reason := _no_machine(q.device)) is not None:
+        return reason
+    if q.dtype not in _DTYPES:
+        return f"it is for {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, not for {q.dtype}"
+    if not (1 <= q.shape[-1] <= _WIDEST and 1 <= v.shape[-1] <= _WIDEST):
+        return f"it is for heads of 1 to {_WIDEST}, not of {q.shape[-1]} (query, key) and {v.shape[-1]} (value)"
+    if not len(q.shape) or (q.shape[1] and not problem.key.shape[1]):
+        return "there is no key head"
+    return None
+
+
+def _no_machine(device: torch.device) -> str | None:
+    """Why a device cannot run the kernels, or None. (A compiler may be tracing: no caches, no values.)"""
+    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"it is for CUDA and ROCm devices, not for {device.type}"
+    if not _INSTALLED:
+        return "Triton is not installed; it comes with PyTorch for CUDA and ROCm, or by pip install triton"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    gpu = torch.cuda.get_device_properties(device)
+    return None if gpu.major >= 8 else f"it needs compute capability 8.0, and this GPU has {gpu.major}.{gpu.minor}"
+
+
+def forward(problem: Problem | PackedProblem) -> Tensor:
+    """The output of sigmoid attention."""
+    from sigattn.ops.triton import launch
+
+    return launch.forward(problem)
+
+
+def backward(problem: Problem | PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:
+    """The gradients that are asked for."""
+    from sigattn.ops.triton import launch
+
+    return launch.backward(problem, grad_out, needs)

@@ -1,0 +1,66 @@
+"""The sigmoid of a tile, several ways, and what each costs.
+
+Special-function (MUFU) and other instructions per score, and the error relative to P (docs/operator.md has the
+measured ones):
+
+    accurate   1 MUFU, 8 others   3.3e-5 at every P; ex2, then 1/d on the FMA units: for half precision, whose own
+                                  rounding is 5e-4 (float16) and 4e-3 (bfloat16)
+    exact      2 MUFU, 2 others   2e-7; ex2, then a division: for float32
+    fast       1 MUFU, 2 others   unbounded as P → 0, for the error is absolute; tanh.approx, as in the paper's kernel
+                                  (App. F); NVIDIA only
+
+The argument is z = -log₂e · S, so that scale, bias and the change of base are one multiply-add: P = 1 / (1 + 2^z).
+
+Where ``SHIFT`` holds, a weight comes multiplied by 2^shift, its unit being 2^-shift:
+P · 2^shift = 1 / (unit + 2^(z - shift)).
+In float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; a power of two is taken out at the end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def reciprocal(d):
+    """1/d for normal positive d, without the special-function unit; NaN stays NaN.
+
+    A guess from d's own bits is within 5 % (t = d · guess lies in [0.9494, 1.0506] for every normal d), and the
+    polynomial p of degree 2 for which |t · p(t) - 1| is least there, 3.3e-5 at most, mends it.
+    """
+    guess = (0x7EF311C7 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    t = d * guess
+    return guess * (3.003833286708749 + t * (-3.005749435911007 + t * 1.001916149831417))
+
+
+@triton.jit
+def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
+    """P, or P · 2^shift where SHIFT holds; z float32. KIND: "accurate", "exact" or "fast"."""
+    if KIND == "fast":
+        tanh = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [z * -0.34657359027997264], dtype=tl.float32, is_pure=True, pack=1
+        )
+        p = 0.5 + 0.5 * tanh
+        if SHIFT:
+            p = p / unit
+    else:
+        if SHIFT:
+            z = z - shift
+            one = unit
+        else:
+            one = 1.0
+        if KIND == "accurate":
+            # 2^z must stay finite and its inverse normal; P is below 1e-36 where this changes it
+            z = tl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)
+            p = reciprocal(one + tl.exp2(z))
+        else:
+            tl.static_assert(KIND == "exact")
+            p = 1.0 / (one + tl.exp2(z))
+    return p
+
+
+@triton.jit
+def slope(p, unit):
+    """P · (1 − P), multiplied as p is: one multiply-add where the unit is 1."""
+    return p - p * p * unit

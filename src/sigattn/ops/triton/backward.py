@@ -1,0 +1,331 @@
+"""The backward kernels. Nothing is prepared and nothing was saved: P is made anew from Q, K and the bias (App. F).
+
+    dV = Pᵀ dO     dP = dO Vᵀ     dS = P ∘ (1 − P) ∘ dP     dQ = scale · dS K     dK = scale · dSᵀ Q
+
+``keys_kernel``: a program holds a tile of keys and walks the queries that see them, adding dK and dV; tiles stand as
+(keys, queries), so that four of five products need no transpose. ``queries_kernel``: a program holds a tile of
+queries and walks the keys, adding dQ and the gradients of bias, slopes and mask. Both add in a fixed order, hence
+repeat bitwise. With ``ADD_QUERY`` the first kernel adds dQ too, atomically, saving two of seven products at the price
+of that order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sigattn.ops.triton.activation import sigmoid, slope
+from sigattn.ops.triton.tile import (
+    add_positions,
+    bias_terms,
+    column_hash,
+    crossed,
+    dot,
+    hide,
+    kept,
+    load,
+    mask_tile,
+    narrow,
+    row_hash,
+    shift_of,
+    store,
+)
+
+
+@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "seed", "threshold"])
+def keys_kernel(
+    query, key, value, grad_out, grad_query, grad_key, grad_value,
+    bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
+    gq_b, gq_h, gq_n, gq_d, gk_b, gk_h, gk_n, gk_d, gv_b, gv_h, gv_n, gv_d,
+    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
+    n, keys, heads, first_row, left, right, seed, threshold,
+    z_scale, bias_value, shift_value, out_scale, logit_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
+    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+    NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
+):  # fmt: skip
+    """DK and dV of one tile of BLOCK_N keys of one key head; launch.py says what the arguments are."""
+    tiles = tl.cdiv(keys, BLOCK_N)
+    program = tl.program_id(0)
+    column_start = program % tiles * BLOCK_N  # under a causal mask the first keys have the most to do: they go first
+    kv_heads = heads // GROUP
+    b = (program // tiles // kv_heads).to(tl.int64)
+    h_kv = (program // tiles % kv_heads).to(tl.int64)
+    key += b * k_b + h_kv * k_h
+    value += b * v_b + h_kv * v_h
+    if NEED_KEY:
+        grad_key += b * gk_b + h_kv * gk_h
+    if NEED_VALUE:
+        grad_value += b * gv_b + h_kv * gv_h
+    if LENGTHS:
+        keys = tl.minimum(tl.load(key_lengths + b).to(tl.int32), keys)
+    from_q = tl.zeros((), tl.int64)
+    if VARLEN:
+        from_q, from_k = tl.load(starts_q + b).to(tl.int64), tl.load(starts_k + b).to(tl.int64)
+        n = (tl.load(starts_q + b + 1).to(tl.int64) - from_q).to(tl.int32)
+        keys = (tl.load(starts_k + b + 1).to(tl.int64) - from_k).to(tl.int32)
+        key += from_k * k_n
+        value += from_k * v_n
+        if NEED_KEY:
+            grad_key += from_k * gk_n
+        if NEED_VALUE:
+            grad_value += from_k * gv_n
+    if column_start >= keys:
+        return  # the gradients beyond are 0 from the start
+    if BOTTOM_RIGHT:
+        first_row = keys - n
+
+    columns = column_start + tl.arange(0, BLOCK_N)
+    k = load(key, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, True)
+    v = load(value, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, True)
+    shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
+    by_column = column_hash(seed, columns)[:, None] if DROPOUT else 0
+    # key j is seen by places j - right … j + left
+    first = column_start - first_row
+    last = tl.minimum(column_start + BLOCK_N, keys) - first_row
+    start, full_start, full_stop, stop = crossed(first, last, n, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT)
+
+    query += b * q_b + from_q * q_n
+    grad_out += b * o_b + from_q * o_n
+    acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    acc_v = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    for phase in tl.static_range(3):
+        if phase != 0 or HAS_RIGHT:
+            from_, to = start, full_start
+            if phase == 1:
+                from_, to = full_start, full_stop
+            if phase == 2:
+                from_, to = full_stop, stop
+            steps = tl.cdiv(tl.maximum(to - from_, 0), BLOCK_M)
+            for step in tl.range(0, GROUP * steps):  # of the query heads that share this key head, one after another
+                h, row_start = h_kv, from_ + step * BLOCK_M
+                if GROUP > 1:
+                    h, row_start = h_kv * GROUP + step // steps, from_ + step % steps * BLOCK_M
+                bias_here = bias + b * bias_b + h * bias_h if BIAS == "tensor" else bias
+                before, after = 0.0, 0.0
+                if SLOPES:
+                    at = slopes + b * slopes_b + h * slopes_h
+                    before, after = tl.load(at).to(tl.float32), tl.load(at + slopes_s).to(tl.float32)
+                rows = row_start + tl.arange(0, BLOCK_M)
+                q = load(query + h * q_h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, phase != 1)
+                do = load(grad_out + h * o_h, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, phase != 1)
+                z_bias = bias_terms(bias_here, bias_value, rows, n, keys, bias_n, BIAS)
+                if BIAS == "tensor":
+                    z_bias = z_bias[None, :]
+                z = dot(k, tl.trans(q), None, PRECISION) * z_scale + z_bias  # (BLOCK_N, BLOCK_M)
+                i = (first_row + rows)[None, :]
+                j = columns[:, None]
+                z = add_positions(z, i, j, before, after, SLOPES)
+                if MASK != "none":
+                    m = mask_tile(
+                        mask + b * mask_b + h * mask_h, tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None],
+                        n, keys, row_start, column_start, mask_n, mask_m,
+                    )  # fmt: skip
+                    if MASK == "added":
+                        m = m.to(tl.float32)
+                        z -= m * 1.4426950408889634  # log₂e
+                p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
+                if MASK == "bool":
+                    p = tl.where(m != 0, p, 0.0)
+                if MASK == "added":
+                    p = tl.where(m == float("-inf"), 0.0, p)
+                if phase != 1:
+                    p = hide(p, i, j, left, right, HAS_LEFT, HAS_RIGHT)
+                dropped = p
+                if DROPOUT:
+                    by_row = row_hash(seed, (b * heads + h).to(tl.int64), first_row + rows)[None, :]
+                    keep = kept(by_row, by_column, threshold)
+                    dropped = tl.where(keep, p, 0.0)
+                if NEED_VALUE:  # rows beyond the last have dO = 0
+                    acc_v = dot(narrow(dropped, do.dtype), do, acc_v, PRECISION)
+                if NEED_KEY or ADD_QUERY:
+                    dp = dot(v, tl.trans(do), None, PRECISION)
+                    if DROPOUT:
+                        dp = tl.where(keep, dp, 0.0)
+                    ds = narrow(slope(p, unit) * dp, q.dtype)  # (BLOCK_N, BLOCK_M)
+                    if NEED_KEY:
+                        acc_k = dot(ds, q, acc_k, PRECISION)
+                    if ADD_QUERY:
+                        dq = dot(tl.trans(ds), k, None, PRECISION)
+                        dq_columns = tl.arange(0, BLOCK_D)[None, :]
+                        at = grad_query + b * gq_b + h * gq_h + from_q * gq_n + tl.cast(row_start, tl.int64) * gq_n
+                        at += tl.arange(0, BLOCK_M)[:, None] * gq_n + dq_columns * gq_d
+                        inside = (rows[:, None] < n) & (dq_columns < D)
+                        tl.atomic_add(at, dq * (logit_scale * unit), mask=inside, sem="relaxed")
+    if NEED_KEY:
+        store(grad_key, acc_k * (logit_scale * unit), column_start, keys, gk_n, gk_d, BLOCK_N, D, BLOCK_D)
+    if NEED_VALUE:
+        store(grad_value, acc_v * (out_scale * unit), column_start, keys, gv_n, gv_d, BLOCK_N, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "seed", "threshold"])
+def queries_kernel(
+    query, key, value, grad_out, grad_query, grad_bias, grad_slopes, grad_mask,
+    bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
+    gq_b, gq_h, gq_n, gq_d, gb_b, gb_h, gb_n, gm_b, gm_h, gm_n, gm_m,
+    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
+    n, keys, heads, first_row, left, right, seed, threshold,
+    z_scale, bias_value, shift_value, out_scale, logit_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
+    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+    NEED_QUERY: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_SLOPES: tl.constexpr, NEED_MASK: tl.constexpr,
+    SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dQ, and the sums of dS, of one tile of BLOCK_M queries of one head; launch.py says what the arguments are.
+
+    NEED_MASK: "none", "stored" (every entry of grad_mask has one writer) or "added" (atomically, for the mask is
+    broadcast; along queries where SUM_ROWS, along keys where SUM_COLUMNS).
+    """
+    tiles = tl.cdiv(n, BLOCK_M)
+    program = tl.program_id(0)
+    head = program // tiles  # b·Hq + h
+    # under a causal mask the last queries have the most to do: they go first
+    row_start = (tiles - 1 - program % tiles) * BLOCK_M if HAS_RIGHT else program % tiles * BLOCK_M
+    b, h = (head // heads).to(tl.int64), head % heads
+    h_kv = (h // GROUP).to(tl.int64)
+    h = h.to(tl.int64)
+    query += b * q_b + h * q_h
+    key += b * k_b + h_kv * k_h
+    value += b * v_b + h_kv * v_h
+    grad_out += b * o_b + h * o_h
+    if NEED_QUERY:
+        grad_query += b * gq_b + h * gq_h
+    if NEED_BIAS:
+        grad_bias += b * gb_b + h * gb_h
+    if NEED_SLOPES:
+        grad_slopes += 2 * (b * gb_b + h * gb_h)
+    if NEED_MASK != "none":
+        grad_mask += b * gm_b + h * gm_h
+    if BIAS == "tensor":
+        bias += b * bias_b + h * bias_h
+    if MASK != "none":
+        mask += b * mask_b + h * mask_h
+    if LENGTHS:
+        keys = tl.minimum(tl.load(key_lengths + b).to(tl.int32), keys)
+    if VARLEN:
+        from_q, from_k = tl.load(starts_q + b).to(tl.int64), tl.load(starts_k + b).to(tl.int64)
+        n = (tl.load(starts_q + b + 1).to(tl.int64) - from_q).to(tl.int32)
+        keys = (tl.load(starts_k + b + 1).to(tl.int64) - from_k).to(tl.int32)
+        query += from_q * q_n
+        key += from_k * k_n
+        value += from_k * v_n
+        grad_out += from_q * o_n
+        if NEED_QUERY:
+            grad_query += from_q * gq_n
+        if NEED_BIAS:
+            grad_bias += from_q * gb_n
+        if NEED_SLOPES:
+            grad_slopes += 2 * from_q * gb_n
+        if HAS_RIGHT:
+            row_start = (tl.cdiv(n, BLOCK_M) - 1 - program % tiles) * BLOCK_M
+        if row_start >= n or row_start < 0:
+            return
+    if BOTTOM_RIGHT:
+        first_row = keys - n
+    before, after = 0.0, 0.0
+    if SLOPES:
+        slopes += b * slopes_b + h * slopes_h
+        before, after = tl.load(slopes).to(tl.float32), tl.load(slopes + slopes_s).to(tl.float32)
+
+    rows = row_start + tl.arange(0, BLOCK_M)
+    q = load(query, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, True)
+    do = load(grad_out, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, True)
+    z_bias = bias_terms(bias, bias_value, rows, n, keys, bias_n, BIAS)
+    if BIAS == "tensor":
+        z_bias = z_bias[:, None]
+    shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
+    by_row = row_hash(seed, head, first_row + rows)[:, None] if DROPOUT else 0
+    first = first_row + row_start
+    last = first_row + tl.minimum(row_start + BLOCK_M, n)
+    start, full_start, full_stop, stop = crossed(first, last, keys, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc_bias = tl.zeros((BLOCK_M,), tl.float32)
+    acc_before = tl.zeros((BLOCK_M,), tl.float32)
+    acc_after = tl.zeros((BLOCK_M,), tl.float32)
+    for phase in tl.static_range(3):
+        if phase != 0 or HAS_LEFT:
+            from_, to = start, full_start
+            if phase == 1:
+                from_, to = full_start, full_stop
+            if phase == 2:
+                from_, to = full_stop, stop
+            for column_start in tl.range(from_, to, BLOCK_N):
+                k = load(key, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1)
+                v = load(value, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1)
+                z = dot(q, tl.trans(k), None, PRECISION) * z_scale + z_bias  # (BLOCK_M, BLOCK_N)
+                i = (first_row + rows)[:, None]
+                j = (column_start + tl.arange(0, BLOCK_N))[None, :]
+                z = add_positions(z, i, j, before, after, SLOPES)
+                if MASK != "none":
+                    m = mask_tile(
+                        mask, tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :],
+                        n, keys, row_start, column_start, mask_n, mask_m,
+                    )  # fmt: skip
+                    if MASK == "added":
+                        m = m.to(tl.float32)
+                        z -= m * 1.4426950408889634  # log₂e
+                p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
+                if MASK == "bool":
+                    p = tl.where(m != 0, p, 0.0)
+                if MASK == "added":
+                    p = tl.where(m == float("-inf"), 0.0, p)
+                if phase != 1:
+                    p = hide(p, i, j, left, right, HAS_LEFT, HAS_RIGHT)
+                dp = dot(do, tl.trans(v), None, PRECISION)  # keys beyond the last have v = 0: no gradient
+                if DROPOUT:
+                    by_column = column_hash(seed, column_start + tl.arange(0, BLOCK_N))[None, :]
+                    dp = tl.where(kept(by_row, by_column, threshold), dp, 0.0)
+                ds = slope(p, unit) * dp  # (BLOCK_M, BLOCK_N)
+                if NEED_QUERY:
+                    acc = dot(narrow(ds, k.dtype), k, acc, PRECISION)
+                if NEED_BIAS:
+                    acc_bias += tl.sum(ds, 1)
+                if NEED_SLOPES:
+                    distance = (i - j).to(tl.float32)
+                    acc_before += tl.sum(tl.where(distance > 0, -distance * ds, 0.0), 1)
+                    acc_after += tl.sum(tl.where(distance < 0, distance * ds, 0.0), 1)
+                if NEED_MASK != "none":
+                    columns = column_start + tl.arange(0, BLOCK_N)
+                    add_to_mask(
+                        grad_mask, ds * (out_scale * unit), rows, columns, n, keys, gm_n, gm_m,
+                        NEED_MASK, SUM_ROWS, SUM_COLUMNS,
+                    )  # fmt: skip
+    if NEED_QUERY:
+        store(grad_query, acc * (logit_scale * unit), row_start, n, gq_n, gq_d, BLOCK_M, D, BLOCK_D)
+    if NEED_BIAS:
+        tl.store(grad_bias + rows.to(tl.int64) * gb_n, acc_bias * (out_scale * unit), mask=rows < n)
+    if NEED_SLOPES:
+        at = grad_slopes + 2 * rows.to(tl.int64) * gb_n
+        tl.store(at, acc_before * (out_scale * unit), mask=rows < n)
+        tl.store(at + 1, acc_after * (out_scale * unit), mask=rows < n)
+
+
+@triton.jit
+def add_to_mask(
+    grad_mask, ds, rows, columns, n, keys, gm_n, gm_m,
+    NEED_MASK: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of dS to the mask's gradient, summed along what the mask is broadcast along."""
+    inside = (rows[:, None] < n) & (columns[None, :] < keys)
+    ds = tl.where(inside, ds, 0.0)
+    row_at = rows.to(tl.int64) * gm_n
+    column_at = columns.to(tl.int64) * gm_m
+    if NEED_MASK == "stored":
+        tl.store(grad_mask + row_at[:, None] + column_at[None, :], ds, mask=inside)
+    elif SUM_ROWS and SUM_COLUMNS:
+        tl.atomic_add(grad_mask, tl.sum(ds), sem="relaxed")
+    elif SUM_ROWS:
+        tl.atomic_add(grad_mask + column_at, tl.sum(ds, 0), mask=columns < keys, sem="relaxed")
+    elif SUM_COLUMNS:
+        tl.atomic_add(grad_mask + row_at, tl.sum(ds, 1), mask=rows < n, sem="relaxed")
+    else:
+        tl.atomic_add(grad_mask + row_at[:, None] + column_at[None, :], ds, mask=inside, sem="relaxed")

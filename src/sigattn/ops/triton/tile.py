@@ -1,0 +1,209 @@
+"""What the kernels share: which tiles there are, how they are loaded, and what position and masks do to a tile.
+
+Functions of a tile take the rows' and columns' indices ready for broadcasting, so that one text serves tiles of
+(queries, keys) and of (keys, queries). Offsets inside a tile are 32-bit; the tile's own start is added in 64.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def crossed(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """How a run of places first … last - 1 meets the other axis, 0 … length - 1, under the window.
+
+    Place i sees i - left … i + right. Returns (start, full_start, full_stop, stop): tiles of BLOCK from start to stop
+    are visited; those from full_start to full_stop are seen whole by every place, so they need no mask; the others are
+    the edges.
+    """
+    start = 0
+    stop = length
+    full_start = 0
+    full_stop = length // BLOCK * BLOCK
+    if HAS_LEFT:
+        start = tl.maximum(first - left, 0) // BLOCK * BLOCK
+        full_start = (tl.maximum(last - 1 - left, 0) + BLOCK - 1) // BLOCK * BLOCK
+    if HAS_RIGHT:
+        stop = tl.minimum(length, tl.maximum(last + right, 0))
+        full_stop = tl.minimum(length, tl.maximum(first + right + 1, 0)) // BLOCK * BLOCK
+    some = full_start < full_stop
+    full_stop = tl.where(some, full_stop, start)
+    full_start = tl.where(some, full_start, start)
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def load(
+    base,
+    start,
+    length,
+    stride_row,
+    stride_column,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """Rows start … start + ROWS - 1 of a matrix (length, WIDTH), 0 beyond it: (ROWS, BLOCK_WIDTH)."""
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK_WIDTH)[None, :]
+    at = base + tl.cast(start, tl.int64) * stride_row + rows * stride_row + columns * stride_column
+    if CHECKED and WIDTH != BLOCK_WIDTH:
+        tile = tl.load(at, mask=(start + rows < length) & (columns < WIDTH), other=0.0)
+    elif CHECKED:
+        tile = tl.load(at, mask=start + rows < length, other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(at, mask=columns < WIDTH, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile
+
+
+@triton.jit
+def store(
+    base,
+    tile,
+    start,
+    length,
+    stride_row,
+    stride_column,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """The counterpart of ``load``: writes what lies inside the matrix."""
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK_WIDTH)[None, :]
+    at = base + tl.cast(start, tl.int64) * stride_row + rows * stride_row + columns * stride_column
+    tl.store(at, narrow(tile, base.dtype.element_ty), mask=(start + rows < length) & (columns < WIDTH))
+
+
+# Triton's interpreter knows no products of bfloat16, and cuts off bits where the hardware rounds.
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """The product of a and b, added to acc unless that is None, in float32."""
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 rounded to another dtype."""
+    if _INTERPRETED:
+        if DTYPE == tl.bfloat16:  # to nearest, ties to even; what is left to cut off is 0
+            bits = x.to(tl.int32, bitcast=True)
+            x = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def bias_terms(
+    bias,
+    bias_value,
+    rows,
+    n,
+    keys,
+    stride_row,
+    BIAS: tl.constexpr,
+):
+    """The bias as a term of z, -log₂e · b: a number, or (rows,).
+
+    BIAS: "number", "tensor" (its entry of each row), or "length" (-log of the number of keys).
+    """
+    if BIAS == "tensor":
+        at = bias + rows.to(tl.int64) * stride_row
+        term = tl.load(at, mask=rows < n, other=0.0).to(tl.float32) * -1.4426950408889634
+    elif BIAS == "length":
+        term = tl.log2(tl.maximum(keys, 1).to(tl.float32))
+    else:
+        tl.static_assert(BIAS == "number")
+        term = bias_value
+    return term
+
+
+@triton.jit
+def shift_of(shift_pointer, shift_value, keys, SHIFT: tl.constexpr):
+    """The exponent that float16 weights are multiplied by, and its inverse 2^-shift (activation.py)."""
+    shift, unit = 0.0, 1.0
+    if SHIFT != "none":
+        if SHIFT == "number":
+            shift = shift_value
+        elif SHIFT == "tensor":
+            shift = tl.load(shift_pointer).to(tl.float32)
+        else:
+            tl.static_assert(SHIFT == "length")
+            shift = tl.minimum(tl.floor(tl.log2(tl.maximum(keys, 1).to(tl.float32))), 15.0)
+        unit = tl.exp2(-shift)
+    return shift, unit
+
+
+@triton.jit
+def add_positions(z, i, j, before, after, SLOPES: tl.constexpr):
+    """ALiBi: slope · |i - j| taken from the logits, one slope for keys before the query and one for keys after it."""
+    if SLOPES:
+        distance = (i - j).to(tl.float32)
+        z += tl.where(distance > 0, before * distance, -after * distance) * 1.4426950408889634
+    return z
+
+
+@triton.jit
+def mask_tile(mask, rows, columns, n, keys, row_start, column_start, stride_row, stride_column):
+    """A tile of attn_mask; rows and columns count from the tile's starts."""
+    at = mask + tl.cast(row_start, tl.int64) * stride_row + tl.cast(column_start, tl.int64) * stride_column
+    inside = (row_start + rows < n) & (column_start + columns < keys)
+    return tl.load(at + rows * stride_row + columns * stride_column, mask=inside, other=0)
+
+
+@triton.jit
+def hide(p, i, j, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Zero what lies outside the window."""
+    if HAS_LEFT:
+        p = tl.where(j >= i - left, p, 0.0)
+    if HAS_RIGHT:
+        p = tl.where(j <= i + right, p, 0.0)
+    return p
+
+
+# -- dropout: ops/dropout.py, number for number -----------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(x):
+    """splitmix64's finaliser: int64 → its low 32 bits."""
+    x = x.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return (x ^ (x >> 31)).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def row_hash(seed, head, i):
+    """The part of the hash that depends on head (b·Hq + h) and query."""
+    by_head = _mix(head + tl.cast(seed, tl.int64) + tl.zeros_like(i).to(tl.int64))
+    return _mix(by_head.to(tl.int64) + i)
+
+
+@triton.jit
+def column_hash(seed, j):
+    """The part of the hash that depends on the key."""
+    start = _mix((tl.cast(seed, tl.int64) ^ -7046029254386353131) + tl.zeros_like(j).to(tl.int64))
+    return _mix(start.to(tl.int64) + j)
+
+
+@triton.jit
+def kept(by_row, by_column, threshold):
+    """Whether dropout keeps each weight."""
+    x = (by_row ^ by_column).to(tl.int32)
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= -2073254261
+    return x >= threshold

@@ -1,0 +1,180 @@
+"""Tile shapes of the kernels: data, per architecture, head size and dtype. Nothing is tuned while users wait.
+
+``benchmarks/gpu.sh`` measures the candidates of ``candidates`` on the machine at hand; what it finds goes into these
+tables. None of them has been measured on a GPU yet: they were chosen from what the compiler reports (``sigattn bench
+static``): no spills, tensor cores fed from shared memory, room for at least two stages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Config(NamedTuple):
+    """A tile of ``block_m`` queries and ``block_n`` keys; warps of a program; tiles in flight."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+FORWARD, KEYS, QUERIES = "forward", "keys", "queries"
+
+# Each table: by kernel and padded head size.
+
+# 16-bit dtypes on Hopper (227 KiB of shared memory; wgmma wants 64 rows of a tile for each four warps, which at 256 the
+# kernel of the keys cannot give: dK and dV together fill the registers, and it works with mma.sync).
+_HOPPER: dict[str, dict[int, Config]] = {
+    FORWARD: {
+        16: Config(128, 128, 8, 3),
+        32: Config(128, 128, 8, 3),
+        64: Config(128, 128, 8, 3),
+        128: Config(128, 128, 8, 3),
+        256: Config(128, 64, 8, 2),
+    },
+    KEYS: {
+        16: Config(64, 128, 8, 3),
+        32: Config(64, 128, 8, 3),
+        64: Config(64, 128, 8, 3),
+        128: Config(32, 128, 8, 2),
+        256: Config(32, 32, 8, 1),
+    },
+    QUERIES: {
+        16: Config(128, 64, 8, 3),
+        32: Config(128, 64, 8, 3),
+        64: Config(128, 64, 8, 3),
+        128: Config(128, 64, 8, 3),
+        256: Config(128, 32, 8, 2),
+    },
+}
+
+# 16-bit dtypes on datacentre Blackwell (as much memory; accumulators in tensor memory leave registers free).
+_BLACKWELL: dict[str, dict[int, Config]] = {
+    FORWARD: {
+        16: Config(128, 128, 8, 3),
+        32: Config(128, 64, 4, 3),
+        64: Config(128, 128, 8, 3),
+        128: Config(128, 128, 8, 3),
+        256: Config(128, 64, 8, 2),
+    },
+    KEYS: {
+        16: Config(64, 128, 8, 3),
+        32: Config(64, 128, 8, 3),
+        64: Config(64, 128, 8, 1),
+        128: Config(64, 128, 8, 3),
+        256: Config(32, 64, 4, 2),
+    },
+    QUERIES: {
+        16: Config(128, 64, 8, 3),
+        32: Config(128, 64, 8, 3),
+        64: Config(128, 64, 8, 3),
+        128: Config(128, 64, 8, 3),
+        256: Config(128, 32, 8, 2),
+    },
+}
+
+# 16-bit dtypes on Ampere, Ada and consumer Blackwell: 99 KiB is what all of them have.
+_SMALL: dict[str, dict[int, Config]] = {
+    FORWARD: {
+        16: Config(128, 64, 4, 3),
+        32: Config(128, 64, 4, 3),
+        64: Config(128, 64, 8, 2),
+        128: Config(128, 64, 8, 3),
+        256: Config(64, 32, 4, 2),
+    },
+    KEYS: {
+        16: Config(64, 128, 8, 3),
+        32: Config(64, 128, 8, 3),
+        64: Config(64, 128, 8, 3),
+        128: Config(32, 64, 4, 1),
+        256: Config(32, 32, 8, 1),
+    },
+    QUERIES: {
+        16: Config(128, 64, 8, 3),
+        32: Config(128, 64, 8, 2),
+        64: Config(128, 64, 8, 3),
+        128: Config(64, 64, 4, 2),
+        256: Config(64, 32, 4, 1),
+    },
+}
+
+# float32: twice the memory and, in IEEE precision, no tensor core; operands live in registers. 99 KiB here too.
+_WIDE: dict[str, dict[int, Config]] = {
+    FORWARD: {
+        16: Config(64, 32, 4, 2),
+        32: Config(64, 32, 4, 2),
+        64: Config(64, 32, 8, 2),
+        128: Config(32, 16, 8, 1),
+        256: Config(32, 16, 8, 1),
+    },
+    KEYS: {
+        16: Config(32, 64, 4, 2),
+        32: Config(32, 64, 8, 1),
+        64: Config(32, 32, 8, 1),
+        128: Config(16, 32, 8, 1),
+        256: Config(16, 16, 8, 1),
+    },
+    QUERIES: {
+        16: Config(64, 32, 4, 2),
+        32: Config(64, 32, 4, 2),
+        64: Config(32, 32, 4, 1),
+        128: Config(16, 16, 8, 1),
+        256: Config(16, 16, 4, 1),
+    },
+}
+
+# 16-bit dtypes on AMD's GPUs (64 KiB): no compiler for them was asked, so these are merely modest.
+_OTHER: dict[str, dict[int, Config]] = {
+    FORWARD: {
+        16: Config(128, 64, 4, 2),
+        32: Config(128, 64, 4, 2),
+        64: Config(128, 64, 4, 2),
+        128: Config(128, 32, 4, 1),
+        256: Config(64, 32, 4, 1),
+    },
+    KEYS: {
+        16: Config(64, 64, 4, 1),
+        32: Config(64, 64, 4, 1),
+        64: Config(64, 64, 4, 1),
+        128: Config(32, 64, 4, 1),
+        256: Config(16, 32, 4, 1),
+    },
+    QUERIES: {
+        16: Config(64, 64, 4, 1),
+        32: Config(64, 64, 4, 1),
+        64: Config(64, 64, 4, 1),
+        128: Config(64, 32, 4, 1),
+        256: Config(32, 16, 4, 1),
+    },
+}
+
+# dQ added atomically by the kernel of the keys: two products of seven saved, the order of addition lost. Whether that
+# is faster has not been measured on any architecture, so no one has it by default.
+ADD_QUERY_ATOMICALLY: frozenset[int] = frozenset()
+
+
+def padded(width: int) -> int:
+    """The size that a head of this width takes in a kernel: a power of two, at least what a product needs."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def table(architecture: int, itemsize: int) -> dict[str, dict[int, Config]]:
+    """The table for a compute capability (90 for sm_90; 0 for what is not NVIDIA's)."""
+    if itemsize == 4:
+        return _WIDE
+    return {90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL, 0: _OTHER}.get(architecture, _SMALL)
+
+
+def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> Config:
+    """The tile shapes for a kernel whose wider head (of D and Dv) has this width."""
+    return table(architecture, itemsize)[kernel][padded(width)]
+
+
+def candidates(kernel: str, width: int) -> list[Config]:
+    """What is worth measuring on a Hopper machine."""
+    del kernel
+    shapes = [(128, 128), (128, 64), (64, 128), (64, 64), (128, 256), (256, 64)]
+    if padded(width) >= 256:
+        shapes = [(128, 64), (64, 64), (64, 32), (32, 64)]
+    return [Config(m, n, warps, stages) for m, n in shapes for warps in (4, 8) for stages in (2, 3, 4)]

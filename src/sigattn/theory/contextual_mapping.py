@@ -1,0 +1,282 @@
+"""The contextual mapping of App. B, in exact integers: layers of modified sigmoid attention, and what the proof claims.
+
+Everything is counted in units of δ. A quantised token is a column of d numbers in 0 … N - 1, N = 1/δ; the vector
+u = (1, N, …, N^(d-1)) turns it into one index in 0 … G - 1, G = N^d. A sequence of n different tokens becomes n
+different indices l₁ < … < l_n, and the layers add to the first row of the tokens, hence to the indices:
+
+    selective shift Ψ⁽ⁱ⁾  (four heads)   l_j += c · Σ_{k: l_k > i} l_k     where l_j = i          i = 0 … G - 1
+    global shift Ψ̄        (one head)     l_j += c^(n+1) · l_n              for every j
+
+so that each token ends with a number that only this sequence gives and only this token of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Column = Sequence[int]
+_INT64 = 2**62  # sums of two such numbers still fit
+
+
+def heaviside_twice(x: int) -> int:
+    """2 H(x): 0, 1 or 2. (H(0) = 1/2 in the definition of modified sigmoid attention.)"""
+    return (x > 0) + (x >= 0)
+
+
+def modified_attention(l: Sequence[int], b_q_twice: int, b_k_twice: int) -> list[int]:
+    """4 ψ̃(X; b_q, b_k), first row: 2 · Σ_k l_k · 2H((l_k - b_q)(l_j - b_k)) for each j, of biases in half units.
+
+    The definition of the modified sigmoid self-attention layer with q = k = v = u and o = e₀: row k of the matrix of
+    weights belongs to the value that is summed, column j to the token that is updated.
+    """
+    return [2 * sum(v * heaviside_twice((2 * v - b_q_twice) * (2 * w - b_k_twice)) for v in l) for w in l]
+
+
+class ContextualMapping:
+    """The layers for one grid and length.
+
+    Args:
+        d: numbers of a token. n: tokens of a sequence, at least 2. inverse_delta: N = 1/δ, at least 2.
+        c: the layers' factor; None for the least integer that the proof allows.
+        first_layer: index of the first selective shift: 0, or 1 where the paper's composition starts at 1.
+
+    Raises:
+        ValueError: sizes out of range, or fewer grid points than tokens (they must all differ).
+        TypeError: sizes that are no integers, such as an inverse_delta of 2.5: δ must be a unit fraction.
+    """
+
+    def __init__(self, *, d: int, n: int, inverse_delta: int, c: int | None = None, first_layer: int = 0) -> None:
+        given = {"d": d, "n": n, "inverse_delta": inverse_delta}
+        for name, value in given.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"ContextualMapping: {name} must be an integer (δ is a unit fraction), got {value!r}")
+        if d < 1 or n < 2 or inverse_delta < 2:
+            raise ValueError(f"ContextualMapping: needs d ≥ 1, n ≥ 2 and inverse_delta ≥ 2, got {given}")
+        self.d, self.n, self.inverse_delta, self.first_layer = d, n, inverse_delta, first_layer
+        self.grid = inverse_delta**d
+        if n > self.grid:
+            raise ValueError(
+                f"ContextualMapping: {n} different tokens do not fit a grid of {inverse_delta}^{d} = {self.grid} points"
+            )
+        self.c = self.proof_c if c is None else c
+
+    @property
+    def proof_c(self) -> int:
+        """The least integer c that satisfies c > (n - 1)(δ^-d - 1) · binom(n - 1, ⌈(n - 1)/2⌉)."""
+        return (self.n - 1) * (self.grid - 1) * math.comb(self.n - 1, math.ceil((self.n - 1) / 2)) + 1
+
+    # -- the layers -------------------------------------------------------------------------------------------------
+
+    def index(self, column: Column) -> int:
+        """uᵀx of a token, in units of δ."""
+        return sum(x * self.inverse_delta**row for row, x in enumerate(column))
+
+    def selective_shift(self, l: Sequence[int], i: int) -> list[int]:
+        """Ψ⁽ⁱ⁾: four heads of modified attention, times c/2. (With δ where Eq. "selective shift" misses one.)"""
+        low, high = 2 * i - 1, 2 * i + 1  # twice (i ∓ 1/2)
+        heads = zip(
+            modified_attention(l, 0, low),
+            modified_attention(l, 0, high),
+            modified_attention(l, high, high),
+            modified_attention(l, high, low),
+            strict=True,
+        )
+        result = []
+        for x, (a, b, e, f) in zip(l, heads, strict=True):
+            update, rest = divmod(self.c * (a - b - e + f), 8)
+            assert not rest, "the heads must sum to whole units"
+            result.append(x + update)
+        return result
+
+    def global_shift(self, l: Sequence[int]) -> list[int]:
+        """Ψ̄: one head with b_q = (c^n + 1/2) δ and b_k = 0, times c^(n+1)."""
+        head = modified_attention(l, 2 * self.c**self.n + 1, 0)
+        result = []
+        for x, update in zip(l, head, strict=True):
+            whole, rest = divmod(self.c ** (self.n + 1) * update, 4)
+            result.append(x + whole if not rest else x + update)  # a half unit only where b_k meets an index 0
+        return result
+
+    def apply(self, columns: Sequence[Column]) -> list[list[int]]:
+        """Ψ(X), layer by layer: the tokens after all layers; only their first numbers change.
+
+        columns: n different tokens, each d numbers in 0 … N - 1.
+        """
+        if len(columns) != self.n or any(len(x) != self.d for x in columns):
+            raise ValueError(f"ContextualMapping: needs {self.n} tokens of {self.d} numbers, got {columns}")
+        if any(not 0 <= v < self.inverse_delta for x in columns for v in x):
+            raise ValueError(f"ContextualMapping: numbers must lie in 0 … {self.inverse_delta - 1}, got {columns}")
+        before = [self.index(x) for x in columns]
+        if len(set(before)) < self.n:
+            raise ValueError(f"ContextualMapping: tokens must all differ, got {columns}")
+        l = before
+        for i in range(self.first_layer, self.grid):
+            l = self.selective_shift(l, i)
+        l = self.global_shift(l)
+        return [[x[0] + after - b, *x[1:]] for x, b, after in zip(columns, before, l, strict=True)]
+
+    # -- the formula ------------------------------------------------------------------------------------------------
+
+    def closed_form(self, l: Sequence[int]) -> list[int]:
+        """The indices l̃ after the selective shifts, by the formula with binomials, mended; l ascending.
+
+        l̃_j = l_j + c s_j + Σ_i c^(i+2) Σ_{k=i}^{j-2} binom(k, i) s_{j-1-k}, s_j being the sum of all l but l_j. (The
+        paper prints s_{k-i+1}, which agrees with its own unrolled terms up to j = 3 only.)
+        """
+        return self._formula(l, lambda i, j, k: j - 1 - k)
+
+    def closed_form_as_printed(self, l: Sequence[int]) -> list[int]:
+        """The formula as the paper prints it."""
+        return self._formula(l, lambda i, j, k: k - i + 1)
+
+    def _formula(self, l: Sequence[int], index: Callable[[int, int, int], int]) -> list[int]:
+        total, c = sum(l), self.c
+        s = [total - x for x in l]
+        result = []
+        for j in range(1, self.n + 1):
+            higher = 0
+            for i in range(j - 1):
+                terms = (math.comb(k, i) * s[index(i, j, k) - 1] for k in range(i, j - 1))
+                higher += c ** (i + 2) * sum(terms)
+            result.append(l[j - 1] + c * s[j - 1] + higher)
+        return result
+
+    # -- every input ------------------------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> int:
+        """How many quantised inputs there are, up to permutation."""
+        return math.comb(self.grid, self.n)
+
+    def all_inputs(self) -> Iterator[tuple[int, ...]]:
+        """Every set of n different indices, ascending."""
+        return itertools.combinations(range(self.grid), self.n)
+
+    def all_selectively_shifted(self) -> list[list[int]]:
+        """l̃ of every input, layer by layer through the attention's definition."""
+        if 4 * self.n * self.c ** (self.n + 2) < _INT64:
+            return self._shifted_together()
+        shifted = []
+        for given in self.all_inputs():
+            l = list(given)
+            for i in range(self.first_layer, self.grid):
+                l = self.selective_shift(l, i)
+            shifted.append(l)
+        return shifted
+
+    def _shifted_together(self) -> list[list[int]]:
+        """The same for all inputs at once, in 64-bit integers, which hold every number that occurs."""
+        l = torch.tensor(list(self.all_inputs()), dtype=torch.int64)  # (inputs, n)
+
+        def head(b_q_twice: int, b_k_twice: int) -> Tensor:
+            rows, columns = (2 * l - b_q_twice).sign(), (2 * l - b_k_twice).sign()
+            weights = rows.unsqueeze(2) * columns.unsqueeze(1) + 1  # 2H, (inputs, n, n)
+            return 2 * (l.unsqueeze(2) * weights).sum(1)
+
+        for i in range(self.first_layer, self.grid):
+            low, high = 2 * i - 1, 2 * i + 1
+            heads = head(0, low) - head(0, high) - head(high, high) + head(high, low)
+            l = l + self.c * heads // 8
+        return l.tolist()
+
+    def verify(self, limit: int = 50_000) -> Verification:
+        """Enumerate every quantised input and check what App. B claims of it.
+
+        Args:
+            limit: the most tokens, inputs times n, to enumerate.
+
+        Raises:
+            ValueError: if there are more; the message gives the count.
+        """
+        if self.inputs * self.n > limit:
+            raise ValueError(
+                f"ContextualMapping: d = {self.d}, n = {self.n}, 1/δ = {self.inverse_delta} has {self.inputs:,} inputs "
+                f"of {self.n} tokens, {self.inputs * self.n:,} in all; the limit is {limit:,}"
+            )
+        return Verification.of(self)
+
+    def is_contextual(self) -> bool:
+        """Whether all tokens of all inputs end with different numbers."""
+        final = [x for l in self.all_selectively_shifted() for x in self.global_shift(l)]
+        return len(set(final)) == len(final)
+
+    def smallest_c(self) -> int:
+        """The least c with which the layers still give a contextual mapping."""
+        for c in range(1, self.proof_c):
+            other = ContextualMapping(d=self.d, n=self.n, inverse_delta=self.inverse_delta, c=c)
+            if other.is_contextual():
+                return c
+        return self.proof_c
+
+
+@dataclass
+class Verification:
+    """What an enumeration found: for each statement the number of cases checked and of those that fail.
+
+    Attributes:
+        inputs: sequences enumerated. checked, failed: by statement.
+    """
+
+    inputs: int
+    checked: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+
+    FORMULA = "l̃ is what the closed form says, mended"
+    PRINTED = "l̃ is what the closed form says, as printed"
+    ONE_TO_ONE = "l ↦ l̃_n is one-to-one"
+    INCREASING = "l̃ is increasing"
+    LOWER = "l̃_j > c^j δ for j > 1"
+    UPPER = "l̃_j < c^(j+1) δ for 1 < j < n"
+    LAST = "l̃_j ≤ c^n δ for j < n, and l̃_n > c^n δ"
+    SHIFT = "the global shift adds c^(n+1) l̃_n"
+    WITHIN = "(i) a sequence's numbers differ"
+    BETWEEN = "(ii) different sequences share no number"
+    AS_PRINTED = "|l̃_i - l̃'_j| < c^n δ, as the last proof says"
+    MENDED = "l̃_n < c^(n+1) δ, with which it can be mended"
+
+    @classmethod
+    def of(cls, m: ContextualMapping) -> Verification:
+        """Check every statement on every input of a mapping."""
+        result = cls(m.inputs)
+        shifted = m.all_selectively_shifted()
+        unit, n = m.c**m.n, m.n
+        final = []
+        for given, l in zip(m.all_inputs(), shifted, strict=True):
+            result._count(cls.FORMULA, l == m.closed_form(given))
+            result._count(cls.PRINTED, l == m.closed_form_as_printed(given))
+            result._count(cls.INCREASING, all(a < b for a, b in itertools.pairwise(l)))
+            for j in range(2, n + 1):
+                result._count(cls.LOWER, l[j - 1] > m.c**j)
+                if j < n:
+                    result._count(cls.UPPER, l[j - 1] < m.c ** (j + 1))
+            result._count(cls.LAST, max(l[:-1]) <= unit < l[-1])
+            result._count(cls.MENDED, l[-1] < m.c ** (n + 1))
+            q = m.global_shift(l)
+            result._count(cls.SHIFT, q == [x + m.c ** (n + 1) * l[-1] for x in l])
+            result._count(cls.WITHIN, len(set(q)) == n)
+            final.append(q)
+        result._between(cls.ONE_TO_ONE, [l[-1] for l in shifted])
+        result._between(cls.BETWEEN, [x for q in final for x in set(q)])
+        # the largest difference over all pairs of inputs is between the extremes
+        low, high = min(min(l) for l in shifted), max(max(l) for l in shifted)
+        result._count(cls.AS_PRINTED, high - low < unit)
+        return result
+
+    def _count(self, statement: str, holds: bool) -> None:
+        self.checked[statement] = self.checked.get(statement, 0) + 1
+        self.failed[statement] = self.failed.get(statement, 0) + (not holds)
+
+    def _between(self, statement: str, numbers: list[int]) -> None:
+        self.checked[statement] = len(numbers)
+        self.failed[statement] = len(numbers) - len(set(numbers))
+
+    @property
+    def is_contextual_mapping(self) -> bool:
+        """Whether both conditions of the definition hold."""
+        return not (self.failed[self.WITHIN] or self.failed[self.BETWEEN])

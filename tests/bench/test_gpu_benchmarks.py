@@ -1,0 +1,151 @@
+"""The GPU benchmarks at tiny sizes, with interpreted kernels: that they work on the day there is a GPU."""
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from sigattn.bench import accuracy, gpu, hybridnorm, kernels, tune
+from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, Options
+from sigattn.bench.provenance import BenchmarkError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh is the test on a GPU")
+
+
+def test_kernels(tmp_path):
+    config = kernels.KernelBenchmark(
+        lengths=(16, 32),
+        heads=2,
+        head_dims=(16,),
+        batch=2,
+        dtype="float32",
+        rounds=1,
+        round_seconds=0.0,
+        results=tmp_path,
+    )
+    report = kernels.run(config)
+    assert json.loads((tmp_path / "kernels.json").read_text())["rows"] == json.loads(json.dumps(report["rows"]))
+    assert {(r["n"], r["causal"], r["alibi"], r["pass"]) for r in report["rows"] if r["contestant"] == OURS} == {
+        (n, causal, alibi, direction)
+        for n in (16, 32)
+        for causal, alibi in ((False, False), (True, False), (True, True))
+        for direction in ("forward", "backward", "training")
+    }
+    assert all(r["error"] < 1e-5 and r["gradient_error"] < 1e-5 for r in report["rows"])
+    assert any("it needs a GPU" in reason for reason in report["absent"].values())
+    assert {r["over"] for r in report["average_speed_up"]} == {"SDPA on CPU"}
+    assert "interpreted" in report["device"]
+    assert {p.name for p in tmp_path.glob("*.png")} == {"d16.png", "d16_alibi.png"}
+
+
+def test_kernels_stop_in_time(tmp_path):
+    report = kernels.run(kernels.KernelBenchmark(seconds=0.0, profile=False, results=tmp_path))
+    assert not report["rows"]
+    assert len(report["left_out_for_time"]) == 11 * 4 + 11
+
+
+def test_a_wrong_contestant_is_not_timed(monkeypatch):
+    def wrong(q, k, v, o):
+        return CONTESTANTS[OURS].call(q, k, v, o) * 1.1
+
+    def broken(q, k, v, o):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setitem(CONTESTANTS, "wrong", Contestant(False, wrong, cpu=True))
+    monkeypatch.setitem(CONTESTANTS, "broken", Contestant(False, broken, cpu=True))
+    absent = {}
+    config = kernels.KernelBenchmark(heads=1, batch=1, dtype="float32", rounds=1, round_seconds=0.0)
+    rows = kernels.measure(config, kernels.Setting(16, 16, False, False), absent)
+    assert {"wrong", "broken"}.isdisjoint(r["contestant"] for r in rows)
+    reasons = {name.split(",")[0]: reason for name, reason in absent.items()}
+    assert "it is wrong" in reasons["wrong"]
+    assert "no kernel image" in reasons["broken"]
+
+
+def test_truth_of_softmax_and_alibi():
+    """The benchmark's truth against PyTorch's own attention and autograd."""
+    problem = gpu.inputs(1, 2, 20, 8, torch.float32, causal=True, alibi=True)
+    q, k, v = gpu.leaves(problem)
+    i = torch.arange(20)
+    mask = -problem.options.slopes[:, None, None] * (i[:, None] - i).abs()
+    mask = mask.masked_fill(i[:, None] < i, -math.inf)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    gradients = torch.autograd.grad(out, (q, k, v), problem.grad_out)
+    assert max(gpu.errors(problem, True, out.detach(), gradients)) < 1e-5
+
+
+def test_accuracy_of_float16_at_65536_keys(tmp_path):
+    """With b = -log n, weights of 1/n stay as exact as the dtype's own rounding (2^-11 and 2^-8)."""
+    config = accuracy.AccuracyBenchmark(
+        lengths=(64, 65536), queries=16, head_dim=16, whole=False, dtypes=("float16", "bfloat16"), results=tmp_path
+    )
+    rows = [r for r in accuracy.run(config)["rows"] if r["contestant"] == OURS]
+    assert len(rows) == 4
+    for r in rows:
+        rounding = {"float16": 2**-11, "bfloat16": 2**-8}[r["dtype"]]
+        assert r["weights_max"] < 2.2 * rounding, r  # of the weight, and of the output
+        assert r["weights_mean"] < rounding, r
+        assert r["output"] < rounding, r
+    assert (tmp_path / "accuracy.png").exists()
+
+
+def test_hybridnorm(tmp_path):
+    config = hybridnorm.HybridNormBenchmark(
+        lengths=(16, 32), heads=2, head_dim=16, dtype="float32", rounds=1, round_seconds=0.0, results=tmp_path
+    )
+    report = hybridnorm.run(config)
+    assert {(c["causal"], c["norm"]) for c in report["crossings"]} == {
+        (c, n) for c in (False, True) for n in ("affine", "no affine")
+    }
+
+
+def test_crossing_is_the_last_one():
+    def row(n, ratio):
+        return {"n": n, "causal": False, "contestant": "affine", "softmax_time_over_this": {"x": ratio}}
+
+    rows = [row(64, 1.2), row(128, 0.9), row(256, 1.25), row(512, 2.0)]
+    found = hybridnorm.crossing(rows, False, "affine")["over"]["x"]
+    assert found["from"] == 256
+    assert found["percent"] == pytest.approx(100 * (0.2 + 0.5) / 2)
+    assert hybridnorm.crossing([row(64, 0.9)], False, "affine")["over"]["x"] == {"from": None, "percent": None}
+
+
+def test_tune(tmp_path):
+    config = tune.TuneBenchmark(
+        lengths=(32,), heads=1, head_dims=(16,), most_flops=1.0, most_candidates=1, rounds=1, round_seconds=0.0,
+        results=tmp_path,
+    )  # fmt: skip
+    rows = tune.run(config)["rows"]
+    assert {r["kernel"] for r in rows} == {"forward", "keys", "queries", tune.FUSED}
+    assert all("ms" in r for r in rows), rows
+
+
+def test_without_a_gpu_and_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(BenchmarkError, match="needs a GPU"):
+        kernels.run(kernels.KernelBenchmark())
+
+
+def test_the_script_runs_a_step(tmp_path):
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "STEPS": "accuracy", "PYTHON": os.sys.executable}
+    done = subprocess.run(
+        [root / "benchmarks/gpu.sh", tmp_path / "out"], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out/accuracy/accuracy.json").exists()
+    assert "accuracy: exit 0" in (tmp_path / "out/steps.log").read_text()
+
+
+def test_contestants_compute_the_same():
+    """Those that run here, with ALiBi too."""
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    for slopes in (None, torch.tensor([0.25, 0.5])):
+        options = Options(-1.0, True, slopes)
+        torch.testing.assert_close(
+            CONTESTANTS[OURS].call(q, k, v, options), CONTESTANTS["naive sigmoid"].call(q, k, v, options)
+        )

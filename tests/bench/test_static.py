@@ -1,0 +1,89 @@
+"""What the compiler makes of the kernels, for GPUs that are not there: in a process without the interpreter."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sigattn.ops.triton import tuning
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+CODE = """
+import dataclasses, json, sys
+from sigattn.bench import static
+for case in json.loads(sys.argv[1]):
+    print(json.dumps(dataclasses.asdict(static.compile_kernel(*case))))
+"""
+
+
+def compiled(cases):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(cases)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+KERNELS = (tuning.FORWARD, tuning.KEYS, tuning.QUERIES)
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+DIMS = (16, 32, 64, 128, 256) if "SIGATTN_FUZZ_EXAMPLES" in os.environ else (64, 128)
+
+
+@pytest.mark.parametrize("architecture", SHARED)
+@pytest.mark.parametrize("causal", [False, True])
+def test_default_configurations(architecture, causal):
+    """No spills, shared memory that is there, tensor cores used, one special-function instruction a score."""
+    cases = [(k, architecture, "bfloat16", d, causal) for k in KERNELS for d in DIMS]
+    for report in compiled(cases):
+        what = {k: v for k, v in report.items() if k != "loops"}
+        assert report["spills"] == 0, what
+        assert report["shared"] <= SHARED[architecture], what
+        expected = {80: "HMMA", 90: "HGMMA", 100: "UTC"}[architecture]
+        if report["head_dim"] <= 128:
+            assert report["tensor_instructions"].startswith(expected), what
+        inner = report["loops"][0]
+        if report["head_dim"] == 64:
+            assert inner["special"] <= 1.05, what
+        # at most the few comparisons of addresses: a mask would take two instructions for each score
+        assert inner["selects"] < (0.75 if report["head_dim"] <= 128 else 1.1), what
+        if causal:
+            assert max(loop["selects"] for loop in report["loops"]) > 0.9, what  # and the edges do have one
+
+
+@pytest.mark.skipif("SIGATTN_FUZZ_EXAMPLES" not in os.environ, reason="long; make test-kernels runs it")
+@pytest.mark.parametrize("architecture", SHARED)
+def test_float32_configurations(architecture):
+    cases = [(k, architecture, "float32", d, causal) for k in KERNELS for d in DIMS for causal in (False, True)]
+    for report in compiled(cases):
+        what = {k: v for k, v in report.items() if k != "loops"}
+        assert report["spills"] == 0, what
+        assert report["shared"] <= SHARED[architecture], what
+
+
+def test_every_option_compiles():
+    """For a Hopper GPU, what the interpreter has run: each option on, in float16."""
+    options = [
+        {"BIAS": "tensor", "SHIFT": "tensor"},
+        {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "BOTTOM_RIGHT": True},
+        {"MASK": "bool", "LENGTHS": True},
+        {"MASK": "added", "NEED_MASK": "added"},
+        {"MASK": "added", "NEED_MASK": "stored", "NEED_BIAS": True, "BIAS": "tensor", "SHIFT": "tensor"},
+        {"SLOPES": True, "NEED_SLOPES": True, "HAS_LEFT": True},
+        {"DROPOUT": True, "GROUP": 4},
+        {"SIGMOID": "fast"},
+        {"ADD_QUERY": True},
+        {"D": 40, "DV": 72, "BLOCK_DV": 128},
+    ]
+    code = CODE.replace("static.compile_kernel(*case)", "static.compile_kernel(*case[:-1], **case[-1])")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    cases = [(k, 90, "float16", 64, True, o) for o in options for k in KERNELS]
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(cases)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == len(cases)

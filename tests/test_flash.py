@@ -1,0 +1,426 @@
+"""The second face: flash-attn's layouts, alignment and packed sequences, against the formula in float64."""
+
+import inspect
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sigattn import flash, set_sigmoid_precision
+from sigattn.ops import library
+from tests.ops.cases import COMPILER_NOISE, device_of, path, ways, wide
+from tests.ops.truth import assert_as_good_as_formula, formula
+
+pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
+BACKENDS = list(library.KERNELS)
+WAYS = [(b, w) for b in BACKENDS for w in (ways(b) if b == "triton" else ["as users meet it"])]
+EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "40"))
+
+fuzz = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize="SIGATTN_FUZZ_EXAMPLES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale):
+    """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv), slopes (Hq,) or None, bias (Hq,) or a number → (N, Hq, Dv)."""
+    n, m = len(q), len(k)
+    i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
+    left, right = window
+    visible = (left == -1) | (j >= i - left)
+    visible = visible & ((right == -1) | (j <= i + right))
+    if causal:
+        visible = visible & (j <= i)
+    b = bias.view(1, -1, 1, 1) if isinstance(bias, torch.Tensor) else bias
+    if slopes is not None:  # as a term of the bias: the formula's own ALiBi is aligned at the other end
+        position = -slopes.to(dtype).view(1, -1, 1, 1) * (i - j).abs()
+    else:
+        position = torch.zeros(1, 1, n, m, dtype=dtype)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0).to(dtype) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    s = q @ k.mT * (scale if scale is not None else q.shape[-1] ** -0.5) + b + position
+    p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
+    return (p @ v)[0].transpose(0, 1)
+
+
+@st.composite
+def packed_cases(draw):
+    """Lengths and options of a packed call."""
+    count = draw(st.integers(0, 4))
+    length = st.sampled_from([0, 1, 2, 7, 16, 31, 32, 33, 50])
+    lengths_q = draw(st.lists(length, min_size=count, max_size=count))
+    same = draw(st.booleans())
+    lengths_k = lengths_q if same else draw(st.lists(length, min_size=count, max_size=count))
+    side = st.integers(-1, 40)
+    return {
+        "lengths": (lengths_q, lengths_k),
+        "heads": draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])),
+        "d": draw(st.sampled_from([1, 8, 16, 20])),
+        "dv": draw(st.sampled_from([8, 13])),
+        "dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
+        "causal": draw(st.booleans()),
+        "window": draw(st.one_of(st.just((-1, -1)), st.tuples(side, side))),
+        "slopes": draw(st.sampled_from([None, "head", "sample"])),
+        "bias": draw(st.sampled_from(["-log n", -2.0, "number", "sequence", "head", "both"])),
+        "scale": draw(st.sampled_from([None, 0.3])),
+        "beyond": draw(st.sampled_from([0, 3])),
+        "seed": draw(st.integers(0, 1 << 30)),
+    }
+
+
+def leaves_of(case):
+    """Leaves of a call, and where its sequences begin."""
+    g = torch.Generator().manual_seed(case["seed"])
+    (hq, hkv), dtype = case["heads"], case["dtype"]
+    count = len(case["lengths"][0])
+
+    def randn(*shape, dtype=dtype):
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+
+    total_q, total_k = (sum(n) + case["beyond"] for n in case["lengths"])
+    leaves = {
+        "q": randn(total_q, hq, case["d"]),
+        "k": randn(total_k, hkv, case["d"]),
+        "v": randn(total_k, hkv, case["dv"]),
+    }
+    other = dtype if dtype is torch.float64 else torch.float32
+    shapes = {"number": (), "sequence": (count,), "head": (1, hq), "both": (count, hq)}
+    if case["bias"] in shapes:
+        leaves["bias"] = randn(*shapes[case["bias"]], dtype=other)
+    if case["slopes"]:
+        shape = (hq,) if case["slopes"] == "head" else (count, hq)
+        leaves["slopes"] = (randn(*shape, dtype=other).detach().abs() / 8).requires_grad_()
+    starts = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in case["lengths"]]
+    return leaves, starts
+
+
+def by_formula(case, leaves, starts, dtype):
+    """Each sequence by itself."""
+    (hq, _), (lengths_q, lengths_k) = case["heads"], case["lengths"]
+    out = []
+    for s in range(len(lengths_q)):
+        rows, keys = (slice(int(t[s]), int(t[s + 1])) for t in starts)
+        bias = case["bias"]
+        if bias == "-log n":
+            bias = -math.log(max(lengths_k[s], 1))
+        elif isinstance(bias, str):
+            b = leaves["bias"].to(dtype)
+            if bias in ("sequence", "both"):
+                b = b[s]
+            bias = (b[0] if bias == "head" else b).expand(hq)
+        slopes = leaves.get("slopes")
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[s]
+        out.append(
+            one_sequence(
+                leaves["q"][rows],
+                leaves["k"][keys],
+                leaves["v"][keys],
+                dtype,
+                case["causal"],
+                case["window"],
+                slopes,
+                bias,
+                case["scale"],
+            )
+        )
+    out.append(leaves["q"].new_zeros(case["beyond"], hq, case["dv"], dtype=dtype))
+    return torch.cat(out)
+
+
+def gradients(out, leaves):
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(leaves["q"].dtype).to(out.dtype)
+    found = torch.autograd.grad(out, list(leaves.values()), grad.to(out.device), allow_unused=True)
+    return {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), found, strict=True)}
+
+
+@pytest.mark.parametrize(("backend", "way"), WAYS)
+@fuzz
+@given(case=packed_cases())
+def test_packed_sequences_match_the_formula(backend, way, case):
+    if case["dtype"] is torch.float64:
+        case["dtype"] = wide(backend)
+    leaves, starts = leaves_of(case)
+    truth = by_formula(case, leaves, starts, torch.float64)
+    same = by_formula(case, leaves, starts, case["dtype"])
+    device = device_of(backend)
+    there = {name: t.to(device) for name, t in leaves.items()}
+    with path(way):
+        out = flash.flash_attn_varlen_func(
+            there["q"],
+            there["k"],
+            there["v"],
+            *(t.to(device) for t in starts),
+            *(max(n, default=0) for n in case["lengths"]),
+            causal=case["causal"],
+            window_size=case["window"],
+            softmax_scale=case["scale"],
+            alibi_slopes=there.get("slopes"),
+            sigmoid_bias=there.get("bias", case["bias"]),
+            backend=backend,
+        ).cpu()
+        ours = gradients(out, leaves)
+    size = max(1.0, truth.abs().max().item()) if truth.numel() else 1.0
+    assert_as_good_as_formula(out, truth, same.to(out.dtype), 4 * size, "output")
+    if truth.requires_grad and truth.numel():
+        expected, in_dtype = gradients(truth, leaves), gradients(same, leaves)
+        for name, g in ours.items():
+            rows = max(*case["lengths"][0], *case["lengths"][1], 1)
+            largest = expected[name].abs().max().item() if g.numel() else 0.0
+            most = 4 * max(1.0, largest, rows**0.5) * (8 if g.dim() < 3 else 1)
+            assert_as_good_as_formula(g, expected[name].double(), in_dtype[name], most, name)
+    if case["beyond"]:
+        assert not out[-case["beyond"] :].any()
+        assert not any(ours[name][-case["beyond"] :].any() for name in "qkv")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("n", "m"), [(9, 9), (5, 40), (40, 5), (33, 64), (1, 17)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (7, 3)])
+def test_dense_is_aligned_as_in_flash_attn(backend, n, m, causal, window):
+    """The last query beside the last key, for causality, windows and ALiBi; gradients too."""
+    device = device_of(backend)
+    leaves = {"q": torch.randn(2, n, 4, 16), "k": torch.randn(2, m, 2, 16), "v": torch.randn(2, m, 2, 8)}
+    leaves |= {"slopes": torch.rand(2, 4) / 8, "bias": torch.randn(1, 4)}
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+    there = {name: t.to(device) for name, t in leaves.items()}
+    out = flash.flash_attn_func(
+        there["q"],
+        there["k"],
+        there["v"],
+        causal=causal,
+        window_size=window,
+        alibi_slopes=there["slopes"],
+        sigmoid_bias=there["bias"],
+        backend=backend,
+    )
+    assert out.is_contiguous()
+    expected = torch.stack(
+        [
+            one_sequence(
+                *(leaves[name][b] for name in "qkv"),
+                torch.float64,
+                causal,
+                window,
+                leaves["slopes"][b],
+                leaves["bias"][0],
+                None,
+            )
+            for b in range(2)
+        ]
+    )
+    torch.testing.assert_close(out.cpu(), expected.float(), atol=1e-5, rtol=1e-4)
+    for (name, g), e in zip(gradients(out.cpu(), leaves).items(), gradients(expected, leaves).values(), strict=True):
+        torch.testing.assert_close(g, e, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_together_is_the_same(backend):
+    device = device_of(backend)
+    qkv, kv = torch.randn(2, 6, 3, 4, 16, device=device), torch.randn(2, 9, 2, 2, 16, device=device)
+    q = qkv[:, :, 0]
+    options = {"causal": True, "sigmoid_bias": -1.0, "backend": backend}
+    plain = flash.flash_attn_func
+    together = flash.flash_attn_qkvpacked_func(qkv, **options)
+    torch.testing.assert_close(together, plain(*qkv.unbind(2), **options))
+    torch.testing.assert_close(flash.flash_attn_kvpacked_func(q, kv, **options), plain(q, *kv.unbind(2), **options))
+    starts_q, starts_k = (torch.tensor([0, n, 2 * n], device=device) for n in (6, 9))
+    rows = flash.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), starts_q, 6, **options)
+    torch.testing.assert_close(rows.view(together.shape), together)
+    rows = flash.flash_attn_varlen_kvpacked_func(q.flatten(0, 1), kv.flatten(0, 1), starts_q, starts_k, 6, 9, **options)
+    torch.testing.assert_close(rows.view(2, 6, 4, 16), plain(q, *kv.unbind(2), **options))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_of_packed_and_padded_agrees(backend):
+    """Weight (sequence, head, i, j) is dropped or not whatever the layout; and in the backward the same ones."""
+    device = device_of(backend)
+    q, k, v = (torch.randn(3, 20, 2, 8, device=device, requires_grad=True) for _ in range(3))
+    starts = torch.tensor([0, 20, 40, 60], dtype=torch.int32, device=device)
+    results = []
+    for packed in (False, True):
+        torch.manual_seed(4)
+        options = {"dropout_p": 0.4, "causal": True, "sigmoid_bias": -1.0, "backend": backend}
+        if packed:
+            flat = (t.flatten(0, 1) for t in (q, k, v))
+            out = flash.flash_attn_varlen_func(*flat, starts, starts, 20, 20, **options).view(q.shape)
+        else:
+            out = flash.flash_attn_func(q, k, v, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_backends_drop_the_same_weights_of_packed_sequences():
+    q, k, v = torch.randn(3, 30, 2, 8).unbind()
+    starts = torch.tensor([0, 11, 11, 30], dtype=torch.int32)
+    outs = []
+    for backend in BACKENDS:
+        torch.manual_seed(9)
+        device = device_of(backend)
+        there = (t.to(device) for t in (q, k, v, starts, starts))
+        outs.append(flash.flash_attn_varlen_func(*there, 19, 19, dropout_p=0.5, backend=backend).cpu())
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_a_citizen_of_pytorch(backend):
+    """One graph when compiled, opcheck, and refusal of the derivatives it has not."""
+    q, k, v = (torch.randn(12, 2, 8, requires_grad=True) for _ in range(3))
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def call(q, k, v):
+        return flash.flash_attn_varlen_func(
+            q, k, v, starts, starts, 7, 7, causal=True, sigmoid_bias="-log n", backend=backend
+        )
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+    a, b = (torch.autograd.grad(f(q, k, v).square().sum(), (q, k, v)) for f in (compiled, call))
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y)
+    dense = torch.compile(
+        lambda q: flash.flash_attn_func(q, q, q, causal=True, backend=backend), fullgraph=True, backend="aot_eager"
+    )
+    x = q.detach().view(1, 12, 2, 8)
+    torch.testing.assert_close(dense(x), flash.flash_attn_func(x, x, x, causal=True, backend=backend))
+
+    args = (q.detach(), k.detach(), v.detach(), torch.randn(2, 1), torch.rand(1, 2, 2), starts, starts, None, 7, 7)
+    args = (*args, None, 3, 0, 0.0, False, False, backend)
+    torch.library.opcheck(torch.ops.sigattn.packed_forward.default, args)
+    torch.library.opcheck(
+        torch.ops.sigattn.packed_backward.default, (torch.randn(12, 2, 8), *args, [True, False, True, True, True])
+    )
+    with pytest.raises(RuntimeError, match='backend="reference"'):
+        torch.func.jvp(call, (q, k, v), (q, k, v))
+    (g,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match='backend="reference"'):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deterministic_gradients_repeat_bitwise(backend):
+    device = device_of(backend)
+    q, k, v = (torch.randn(2, 70, 4, 16, device=device, requires_grad=True) for _ in range(3))
+
+    def gradients():
+        out = flash.flash_attn_func(q, k, v, causal=True, deterministic=True, backend=backend)
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    for a, b in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_precision_is_a_permission():
+    """The setting is validated and reaches calls; where there is no faster form, results stay accurate."""
+    q = torch.randn(1, 8, 2, 8)
+    try:
+        set_sigmoid_precision("fast")
+        torch.testing.assert_close(
+            flash.flash_attn_func(q, q, q), flash.flash_attn_func(q, q, q, sigmoid_precision="accurate")
+        )
+        with pytest.raises(ValueError, match="unknown sigmoid precision 'quick'"):
+            set_sigmoid_precision("quick")
+    finally:
+        set_sigmoid_precision("accurate")
+    with pytest.raises(ValueError, match="unknown sigmoid precision"):
+        flash.flash_attn_func(q, q, q, sigmoid_precision="tanh")
+
+
+FLASH_ATTN_2_8 = [
+    "dropout_p",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "softcap",
+    "alibi_slopes",
+    "deterministic",
+    "return_attn_probs",
+]
+OURS = ["sigmoid_bias", "sigmoid_precision", "backend"]
+SIGNATURES = {
+    "flash_attn_func": ["q", "k", "v", *FLASH_ATTN_2_8],
+    "flash_attn_qkvpacked_func": ["qkv", *FLASH_ATTN_2_8],
+    "flash_attn_kvpacked_func": ["q", "kv", *FLASH_ATTN_2_8],
+    "flash_attn_varlen_func": [
+        *["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
+        *FLASH_ATTN_2_8,
+        "block_table",
+    ],
+    "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *FLASH_ATTN_2_8],
+    "flash_attn_varlen_kvpacked_func": [
+        *["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
+        *FLASH_ATTN_2_8,
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_stand_where_flash_attn_has_them(name):
+    parameters = inspect.signature(getattr(flash, name)).parameters
+    assert list(parameters) == SIGNATURES[name] + OURS
+    defaults = [0.0, None, False, (-1, -1), 0.0, None, False, False]
+    assert [parameters[p].default for p in FLASH_ATTN_2_8] == defaults
+
+
+Q = torch.randn(2, 5, 4, 8)
+P, S = torch.randn(10, 4, 8), torch.tensor([0, 5, 10])
+WRONG = {
+    "softcap": (lambda: flash.flash_attn_func(Q, Q, Q, softcap=30.0), ValueError, "softcap=30.0 has no meaning"),
+    "probs": (lambda: flash.flash_attn_func(Q, Q, Q, return_attn_probs=True), ValueError, "attention_statistics"),
+    "rank": (lambda: flash.flash_attn_func(P, P, P), ValueError, r"4 dimensions.*q \(10, 4, 8\)"),
+    "heads": (lambda: flash.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "multiple of those of k"),
+    "length": (lambda: flash.flash_attn_func(Q, Q[:, :3], Q), ValueError, "same batch size, length and heads"),
+    "head_dim": (lambda: flash.flash_attn_func(Q, Q[..., :3], Q), ValueError, "same head_dim"),
+    "dtype": (lambda: flash.flash_attn_func(Q, Q.double(), Q), TypeError, "one dtype"),
+    "not a tensor": (lambda: flash.flash_attn_func(None, Q, Q), TypeError, "q must be a tensor"),
+    "bias": (lambda: flash.flash_attn_func(Q, Q, Q, sigmoid_bias="log n"), TypeError, 'number, "-log n" or a tensor'),
+    "bias shape": (lambda: flash.flash_attn_func(Q, Q, Q, sigmoid_bias=torch.zeros(3)), ValueError, r"\(B,\) = \(2,\)"),
+    "slopes": (lambda: flash.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3)), ValueError, r"\(Hq,\) = \(4,\)"),
+    "backend": (lambda: flash.flash_attn_func(Q, Q, Q, backend="cuda"), ValueError, "unknown backend 'cuda'"),
+    "dropout": (lambda: flash.flash_attn_func(Q, Q, Q, dropout_p=1), ValueError, r"probability in \[0, 1\)"),
+    "window": (lambda: flash.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "pair"),
+    "qkv": (lambda: flash.flash_attn_qkvpacked_func(Q), ValueError, r"\(batch, length, 3, heads, head_dim\)"),
+    "starts dtype": (
+        lambda: flash.flash_attn_varlen_func(P, P, P, S.float(), S, 5, 5),
+        TypeError,
+        "cu_seqlens_q must be a tensor of integers",
+    ),
+    "starts rank": (lambda: flash.flash_attn_varlen_func(P, P, P, S[None], S, 5, 5), ValueError, r"\(B \+ 1,\)"),
+    "starts count": (lambda: flash.flash_attn_varlen_func(P, P, P, S[:2], S, 5, 5), ValueError, "as many sequences"),
+    "starts first": (lambda: flash.flash_attn_varlen_func(P, P, P, S + 1, S, 5, 5), ValueError, "begin at 0"),
+    "starts last": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S * 2, 5, 10), ValueError, "end at 10"),
+    "starts fall": (lambda: flash.flash_attn_varlen_func(P, P, P, S[[0, 2, 1]], S, 10, 5), ValueError, "never descend"),
+    "longest": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 4, 5), ValueError, "max_seqlen_q is 4, but"),
+    "longest type": (
+        lambda: flash.flash_attn_varlen_func(P, P, P, S, S, torch.tensor(5), 5),
+        TypeError,
+        "max_seqlen_q must be an int",
+    ),
+    "paged": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 5, 5, block_table=S), ValueError, "block_table"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_call_is_explained(what):
+    call, error, message = WRONG[what]
+    with pytest.raises(error, match=f"(?s){message}"):
+        call()
+
+
+def test_formula_agrees_with_this_file():
+    """The truth of this file and that of the others are one where both apply."""
+    q, k, v = torch.randn(3, 7, 2, 8, dtype=torch.float64).unbind()
+    mine = one_sequence(q, k, v, torch.float64, True, (3, -1), torch.tensor([0.1, 0.2]), -1.0, None)
+    slopes = torch.tensor([0.1, 0.2])
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    torch.testing.assert_close(
+        mine.transpose(0, 1)[None], formula(q, k, v, causal=True, window=(3, -1), slopes=slopes, bias=-1.0)
+    )
