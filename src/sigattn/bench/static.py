@@ -112,7 +112,7 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
     ]
     rows = [_row(r) for r in reports]
     console = Console()
-    console.width = max(console.width, 100)  # the table has no columns to spare
+    console.width = max(console.width, 112)  # the table has no columns to spare
     for architecture in config.architectures:
         console.print(table(reports, architecture))
     if config.results is not None:
