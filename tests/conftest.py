@@ -19,6 +19,7 @@ LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "checks", "flash_checks", "library", "packed", "problem")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "forward", "tile")),  # kernels
     "sigattn.flash",
+    "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",
     "sigattn.ops.statistics",
 }

@@ -1,8 +1,9 @@
-"""The command line: ``sigattn demo``, ``sigattn info``, ``sigattn bench``."""
+"""The command line: ``sigattn demo``, ``sigattn info``, ``sigattn theory``, ``sigattn bench``."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 try:
@@ -10,6 +11,7 @@ try:
     from rich import box
     from rich.console import Console
     from rich.live import Live
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
 
@@ -17,7 +19,8 @@ try:
     from sigattn.bench import accuracy, cpu, hybridnorm, kernels, static, tune
     from sigattn.bench.provenance import BenchmarkError
     from sigattn.data.text import DataError
-    from sigattn.recipes import demo, report
+    from sigattn.recipes import demo, report, theory
+    from sigattn.theory.statements import Statement
     from sigattn.train.checkpoint import CheckpointError
     from sigattn.train.loop import Interrupted, Row
 except ModuleNotFoundError as missing:
@@ -113,6 +116,26 @@ def show_info() -> None:
     print(info.describe())
 
 
+def run_theory(options: theory.Theory) -> None:
+    """Check every statement of the paper's theory that can be run (1 to 2 minutes on 2 cores)."""
+    console = Console()
+
+    def show(s: Statement) -> None:
+        colour = {"holds": "green", "fails": "red"}.get(s.verdict, "yellow")
+        console.print(
+            f"[{colour}]{s.verdict}[/{colour}]  [bold]{escape(s.claim)}[/bold]  ({s.where}; {s.cases:,} cases)"
+        )
+        if s.note:
+            console.print(escape(s.note), style="dim", highlight=False)
+
+    found = theory.run(options, show)
+    counts = Counter(s.verdict for s in found)
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    console.print(f"{len(found)} statements: {summary}", highlight=False)
+    if options.report is not None:
+        console.print(f"report: {options.report}", soft_wrap=True, highlight=False)
+
+
 def bench_cpu(options: cpu.CpuBenchmark) -> None:
     """Ours, softmax SDPA, naive and compiled naive sigmoid on the CPU, side by side: time, error, memory."""
     cpu.run(options)
@@ -147,7 +170,12 @@ def bench() -> None:
     """Benchmarks, each with the peers in the same run and checked against float64; bench --help lists them."""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"demo": run_demo, "info": show_info, "bench": bench}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": run_demo,
+    "info": show_info,
+    "theory": run_theory,
+    "bench": bench,
+}
 BENCHMARKS: dict[str, Callable[..., None]] = {
     "cpu": bench_cpu,
     "static": bench_static,

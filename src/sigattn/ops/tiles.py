@@ -250,7 +250,8 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
 
     Half precision is computed in float32, for a logit rounded to 8 or 11 bits spoils its weight, and in float16 a
     weight of 1/n loses its bits as n grows. The exception is bfloat16 where the processor has products of it, and
-    nothing but the bias, which travels inside the product, is added to the logits; the shortest sequences are not worth it.
+    nothing but the bias, which travels inside the product, is added to the logits; the shortest sequences are not worth
+    it.
     """
     query, key, mask = problem.query, problem.key, problem.attn_mask
     per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])

@@ -69,12 +69,28 @@ def build(title: str, introduction: str, runs: Sequence[Run], facts: dict[str, A
     )
     samples = "".join(f"<h3>{html.escape(run.name)}</h3><pre>{html.escape(run.sample)}</pre>" for run in runs)
     rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
+    return page(
+        title,
+        introduction,
+        f"<table><tr>{head}</tr>{body}</table><h2>Curves</h2>{curves(runs)}"
+        f"<h2>A sample of text from each</h2>{samples}<h2>What was run</h2><table>{rows}</table>",
+    )
+
+
+def page(title: str, introduction: str, body: str) -> str:
+    """A whole HTML page; ``body`` is HTML, the rest is text."""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><p>{html.escape(introduction)}</p>"
-        f"<table><tr>{head}</tr>{body}</table><h2>Curves</h2>{curves(runs)}"
-        f"<h2>A sample of text from each</h2>{samples}<h2>What was run</h2><table>{rows}</table></html>\n"
+        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><p>{html.escape(introduction)}</p>{body}</html>\n"
     )
+
+
+def svg(figure: matplotlib.figure.Figure) -> str:
+    """A figure as an SVG element."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
 
 
 def curves(runs: Sequence[Run]) -> str:
@@ -99,7 +115,4 @@ def curves(runs: Sequence[Run]) -> str:
     attention.set_yscale("log")
     gradient.set_yscale("log")
     training.legend(frameon=False)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]
+    return svg(figure)

@@ -16,12 +16,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Column = Sequence[int]
-_INT64 = 2**62  # sums of two such numbers still fit
 
 
 def heaviside_twice(x: int) -> int:
@@ -36,6 +36,13 @@ def modified_attention(l: Sequence[int], b_q_twice: int, b_k_twice: int) -> list
     weights belongs to the value that is summed, column j to the token that is updated.
     """
     return [2 * sum(v * heaviside_twice((2 * v - b_q_twice) * (2 * w - b_k_twice)) for v in l) for w in l]
+
+
+def _attention_together(l: Tensor, b_q_twice: int, b_k_twice: int) -> Tensor:
+    """``modified_attention`` of many sequences, (inputs, n)."""
+    rows, columns = (2 * l - b_q_twice).sign(), (2 * l - b_k_twice).sign()
+    # Σ_k l_k (sign of the product + 1), the weights 2H = sign + 1 being an outer product, (inputs, n, n), plus one
+    return 2 * ((l * rows).sum(1, keepdim=True) * columns + l.sum(1, keepdim=True))
 
 
 class ContextualMapping:
@@ -123,19 +130,21 @@ class ContextualMapping:
 
     # -- the formula ------------------------------------------------------------------------------------------------
 
-    def closed_form(self, l: Sequence[int]) -> list[int]:
-        """The indices l̃ after the selective shifts, by the formula with binomials, mended; l ascending.
+    def closed_form(self, l: Sequence[Any]) -> list[Any]:
+        """The indices l̃ after the selective shifts, by the formula with binomials, mended.
+
+        l: n ascending integers, or integer tensors.
 
         l̃_j = l_j + c s_j + Σ_i c^(i+2) Σ_{k=i}^{j-2} binom(k, i) s_{j-1-k}, s_j being the sum of all l but l_j. (The
         paper prints s_{k-i+1}, which agrees with its own unrolled terms up to j = 3 only.)
         """
         return self._formula(l, lambda i, j, k: j - 1 - k)
 
-    def closed_form_as_printed(self, l: Sequence[int]) -> list[int]:
+    def closed_form_as_printed(self, l: Sequence[Any]) -> list[Any]:
         """The formula as the paper prints it."""
         return self._formula(l, lambda i, j, k: k - i + 1)
 
-    def _formula(self, l: Sequence[int], index: Callable[[int, int, int], int]) -> list[int]:
+    def _formula(self, l: Sequence[Any], index: Callable[[int, int, int], int]) -> list[Any]:
         total, c = sum(l), self.c
         s = [total - x for x in l]
         result = []
@@ -158,32 +167,42 @@ class ContextualMapping:
         """Every set of n different indices, ascending."""
         return itertools.combinations(range(self.grid), self.n)
 
+    @property
+    def fits_int64(self) -> bool:
+        """Whether no number that occurs, nor any sum on the way, exceeds 64 bits: then all inputs go at once."""
+        return 8 * self.n * (self.c + 1) ** (2 * self.n + 2) < 2**62
+
     def all_selectively_shifted(self) -> list[list[int]]:
         """l̃ of every input, layer by layer through the attention's definition."""
-        if 4 * self.n * self.c ** (self.n + 2) < _INT64:
-            return self._shifted_together()
-        shifted = []
+        if 8 * self.n * (self.c + 1) ** (self.n + 2) < 2**62:
+            shifted: list[list[int]] = self.shift_together(self.inputs_together()).tolist()
+            return shifted
+        result = []
         for given in self.all_inputs():
             l = list(given)
             for i in range(self.first_layer, self.grid):
                 l = self.selective_shift(l, i)
-            shifted.append(l)
-        return shifted
+            result.append(l)
+        return result
 
-    def _shifted_together(self) -> list[list[int]]:
-        """The same for all inputs at once, in 64-bit integers, which hold every number that occurs."""
-        l = torch.tensor(list(self.all_inputs()), dtype=torch.int64)  # (inputs, n)
+    # The same layers for all inputs at once, in 64-bit integers: l is (inputs, n).
 
-        def head(b_q_twice: int, b_k_twice: int) -> Tensor:
-            rows, columns = (2 * l - b_q_twice).sign(), (2 * l - b_k_twice).sign()
-            weights = rows.unsqueeze(2) * columns.unsqueeze(1) + 1  # 2H, (inputs, n, n)
-            return 2 * (l.unsqueeze(2) * weights).sum(1)
+    def inputs_together(self) -> Tensor:
+        """Every input: (inputs, n)."""
+        return torch.tensor(list(self.all_inputs()), dtype=torch.int64)
 
+    def shift_together(self, l: Tensor) -> Tensor:
+        """Every selective shift, one after another."""
         for i in range(self.first_layer, self.grid):
             low, high = 2 * i - 1, 2 * i + 1
-            heads = head(0, low) - head(0, high) - head(high, high) + head(high, low)
+            heads = _attention_together(l, 0, low) - _attention_together(l, 0, high)
+            heads = heads - _attention_together(l, high, high) + _attention_together(l, high, low)
             l = l + self.c * heads // 8
-        return l.tolist()
+        return l
+
+    def global_shift_together(self, l: Tensor) -> Tensor:
+        """The global shift, for indices none of which is 0."""
+        return l + self.c ** (self.n + 1) * (_attention_together(l, 2 * self.c**self.n + 1, 0) // 4)
 
     def verify(self, limit: int = 50_000) -> Verification:
         """Enumerate every quantised input and check what App. B claims of it.
@@ -203,6 +222,10 @@ class ContextualMapping:
 
     def is_contextual(self) -> bool:
         """Whether all tokens of all inputs end with different numbers."""
+        if self.fits_int64:
+            l = self.shift_together(self.inputs_together())
+            if (l > 0).all():
+                return len(self.global_shift_together(l).unique()) == l.numel()
         final = [x for l in self.all_selectively_shifted() for x in self.global_shift(l)]
         return len(set(final)) == len(final)
 
@@ -243,10 +266,36 @@ class Verification:
     @classmethod
     def of(cls, m: ContextualMapping) -> Verification:
         """Check every statement on every input of a mapping."""
-        result = cls(m.inputs)
+        return cls._of_tensors(m) if m.fits_int64 else cls._of_lists(m)
+
+    @classmethod
+    def _of_tensors(cls, m: ContextualMapping) -> Verification:
+        result, n, unit = cls(m.inputs), m.n, m.c**m.n
+        given = m.inputs_together()
+        l = m.shift_together(given)
+        q = m.global_shift_together(l)
+        columns, before = l.unbind(1), given.unbind(1)
+        for statement, formula in ((cls.FORMULA, m.closed_form), (cls.PRINTED, m.closed_form_as_printed)):
+            result._count(statement, (torch.stack(formula(before), 1) == l).all(1))
+        result._count(cls.INCREASING, (l.diff(dim=1) > 0).all(1))
+        for j in range(2, n + 1):
+            result._count(cls.LOWER, columns[j - 1] > m.c**j)
+            if j < n:
+                result._count(cls.UPPER, columns[j - 1] < m.c ** (j + 1))
+        result._count(cls.LAST, (l[:, :-1] <= unit).all(1) & (l[:, -1] > unit))
+        result._count(cls.MENDED, l[:, -1] < m.c ** (n + 1))
+        result._count(cls.SHIFT, (q == l + m.c ** (n + 1) * l[:, -1:]).all(1))
+        result._count(cls.WITHIN, (q.sort(1).values.diff(dim=1) > 0).all(1))
+        result._between(cls.ONE_TO_ONE, m.inputs, len(l[:, -1].unique()))
+        result._between(cls.BETWEEN, q.numel(), len(q.unique()))
+        result._count(cls.AS_PRINTED, (l.max() - l.min() < unit).view(1))
+        return result
+
+    @classmethod
+    def _of_lists(cls, m: ContextualMapping) -> Verification:
+        result, n, unit = cls(m.inputs), m.n, m.c**m.n
         shifted = m.all_selectively_shifted()
-        unit, n = m.c**m.n, m.n
-        final = []
+        last, final = set(), set()
         for given, l in zip(m.all_inputs(), shifted, strict=True):
             result._count(cls.FORMULA, l == m.closed_form(given))
             result._count(cls.PRINTED, l == m.closed_form_as_printed(given))
@@ -260,21 +309,23 @@ class Verification:
             q = m.global_shift(l)
             result._count(cls.SHIFT, q == [x + m.c ** (n + 1) * l[-1] for x in l])
             result._count(cls.WITHIN, len(set(q)) == n)
-            final.append(q)
-        result._between(cls.ONE_TO_ONE, [l[-1] for l in shifted])
-        result._between(cls.BETWEEN, [x for q in final for x in set(q)])
+            last.add(l[-1])
+            final.update(q)
+        result._between(cls.ONE_TO_ONE, m.inputs, len(last))
+        result._between(cls.BETWEEN, m.inputs * n, len(final))
         # the largest difference over all pairs of inputs is between the extremes
-        low, high = min(min(l) for l in shifted), max(max(l) for l in shifted)
+        low, high = min(map(min, shifted)), max(map(max, shifted))
         result._count(cls.AS_PRINTED, high - low < unit)
         return result
 
-    def _count(self, statement: str, holds: bool) -> None:
-        self.checked[statement] = self.checked.get(statement, 0) + 1
-        self.failed[statement] = self.failed.get(statement, 0) + (not holds)
+    def _count(self, statement: str, holds: bool | Tensor) -> None:
+        cases, true = (holds.numel(), int(holds.sum())) if isinstance(holds, Tensor) else (1, int(holds))
+        self.checked[statement] = self.checked.get(statement, 0) + cases
+        self.failed[statement] = self.failed.get(statement, 0) + cases - true
 
-    def _between(self, statement: str, numbers: list[int]) -> None:
-        self.checked[statement] = len(numbers)
-        self.failed[statement] = len(numbers) - len(set(numbers))
+    def _between(self, statement: str, numbers: int, different: int) -> None:
+        self.checked[statement] = numbers
+        self.failed[statement] = numbers - different
 
     @property
     def is_contextual_mapping(self) -> bool:

@@ -1,0 +1,256 @@
+"""How regular attention is: its Jacobian's spectral norm, exact and matrix-free, and the bounds on it (Thm. 3.2, App.
+C).
+
+One head, tokens as rows: φ(X) = activation(scale · X W_q (X W_k)ᵀ + b) X W_v. In this convention the matrix of the
+theorem is A = scale · W_q W_kᵀ. (The paper writes W_qᵀ W_k, for tokens as columns under W_q x, and leaves the scale
+out.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigattn.ops import reference
+from sigattn.ops.attention import canonical
+
+
+@dataclass(frozen=True)
+class Head:
+    """An attention head.
+
+    Attributes:
+        query, key: (d, k), W_q and W_k. value: (d, e), W_v.
+        activation: "sigmoid" or "softmax".
+        bias: b; None is the paper's -log n. Softmax has none.
+        scale: factor of the logits; None is k^-1/2.
+        hybrid_norm: whether the output goes through a LayerNorm without parameters.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    activation: str = "sigmoid"
+    bias: float | None = None
+    scale: float | None = None
+    hybrid_norm: bool = False
+
+    @property
+    def a(self) -> Tensor:
+        """Scale · W_q W_kᵀ: (d, d)."""
+        return self.scale_value * self.query @ self.key.mT
+
+    @property
+    def scale_value(self) -> float:
+        """The factor of the logits."""
+        return self.query.shape[1] ** -0.5 if self.scale is None else self.scale
+
+    def bias_value(self, n: int) -> float:
+        """B for n tokens."""
+        if self.activation == "softmax":
+            return 0.0
+        return -math.log(n) if self.bias is None else self.bias
+
+    def __call__(self, x: Tensor) -> Tensor:  # (n, d) → (n, e)
+        """φ(X), by the reference operator, through which every derivative goes."""
+        q, k, v = (t[None, None] for t in (x @ self.query, x @ self.key, x @ self.value))  # (1, 1, n, ·)
+        problem = canonical(q, k, v, scale=self.scale_value, bias=self.bias_value(len(x)))
+        out = reference.attention(problem, self.activation)[0, 0]
+        return F.layer_norm(out, out.shape[-1:]) if self.hybrid_norm else out
+
+    def logits(self, x: Tensor) -> Tensor:  # (n, n)
+        """Scale · X W_q (X W_k)ᵀ + b."""
+        return x @ self.a @ x.mT + self.bias_value(len(x))
+
+
+def random_head(
+    d: int, activation: str, generator: torch.Generator, std: float | None = None, hybrid_norm: bool = False
+) -> Head:
+    """A head as initialised: (d, d) matrices of normal entries, of standard deviation d^-1/2 unless said otherwise."""
+    std = d**-0.5 if std is None else std
+    q, k, v = (std * torch.randn(d, d, generator=generator, dtype=torch.float64) for _ in range(3))
+    return Head(q, k, v, activation, hybrid_norm=hybrid_norm)
+
+
+def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """The spectral norm of the Jacobian at x, from the whole matrix: for small problems."""
+    jacobian = torch.func.jacrev(function)(x)
+    return torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2).item()
+
+
+def jacobian_norm_matrix_free(
+    function: Callable[[Tensor], Tensor], x: Tensor, iterations: int = 300, tolerance: float = 1e-9, seed: int = 0
+) -> float:
+    """The same by power iteration on JᵀJ, with one forward- and one reverse-mode product a step; never the matrix.
+
+    It converges from below; it stops once a step gains less than ``tolerance`` relative to the norm.
+    """
+    v = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+    v /= v.norm()
+    pullback = torch.func.vjp(function, x)[1]
+    before = 0.0
+    for _ in range(iterations):
+        jv: Tensor = torch.func.jvp(function, (x,), (v,))[1]
+        norm = jv.norm().item()
+        if norm == 0 or (norm - before < tolerance * norm and before):
+            return norm
+        before = norm
+        (w,) = pullback(jv)
+        v = w / w.norm()
+    return before
+
+
+def sigmoid_bound(head: Head, x: Tensor) -> float:
+    """Theorem 3.2: ‖W_v‖ (σ∞ + 2 σ'∞ ‖A‖ mean ‖x_i‖²), σ∞ and σ'∞ being n times the largest σ and σ' there are."""
+    s = head.logits(x)
+    p = torch.sigmoid(s)
+    n = len(x)
+    sigma, slope = n * p.max(), n * (p * (1 - p)).max()
+    mean_square = x.square().sum(-1).mean()
+    bound = _norm(head.value) * (sigma + 2 * slope * _norm(head.a) * mean_square)
+    return bound.item()
+
+
+def softmax_bound(head: Head, x: Tensor) -> float:
+    """For softmax attention of n tokens of norm at most R: √3 ‖W_v‖ √(‖A‖² R⁴ (4n + 1) + n) (Castin et al. 2023)."""
+    n, radius = len(x), x.norm(dim=-1).max()
+    inside = _norm(head.a) ** 2 * radius**4 * (4 * n + 1) + n
+    return (math.sqrt(3) * _norm(head.value) * inside.sqrt()).item()
+
+
+def _norm(matrix: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrix, 2)
+
+
+# -- how bad softmax can get ------------------------------------------------------------------------------------------
+
+
+def exponential_sequence(radius: float) -> Tensor:
+    """One-dimensional tokens of norm at most R at which softmax attention's Jacobian grows like R² e^(R²/8).
+
+    That there are such sequences is Castin et al.'s Theorem 3.4; this one is simple. n - 1 = e^(R²/4) tokens stand at
+    R/2, one at R. With A = 1 each of the many gives half its weight to the one, so that moving it moves all outputs.
+    """
+    many = max(1, round(math.exp(radius**2 / 4)))
+    return torch.tensor([[radius / 2]] * many + [[radius]], dtype=torch.float64)
+
+
+def exponential_lower_bound(radius: float) -> float:
+    """What the Jacobian of softmax attention with W = 1 is at least there: √(n - 1) · ½ (1 + R²/8)."""
+    many = max(1, round(math.exp(radius**2 / 4)))
+    share = math.exp(radius**2 / 4) / (math.exp(radius**2 / 4) + many)
+    slope = (1 - share) * radius**2 / 4  # (z - m) · y: how far the one lies from what the many see, times the query
+    return math.sqrt(many) * share * (1 + slope)
+
+
+def unbounded_sequence(radius: float, n: int) -> Tensor:
+    """Tokens at which softmax attention's Jacobian grows like R²: one at 0, the others at ±R (Kim et al. 2021).
+
+    The token at 0 attends to all alike, and its derivative is the variance of the tokens: so dot-product attention has
+    no Lipschitz constant on all of space. The same holds of sigmoid attention, by the second moment in Theorem 3.2.
+    """
+    signs = torch.tensor([(-1.0) ** i for i in range(n - 1)], dtype=torch.float64)
+    return torch.cat([torch.zeros(1, dtype=torch.float64), radius * signs]).unsqueeze(-1)
+
+
+# -- looking for a counterexample -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Search:
+    """How close the Jacobian came to its bound: ratios of norm to bound over all inputs tried, and the largest."""
+
+    cases: int
+    exceeded: int
+    largest_random: float
+    largest_searched: float
+
+
+def search(trials: int = 500, climbs: int = 10, steps: int = 60, seed: int = 0) -> Search:
+    """Random and adversarially searched inputs for Theorem 3.2: ratios of the exact norm to the bound.
+
+    Sizes, biases, scales of weights and tokens are drawn over orders of magnitude. A climb follows the gradient of the
+    ratio with respect to tokens and weights; each of its steps is a case too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ratios = [_ratio(*_draw(generator)).item() for _ in range(trials)]
+    climbed = []
+    for _ in range(climbs):
+        x, q, k, v, bias = _draw(generator)
+        optimizer = torch.optim.Adam([t.requires_grad_() for t in (x, q, k, v)], lr=0.1)
+        for _ in range(steps):
+            ratio = _ratio(x, q, k, v, bias)
+            climbed.append(ratio.item())
+            optimizer.zero_grad()
+            (-ratio.log()).backward()
+            optimizer.step()
+    everything = [*ratios, *climbed]
+    return Search(len(everything), sum(r > 1 + 1e-9 for r in everything), max(ratios), max(climbed))
+
+
+def _draw(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, float | None]:
+    n, d, k = (int(torch.randint(1, most, (), generator=generator)) for most in (7, 4, 3))
+
+    def randn(*shape: int) -> Tensor:
+        size = 10 ** (torch.rand((), generator=generator, dtype=torch.float64) * 2 - 1)
+        return size * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    kind = int(torch.randint(0, 3, (), generator=generator))
+    bias = [None, 0.0, float(4 * torch.randn((), generator=generator))][kind]
+    return randn(n, d), randn(d, k), randn(d, k), randn(d, d), bias
+
+
+def _ratio(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: float | None) -> Tensor:
+    """The exact norm over the bound, differentiable."""
+    head = Head(q, k, v, bias=bias)
+    n, d = x.shape
+    s = head.logits(x)
+    p = torch.sigmoid(s)
+    slope = p * (1 - p)
+    w = x @ v  # (n, e)
+    # dO_i/dx_m = P_im V + Σ_j P'_ij w_j (A x_j) [i = m] + P'_im w_i-row: written out, for second derivatives are wanted
+    y, z = x @ head.a.mT, x @ head.a  # S_ij = x_i · y_j = z_i · x_j
+    own = torch.einsum("ij,je,jd->ied", slope, w, y)  # through the query
+    through_key = torch.einsum("im,me,id->iemd", slope, w, z)
+    jacobian = through_key + torch.einsum("im,de->iemd", p, v)
+    jacobian = jacobian + torch.einsum("ied,im->iemd", own, torch.eye(n, dtype=x.dtype))
+    norm = torch.linalg.matrix_norm(jacobian.reshape(n * v.shape[1], n * d), 2)
+    sigma, most = n * p.max(), n * slope.max()
+    bound = _norm(v) * (sigma + 2 * most * _norm(head.a) * x.square().sum(-1).mean())
+    return norm / bound
+
+
+# -- the paper's figure -----------------------------------------------------------------------------------------------
+
+
+def norms_over_length(
+    lengths: tuple[int, ...] = (8, 16, 32, 64, 128, 256),
+    trials: int = 10,
+    d: int = 16,
+    std: float | None = None,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """The figure "empirical regularity": Jacobian norms of both mechanisms over n, with and without hybrid-norm.
+
+    Standard normal tokens, heads as initialised (``random_head``), b = -log n. The bounds are those without
+    hybrid-norm.
+    """
+    rows: list[dict[str, Any]] = []
+    for n in lengths:
+        for trial in range(trials):
+            generator = torch.Generator().manual_seed(seed + trial)
+            x = torch.randn(n, d, generator=generator, dtype=torch.float64)
+            for activation, bound in (("sigmoid", sigmoid_bound), ("softmax", softmax_bound)):
+                for hybrid in (False, True):
+                    weights = torch.Generator().manual_seed(trial)
+                    head = random_head(d, activation, weights, std, hybrid)
+                    norm = jacobian_norm_matrix_free(head, x, tolerance=1e-6)
+                    row = {"n": n, "trial": trial, "activation": activation, "hybrid_norm": hybrid, "norm": norm}
+                    rows.append({**row, "bound": None if hybrid else bound(head, x)})
+    return rows

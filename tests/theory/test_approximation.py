@@ -1,0 +1,81 @@
+"""Theorem 3.1 by construction: real layers, whose error falls."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from sigattn.theory import approximation
+from sigattn.theory.approximation import TARGETS, Attention, FeedForward, UniversalApproximator
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("d", "n", "sizes"), [(1, 2, (2, 4, 8, 16)), (2, 2, (2, 4)), (1, 3, (4, 8))])
+def test_the_error_falls_with_delta(name, d, n, sizes):
+    errors = [UniversalApproximator(TARGETS[name], d, n, size).error(400) for size in sizes]
+    assert all(b < 0.85 * a for a, b in itertools.pairwise(errors)), errors
+
+
+def test_the_error_falls_as_steps_get_steeper():
+    net = [UniversalApproximator(TARGETS["wave"], 1, 2, 8, steepness=s).error(400) for s in (1e2, 1e3, 1e5, 1e8)]
+    assert all(b <= a for a, b in itertools.pairwise(net)), net
+    assert net[-1] < 0.4 * net[0]
+
+
+def test_inside_the_cells_it_is_the_value_at_the_centre():
+    """Away from the grid lines the network is the piecewise constant function, on equal tokens too."""
+    target, size = TARGETS["each token's share"], 4
+    net = UniversalApproximator(target, 1, 2, size)
+    for i, j in itertools.product(range(size), repeat=2):
+        centre = (torch.tensor([[[i], [j]]], dtype=torch.float64) + 0.5) / size
+        inside = centre + 0.3 / size
+        torch.testing.assert_close(net(inside), target(centre), atol=1e-6, rtol=1e-6)
+
+
+def test_it_is_made_of_the_theorem_s_layers():
+    net = UniversalApproximator(TARGETS["mean of the tokens"], 2, 2, 2)
+    assert {type(layer) for layer in net.layers} == {FeedForward, Attention}
+    for layer in net.layers:
+        if isinstance(layer, Attention):
+            assert len(layer.weights) <= 4
+        else:
+            assert layer.w1.shape[0] <= 4
+            assert layer.w2.shape[1] == layer.w1.shape[0]
+    assert sum(isinstance(layer, Attention) for layer in net.layers) == net.mapping.grid + 1
+    assert isinstance(net, nn.Module)
+
+
+def test_attention_goes_through_the_operator(monkeypatch):
+    calls = []
+    real = approximation.sigmoid_attention
+    monkeypatch.setattr(approximation, "sigmoid_attention", lambda *a, **o: calls.append(o) or real(*a, **o))
+    net = UniversalApproximator(TARGETS["mean of the tokens"], 1, 2, 3)
+    net(torch.rand(1, 2, 1))
+    assert len(calls) == net.mapping.grid + 1
+    assert all(o["bias"] == 0.0 for o in calls)
+
+
+def test_it_is_permutation_equivariant():
+    net = UniversalApproximator(TARGETS["wave"], 1, 3, 4)
+    x = torch.rand(50, 3, 1, dtype=torch.float64)
+    order = [2, 0, 1]
+    torch.testing.assert_close(net(x[:, order]), net(x)[:, order])
+
+
+@pytest.mark.parametrize(
+    ("target", "sizes", "message"),
+    [
+        (lambda x: x.cumsum(-2), (1, 2, 4), "not permutation-equivariant"),
+        (lambda x: x.sum(-1), (1, 2, 4), "must give"),
+        (lambda x: x, (2, 3, 8), "262,144 grid points"),
+    ],
+)
+def test_what_cannot_be_approximated_is_refused(target, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        UniversalApproximator(target, *sizes)
+
+
+def test_where_float64_ends_is_said():
+    with pytest.raises(ValueError, match="2\\^53"):
+        UniversalApproximator(lambda x: x, 1, 4, 8)

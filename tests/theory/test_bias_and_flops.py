@@ -1,0 +1,69 @@
+"""App. E's bias, and Table 1."""
+
+import math
+
+import pytest
+import torch
+
+from sigattn.theory import bias, flops
+
+
+@pytest.mark.parametrize("n", [2, 3, 17, 1000])
+def test_the_bias_normalises_within_its_bounds(n):
+    z = 4 * torch.randn(50, n, dtype=torch.float64)
+    b = bias.normalizing_bias(z)
+    low, high = bias.bias_bounds(z)
+    assert ((low <= b) & (b <= high)).all()
+    torch.testing.assert_close(torch.sigmoid(z + b[:, None]).sum(-1), torch.ones(50, dtype=torch.float64))
+
+
+def test_equal_logits_need_minus_log_n_minus_1():
+    for n in (2, 10, 4096):
+        assert bias.normalizing_bias(torch.zeros(n)).item() == pytest.approx(-math.log(n - 1), abs=1e-12)
+
+
+def test_extreme_logits():
+    z = torch.tensor([[-700.0, 700.0], [1e3, 1e3]], dtype=torch.float64)
+    b = bias.normalizing_bias(z)
+    torch.testing.assert_close(torch.sigmoid(z + b[:, None]).sum(-1), torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("z", [torch.zeros(1), torch.zeros(3, 0), torch.tensor(1.0)])
+def test_one_logit_cannot_be_normalised(z):
+    with pytest.raises(ValueError, match="at least 2"):
+        bias.normalizing_bias(z)
+
+
+def test_logits_must_be_finite():
+    with pytest.raises(ValueError, match="finite"):
+        bias.normalizing_bias(torch.tensor([0.0, math.nan]))
+
+
+def test_order_optimal():
+    assert bias.order_optimal_bias(4, 0.1) == -math.sqrt(10)  # the paper rounds √10 to 3
+    assert bias.order_optimal_bias(4096, 0.1) == -math.log(4096)
+    for n, epsilon in ((0, 0.1), (4, 0.0), (4, 2.0)):
+        with pytest.raises(ValueError, match="order_optimal_bias"):
+            bias.order_optimal_bias(n, epsilon)
+
+
+def test_gradients_agree_where_weights_do():
+    z = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    b = bias.normalizing_bias(z.detach())
+    weights, gradients = bias.gradient_gap(z.detach(), b)
+    p = torch.sigmoid(z + b[:, None])
+    (dp,) = torch.autograd.grad(p.sum(), z)  # dp_i/dz_i, the sigmoid being element-wise
+    softmax = z.softmax(-1).detach()
+    own = torch.diagonal(torch.func.vmap(torch.func.jacrev(lambda r: r.softmax(-1)))(z.detach()), dim1=1, dim2=2)
+    torch.testing.assert_close(own, softmax * (1 - softmax))
+    torch.testing.assert_close(gradients, (dp - own).abs())
+    torch.testing.assert_close(weights, (p.detach() - softmax).abs())
+
+
+def test_table_1():
+    assert flops.logits(2048, 64) == 2 * 2048 * 64
+    assert flops.logits(2048, 64, causal=True) == 2 * (2049 / 4096) * 2048 * 64
+    assert flops.softmax(2048) == flops.sigmoid(2048) == 5 * 2048
+    assert flops.values(10, 4, causal=True) == 2 * 5.5 * 4
+    with pytest.raises(ValueError, match="at least one token"):
+        flops.logits(0, 64)

@@ -1,0 +1,127 @@
+"""The contextual mapping of App. B: the layers against the definition in floating point, and what the proof claims."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from sigattn.theory.contextual_mapping import ContextualMapping, Verification, modified_attention
+
+
+def heaviside(x):
+    return torch.where(x > 0, 1.0, torch.where(x == 0, 0.5, 0.0))
+
+
+@pytest.mark.parametrize("biases", [(0.0, 1.5), (2.5, 2.5), (2.5, 1.5), (0.0, 0.0), (7.0, 3.0)])
+def test_a_head_is_modified_sigmoid_attention(biases):
+    """Definition of the layer with q = k = v = u and o = e_0: ψ = (lᵀ) H((l - b_q) ⊗ (l - b_k))."""
+    l = torch.tensor([0.0, 2.0, 3.0, 7.0])
+    b_q, b_k = biases
+    expected = l @ heaviside((l - b_q)[:, None] * (l - b_k)[None, :])
+    found = modified_attention([0, 2, 3, 7], int(2 * b_q), int(2 * b_k))
+    assert [x / 4 for x in found] == expected.tolist()
+
+
+def test_a_selective_shift_moves_one_index_by_the_sum_of_the_larger():
+    m = ContextualMapping(d=1, n=4, inverse_delta=9)
+    assert m.selective_shift([1, 3, 5, 8], 3) == [1, 3 + m.c * 13, 5, 8]
+    assert m.selective_shift([1, 3, 5, 8], 4) == [1, 3, 5, 8]
+
+
+def test_layers_leave_other_numbers_of_a_token_alone():
+    m = ContextualMapping(d=3, n=2, inverse_delta=2)
+    tokens = [[1, 0, 1], [0, 1, 1]]
+    out = m.apply(tokens)
+    assert [t[1:] for t in out] == [t[1:] for t in tokens]
+    assert m.apply(tokens[::-1]) == out[::-1]  # equivariant
+
+
+@pytest.mark.parametrize(
+    ("d", "n", "inverse_delta"), [(1, 2, 9), (1, 3, 8), (2, 3, 3), (1, 5, 8), (3, 4, 2), (1, 7, 9)]
+)
+def test_the_mapping_is_contextual(d, n, inverse_delta):
+    m = ContextualMapping(d=d, n=n, inverse_delta=inverse_delta)
+    assert m.c - 1 <= (n - 1) * (m.grid - 1) * math.comb(n - 1, math.ceil((n - 1) / 2)) < m.c
+    v = m.verify()
+    assert v.inputs == math.comb(inverse_delta**d, n)
+    assert v.is_contextual_mapping
+    printed = {Verification.PRINTED, Verification.AS_PRINTED}
+    assert not any(v.failed[s] for s in v.failed if s not in printed)
+    assert v.failed[Verification.AS_PRINTED] == 1
+    assert v.failed[Verification.PRINTED] == (v.inputs if n >= 4 else 0)
+
+
+def test_all_at_once_and_one_by_one_agree():
+    m = ContextualMapping(d=1, n=3, inverse_delta=9)
+    assert m.fits_int64
+    together, one_by_one = Verification._of_tensors(m), Verification._of_lists(m)
+    assert (together.checked, together.failed) == (one_by_one.checked, one_by_one.failed)
+    shifted = []
+    for l in m.all_inputs():
+        l = list(l)
+        for i in range(m.grid):
+            l = m.selective_shift(l, i)
+        shifted.append(l)
+    assert m.all_selectively_shifted() == shifted
+
+
+def test_the_closed_form_as_printed_agrees_with_the_paper_s_own_terms_up_to_three():
+    """The paper unrolls l̃_4 = … + c³ (s_2 + 2 s_1) + …; its general formula gives s_1 + 2 s_2."""
+    m = ContextualMapping(d=1, n=4, inverse_delta=7)
+    l = [0, 1, 3, 6]
+    total, c = sum(l), m.c
+    s1, s2, s3, s4 = (total - x for x in l)
+    unrolled = l[3] + c * s4 + c**2 * (s3 + s2 + s1) + c**3 * (s2 + 2 * s1) + c**4 * s1
+    assert m.closed_form(l)[3] == unrolled
+    assert m.closed_form_as_printed(l)[3] == unrolled + c**3 * (s2 - s1)
+    assert m.closed_form(l)[:3] == m.closed_form_as_printed(l)[:3]
+
+
+def test_starting_from_the_second_layer_breaks_the_lemmas():
+    v = ContextualMapping(d=1, n=3, inverse_delta=6, first_layer=1).verify()
+    zeros = math.comb(5, 2)  # inputs with a token of index 0
+    assert v.failed[Verification.LAST] == v.failed[Verification.SHIFT] == zeros
+
+
+def test_a_too_small_c_is_no_contextual_mapping():
+    m = ContextualMapping(d=1, n=2, inverse_delta=6)
+    least = m.smallest_c()
+    assert 1 < least <= m.proof_c
+    worse = ContextualMapping(d=1, n=2, inverse_delta=6, c=least - 1)
+    assert not worse.verify().is_contextual_mapping
+    final = [x for l in worse.all_selectively_shifted() for x in worse.global_shift(l)]
+    assert len(set(final)) < len(final)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"d": 1, "n": 1, "inverse_delta": 4}, ValueError, "n ≥ 2"),
+        ({"d": 1, "n": 2, "inverse_delta": 2.5}, TypeError, "unit fraction"),
+        ({"d": 1, "n": 5, "inverse_delta": 4}, ValueError, "5 different tokens do not fit"),
+        ({"d": 0, "n": 2, "inverse_delta": 4}, ValueError, "d ≥ 1"),
+    ],
+)
+def test_sizes_that_make_no_sense(sizes, error, message):
+    with pytest.raises(error, match=message):
+        ContextualMapping(**sizes)
+
+
+def test_what_is_too_large_to_enumerate_is_refused_with_the_count():
+    with pytest.raises(ValueError, match="64,684,950 inputs of 4 tokens, 258,739,800 in all; the limit is 50,000"):
+        ContextualMapping(d=1, n=4, inverse_delta=200).verify()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([[0], [0]], "differ"), ([[0], [9]], "0 … 3"), ([[0]], "2 tokens"), ([[0, 1], [1, 0]], "of 1")],
+)
+def test_wrong_tokens(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        ContextualMapping(d=1, n=2, inverse_delta=4).apply(tokens)
+
+
+def test_every_input_is_enumerated_once():
+    m = ContextualMapping(d=2, n=2, inverse_delta=2)
+    assert list(m.all_inputs()) == list(itertools.combinations(range(4), 2))

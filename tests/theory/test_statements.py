@@ -1,0 +1,43 @@
+"""The table of ``sigattn theory``: every row is checked, and says what ``docs/paper-notes.md`` says."""
+
+import pytest
+
+from sigattn import cli
+from sigattn.recipes import theory
+from sigattn.theory import statements
+from tests.ops.cases import COMPILER_NOISE
+
+pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]  # PyTorch's, of forward mode
+
+NOT_PLAIN = {
+    "l̃ after the selective shifts is given by binomials": statements.MENDED,
+    "|l̃_i - l̃'_j| < c^n δ, as the last proof says": statements.MENDED,
+    "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …": statements.MENDED,
+    "b_q of the fourth head of a selective shift is i + ½": statements.MENDED,
+    "‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²": statements.MENDED,
+    "sigmoid's Jacobian norm lies below softmax's": statements.DEPENDS,
+    "b ≈ -(M + log n) ≈ -max(M, log n)": statements.DEPENDS,
+}
+
+
+def test_verdicts():
+    found = list(statements.check_all(limit=300, longest=5))
+    assert len(found) >= 20
+    assert all(s.cases > 0 for s in found)
+    assert {s.claim: s.verdict for s in found if s.verdict != statements.HOLDS} == NOT_PLAIN
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    made = [
+        statements.Statement("1 < 2", "App. A", 3, statements.HOLDS, ""),
+        statements.Statement("x [sic]", "App. B", 4, statements.MENDED, "y"),
+    ]
+    monkeypatch.setattr(theory, "check_all", lambda limit, longest: iter(made[: longest - 2]))
+    cli.main(["theory", "--limit", "60", "--longest", "4", "--report", str(tmp_path / "new/t.html"), "--trials", "1"])
+    printed = capsys.readouterr().out
+    assert "2 statements: 1 holds, 1 holds mended" in printed
+    assert "x [sic]" in printed
+    page = (tmp_path / "new/t.html").read_text()
+    assert "<svg" in page
+    assert "1 &lt; 2" in page
+    assert page.count("<tr>") == 3
