@@ -8,11 +8,6 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # without a GPU, kernels run as Python; to be said before Triton loads
-
 
 # Left out: modules whose functions say themselves what is wrong with a call, and what torch.compile traces.
 LEFT_OUT = {
@@ -33,6 +28,9 @@ if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"
     _hook = install_import_hook(sorted(_modules - LEFT_OUT), "beartype.beartype")
 
 import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python; to be said before Triton loads
 
 
 @pytest.fixture(autouse=True)

@@ -173,7 +173,7 @@ def test_packed_sequences_match_the_formula(backend, way, case):
             rows = max(*case["lengths"][0], *case["lengths"][1], 1)
             largest = expected[name].abs().max().item() if g.numel() else 0.0
             most = 4 * max(1.0, largest, rows**0.5) * (8 if g.dim() < 3 else 1)
-            assert_as_good_as_formula(g, expected[name].double(), in_dtype[name], most, name)
+            assert_as_good_as_formula(g, expected[name].double(), in_dtype[name], most, name, case["dtype"])
     if case["beyond"]:
         assert not out[-case["beyond"] :].any()
         assert not any(ours[name][-case["beyond"] :].any() for name in "qkv")
@@ -273,8 +273,9 @@ def test_backends_drop_the_same_weights_of_packed_sequences():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_as_a_citizen_of_pytorch(backend):
     """One graph when compiled, opcheck, and refusal of the derivatives it has not."""
-    q, k, v = (torch.randn(12, 2, 8, requires_grad=True) for _ in range(3))
-    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    device = device_of(backend)
+    q, k, v = (torch.randn(12, 2, 8, device=device, requires_grad=True) for _ in range(3))
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
 
     def call(q, k, v):
         return flash.flash_attn_varlen_func(
@@ -292,11 +293,23 @@ def test_as_a_citizen_of_pytorch(backend):
     x = q.detach().view(1, 12, 2, 8)
     torch.testing.assert_close(dense(x), flash.flash_attn_func(x, x, x, causal=True, backend=backend))
 
-    args = (q.detach(), k.detach(), v.detach(), torch.randn(2, 1), torch.rand(1, 2, 2), starts, starts, None, 7, 7)
+    args = (
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        torch.randn(2, 1, device=device),
+        torch.rand(1, 2, 2, device=device),
+        starts,
+        starts,
+        None,
+        7,
+        7,
+    )
     args = (*args, None, 3, 0, 0.0, False, False, backend)
     torch.library.opcheck(torch.ops.sigattn.packed_forward.default, args)
     torch.library.opcheck(
-        torch.ops.sigattn.packed_backward.default, (torch.randn(12, 2, 8), *args, [True, False, True, True, True])
+        torch.ops.sigattn.packed_backward.default,
+        (torch.randn(12, 2, 8, device=device), *args, [True, False, True, True, True]),
     )
     with pytest.raises(RuntimeError, match='backend="reference"'):
         torch.func.jvp(call, (q, k, v), (q, k, v))

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from sigattn import sigmoid_attention
 from sigattn.ops.attention import BACKENDS
+from sigattn.ops.triton import launch
 from tests.ops.cases import Case, cases, device_of, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
 
@@ -60,7 +61,9 @@ def check(case: Case, backend: str) -> None:
     assert_as_good_as_formula(out, truth, same, magnitude["output"], "output")
     for name, gradient in grads.items():
         assert gradient.dtype == inputs[name].dtype, name
-        assert_as_good_as_formula(gradient, truth_grads[name].double(), same_grads[name], magnitude[name], name)
+        assert_as_good_as_formula(
+            gradient, truth_grads[name].double(), same_grads[name], magnitude[name], name, case.dtype
+        )
 
 
 @pytest.mark.parametrize(("backend", "way"), WAYS)
@@ -96,6 +99,24 @@ def test_sizes_that_cross_real_tiles(dtype, causal):
     if dtype is torch.float64:
         case.shape = (1, 1, 1, 700, 4500, 16, 8)
     check(case, "blocked")
+
+
+@pytest.mark.parametrize("d", [8, 40, 72, 80, 96, 192, 256])
+def test_head_sizes_of_triton(d):
+    """Those that are no power of two too, and Dv ≠ D."""
+    case = Case((1, 1, 2, 19, 21, d, 264 - d), torch.bfloat16, True, None, None, -1.0, None, None, False, "strided", d)
+    case.shape = (*case.shape[:-1], min(case.shape[-1], 128))
+    check(case, "triton")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, (130, 40)])
+def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, causal, dtype, window):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(launch, "architecture", lambda device: 90)
+    case = Case((1, 1, 2, 300, 270, 64, 64), dtype, causal, None, window, None, None, "head", False, "length first", 5)
+    check(case, "triton")
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if wide(b) is torch.float64])

@@ -91,14 +91,18 @@ def sums_of_magnitudes(given, grad_out, **options):
     return {name: (1 + logits) * size for name, size in most.items()}
 
 
-def assert_as_good_as_formula(ours, truth, formula_in_dtype, magnitude=None, what=""):
-    """Error at most twice that of the plain formula in the same dtype, plus rounding of the sums."""
+def assert_as_good_as_formula(ours, truth, formula_in_dtype, magnitude=None, what="", dtype=None):
+    """Error at most twice that of the plain formula in the same dtype, plus rounding of the sums.
+
+    dtype: in which it was computed, where that is not the result's own: a float32 bias of bfloat16 queries.
+    """
     assert ours.dtype == formula_in_dtype.dtype, (ours.dtype, formula_in_dtype.dtype)
     assert ours.shape == truth.shape, (ours.shape, truth.shape)
     if truth.numel() == 0:
         return
     magnitude = truth.abs().max().item() if magnitude is None else magnitude
-    rounding = torch.finfo(ours.dtype).eps * magnitude + torch.finfo(ours.dtype).smallest_normal
+    eps = max(torch.finfo(t).eps for t in (ours.dtype, dtype or ours.dtype))
+    rounding = eps * magnitude + torch.finfo(ours.dtype).smallest_normal
     error = (ours.double() - truth).abs().max().item()
     allowed = 2 * (formula_in_dtype.double() - truth).abs().max().item() + 2 * rounding
     assert error <= allowed, f"{what}: error {error:.3g} exceeds {allowed:.3g} (sums up to {magnitude:.3g})"

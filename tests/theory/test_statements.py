@@ -1,10 +1,12 @@
 """The table of ``sigattn theory``: every row is checked, and says what ``docs/paper-notes.md`` says."""
 
+import functools
+
 import pytest
 
 from sigattn import cli
 from sigattn.recipes import theory
-from sigattn.theory import statements
+from sigattn.theory import regularity, statements
 from tests.ops.cases import COMPILER_NOISE
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]  # PyTorch's, of forward mode
@@ -28,6 +30,8 @@ def test_verdicts():
 
 
 def test_command(tmp_path, monkeypatch, capsys):
+    norms = functools.partial(regularity.norms_over_length, (4, 8))
+    monkeypatch.setattr(regularity, "norms_over_length", norms)
     made = [
         statements.Statement("1 < 2", "App. A", 3, statements.HOLDS, ""),
         statements.Statement("x [sic]", "App. B", 4, statements.MENDED, "y"),

@@ -194,7 +194,7 @@ class PackedProblem(NamedTuple):
     def sum_rows(self, per_row: Tensor) -> Tensor:  # (Tq, Hq, …) → (B, Hq, …)
         """Sum what belongs to the queries of each sequence."""
         offsets = self.cu_seqlens_q.to(per_row.device, torch.int64)
-        return torch.segment_reduce(per_row.contiguous(), "sum", offsets=offsets, axis=0, initial=0.0)
+        return torch.segment_reduce(per_row.contiguous(), "sum", offsets=offsets, axis=0, initial=0.0, unsafe=True)
 
 
 def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width)
