@@ -85,6 +85,12 @@ def _problem(args: Sequence[Any]) -> tuple[Problem, Kernels]:
 
 def _forward(*args: Any) -> Tensor:
     problem, kernels = _problem(args)
+    return _run_forward(problem, kernels)
+
+
+def _run_forward(problem: Problem, kernels: Kernels) -> Tensor:
+    if not autocasting(problem.query.device.type):
+        return kernels.forward(problem)
     with without_autocast(problem):
         return kernels.forward(problem)
 
@@ -216,14 +222,18 @@ def call(problem: Problem, backend: str) -> Tensor:
         tensors = distinct(tensors)
     else:
         refuse_tangents(tensors[:_DIFFERENTIABLE])
+    recorded = torch._C._are_functorch_transforms_active() or wants_gradient(tensors[:_DIFFERENTIABLE])
+    if not recorded and not torch.compiler.is_compiling() and _nobody_watches(tensors):
+        check_lengths(problem)
+        return _run_forward(problem, KERNELS[backend])
     args = (*tensors, p.scale, p.left, p.right, p.dropout_p, p.first_row, p.fast, p.deterministic, backend)
     out: Tensor
-    if torch._C._are_functorch_transforms_active() or wants_gradient(tensors[:_DIFFERENTIABLE]):
-        out = SigmoidAttention.apply(*args) if torch.compiler.is_compiling() else apply(SigmoidAttention, args)
-    elif not torch.compiler.is_compiling() and _nobody_watches(tensors):
-        out = _forward(*args)
-    else:  # the Function would only cost its 25 µs
+    if not recorded:  # the Function would only cost its 25 µs
         out = torch.ops.sigattn.forward.default(*args)
+    elif torch.compiler.is_compiling():
+        out = SigmoidAttention.apply(*args)
+    else:
+        out = apply(SigmoidAttention, args)
     return out
 
 

@@ -260,7 +260,7 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
         return wide, Products
     additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 and not additive else wide
-    if fused_unavailable(query.device, dtype) is not None:
+    if (dtype is wide and per_head < FUSED_FROM.get(wide, 0)) or fused_unavailable(query.device, dtype) is not None:
         return wide, Products
     if per_head >= FUSED_FROM[dtype]:
         return dtype, Fused
