@@ -62,7 +62,7 @@ cat "$out/machine.txt"
 
 run='import sys; from pathlib import Path; from sigattn.bench import'
 step tests 150 env SIGATTN_FUZZ_EXAMPLES=$examples "$python" -m pytest -q -p no:cacheprovider --durations=5 \
-    tests/ops/test_correctness.py tests/ops/test_dropout.py tests/test_flash.py -k triton
+    tests/ops/test_triton.py tests/ops/test_correctness.py tests/ops/test_dropout.py tests/test_flash.py -k triton
 step accuracy 40 "$python" -c "$run accuracy as b; b.run(b.AccuracyBenchmark(results=Path('$out/accuracy'), $accuracy))"
 step kernels 210 "$python" -c "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/kernels'), seconds=170, $kernels))"
 step hybridnorm 50 "$python" -c "$run hybridnorm as b; b.run(b.HybridNormBenchmark(results=Path('$out/hybridnorm'), $hybrid))"

@@ -25,8 +25,6 @@ def unavailable(problem: Problem | PackedProblem) -> str | None:
         return f"it is for {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, not for {q.dtype}"
     if not (1 <= q.shape[-1] <= _WIDEST and 1 <= v.shape[-1] <= _WIDEST):
         return f"it is for heads of 1 to {_WIDEST}, not of {q.shape[-1]} (query, key) and {v.shape[-1]} (value)"
-    if not len(q.shape) or (q.shape[1] and not problem.key.shape[1]):
-        return "there is no key head"
     return None
 
 

@@ -142,8 +142,13 @@ def _sigmoid(p: Problem | PackedProblem) -> str:
 
 
 def _precision(t: Tensor) -> str:
-    tf32 = t.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 and t.is_cuda
-    return "tf32" if tf32 else "ieee"
+    return "tf32" if t.dtype is torch.float32 and t.is_cuda and tf32_is_allowed() else "ieee"
+
+
+def tf32_is_allowed() -> bool:
+    """What PyTorch is told of its own float32 products on a GPU, by whichever of its settings."""
+    own = torch.backends.cuda.matmul.fp32_precision  # type: ignore[attr-defined]
+    return (torch.backends.fp32_precision if own == "none" else own) == "tf32"
 
 
 def _bias(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
