@@ -147,8 +147,9 @@ def _precision(t: Tensor) -> str:
 
 def tf32_is_allowed() -> bool:
     """What PyTorch is told of its own float32 products on a GPU, by whichever of its settings."""
-    own = torch.backends.cuda.matmul.fp32_precision  # type: ignore[attr-defined]
-    return (torch.backends.fp32_precision if own == "none" else own) == "tf32"
+    own = torch.backends.cuda.matmul.fp32_precision
+    everywhere: str = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return (everywhere if own == "none" else own) == "tf32"
 
 
 def _bias(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
