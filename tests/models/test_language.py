@@ -33,7 +33,8 @@ def test_number_of_parameters():
 def test_the_bias_of_every_layer():
     def of(**settings):
         config = LanguageModelConfig(**SMALL, **settings)
-        (bias,) = {block.attention.bias for block in LanguageModel(config).blocks}
+        biases = [block.attention.bias for block in LanguageModel(config).blocks]
+        (bias,) = {None if b is None else b.value for b in biases}
         return bias
 
     assert of() == -math.log(16)
@@ -91,3 +92,23 @@ def test_without_a_bias_the_attention_starts_orders_of_magnitude_larger():
             model(torch.randint(256, (2, 256)))
             norms[bias] = layer.output_norm.item()
     assert norms[0.0] > 20 * norms["log_length"]
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"position": "alibi"}, {"position": "none"}, {"kv_heads": 1}, {"structure": "hybrid"}, {"qk_norm": False}],
+    ids=str,
+)
+def test_every_kind_learns(activation, settings):
+    model = LanguageModel(LanguageModelConfig(**SMALL, activation=activation, **settings))
+    tokens = torch.arange(17).repeat(4, 1) % 5
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]

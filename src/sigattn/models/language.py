@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.attention import Activation, Attention
-from sigattn.nn.block import Block
+from sigattn.nn.block import Block, NormStructure
+from sigattn.nn.feedforward import SwiGLU
+from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.ops.problem import log_length_bias
 from sigattn.shapes import Float, Int
+
+Position = Literal["rope", "alibi", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,9 @@ class LanguageModelConfig:
         activation: "sigmoid" or "softmax".
         bias: the sigmoid's b; "log_length" is the paper's -log(context), a number is itself (0.0 for none).
         qk_norm: RMSNorm over each head of Q and K.
+        kv_heads: number of key and value heads; None for as many as heads.
+        position: "rope", "alibi" or "none".
+        structure: where norms stand, "pre", "hybrid" or "post" (``sigattn.nn.block``).
     """
 
     vocabulary: int = 256
@@ -38,6 +46,9 @@ class LanguageModelConfig:
     activation: Activation = "sigmoid"
     bias: float | str = "log_length"
     qk_norm: bool = True
+    kv_heads: int | None = None
+    position: Position = "rope"
+    structure: NormStructure = "pre"
 
     def attention_bias(self) -> float | None:
         """The number b that every layer uses; None under softmax."""
@@ -49,9 +60,33 @@ class LanguageModelConfig:
             return log_length_bias(self.context)
         return self.bias
 
+    def block(self) -> Block:
+        """One layer, its weights not yet drawn."""
+        if self.heads < 1 or self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads, got width={self.width}, heads={self.heads}")
+        head_dim = self.width // self.heads
+        encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
+            "rope": lambda: RotaryEmbedding(head_dim),
+            "alibi": lambda: Alibi(self.heads),
+            "none": lambda: None,
+        }
+        if self.position not in encodings:
+            raise ValueError(f"position must be one of {', '.join(map(repr, encodings))}, got {self.position!r}")
+        attention = Attention(
+            self.width,
+            self.heads,
+            activation=self.activation,
+            bias=self.attention_bias(),
+            kv_heads=self.kv_heads,
+            qk_norm="rms" if self.qk_norm else "none",
+            position=encodings[self.position](),
+        )
+        hidden = 32 * math.ceil(self.width * 8 / 3 / 32)
+        return Block(attention, SwiGLU(self.width, hidden), self.width, structure=self.structure)
+
 
 class LanguageModel(nn.Module):
-    """Token embedding, pre-norm blocks, RMSNorm, and an output tied to the embedding. Positions by RoPE.
+    """Token embedding, blocks of causal attention and SwiGLU, RMSNorm, and an output tied to the embedding.
 
     Weights start normal with variance 1 / fan-in, the embedding with variance 1 / width, as in the paper's language
     models (docs/paper-notes.md).
@@ -60,19 +95,8 @@ class LanguageModel(nn.Module):
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config
-        hidden = 32 * math.ceil(config.width * 8 / 3 / 32)
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(
-            Block(
-                config.width,
-                config.heads,
-                hidden,
-                activation=config.activation,
-                bias=config.attention_bias(),
-                qk_norm=config.qk_norm,
-            )
-            for _ in range(config.layers)
-        )
+        self.blocks = nn.ModuleList(config.block() for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.reset_parameters()
 

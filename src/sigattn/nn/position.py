@@ -39,3 +39,118 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def alibi_slopes(heads: int) -> Tensor:  # (heads,)
+    """The slopes of ALiBi (Press et al., 2022): 2^(-8/h), 2^(-16/h), …, 2^-8.
+
+    Where h is no power of two, those of the power of two below come first, and then every other one of the next.
+
+    Raises:
+        ValueError: without a head.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    if heads < 1:
+        raise ValueError(f"alibi_slopes: needs at least one head, got {heads}")
+    below = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
+    between = [2.0 ** (-4 * (i + 1) / below) for i in range(0, 2 * (heads - below), 2)]
+    return torch.tensor(first + between)
+
+
+class Alibi(nn.Module):
+    """ALiBi's slopes for a layer: the further a key from its query, the smaller its logit.
+
+    Args:
+        heads: number of query heads.
+        sides: "causal" or "symmetric" (one slope for both sides), or "split" for encoders: half of the heads look
+            mostly back and half mostly ahead, the slope of the other side being ``steepness`` times as large.
+        steepness: see ``sides``.
+
+    Raises:
+        ValueError: for other sides, or "split" with a single head.
+    """
+
+    slopes: Tensor
+
+    def __init__(self, heads: int, sides: str = "causal", steepness: float = 4.0) -> None:
+        super().__init__()
+        if sides not in ("causal", "symmetric", "split"):
+            raise ValueError(f'Alibi: sides must be "causal", "symmetric" or "split", got {sides!r}')
+        if sides == "split" and heads < 2:
+            raise ValueError('Alibi: sides="split" needs at least two heads, one for each side')
+        slopes = alibi_slopes(heads)
+        if sides == "split":
+            # neighbours get one slope in two directions, so that both sides are seen at every range
+            half = alibi_slopes((heads + 1) // 2).repeat_interleave(2)[:heads]
+            back = torch.arange(heads) % 2 == 0
+            before = torch.where(back, half, steepness * half)
+            after = torch.where(back, steepness * half, half)
+            slopes = torch.stack([before, after], -1).unsqueeze(0)
+        self.register_buffer("slopes", slopes, persistent=False)
+
+    def forward(self) -> Tensor:
+        """(heads,), or (1, heads, 2) for split sides: as ``sigmoid_attention`` takes ``alibi_slopes``."""
+        return self.slopes
+
+
+class SinusoidalEmbedding(nn.Module):
+    """The fixed sines and cosines of Vaswani et al. (2017), added to the input.
+
+    Args:
+        width: an even number of features.
+        base: the largest wavelength is 2π · base positions.
+
+    Raises:
+        ValueError: if width is odd.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, width: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        if width % 2:
+            raise ValueError(f"SinusoidalEmbedding pairs sines with cosines, so width must be even, got {width}")
+        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+        self.register_buffer("frequencies", base**-exponents, persistent=False)
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], first_position: int = 0
+    ) -> Float[Tensor, "batch length width"]:
+        """Add the encoding of positions first_position, first_position + 1, …"""
+        positions = torch.arange(first_position, first_position + x.shape[1], device=x.device, dtype=torch.float32)
+        angles = positions[:, None] * self.frequencies  # (length, width / 2)
+        return x + torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(x.dtype)
+
+
+class LearnableEmbedding(nn.Module):
+    """A learned vector for each position, added to the input.
+
+    Args:
+        length: number of positions. width: features. std: of the normal distribution they start from.
+    """
+
+    def __init__(self, length: int, width: int, std: float = 0.02) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(length, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the vectors anew."""
+        nn.init.trunc_normal_(self.weight, std=self.std)
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], first_position: int = 0
+    ) -> Float[Tensor, "batch length width"]:
+        """Add the vectors of positions first_position, first_position + 1, …
+
+        Raises:
+            ValueError: if there are more positions than vectors.
+        """
+        stop = first_position + x.shape[1]
+        if stop > len(self.weight):
+            raise ValueError(f"LearnableEmbedding has {len(self.weight)} positions, and the input ends at {stop}")
+        return x + self.weight[first_position:stop]
