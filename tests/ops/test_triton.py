@@ -10,6 +10,7 @@ from sigattn.ops import library, triton
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, tuning
 from tests.ops.cases import device_of
+from tests.ops.truth import assert_as_good_as_formula, formula
 
 DEVICE = device_of("triton")
 
@@ -114,3 +115,25 @@ def test_sums_of_a_broadcast_mask_repeat_when_asked_to():
     first = gradient(True)
     assert torch.equal(first, gradient(True))
     torch.testing.assert_close(first, gradient(False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_strongly_attended_keys_do_not_overflow(dtype):
+    """With b = -log 65536 float16 weights are carried multiplied by 2^15; a dS of a weight of 1/2 must not be."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 16, generator=g).to(dtype).requires_grad_() for n in (20, 40, 40))
+    grad = (60 * torch.randn(1, 1, 20, 16, generator=g)).to(dtype)
+    bias, scale = -11.0903, 3.0  # logits of up to ±40: weights from 0 to 1
+
+    def gradients(out, leaves):
+        return torch.autograd.grad(out, leaves, grad.to(out.dtype).to(out.device))
+
+    there = [t.detach().to(DEVICE).requires_grad_() for t in (q, k, v)]
+    ours = gradients(sigmoid_attention(*there, bias=bias, scale=scale, backend="triton"), there)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    truth = gradients(formula(*wide, bias=bias, scale=scale), wide)
+    same = gradients(formula(q, k, v, bias=bias, scale=scale, dtype=dtype), (q, k, v))
+    assert (grad.double() @ v.double().mT).abs().max() > 500  # dP
+    for a, t, f in zip(ours, truth, same, strict=True):
+        assert a.isfinite().all()
+        assert_as_good_as_formula(a.cpu(), t, f)

@@ -21,6 +21,7 @@ from sigattn.ops.triton.tile import (
     column_hash,
     crossed,
     dot,
+    gradient_shift,
     hide,
     kept,
     load,
@@ -83,6 +84,7 @@ def keys_kernel(
     k = load(key, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, True)
     v = load(value, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, True)
     shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
+    lower, grad_unit = gradient_shift(shift, SHIFT)
     by_column = column_hash(seed, columns)[:, None] if DROPOUT else 0
     # key j is seen by places j - right … j + left
     first = column_start - first_row
@@ -146,7 +148,7 @@ def keys_kernel(
                     dp = dot(v, tl.trans(do), None, PRECISION)
                     if DROPOUT:
                         dp = tl.where(keep, dp, 0.0)
-                    ds = narrow(slope(p, unit) * dp, q.dtype)  # (BLOCK_N, BLOCK_M)
+                    ds = narrow(slope(p, unit) * dp * lower, q.dtype)  # (BLOCK_N, BLOCK_M)
                     if NEED_KEY:
                         acc_k = dot(ds, q, acc_k, PRECISION)
                     if ADD_QUERY:
@@ -155,9 +157,9 @@ def keys_kernel(
                         at = grad_query + b * gq_b + h * gq_h + from_q * gq_n + tl.cast(row_start, tl.int64) * gq_n
                         at += tl.arange(0, BLOCK_M)[:, None] * gq_n + dq_columns * gq_d
                         inside = (rows[:, None] < n) & (dq_columns < D)
-                        tl.atomic_add(at, dq * (logit_scale * unit), mask=inside, sem="relaxed")
+                        tl.atomic_add(at, dq * (logit_scale * grad_unit), mask=inside, sem="relaxed")
     if NEED_KEY:
-        store(grad_key, acc_k * (logit_scale * unit), column_start, keys, gk_n, gk_d, BLOCK_N, D, BLOCK_D)
+        store(grad_key, acc_k * (logit_scale * grad_unit), column_start, keys, gk_n, gk_d, BLOCK_N, D, BLOCK_D)
     if NEED_VALUE:
         store(grad_value, acc_v * (out_scale * unit), column_start, keys, gv_n, gv_d, BLOCK_N, DV, BLOCK_DV)
 
@@ -242,6 +244,7 @@ def queries_kernel(
     if BIAS == "tensor":
         z_bias = z_bias[:, None]
     shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
+    lower, grad_unit = gradient_shift(shift, SHIFT)
     by_row = row_hash(seed, head, first_row + rows)[:, None] if DROPOUT else 0
     first = first_row + row_start
     last = first_row + tl.minimum(row_start + BLOCK_M, n)
@@ -284,7 +287,7 @@ def queries_kernel(
                 if DROPOUT:
                     by_column = column_hash(seed, column_start + tl.arange(0, BLOCK_N))[None, :]
                     dp = tl.where(kept(by_row, by_column, threshold), dp, 0.0)
-                ds = slope(p, unit) * dp  # (BLOCK_M, BLOCK_N)
+                ds = slope(p, unit) * dp * lower  # (BLOCK_M, BLOCK_N)
                 if NEED_QUERY:
                     acc = dot(narrow(ds, k.dtype), k, acc, PRECISION)
                 if NEED_BIAS:
@@ -296,17 +299,17 @@ def queries_kernel(
                 if NEED_MASK != "none":
                     columns = column_start + tl.arange(0, BLOCK_N)
                     add_to_mask(
-                        grad_mask, ds * (out_scale * unit), rows, columns, n, keys, gm_n, gm_m,
+                        grad_mask, ds * (out_scale * grad_unit), rows, columns, n, keys, gm_n, gm_m,
                         NEED_MASK, SUM_ROWS, SUM_COLUMNS,
                     )  # fmt: skip
     if NEED_QUERY:
-        store(grad_query, acc * (logit_scale * unit), row_start, n, gq_n, gq_d, BLOCK_M, D, BLOCK_D)
+        store(grad_query, acc * (logit_scale * grad_unit), row_start, n, gq_n, gq_d, BLOCK_M, D, BLOCK_D)
     if NEED_BIAS:
-        tl.store(grad_bias + rows.to(tl.int64) * gb_n, acc_bias * (out_scale * unit), mask=rows < n)
+        tl.store(grad_bias + rows.to(tl.int64) * gb_n, acc_bias * (out_scale * grad_unit), mask=rows < n)
     if NEED_SLOPES:
         at = grad_slopes + 2 * rows.to(tl.int64) * gb_n
-        tl.store(at, acc_before * (out_scale * unit), mask=rows < n)
-        tl.store(at + 1, acc_after * (out_scale * unit), mask=rows < n)
+        tl.store(at, acc_before * (out_scale * grad_unit), mask=rows < n)
+        tl.store(at + 1, acc_after * (out_scale * grad_unit), mask=rows < n)
 
 
 @triton.jit

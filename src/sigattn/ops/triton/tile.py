@@ -146,6 +146,21 @@ def shift_of(shift_pointer, shift_value, keys, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def gradient_shift(shift, SHIFT: tl.constexpr):
+    """What takes dS from the weights' power of two to its own, and the inverse of that.
+
+    dS goes into products in float16 too. Weights of 1/n want a large power; but where P is about 1/2, dS is dP/4, and
+    with the weights' own 2^15 it would overflow from dP = 8 on. With 2^7 it does from 2000 on, and keeps all bits of
+    gradients down to 2^-21.
+    """
+    lower, unit = 1.0, 1.0
+    if SHIFT != "none":
+        own = tl.minimum(shift, 7.0)
+        lower, unit = tl.exp2(own - shift), tl.exp2(-own)
+    return lower, unit
+
+
+@triton.jit
 def add_positions(z, i, j, before, after, SLOPES: tl.constexpr):
     """ALiBi: slope · |i - j| taken from the logits, one slope for keys before the query and one for keys after it."""
     if SLOPES:
