@@ -82,6 +82,7 @@ def test_every_option_compiles():
     code = CODE.replace("static.compile_kernel(*case)", "static.compile_kernel(*case[:-1], **case[-1])")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     cases = [(k, 90, "float16", 64, True, o) for o in options for k in KERNELS]
+    cases += [(k, 90, "float32", 64, True, {"PRECISION": "tf32"}) for k in KERNELS]
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(cases)], capture_output=True, text=True, env=environment
     )

@@ -1,15 +1,18 @@
 """The Triton backend beside its mathematics: what it serves, its settings, the layout of what it gives."""
 
+import contextlib
 import types
 
 import pytest
 import torch
+import triton as kernels
+import triton.language as language
 
-from sigattn import sigmoid_attention
+from sigattn import flash, sigmoid_attention
 from sigattn.ops import library, triton
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, tuning
-from tests.ops.cases import device_of
+from sigattn.ops.triton import activation, launch, tuning
+from tests.ops.cases import KERNEL_PATHS, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
 DEVICE = device_of("triton")
@@ -137,3 +140,84 @@ def test_gradients_of_strongly_attended_keys_do_not_overflow(dtype):
     for a, t, f in zip(ours, truth, same, strict=True):
         assert a.isfinite().all()
         assert_as_good_as_formula(a.cpu(), t, f)
+
+
+@pytest.mark.parametrize(
+    "strides", [(0, 2**31, 16, 1), (2**31 + 64, 64, 256, 1), (0, 16, 2**27, 1), (0, 700, 16, 2**29)]
+)
+def test_tensors_may_have_more_than_2_to_the_31_elements(strides):
+    """Heads, samples, rows or columns far apart. Memory that is not touched costs nothing."""
+    b, h, n, d = (2 if strides[0] else 1), 2, 40, 8
+    extent = 1 + sum((size - 1) * stride for size, stride in zip((b, h, n, d), strides, strict=True))
+    assert extent > 2**31
+    far = torch.empty(extent, dtype=torch.float16, device=DEVICE).as_strided((b, h, n, d), strides)
+    near = torch.randn(b, h, n, d, device=DEVICE).half()
+    far.copy_(near)
+
+    def results(q):
+        q = q.detach().requires_grad_()
+        out = sigmoid_attention(q, q, q, is_causal=True, backend="triton")
+        return out, *torch.autograd.grad(out.float().square().sum(), q)
+
+    for a, e in zip(results(far), results(near), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_tiles_that_nobody_sees_are_not_visited(monkeypatch):
+    """What lies there is NaN, and would reach a result if a kernel so much as multiplied it by 0."""
+    for name, setting in KERNEL_PATHS["small tiles"].items():
+        monkeypatch.setattr(*name, setting)
+    q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE) for n in (32, 160, 160))
+    for options, seen in (({"is_causal": True}, slice(0, 32)), ({"window": (-1, 10)}, slice(0, 64))):
+        nowhere = torch.ones(160, dtype=torch.bool)
+        nowhere[seen] = False
+        keys, values = k.clone(), v.clone()
+        keys[:, :, nowhere], values[:, :, nowhere] = torch.nan, torch.nan
+        leaves = [t.requires_grad_() for t in (q.clone(), keys, values)]
+        out = sigmoid_attention(*leaves, bias=-1.0, backend="triton", **options)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        assert out.isfinite().all()
+        assert gradients[0].isfinite().all()
+        assert not gradients[2][:, :, nowhere].any()
+
+
+def test_the_fast_sigmoid_is_asked_for_where_it_may_be(monkeypatch):
+    """By the argument or the setting, on NVIDIA's GPUs only: elsewhere the accurate one serves."""
+    asked = []
+
+    def seen(problem):
+        asked.append(problem.fast)
+        raise InterruptedError
+
+    monkeypatch.setattr(launch, "prepare", seen)
+    q = torch.zeros(1, 4, 1, 8, dtype=torch.float16, device=DEVICE)
+    for precision in ("fast", "accurate", None):
+        with contextlib.suppress(InterruptedError):
+            flash.flash_attn_func(q, q, q, sigmoid_precision=precision, backend="triton")
+    assert asked == [True, False, False]
+    fast = problem(dtype=torch.float16)._replace(fast=True)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert launch._sigmoid(fast) == "fast"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert launch._sigmoid(fast) == "accurate"
+
+
+@kernels.jit
+def _sigmoid_of(z, p, KIND: language.constexpr):
+    at = language.arange(0, 4096)
+    language.store(p + at, activation.sigmoid(language.load(z + at), 1.0, 0.0, KIND, False))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("accurate", 3.4e-5), ("exact", 5e-6)])
+def test_error_of_the_sigmoid_relative_to_itself(kind, most):
+    """At every P, the smallest too; NaN stays NaN, and what is beyond float32 is 0 or 1."""
+    x = torch.linspace(-80, 40, 4096)
+    x[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
+    p = torch.empty(4096, device=DEVICE)
+    _sigmoid_of[(1,)]((-x * 1.4426950408889634).to(DEVICE), p, kind)
+    p = p.cpu().double()
+    assert p[0].isnan()
+    assert p[1].item() == pytest.approx(1, abs=most)
+    assert p[2] < 1e-35
+    truth = torch.sigmoid(x[3:].double())
+    assert ((p[3:] / truth - 1).abs()).max() < most + 1.2e-7 * 80  # and the rounding of z

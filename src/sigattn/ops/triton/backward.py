@@ -14,22 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import sigmoid, slope
+from sigattn.ops.triton.activation import slope
 from sigattn.ops.triton.tile import (
-    add_positions,
     bias_terms,
     column_hash,
     crossed,
     dot,
     gradient_shift,
-    hide,
     kept,
     load,
-    mask_tile,
     narrow,
     row_hash,
     shift_of,
     store,
+    weights,
 )
 
 
@@ -49,7 +47,7 @@ def keys_kernel(
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
     NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
 ):  # fmt: skip
-    """DK and dV of one tile of BLOCK_N keys of one key head; launch.py says what the arguments are."""
+    """The gradients dK and dV of one tile of BLOCK_N keys of one key head; launch.py says what the arguments are."""
     tiles = tl.cdiv(keys, BLOCK_N)
     program = tl.program_id(0)
     column_start = program % tiles * BLOCK_N  # under a causal mask the first keys have the most to do: they go first
@@ -118,25 +116,12 @@ def keys_kernel(
                 z_bias = bias_terms(bias_here, bias_value, rows, n, keys, bias_n, BIAS)
                 if BIAS == "tensor":
                     z_bias = z_bias[None, :]
-                z = dot(k, tl.trans(q), None, PRECISION) * z_scale + z_bias  # (BLOCK_N, BLOCK_M)
-                i = (first_row + rows)[None, :]
-                j = columns[:, None]
-                z = add_positions(z, i, j, before, after, SLOPES)
-                if MASK != "none":
-                    m = mask_tile(
-                        mask + b * mask_b + h * mask_h, tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None],
-                        n, keys, row_start, column_start, mask_n, mask_m,
-                    )  # fmt: skip
-                    if MASK == "added":
-                        m = m.to(tl.float32)
-                        z -= m * 1.4426950408889634  # log₂e
-                p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
-                if MASK == "bool":
-                    p = tl.where(m != 0, p, 0.0)
-                if MASK == "added":
-                    p = tl.where(m == float("-inf"), 0.0, p)
-                if phase != 1:
-                    p = hide(p, i, j, left, right, HAS_LEFT, HAS_RIGHT)
+                products = dot(k, tl.trans(q), None, PRECISION)
+                p = weights(
+                    products, z_scale, z_bias, rows[None, :], columns[:, None], n, keys, first_row,
+                    left, right, before, after, mask + b * mask_b + h * mask_h, mask_n, mask_m, unit, shift,
+                    phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
+                )  # (BLOCK_N, BLOCK_M)  # fmt: skip
                 dropped = p
                 if DROPOUT:
                     by_row = row_hash(seed, (b * heads + h).to(tl.int64), first_row + rows)[None, :]
@@ -154,8 +139,8 @@ def keys_kernel(
                     if ADD_QUERY:
                         dq = dot(tl.trans(ds), k, None, PRECISION)
                         dq_columns = tl.arange(0, BLOCK_D)[None, :]
-                        at = grad_query + b * gq_b + h * gq_h + from_q * gq_n + tl.cast(row_start, tl.int64) * gq_n
-                        at += tl.arange(0, BLOCK_M)[:, None] * gq_n + dq_columns * gq_d
+                        at = grad_query + b * gq_b + h * gq_h + from_q * gq_n
+                        at += rows[:, None].to(tl.int64) * gq_n + dq_columns * gq_d
                         inside = (rows[:, None] < n) & (dq_columns < D)
                         tl.atomic_add(at, dq * (logit_scale * grad_unit), mask=inside, sem="relaxed")
     if NEED_KEY:
@@ -264,28 +249,16 @@ def queries_kernel(
             for column_start in tl.range(from_, to, BLOCK_N):
                 k = load(key, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1)
                 v = load(value, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1)
-                z = dot(q, tl.trans(k), None, PRECISION) * z_scale + z_bias  # (BLOCK_M, BLOCK_N)
-                i = (first_row + rows)[:, None]
-                j = (column_start + tl.arange(0, BLOCK_N))[None, :]
-                z = add_positions(z, i, j, before, after, SLOPES)
-                if MASK != "none":
-                    m = mask_tile(
-                        mask, tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :],
-                        n, keys, row_start, column_start, mask_n, mask_m,
-                    )  # fmt: skip
-                    if MASK == "added":
-                        m = m.to(tl.float32)
-                        z -= m * 1.4426950408889634  # log₂e
-                p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
-                if MASK == "bool":
-                    p = tl.where(m != 0, p, 0.0)
-                if MASK == "added":
-                    p = tl.where(m == float("-inf"), 0.0, p)
-                if phase != 1:
-                    p = hide(p, i, j, left, right, HAS_LEFT, HAS_RIGHT)
+                columns = column_start + tl.arange(0, BLOCK_N)
+                products = dot(q, tl.trans(k), None, PRECISION)
+                p = weights(
+                    products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
+                    left, right, before, after, mask, mask_n, mask_m, unit, shift,
+                    phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
+                )  # (BLOCK_M, BLOCK_N)  # fmt: skip
                 dp = dot(do, tl.trans(v), None, PRECISION)  # keys beyond the last have v = 0: no gradient
                 if DROPOUT:
-                    by_column = column_hash(seed, column_start + tl.arange(0, BLOCK_N))[None, :]
+                    by_column = column_hash(seed, columns)[None, :]
                     dp = tl.where(kept(by_row, by_column, threshold), dp, 0.0)
                 ds = slope(p, unit) * dp * lower  # (BLOCK_M, BLOCK_N)
                 if NEED_QUERY:
@@ -293,11 +266,10 @@ def queries_kernel(
                 if NEED_BIAS:
                     acc_bias += tl.sum(ds, 1)
                 if NEED_SLOPES:
-                    distance = (i - j).to(tl.float32)
+                    distance = (first_row + rows[:, None] - columns[None, :]).to(tl.float32)
                     acc_before += tl.sum(tl.where(distance > 0, -distance * ds, 0.0), 1)
                     acc_after += tl.sum(tl.where(distance < 0, distance * ds, 0.0), 1)
                 if NEED_MASK != "none":
-                    columns = column_start + tl.arange(0, BLOCK_N)
                     add_to_mask(
                         grad_mask, ds * (out_scale * grad_unit), rows, columns, n, keys, gm_n, gm_m,
                         NEED_MASK, SUM_ROWS, SUM_COLUMNS,

@@ -9,21 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import sigmoid
 from sigattn.ops.triton.tile import (
-    add_positions,
     bias_terms,
     column_hash,
     crossed,
     dot,
-    hide,
     kept,
     load,
-    mask_tile,
     narrow,
     row_hash,
     shift_of,
     store,
+    weights,
 )
 
 
@@ -99,27 +96,15 @@ def forward_kernel(
             for column_start in tl.range(from_, to, BLOCK_N):
                 k = load(key, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1)
                 v = load(value, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1)
-                z = dot(q, tl.trans(k), None, PRECISION) * z_scale + z_bias  # (BLOCK_M, BLOCK_N)
-                i = (first_row + rows)[:, None]
-                j = (column_start + tl.arange(0, BLOCK_N))[None, :]
-                z = add_positions(z, i, j, before, after, SLOPES)
-                if MASK != "none":
-                    m = mask_tile(
-                        mask, tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :],
-                        n, keys, row_start, column_start, mask_n, mask_m,
-                    )  # fmt: skip
-                    if MASK == "added":
-                        m = m.to(tl.float32)
-                        z -= m * 1.4426950408889634  # log₂e
-                p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
-                if MASK == "bool":
-                    p = tl.where(m != 0, p, 0.0)
-                if MASK == "added":
-                    p = tl.where(m == float("-inf"), 0.0, p)
-                if phase != 1:
-                    p = hide(p, i, j, left, right, HAS_LEFT, HAS_RIGHT)
+                columns = column_start + tl.arange(0, BLOCK_N)
+                products = dot(q, tl.trans(k), None, PRECISION)
+                p = weights(
+                    products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
+                    left, right, before, after, mask, mask_n, mask_m, unit, shift,
+                    phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
+                )  # (BLOCK_M, BLOCK_N)  # fmt: skip
                 if DROPOUT:
-                    by_column = column_hash(seed, column_start + tl.arange(0, BLOCK_N))[None, :]
+                    by_column = column_hash(seed, columns)[None, :]
                     p = tl.where(kept(by_row, by_column, threshold), p, 0.0)
                 acc = dot(narrow(p, v.dtype), v, acc, PRECISION)  # keys beyond the last have v = 0
     acc = acc * (out_scale * unit)

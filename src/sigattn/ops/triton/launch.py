@@ -22,6 +22,7 @@ from sigattn.ops.triton.backward import keys_kernel, queries_kernel
 from sigattn.ops.triton.forward import forward_kernel
 
 _LOG2E = math.log2(math.e)
+_LONGEST_TILE = 256  # rows
 INTERPRETED = not hasattr(forward_kernel, "cache_key")  # TRITON_INTERPRET=1: kernels run as Python, on a CPU
 
 
@@ -71,7 +72,8 @@ def architecture(device: torch.device) -> int:
 
 def prepare(problem: Problem | PackedProblem) -> Launch:
     """Everything but the outputs and the tile shapes."""
-    p = problem
+    query, key, value = (within_reach(t) for t in (problem.query, problem.key, problem.value))
+    p = problem._replace(query=query, key=key, value=value)
     packed = isinstance(p, PackedProblem)
     if isinstance(p, PackedProblem):
         (_, heads, d), (_, kv_heads, dv) = p.query.shape, p.value.shape
@@ -129,6 +131,12 @@ def prepare(problem: Problem | PackedProblem) -> Launch:
             "BOTTOM_RIGHT": False,
         }
     return Launch(p, shape, arguments)
+
+
+def within_reach(t: Tensor) -> Tensor:
+    """The tensor, or a dense copy where neighbouring rows or columns lie so far apart that a tile would span 2^31."""
+    far = max(t.stride(-1) * t.shape[-1], t.stride(-3 if t.dim() == 3 else -2) * _LONGEST_TILE, 0)
+    return t if far < 2**31 else t.contiguous()
 
 
 def _named(name: str, axes: str, strides: tuple[int, ...]) -> dict[str, int]:
@@ -245,7 +253,7 @@ def forward(problem: Problem | PackedProblem) -> Tensor:
 def backward(problem: Problem | PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:
     """The gradients that are asked for."""
     launch = prepare(problem)
-    p, s = problem, launch.shape
+    p, s, grad_out = launch.problem, launch.shape, within_reach(grad_out)
     launch.arguments |= {
         "grad_out": grad_out,
         **_named("o", "bhnd", s.strides(grad_out)),

@@ -1,7 +1,9 @@
 """What the kernels share: which tiles there are, how they are loaded, and what position and masks do to a tile.
 
 Functions of a tile take the rows' and columns' indices ready for broadcasting, so that one text serves tiles of
-(queries, keys) and of (keys, queries). Offsets inside a tile are 32-bit; the tile's own start is added in 64.
+(queries, keys) and of (keys, queries). A tile's own start is added in 64 bits, so tensors may have more than 2^31
+elements; offsets inside a tile of operands are 32-bit, for 64 would cost registers (launch.py sees to it that they
+fit).
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import os
 
 import triton
 import triton.language as tl
+
+from sigattn.ops.triton.activation import sigmoid
 
 
 @triton.jit
@@ -170,11 +174,10 @@ def add_positions(z, i, j, before, after, SLOPES: tl.constexpr):
 
 
 @triton.jit
-def mask_tile(mask, rows, columns, n, keys, row_start, column_start, stride_row, stride_column):
-    """A tile of attn_mask; rows and columns count from the tile's starts."""
-    at = mask + tl.cast(row_start, tl.int64) * stride_row + tl.cast(column_start, tl.int64) * stride_column
-    inside = (row_start + rows < n) & (column_start + columns < keys)
-    return tl.load(at + rows * stride_row + columns * stride_column, mask=inside, other=0)
+def mask_tile(mask, r, c, n, keys, stride_row, stride_column):
+    """A tile of attn_mask, for queries r and keys c."""
+    at = mask + r.to(tl.int64) * stride_row + c.to(tl.int64) * stride_column
+    return tl.load(at, mask=(r < n) & (c < keys), other=0)
 
 
 @triton.jit
@@ -184,6 +187,29 @@ def hide(p, i, j, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
         p = tl.where(j >= i - left, p, 0.0)
     if HAS_RIGHT:
         p = tl.where(j <= i + right, p, 0.0)
+    return p
+
+
+@triton.jit
+def weights(
+    products, z_scale, z_bias, r, c, n, keys, first_row, left, right, before, after, mask, mask_n, mask_m, unit, shift,
+    EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SLOPES: tl.constexpr, MASK: tl.constexpr,
+    SIGMOID: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """P of a tile before dropout, from Q Kᵀ, for queries r and keys c; EDGE: whether the window may cross the tile."""
+    z = add_positions(products * z_scale + z_bias, first_row + r, c, before, after, SLOPES)
+    if MASK != "none":
+        m = mask_tile(mask, r, c, n, keys, mask_n, mask_m)
+        if MASK == "added":
+            m = m.to(tl.float32)
+            z -= m * 1.4426950408889634  # log₂e
+    p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
+    if MASK == "bool":
+        p = tl.where(m != 0, p, 0.0)
+    if MASK == "added":
+        p = tl.where(m == float("-inf"), 0.0, p)
+    if EDGE:
+        p = hide(p, first_row + r, c, left, right, HAS_LEFT, HAS_RIGHT)
     return p
 
 
