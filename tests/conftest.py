@@ -38,6 +38,14 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_was_said():
+    """Warnings that are given once in a process are given once in a test."""
+    from sigattn.nn import stability
+
+    stability._said.clear()
+
+
 @pytest.fixture
 def nan_filled_memory():
     """Fill new memory with NaN, so that an output which is not wholly written shows."""

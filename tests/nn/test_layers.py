@@ -16,7 +16,7 @@ from sigattn.nn.bias import (
     SampleLengthBias,
     VisibleKeysBias,
 )
-from sigattn.nn.block import Block, rms_norm
+from sigattn.nn.block import Block
 from sigattn.nn.feedforward import MLP, SwiGLU
 from sigattn.nn.norm import StochasticDepth
 from sigattn.nn.position import Alibi, LearnableEmbedding, RotaryEmbedding, SinusoidalEmbedding, alibi_slopes
@@ -61,9 +61,9 @@ def test_attention_is_the_formula_between_two_projections(activation):
         out = logits.softmax(-1) @ v
     # float32 inside RoPE and the norms' parameters bound the agreement
     torch.testing.assert_close(layer(x), layer.output(out.transpose(1, 2).flatten(2)), rtol=1e-5, atol=1e-6)
-    layer.watch = True
+    layer.watch = "norm"
     layer(x)
-    torch.testing.assert_close(layer.output_norm.double(), out.flatten(1).norm(dim=-1).mean(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.attention_norm.double(), out.flatten(1).norm(dim=-1).mean(), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_does_not_look_ahead():
@@ -83,10 +83,20 @@ def test_swiglu():
     torch.testing.assert_close(layer(x), expected)
 
 
-@pytest.mark.parametrize(("activation", "bias"), [("sigmoid", None), ("softmax", -1.0)])
-def test_a_bias_belongs_to_the_sigmoid(activation, bias):
-    with pytest.raises(ValueError, match="a sigmoid needs a bias"):
-        Attention(8, 2, activation=activation, bias=bias)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "sigmoid", "bias": None}, "a sigmoid needs a bias"),
+        ({"activation": "softmax", "bias": -1.0}, "a softmax is normalised already"),
+        ({"activation": "performer", "bias": None, "length_power": 1.0}, "a softmax is normalised already"),
+        ({"activation": "performer", "bias": None, "window": 3}, "never has its weights"),
+        ({"activation": "performer", "bias": None, "position": Alibi(2)}, "never has its weights"),
+        ({"activation": "relu", "bias": None, "performer_features": 8}, "belongs to activation='performer'"),
+    ],
+)
+def test_what_does_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(8, 2, **options)
 
 
 def test_heads_must_divide():
@@ -176,7 +186,7 @@ class TestBias:
         layer = Attention(8, 2, activation="sigmoid", bias=LearnableBias(-1.0, heads))
         layer(torch.randn(1, 5, 8)).sum().backward()
         assert layer.bias.value.grad.abs().min() > 0
-        assert layer.bias.value.grad.shape == (() if heads is None else (2, 1, 1))
+        assert layer.bias.value.grad.shape == ((1,) if heads is None else (2, 1, 1))
 
     def test_the_base_is_no_bias(self):
         with pytest.raises(TypeError, match="no bias by itself"):
@@ -241,7 +251,7 @@ class TestBlock:
             return sum(p.numel() for p in block.parameters())
 
         assert count(structure="hybrid") == count()
-        assert count(structure="hybrid", branch_norm=rms_norm) == count() + 16
+        assert count(structure="hybrid", branch_norm_affine=True) == count() + 16
 
     def test_post_norm_with_a_sigmoid_is_warned_of(self):
         with pytest.warns(UserWarning, match="App. ASR"):

@@ -2,140 +2,116 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.nn.attention import Activation, Attention
-from sigattn.nn.block import Block, NormStructure
-from sigattn.nn.feedforward import SwiGLU
-from sigattn.nn.position import Alibi, RotaryEmbedding
-from sigattn.ops.problem import log_length_bias
+from sigattn.models.transformer import TransformerConfig, Watched
+from sigattn.nn.bias import Rule
+from sigattn.nn.block import Block
+from sigattn.nn.cache import LayerCache
+from sigattn.nn.feedforward import FeedForward
+from sigattn.nn.initialization import Initialization, initialize
+from sigattn.nn.norm import Norm, make_norm
+from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
+from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
 
-Position = Literal["rope", "alibi", "none"]
+Position = Literal["rope", "alibi", "sincos", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelConfig:
-    """Size and kind of a language model.
+class LanguageModelConfig(TransformerConfig):
+    """Size and kind of a language model: by default Llama's (RMSNorm, SwiGLU, no linear biases) with QK-norm.
 
     Attributes:
         vocabulary: number of tokens; 256 for bytes.
-        context: the longest sequence.
-        layers, width, heads: of the transformer. The feed-forward layers are 8/3 as wide, rounded up to 32.
-        activation: "sigmoid" or "softmax".
-        bias: the sigmoid's b; "log_length" is the paper's -log(context), a number is itself (0.0 for none).
-        qk_norm: RMSNorm over each head of Q and K.
-        kv_heads: number of key and value heads; None for as many as heads.
-        position: "rope", "alibi" or "none".
-        structure: where norms stand, "pre", "hybrid" or "post" (``sigattn.nn.block``).
+        context: the longest sequence. A sigmoid's bias is -log of it unless ``bias`` says otherwise.
+        position: "rope", "alibi", "sincos" (added to the input) or "none".
+        tied: whether the output shares the embedding's weights.
     """
 
     vocabulary: int = 256
     context: int = 256
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    activation: Activation = "sigmoid"
-    bias: float | str = "log_length"
-    qk_norm: bool = True
-    kv_heads: int | None = None
     position: Position = "rope"
-    structure: NormStructure = "pre"
+    tied: bool = True
+    qk_norm: Norm = "rms"
+    norm: Norm = "rms"
+    feed_forward: FeedForward = "swiglu"
+    linear_bias: bool = False
+    initialization: Initialization = "fan_in"
 
-    def attention_bias(self) -> float | None:
-        """The number b that every layer uses; None under softmax."""
-        if self.activation == "softmax":
-            return None
-        if isinstance(self.bias, str):
-            if self.bias != "log_length":
-                raise ValueError(f'bias must be a number or "log_length", got {self.bias!r}')
-            return log_length_bias(self.context)
-        return self.bias
+    USUAL_BIAS: ClassVar[float | Rule] = "log_context"
 
-    def block(self) -> Block:
-        """One layer, its weights not yet drawn."""
-        if self.heads < 1 or self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads, got width={self.width}, heads={self.heads}")
-        head_dim = self.width // self.heads
+    def make_block(self, layer: int) -> Block:
+        """The block of a layer.
+
+        Raises:
+            ValueError: for settings that do not fit together.
+        """
         encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
-            "rope": lambda: RotaryEmbedding(head_dim),
+            "rope": lambda: RotaryEmbedding(self.head_dim),
             "alibi": lambda: Alibi(self.heads),
+            "sincos": lambda: None,
             "none": lambda: None,
         }
         if self.position not in encodings:
             raise ValueError(f"position must be one of {', '.join(map(repr, encodings))}, got {self.position!r}")
-        attention = Attention(
-            self.width,
-            self.heads,
-            activation=self.activation,
-            bias=self.attention_bias(),
-            kv_heads=self.kv_heads,
-            qk_norm="rms" if self.qk_norm else "none",
-            position=encodings[self.position](),
-        )
-        hidden = 32 * math.ceil(self.width * 8 / 3 / 32)
-        return Block(attention, SwiGLU(self.width, hidden), self.width, structure=self.structure)
+        return self.block(layer, encodings[self.position](), causal=True, context=self.context)
 
 
-class LanguageModel(nn.Module):
-    """Token embedding, blocks of causal attention and SwiGLU, RMSNorm, and an output tied to the embedding.
-
-    Weights start normal with variance 1 / fan-in, the embedding with variance 1 / width, as in the paper's language
-    models (docs/paper-notes.md).
-    """
+class LanguageModel(Watched):
+    """Token embedding, blocks of causal attention, a norm, and an output, tied to the embedding or not."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config
+        _warn(config)
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(config.block() for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.position = SinusoidalEmbedding(config.width) if config.position == "sincos" else None
+        self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.layers))
+        self.norm = make_norm(config.norm, config.width)
+        self.output = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
-        for parameter in self.parameters():
-            if parameter.dim() < 2:
-                nn.init.ones_(parameter)
-            else:
-                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)  # an embedding's fan-out is its width
+        initialize(self, self.config.initialization)
 
-    def forward(self, tokens: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocabulary"]:
+    def forward(
+        self, tokens: Int[Tensor, "batch length"], cache: Sequence[LayerCache] | None = None
+    ) -> Float[Tensor, "batch length vocabulary"]:
         """Logits of each next token.
+
+        Args:
+            tokens: all of them, or with a cache those that are new.
+            cache: from ``new_cache``, filled as the model goes along.
 
         Raises:
             ValueError: if there are more tokens than the context holds.
         """
-        if tokens.shape[1] > self.config.context:
-            raise ValueError(f"{tokens.shape[1]} tokens do not fit in a context of {self.config.context}")
+        first = cache[0].length if cache else 0
+        if first + tokens.shape[1] > self.config.context:
+            raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.context}")
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)
+        if self.position is not None:
+            x = self.position(x, first)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cache=cache[i] if cache else None)
+        weight = self.embedding.weight if self.output is None else self.output.weight
+        return F.linear(self.norm(x), weight)
+
+    def new_cache(self) -> list[LayerCache]:
+        """An empty cache of keys and values for each layer."""
+        return [LayerCache(self.config.context) for _ in self.blocks]
 
     def loss(self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"]) -> Float[Tensor, ""]:
         """Mean cross-entropy of the next tokens, in nats."""
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
-
-    @contextmanager
-    def watching(self) -> Iterator[list[Attention]]:
-        """Within, each attention layer keeps the norm of its output; gives the layers."""
-        layers = [m for m in self.modules() if isinstance(m, Attention)]
-        try:
-            for layer in layers:
-                layer.watch = True
-            yield layers
-        finally:
-            for layer in layers:
-                layer.watch = False
+        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
     def generate(
@@ -148,19 +124,41 @@ class LanguageModel(nn.Module):
     ) -> Int[Tensor, "batch total"]:
         """Continue a prompt of at least one token, sampling; 0 as temperature takes the likeliest token.
 
-        Each token is computed from the last ``context`` tokens, anew.
+        Keys and values are kept from token to token. Past the context the model starts again from the last half of it.
         """
         if prompt.shape[1] == 0 or temperature < 0:
             raise ValueError(
                 f"generate needs a prompt and temperature ≥ 0, got {tuple(prompt.shape)} and {temperature}"
             )
-        tokens = prompt
+        tokens, context = prompt, self.config.context
+        cache, unseen = self.new_cache(), prompt[:, -context:]
         for _ in range(new_tokens):
-            logits = self(tokens[:, -self.config.context :])[:, -1]
+            if cache[0].length + unseen.shape[1] > context:
+                cache, unseen = self.new_cache(), tokens[:, -max(1, context // 2) :]
+            logits = self(unseen, cache)[:, -1]
             if temperature == 0:
-                following = logits.argmax(-1, keepdim=True)
+                unseen = logits.argmax(-1, keepdim=True)
             else:
                 weights = torch.softmax(logits.float() / temperature, dim=-1)
-                following = torch.multinomial(weights, 1, generator=generator)
-            tokens = torch.cat((tokens, following), dim=1)
+                unseen = torch.multinomial(weights, 1, generator=generator)
+            tokens = torch.cat((tokens, unseen), dim=1)
         return tokens
+
+
+def _warn(c: LanguageModelConfig) -> None:
+    """What the paper found not to train in language models (Sect. "Autoregressive Large Language Modeling", G.3)."""
+    sigmoid = c.activation == "sigmoid"
+    if sigmoid and not c.keeps_its_norm and c.position != "alibi":
+        warn_once(
+            'sigmoid attention without a bias starts with far too large outputs (Sect. "Ablations"): set bias to '
+            '"log_context", use ALiBi, or structure="hybrid"'
+        )
+    if sigmoid and c.context > 2048 and not c.structure.startswith("hybrid"):
+        warn_once(
+            "pre-norm sigmoid language models lose to softmax beyond 2048 tokens (App. G.3, norm structure): use "
+            'structure="hybrid"'
+        )
+    if sigmoid and c.qk_norm == "none":
+        warn_once(
+            'without QK-norm language models are sensitive to the learning rate (Sect. "Ablations"): set qk_norm="rms"'
+        )

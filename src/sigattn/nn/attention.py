@@ -1,44 +1,63 @@
-"""Multi-head attention with a sigmoid or a softmax, and what makes it train (Sect. 5)."""
+"""Multi-head attention: a sigmoid, a softmax or what else the paper compares, and what makes it train (Sect. 5)."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from sigattn.nn.bias import AttentionBias, as_bias
+from sigattn.nn import mechanism
+from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
+from sigattn.nn.cache import LayerCache
+from sigattn.nn.mechanism import ELEMENTWISE, Activation, Pattern
+from sigattn.nn.norm import Norm, make_norm
+from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
-from sigattn.ops.attention import sigmoid_attention
+from sigattn.nn.stability import warn_once
+from sigattn.ops.statistics import AttentionStatistics
 from sigattn.shapes import Float, Int
 
-Activation = Literal["sigmoid", "softmax"]
-QKNorm = Literal["none", "rms", "layer"]
+Watch = Literal["nothing", "norm", "everything"]
 
 
 class Attention(nn.Module):
-    """Self- or cross-attention, ``activation(Q Kᵀ / √d + b) V``, between an input and an output projection.
+    """Self- or cross-attention, ``activation(e^t Q Kᵀ / √d + b) V / n^α``, between an input and an output projection.
 
     Args:
         width: features of the input and the output; a multiple of heads.
         heads: number of query heads.
-        activation: "sigmoid" (this library's operator) or "softmax" (PyTorch's).
-        bias: the sigmoid's b, a number or one of ``sigattn.nn.bias``; None under softmax, which ignores it.
+        activation: "sigmoid" (this library's operator), "softmax" (PyTorch's), "performer" (softmax by positive
+            orthogonal random features), or "relu", "relu2", "gelu", "tanh", "identity", which hold all weights in
+            memory.
+        bias: b, a number or one of ``sigattn.nn.bias``: needed by a sigmoid (0.0 for none), None for a softmax and a
+            performer, and optional for the others.
         kv_heads: number of key and value heads, of which heads is a multiple; None for as many.
         qk_norm: over each head of Q and of K, before positions: "rms", "layer" (both with a learned scale) or "none".
         position: ``RotaryEmbedding`` of width / heads, ``Alibi`` of heads, or None.
         causal: whether a query sees no later key.
         window: how many keys before itself a query sees at most, and as many after it where not causal; None for all.
+        temperature: where the learned scalar t starts, by e^t of which the logits are multiplied (App. "LayerScale Free
+            Sigmoid Attention": 10); None for none.
+        length_power: α of the factor n^(-α) on the output, n being the keys that a query sees (App. "The Effect of
+            Multiplicative Sequence Length Normalization").
+        output_norm: over the heads' outputs together, before the output projection: "rms", "layer" or "none". (The
+            hybrid-norm of the paper's language models comes after the projection: ``Block``.)
+        output_norm_affine: whether that norm has a learned scale.
         dropout: of weights, while training.
         source_width: features of the source of keys and values, for cross-attention; None for width.
+        linear_bias: whether the projections have offsets.
+        performer_features: number of random features; None for head_dim · log(head_dim), rounded up.
 
     Attributes:
-        output_norm: with ``watch`` set, the Frobenius norm of the last forward's attention output, before the output
-            projection, averaged over the batch: what the paper's Figs. 4-7 plot.
+        watch: what the next forwards leave in ``attention_norm`` and ``statistics``: "nothing", "norm", "everything".
+        attention_norm: the Frobenius norm of the last forward's attention output, before output norm and projection,
+            averaged over the batch: what the paper's Figs. 4-7 plot.
+        statistics: ``sigattn.attention_statistics`` of the last forward, in memory linear in the length.
 
     Raises:
-        ValueError: if width, heads and kv_heads do not divide, or bias does not suit the activation or causality.
+        ValueError: if width, heads and kv_heads do not divide, or arguments do not suit one another.
     """
 
     def __init__(
@@ -49,40 +68,83 @@ class Attention(nn.Module):
         activation: Activation,
         bias: AttentionBias | float | None,
         kv_heads: int | None = None,
-        qk_norm: QKNorm = "rms",
+        qk_norm: Norm = "rms",
         position: RotaryEmbedding | Alibi | None = None,
         causal: bool = True,
         window: int | None = None,
+        temperature: float | None = None,
+        length_power: float = 0.0,
+        output_norm: Norm = "none",
+        output_norm_affine: bool = False,
         dropout: float = 0.0,
         source_width: int | None = None,
+        linear_bias: bool = False,
+        performer_features: int | None = None,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or width % heads:
-            raise ValueError(f"width must be a multiple of heads, got width={width}, heads={heads}")
-        if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, got heads={heads}, kv_heads={kv_heads}")
-        if (activation == "sigmoid") == (bias is None):
-            raise ValueError(f"a sigmoid needs a bias (0.0 for none) and a softmax has none, got {activation}, {bias=}")
-        self.bias = None if bias is None else as_bias(bias)
-        if self.bias is not None and self.bias.needs_causal and not causal:
-            raise ValueError(f"{type(self.bias).__name__} counts the keys before a query: it needs causal=True")
+        _check_heads(width, heads, kv_heads)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
         self.activation, self.causal, self.window, self.dropout = activation, causal, window, dropout
-        source_width = width if source_width is None else source_width
-        self.query = nn.Linear(width, width, bias=False)
-        self.key_value = nn.Linear(source_width, 2 * kv_heads * self.head_dim, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
-        self.query_norm, self.key_norm = _norm(qk_norm, self.head_dim), _norm(qk_norm, self.head_dim)
+        self.length_power = length_power
+        self.bias = None if bias is None else as_bias(bias)
         self.position = position
-        self.watch = False
-        self.output_norm: Tensor | None = None
+        self._check(performer_features)
+        source_width = width if source_width is None else source_width
+        self.query = nn.Linear(width, width, bias=linear_bias)
+        self.key_value = nn.Linear(source_width, 2 * kv_heads * self.head_dim, bias=linear_bias)
+        self.output = nn.Linear(width, width, bias=linear_bias)
+        self.query_norm = make_norm(qk_norm, self.head_dim, bias=False)
+        self.key_norm = make_norm(qk_norm, self.head_dim, bias=False)
+        self.output_norm = make_norm(output_norm, width, affine=output_norm_affine)
+        self.initial_temperature = temperature
+        self.temperature = None if temperature is None else nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+        if activation == "performer":
+            count = math.ceil(self.head_dim * math.log(self.head_dim + 1))
+            self.performer = PerformerFeatures(self.head_dim, performer_features or count)
+        self.watch: Watch = "nothing"
+        self.attention_norm: Tensor | None = None
+        self.statistics: AttentionStatistics | None = None
+
+    def reset_parameters(self) -> None:
+        """Put the temperature back to where it starts; projections and norms have their own."""
+        if self.temperature is not None:
+            nn.init.constant_(self.temperature, float(self.initial_temperature or 0.0))
+
+    def _check(self, performer_features: int | None) -> None:
+        """What does not go together, and what the paper found not to train."""
+        name = self.activation
+        if name not in (*ELEMENTWISE, "softmax", "performer"):
+            raise ValueError(f"activation must be one of {(*ELEMENTWISE, 'softmax', 'performer')}, got {name!r}")
+        if name == "sigmoid" and self.bias is None:
+            raise ValueError("a sigmoid needs a bias (0.0 for none), got bias=None")
+        if name in ("softmax", "performer") and (self.bias is not None or self.length_power):
+            raise ValueError(
+                f"a softmax is normalised already: activation={name!r} takes bias=None and length_power=0, got "
+                f"{self.bias} and {self.length_power}"
+            )
+        if self.bias is not None and self.bias.needs_causal and not self.causal:
+            raise ValueError(f"{type(self.bias).__name__} counts the keys before a query: it needs causal=True")
+        if name != "performer" and performer_features is not None:
+            raise ValueError(f"performer_features belongs to activation='performer', got {name!r}")
+        if name == "performer" and (self.window is not None or isinstance(self.position, Alibi) or self.dropout):
+            raise ValueError(
+                "a performer never has its weights: it cannot take window, ALiBi or dropout; got "
+                f"window={self.window}, position={type(self.position).__name__}, dropout={self.dropout}"
+            )
+        if isinstance(self.bias, QueryBias) and isinstance(self.position, RotaryEmbedding):
+            warn_once(
+                'a learnable bias added to Q is unstable with RoPE (Table "asr-results"): prefer -log n, or a '
+                "learnable bias on the logits"
+            )
 
     def forward(
         self,
         x: Float[Tensor, "batch length width"],
         source: Float[Tensor, "batch keys source_width"] | None = None,
         key_lengths: Int[Tensor, " batch"] | None = None,
+        cache: LayerCache | None = None,
     ) -> Float[Tensor, "batch length width"]:
         """Attend.
 
@@ -90,75 +152,64 @@ class Attention(nn.Module):
             x: where queries come from, and keys and values if there is no source.
             source: where keys and values come from, in cross-attention.
             key_lengths: how many keys each padded sample has.
+            cache: keys and values of what came before x, to which those of x are added.
         """
-        batch, length, _ = x.shape
-        source = x if source is None else source
-        query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, Hq, N, D)
-        key, value = self.key_value(source).unflatten(-1, (2, self.kv_heads, -1)).permute(2, 0, 3, 1, 4)
-        query, key = self.query_norm(query), self.key_norm(key)  # key, value: (B, Hkv, M, D)
+        if cache is not None and (not self.causal or self.activation == "performer"):
+            raise ValueError(
+                f"a cache needs causal attention, and keys that stay what they were: got causal={self.causal}, "
+                f"activation={self.activation!r}"
+            )
+        first = 0 if cache is None else cache.length
+        query = self.query(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, Hq, N, D)
+        key, value = self._keys_and_values(x if source is None else source, first)
+        query = self.query_norm(query)
+        if isinstance(self.bias, QueryBias):
+            query = self.bias.added_to(query)
         if isinstance(self.position, RotaryEmbedding):
-            query, key = self.position(query), self.position(key)
-        attend = self._sigmoid if self.activation == "sigmoid" else self._softmax
-        out = attend(query, key, value, key_lengths)
-        if self.watch:
-            self.output_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3)).mean()
-        result: Tensor = self.output(out.transpose(1, 2).reshape(batch, length, -1))
+            query = self.position(query, first)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        if self.temperature is not None:
+            half = (self.temperature / 2).exp()  # on each side, so that 16 bits hold e^10 times a query
+            query, key = query * half.to(query.dtype), key * half.to(key.dtype)
+        out = self._attend(query, key, value, key_lengths, first)
+        result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
         return result
 
-    def _sigmoid(self, query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None) -> Tensor:
-        assert self.bias is not None
-        bias = self.bias(query.shape[2], key.shape[2], lengths=key_lengths, device=query.device)
-        return sigmoid_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
-            enable_gqa=self.kv_heads != self.heads,
-            bias=bias,
-            window=None if self.window is None else (self.window, self.window),
-            alibi_slopes=self.position() if isinstance(self.position, Alibi) else None,
-            key_lengths=key_lengths,
-        )
+    def _keys_and_values(self, source: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """(B, Hkv, M, D) each; normed, and turned by their positions, which start at ``first``."""
+        key, value = self.key_value(source).unflatten(-1, (2, self.kv_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        key = self.key_norm(key)
+        if isinstance(self.position, RotaryEmbedding):
+            key = self.position(key, first)
+        return key, value
 
-    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None) -> Tensor:
-        mask = self._softmax_mask(query, key, key_lengths)
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal and mask is None,
-            enable_gqa=self.kv_heads != self.heads,
-        )
-
-    def _softmax_mask(self, query: Tensor, key: Tensor, key_lengths: Tensor | None) -> Tensor | None:
-        """What SDPA's own ``is_causal`` cannot say: windows, padding and ALiBi; broadcastable to (B, Hq, N, M)."""
-        alibi = isinstance(self.position, Alibi)
-        if self.window is None and key_lengths is None and not alibi:
-            return None
-        i = torch.arange(query.shape[2], device=query.device).unsqueeze(1)
-        j = torch.arange(key.shape[2], device=query.device)
-        seen = (j <= i) if self.causal else torch.ones_like(j <= i)
-        if self.window is not None:
-            seen = seen & ((i - j).abs() <= self.window)
-        if key_lengths is not None:
-            seen = seen & (j < key_lengths.view(-1, 1, 1, 1))
-        if not isinstance(self.position, Alibi):
-            return seen
-        slopes = self.position()
-        slopes = slopes if slopes.dim() == 3 else slopes.view(1, -1, 1).expand(1, -1, 2)
-        before, after = slopes.unflatten(-1, (2, 1, 1)).unbind(2)  # (1, Hq, 1, 1)
-        penalty = torch.where(j < i, before, after) * (i - j).abs()
-        return (-penalty).masked_fill(~seen, -torch.inf).to(query.dtype)
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, first: int
+    ) -> Tensor:  # (B, Hq, N, D)
+        queries, keys = query.shape[2], key.shape[2]
+        bias: float | Tensor = 0.0
+        if self.bias is not None and not isinstance(self.bias, QueryBias):
+            bias = self.bias(queries, keys, first_query=first, lengths=key_lengths, device=query.device)
+        slopes = self.position() if isinstance(self.position, Alibi) else None
+        dropout = self.dropout if self.training else 0.0
+        pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first)
+        if self.activation == "performer":
+            out: Tensor = self.performer(query, key, value, causal=self.causal, key_lengths=key_lengths)
+        else:
+            out = mechanism.attend(self.activation, query, key, value, pattern)
+        if self.length_power:
+            n = mechanism.visible_keys(queries, keys, pattern, query.device).clamp(min=1)
+            out = out * (n**-self.length_power).to(out.dtype)
+        if self.watch != "nothing":
+            self.attention_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3)).mean()
+        if self.watch == "everything":
+            self.statistics = mechanism.statistics(self.activation, query, key, value, pattern)
+        return out
 
 
-def _norm(kind: QKNorm, head_dim: int) -> nn.Module:
-    if kind == "rms":
-        return nn.RMSNorm(head_dim, eps=1e-5)
-    if kind == "layer":
-        return nn.LayerNorm(head_dim, eps=1e-6, bias=False)
-    if kind == "none":
-        return nn.Identity()
-    raise ValueError(f'qk_norm must be "none", "rms" or "layer", got {kind!r}')
+def _check_heads(width: int, heads: int, kv_heads: int) -> None:
+    if heads < 1 or width % heads:
+        raise ValueError(f"width must be a multiple of heads, got width={width}, heads={heads}")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads, got heads={heads}, kv_heads={kv_heads}")

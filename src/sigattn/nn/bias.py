@@ -10,12 +10,17 @@ number, or a tensor that broadcasts to (B, Hq, N, 1).
     SampleLengthBias()          -log of each sample's own length, which must be given: its speech models
     VisibleKeysBias()           -log of the keys that each query sees, under a causal mask
     LearnableBias(initial, …)   a parameter, one for the layer or one per head
+    QueryBias(initial)          a parameter added to Q instead of to the logits
 
 With a KV cache, the number of keys grows from call to call. ``BatchLengthBias`` and ``SampleLengthBias`` then follow
-it: a model that is to generate must have been trained on every length. The others give a query what it had in training.
+it (``cache_safe`` is False), so that generating differs from what was trained. The others give a query what it had in
+training.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +34,12 @@ class AttentionBias(nn.Module):
     Attributes:
         needs_lengths: whether each sample's length must be given.
         needs_causal: whether it has a meaning under a causal mask only.
+        cache_safe: whether a query gets the same bias when keys before it come from a cache.
     """
 
     needs_lengths = False
     needs_causal = False
+    cache_safe = True
 
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
@@ -90,6 +97,8 @@ class ContextLengthBias(ConstantBias):
 class BatchLengthBias(AttentionBias):
     """-log of the number of keys of a call."""
 
+    cache_safe = False
+
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> float:
@@ -101,6 +110,7 @@ class SampleLengthBias(AttentionBias):
     """-log of each sample's own length."""
 
     needs_lengths = True
+    cache_safe = False
 
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
@@ -152,7 +162,7 @@ class LearnableBias(AttentionBias):
     def __init__(self, initial: float, heads: int | None = None) -> None:
         super().__init__()
         self.initial = float(initial)
-        self.value = nn.Parameter(torch.empty(() if heads is None else (heads, 1, 1)))
+        self.value = nn.Parameter(torch.empty(1 if heads is None else (heads, 1, 1)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -162,8 +172,71 @@ class LearnableBias(AttentionBias):
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> Tensor:
-        """(), or (heads, 1, 1)."""
+        """(1,), or (heads, 1, 1)."""
         return self.value
+
+
+class QueryBias(LearnableBias):
+    """A learned number added to every feature of Q, after its norm: "b = -5 in Q" (App. ASR, Table "asr-results").
+
+    A logit then moves by b · Σ_d k_d / √D. Where K has a LayerNorm, whose features sum to zero while its scale is even,
+    that is nothing at first.
+
+    Args:
+        initial: where it starts; -5 in the paper.
+    """
+
+    def __init__(self, initial: float = -5.0) -> None:
+        super().__init__(initial)
+
+    def added_to(self, query: Tensor) -> Tensor:
+        """Q + b."""
+        return query + self.value.to(query.dtype)
+
+
+Rule = Literal["log_context", "log_batch", "log_sample", "log_visible"]
+Learn = Literal["no", "layer", "head", "query"]
+
+
+def make_bias(
+    rule: float | Rule, *, learn: Learn = "no", context: int | None = None, heads: int, window: int | None = None
+) -> AttentionBias:
+    """The bias that a configuration names.
+
+    Args:
+        rule: a number, or "log_context" (-log of ``context``), "log_batch" (of the keys of a call), "log_sample" (of
+            each sample's own length) or "log_visible" (of the keys a query sees, under a causal mask).
+        learn: "no"; or where it is learned, starting from a number or "log_context": one for the "layer", one per
+            "head", or one added to the "query".
+        context: the longest sequence.
+        heads: number of query heads.
+        window: for "log_visible", the attention's window.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if rule == "log_context":
+        if context is None:
+            raise ValueError('bias="log_context" is -log of the longest sequence, which this model does not have')
+        rule = log_length_bias(context)
+    if isinstance(rule, str):
+        if learn != "no":
+            raise ValueError(f'a learned bias starts from a number or "log_context", got {rule!r}')
+        rules: dict[str, Callable[[], AttentionBias]] = {
+            "log_batch": BatchLengthBias,
+            "log_sample": SampleLengthBias,
+            "log_visible": lambda: VisibleKeysBias(window),
+        }
+        if rule not in rules:
+            raise ValueError(f"bias must be a number or one of {get_args(Rule)}, got {rule!r}")
+        return rules[rule]()
+    if learn == "no":
+        return ConstantBias(rule)
+    if learn == "query":
+        return QueryBias(rule)
+    if learn not in get_args(Learn):
+        raise ValueError(f"learn must be one of {get_args(Learn)}, got {learn!r}")
+    return LearnableBias(rule, heads if learn == "head" else None)
 
 
 def as_bias(bias: AttentionBias | float) -> AttentionBias:

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.shapes import Float
+
+FeedForward = Literal["swiglu", "gelu", "relu", "swish"]
+
+
+def make_feed_forward(
+    kind: FeedForward, width: int, hidden: int, *, bias: bool = True, dropout: float = 0.0
+) -> nn.Module:
+    """A feed-forward layer by its name: "swiglu", or an MLP with "gelu", "relu" or "swish".
+
+    Raises:
+        ValueError: for another name, or for a SwiGLU with biases or dropout, which it has not.
+    """
+    if kind == "swiglu":
+        if bias or dropout:
+            raise ValueError(f"SwiGLU has neither biases nor dropout, got bias={bias}, dropout={dropout}")
+        return SwiGLU(width, hidden)
+    return MLP(width, hidden, dropout, activation=kind, bias=bias)
 
 
 class SwiGLU(nn.Module):
@@ -28,21 +48,35 @@ class SwiGLU(nn.Module):
         return result
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
+
+
 class MLP(nn.Module):
-    """``W₂ gelu(W₁ x)``, with biases: what vision and speech transformers have.
+    """``W₂ f(W₁ x)``: what vision and speech transformers have (GELU), and conformers (swish).
 
     Args:
         width: features of the input and the output.
         hidden: features in between.
         dropout: after each of the two layers, while training.
+        activation: f, "gelu", "relu" or "swish".
+        bias: whether the layers have offsets.
+
+    Raises:
+        ValueError: for another activation.
     """
 
-    def __init__(self, width: int, hidden: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, hidden: int, dropout: float = 0.0, *, activation: str = "gelu", bias: bool = True
+    ) -> None:
         super().__init__()
-        self.input, self.output = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"MLP: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        self.input, self.output = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
+        self.activation = activation
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Apply to each position by itself."""
-        result: Tensor = self.dropout(self.output(self.dropout(F.gelu(self.input(x)))))
+        hidden = self.dropout(_ACTIVATIONS[self.activation](self.input(x)))
+        result: Tensor = self.dropout(self.output(hidden))
         return result

@@ -1,11 +1,37 @@
-"""What is put around a residual branch to keep it small: LayerScale, and dropping whole branches."""
+"""Norms, and what else is put around a residual branch to keep it small: LayerScale, and dropping whole branches."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from sigattn.shapes import Float
+
+Norm = Literal["none", "rms", "layer"]
+
+
+def make_norm(kind: Norm, width: int, *, affine: bool = True, bias: bool = True) -> nn.Module:
+    """A norm over the last axis.
+
+    Args:
+        kind: "rms" (eps 1e-5, as in the paper's language models), "layer" (eps 1e-6, as in vision transformers), or
+            "none".
+        width: features.
+        affine: whether it has a learned scale (and a learned offset, for "layer").
+        bias: whether "layer" has the offset.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if kind == "rms":
+        return nn.RMSNorm(width, eps=1e-5, elementwise_affine=affine)
+    if kind == "layer":
+        return nn.LayerNorm(width, eps=1e-6, elementwise_affine=affine, bias=bias)
+    if kind == "none":
+        return nn.Identity()
+    raise ValueError(f'a norm must be "none", "rms" or "layer", got {kind!r}')
 
 
 class LayerScale(nn.Module):
@@ -53,3 +79,38 @@ class StochasticDepth(nn.Module):
             return x
         keep = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device) >= self.probability
         return x * keep / (1 - self.probability)
+
+
+class MaskedBatchNorm(nn.BatchNorm1d):
+    """Batch normalisation of padded sequences: padding counts neither in the mean nor in the variance."""
+
+    def forward(
+        self, x: Float[Tensor, "batch channels length"], valid: Tensor | None = None
+    ) -> Float[Tensor, "batch channels length"]:
+        """Normalise.
+
+        Args:
+            x: padded sequences.
+            valid: (B, 1, length) bool, what is no padding; None if there is none.
+        """
+        if valid is None or not self.training:
+            return super().forward(x)
+        count = valid.sum().clamp(min=1).to(x.dtype)
+        mean = (x * valid).sum((0, 2)) / count  # (channels,)
+        centred = (x - mean[:, None]) * valid
+        variance = centred.square().sum((0, 2)) / count
+        self._remember(mean.detach(), variance.detach(), count)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        return centred * scale[:, None] + self.bias[:, None]
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Move the running statistics; the variance is the unbiased one, as PyTorch's."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.num_batches_tracked.add_(1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        unbiased = variance * count / (count - 1).clamp(min=1)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)

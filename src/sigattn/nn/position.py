@@ -27,8 +27,13 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"RotaryEmbedding turns pairs of features, so head_dim must be even, got {head_dim}")
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self.register_buffer("frequencies", base**-exponents, persistent=False)
+        self.base = base
+        self.register_buffer("frequencies", torch.empty(head_dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill in the frequencies."""
+        self.frequencies.copy_(_frequencies(self.frequencies, self.base))
 
     def forward(
         self, x: Float[Tensor, "batch heads length head_dim"], first_position: int = 0
@@ -39,6 +44,12 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def _frequencies(like: Tensor, base: float) -> Tensor:
+    """base^(-2i / d) for i = 0 … d/2 - 1."""
+    i = torch.arange(len(like), device=like.device, dtype=torch.float32)
+    return base ** (-i / len(like))
 
 
 def alibi_slopes(heads: int) -> Tensor:  # (heads,)
@@ -81,15 +92,23 @@ class Alibi(nn.Module):
             raise ValueError(f'Alibi: sides must be "causal", "symmetric" or "split", got {sides!r}')
         if sides == "split" and heads < 2:
             raise ValueError('Alibi: sides="split" needs at least two heads, one for each side')
-        slopes = alibi_slopes(heads)
-        if sides == "split":
-            # neighbours get one slope in two directions, so that both sides are seen at every range
-            half = alibi_slopes((heads + 1) // 2).repeat_interleave(2)[:heads]
-            back = torch.arange(heads) % 2 == 0
-            before = torch.where(back, half, steepness * half)
-            after = torch.where(back, steepness * half, half)
-            slopes = torch.stack([before, after], -1).unsqueeze(0)
-        self.register_buffer("slopes", slopes, persistent=False)
+        self.heads, self.sides, self.steepness = heads, sides, steepness
+        shape = (1, heads, 2) if sides == "split" else (heads,)
+        self.register_buffer("slopes", torch.empty(shape), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill in the slopes."""
+        heads = self.heads
+        if self.sides != "split":
+            self.slopes.copy_(alibi_slopes(heads))
+            return
+        # neighbours get one slope in two directions, so that both sides are seen at every range
+        half = alibi_slopes((heads + 1) // 2).repeat_interleave(2)[:heads]
+        back = torch.arange(heads) % 2 == 0
+        before = torch.where(back, half, self.steepness * half)
+        after = torch.where(back, self.steepness * half, half)
+        self.slopes.copy_(torch.stack([before, after], -1).unsqueeze(0))
 
     def forward(self) -> Tensor:
         """(heads,), or (1, heads, 2) for split sides: as ``sigmoid_attention`` takes ``alibi_slopes``."""
@@ -113,8 +132,13 @@ class SinusoidalEmbedding(nn.Module):
         super().__init__()
         if width % 2:
             raise ValueError(f"SinusoidalEmbedding pairs sines with cosines, so width must be even, got {width}")
-        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-        self.register_buffer("frequencies", base**-exponents, persistent=False)
+        self.base = base
+        self.register_buffer("frequencies", torch.empty(width // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill in the frequencies."""
+        self.frequencies.copy_(_frequencies(self.frequencies, self.base))
 
     def forward(
         self, x: Float[Tensor, "batch length width"], first_position: int = 0
@@ -123,6 +147,22 @@ class SinusoidalEmbedding(nn.Module):
         positions = torch.arange(first_position, first_position + x.shape[1], device=x.device, dtype=torch.float32)
         angles = positions[:, None] * self.frequencies  # (length, width / 2)
         return x + torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(x.dtype)
+
+
+def image_sinusoids(width: int, rows: int, columns: int, base: float = 10_000.0) -> Tensor:  # (rows · columns, width)
+    """The fixed encoding of MoCo v3 and MAE for an image's patches: half of the features for each coordinate.
+
+    Raises:
+        ValueError: if width is no multiple of 4.
+    """
+    if width % 4:
+        raise ValueError(
+            f"image_sinusoids: sines and cosines of two coordinates need a multiple of 4, got width={width}"
+        )
+    frequencies = base ** -(torch.arange(width // 4) / (width // 4))
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    parts = [c.flatten()[:, None] * frequencies for c in (x, y)]
+    return torch.cat([part for angles in parts for part in (angles.sin(), angles.cos())], -1)
 
 
 class LearnableEmbedding(nn.Module):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import platform
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def models(options: Demo) -> dict[str, LanguageModelConfig]:
     base = LanguageModelConfig(context=options.context, layers=options.layers, width=options.width, heads=options.heads)
     return {
         "softmax": replace(base, activation="softmax"),
-        "sigmoid-log-n": replace(base, activation="sigmoid", bias="log_length"),
+        "sigmoid-log-n": replace(base, activation="sigmoid", bias="log_context"),
         "sigmoid-no-bias": replace(base, activation="sigmoid", bias=0.0),
     }
 
@@ -85,6 +86,12 @@ def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
         DataError: if the text is unusable, or the run folder cannot be written or already holds a run.
         CheckpointError, Interrupted: as in ``train``.
     """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sigmoid attention without a bias")  # which is what is to be seen
+        return _run(options, on_row)
+
+
+def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     _check(options)
     text = ByteText.split(load_text(options.text), options.context)
     folder = options.run_folder

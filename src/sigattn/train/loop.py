@@ -117,7 +117,7 @@ def _step(
     tokens, targets = text.batch(step, config.batch, context, config.seed)
     with model.watching() as layers:
         loss = model.loss(tokens, targets)
-        norms = [layer.output_norm for layer in layers if layer.output_norm is not None]
+        norms = [layer.attention_norm for layer in layers if layer.attention_norm is not None]
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)

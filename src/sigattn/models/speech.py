@@ -1,0 +1,176 @@
+"""Speech recognition by CTC: a strided convolution, then a transformer or a conformer (App. G.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.models.transformer import TransformerConfig, Watched
+from sigattn.nn.bias import Rule
+from sigattn.nn.block import Block
+from sigattn.nn.cape import Cape
+from sigattn.nn.conformer import ConformerBlock
+from sigattn.nn.initialization import initialize
+from sigattn.nn.norm import make_norm
+from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
+from sigattn.nn.stability import warn_once
+from sigattn.shapes import Float, Int
+
+Position = Literal["cape", "rope", "alibi", "sincos", "none"]
+ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"  # "|" between words; CTC's blank comes before it, as token 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechModelConfig(TransformerConfig):
+    """Size and kind of a speech model: by default the paper's transformer of 255M parameters.
+
+    Attributes:
+        mels: channels of the log-mel filterbank. step: seconds from one frame of it to the next.
+        kernel, stride: of the convolution over frames that comes first.
+        vocabulary: number of tokens, CTC's blank (0) included.
+        position: "cape" or "sincos" (added to the input), "rope", "alibi" (with other slopes for keys before and after)
+            or "none".
+        block: "transformer" or "conformer".
+        conformer_kernel: frames that a conformer's convolution sees.
+        layer_drop: probability of leaving out a layer, while training.
+    """
+
+    layers: int = 36
+    width: int = 768
+    heads: int = 4
+    layer_scale: float | None = 1e-4
+    mels: int = 80
+    step: float = 0.01
+    kernel: int = 7
+    stride: int = 3
+    vocabulary: int = 1 + len(ALPHABET)
+    position: Position = "cape"
+    block_kind: Literal["transformer", "conformer"] = "transformer"
+    conformer_kernel: int = 31
+    layer_drop: float = 0.0
+
+    USUAL_BIAS: ClassVar[float | Rule] = "log_sample"
+
+    def make_block(self, layer: int) -> Block | ConformerBlock:
+        """The block of a layer.
+
+        Raises:
+            ValueError: for settings that do not fit together.
+        """
+        encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
+            "rope": lambda: RotaryEmbedding(self.head_dim),
+            "alibi": lambda: Alibi(self.heads, "split"),
+            **dict.fromkeys(("cape", "sincos", "none"), lambda: None),
+        }
+        if self.position not in encodings:
+            raise ValueError(f"position must be one of {', '.join(map(repr, encodings))}, got {self.position!r}")
+        position = encodings[self.position]()
+        if self.block_kind == "transformer":
+            return self.block(layer, position, causal=False, context=None)
+        if self.block_kind != "conformer":
+            raise ValueError(f'block_kind must be "transformer" or "conformer", got {self.block_kind!r}')
+        fixed = {"structure": "pre", "drop_branch": 0.0, "norm": "layer", "linear_bias": True}
+        changed = [name for name, value in fixed.items() if getattr(self, name) != value]
+        if changed or self.feed_forward not in ("gelu", "swish"):
+            raise ValueError(f"a conformer's block has a form of its own: leave {changed or ['feed_forward']} as it is")
+        return ConformerBlock(
+            self.attention(position, causal=False, context=None),
+            self.width,
+            self.hidden_width,
+            kernel=self.conformer_kernel,
+            layer_scale=self.layer_scale,
+            dropout=self.dropout,
+        )
+
+
+class SpeechModel(Watched):
+    """Frames of a log-mel filterbank to CTC's log-probabilities of characters, ``stride`` times fewer."""
+
+    def __init__(self, config: SpeechModelConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        _warn(config)
+        self.convolution = nn.Conv1d(c.mels, c.width, c.kernel, c.stride, padding=c.kernel // 2)
+        self.position = {
+            "cape": lambda: Cape(c.width, step=c.step * c.stride),
+            "sincos": lambda: SinusoidalEmbedding(c.width),
+        }.get(c.position, nn.Identity)()
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = nn.ModuleList(c.make_block(layer) for layer in range(c.layers))
+        self.norm = make_norm("none" if c.block_kind == "conformer" else c.norm, c.width)  # a conformer's ends in one
+        self.output = nn.Linear(c.width, c.vocabulary)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        initialize(self, self.config.initialization)
+
+    def forward(
+        self, frames: Float[Tensor, "batch length mels"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> tuple[Float[Tensor, "batch steps vocabulary"], Int[Tensor, " batch"]]:
+        """Log-probabilities, and how many steps of each sample there are.
+
+        Args:
+            frames: padded to the longest sample. What lies beyond a sample's length changes nothing.
+            lengths: how many frames each sample has; None for all.
+
+        Raises:
+            ValueError: if lengths do not fit.
+        """
+        if lengths is None:
+            lengths = torch.full((len(frames),), frames.shape[1], device=frames.device)
+        if lengths.shape != (len(frames),):
+            raise ValueError(f"lengths must be (batch,) = ({len(frames)},), got {tuple(lengths.shape)}")
+        exists = torch.arange(frames.shape[1], device=frames.device) < lengths[:, None]  # (B, length)
+        x = self.convolution((frames * exists[:, :, None]).mT).mT  # (B, steps, width)
+        steps = self.steps(lengths)
+        x = self.dropout(self.position(x))
+        for block in self.blocks:
+            y = block(x, key_lengths=steps)
+            if self.training and self.config.layer_drop:
+                # computed all the same, so that no rank of a distributed run leaves a layer out alone
+                y = torch.where(torch.rand((), device=x.device) < self.config.layer_drop, x, y)
+            x = y
+        return F.log_softmax(self.output(self.norm(x)).float(), -1), steps
+
+    def steps(self, lengths: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+        """How many steps come of so many frames."""
+        c = self.config
+        return (lengths + 2 * (c.kernel // 2) - c.kernel) // c.stride + 1
+
+    def loss(
+        self,
+        frames: Float[Tensor, "batch length mels"],
+        lengths: Int[Tensor, " batch"],
+        targets: Int[Tensor, "batch characters"],
+        target_lengths: Int[Tensor, " batch"],
+    ) -> Float[Tensor, ""]:
+        """CTC's loss, in nats for each character.
+
+        A target that cannot be said in its steps (too short a sample) counts as 0, as in most recipes.
+        """
+        log_probabilities, steps = self(frames, lengths)
+        return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
+
+
+def _warn(c: SpeechModelConfig) -> None:
+    """What the paper found not to train in speech models (Sect. "Automatic Speech Recognition", App. G.4)."""
+    sigmoid = c.activation == "sigmoid"
+    if sigmoid and not c.keeps_its_norm:
+        warn_once(
+            "sigmoid attention without a bias has gradient and loss spikes in speech models (App. ASR, results): use "
+            'bias="log_sample" or structure="hybrid_attention"'
+        )
+    if sigmoid and c.position == "cape" and c.qk_norm == "none":
+        warn_once(
+            'sigmoid attention with CAPE and without QK-norm is unstable (Table "asr-results"): set qk_norm="layer"'
+        )
+    if sigmoid and c.layer_scale is None:
+        warn_once(
+            'sigmoid speech models without LayerScale generalise worse (Table "asr-results"): set layer_scale=1e-4'
+        )

@@ -1,0 +1,149 @@
+"""CAPE: sinusoidal encodings of continuous positions that are moved while training (Likhomanenko et al., 2021).
+
+While training, each sample's positions are shifted together (by up to ``max_global_shift``), each position a little
+by itself (``max_local_shift``), and all are stretched (by up to ``max_scale`` or its inverse): so a model learns
+distances, and is at home in sequences longer than those it was trained on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from sigattn.shapes import Float
+
+
+class Cape(nn.Module):
+    """CAPE along time, added to the input.
+
+    Feature 2k is cos(ω_k t), feature 2k + 1 is sin(ω_k t), with ω_k = frequency_scale · 10000^(-2k / width) and t in
+    seconds. The defaults are those for speech: a position every 30 ms.
+
+    Args:
+        width: an even number of features.
+        step: seconds from one position to the next.
+        frequency_scale: see above; 30 makes positions in seconds turn about as fast as frames of 30 ms do by index.
+        max_global_shift: seconds, on each side.
+        max_local_shift: in steps; at most half of one, for positions must stay in order.
+        max_scale: at least 1.
+
+    Raises:
+        ValueError: if width is odd, or an augmentation is out of its range.
+    """
+
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        step: float = 0.03,
+        frequency_scale: float = 30.0,
+        max_global_shift: float = 60.0,
+        max_local_shift: float = 0.5,
+        max_scale: float = 2.0,
+    ) -> None:
+        super().__init__()
+        _check("Cape", width, max_global_shift, max_local_shift, max_scale)
+        self.step, self.frequency_scale = step, frequency_scale
+        self.max_global_shift, self.max_local_shift, self.max_scale = max_global_shift, max_local_shift, max_scale
+        self.register_buffer("frequencies", torch.empty(width // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill in the frequencies."""
+        k = torch.arange(len(self.frequencies), device=self.frequencies.device, dtype=torch.float32)
+        self.frequencies.copy_(self.frequency_scale * 10_000.0 ** (-k / len(self.frequencies)))
+
+    def forward(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
+        """Add the encoding."""
+        index = torch.arange(x.shape[1], device=x.device, dtype=torch.float32).expand(x.shape[:2])
+        if self.training:
+            index = index + _uniform(x.shape[:2], self.max_local_shift, x.device)
+        time = (self.step * index).unsqueeze(-1)  # (B, length, 1)
+        if self.training:
+            time = time + _uniform((len(x), 1, 1), self.max_global_shift, x.device)
+            time = time * _uniform((len(x), 1, 1), math.log(self.max_scale), x.device).exp()
+        return x + _waves(time * self.frequencies).to(x.dtype)
+
+
+class ImageCape(nn.Module):
+    """CAPE over an image's patches, whose coordinates run from -1 to 1, added to the input.
+
+    Feature 2k is cos(π ω_k · (x, y)), feature 2k + 1 the sine, with ω_k = 10^(4k / width) (cos k, sin k).
+
+    Args:
+        width: an even number of features.
+        rows, columns: of patches.
+        max_global_shift: of each coordinate.
+        max_local_shift: of each coordinate, as a part of the distance between patches.
+        max_scale: at least 1.
+
+    Raises:
+        ValueError: if width is odd, or an augmentation is out of its range.
+    """
+
+    frequencies: Tensor
+    places: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        rows: int,
+        columns: int,
+        *,
+        max_global_shift: float = 0.5,
+        max_local_shift: float = 0.5,
+        max_scale: float = 1.4,
+    ) -> None:
+        super().__init__()
+        _check("ImageCape", width, max_global_shift, max_local_shift, max_scale)
+        self.rows, self.columns = rows, columns
+        self.max_global_shift, self.max_local_shift, self.max_scale = max_global_shift, max_local_shift, max_scale
+        self.register_buffer("frequencies", torch.empty(2, width // 2), persistent=False)
+        self.register_buffer("places", torch.empty(rows * columns, 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill in frequencies and places."""
+        device = self.frequencies.device
+        k = torch.arange(self.frequencies.shape[1], device=device, dtype=torch.float32)
+        self.frequencies.copy_(10.0 ** (2 * k / len(k)) * torch.stack([k.cos(), k.sin()]) * math.pi)
+        sides = [torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device) for n in self.grid]
+        y, x = torch.meshgrid(*sides, indexing="ij")
+        self.places.copy_(torch.stack([x, y], -1).flatten(0, 1))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.rows, self.columns
+
+    def forward(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
+        """Add the encoding to patches in order of rows."""
+        place = self.places.expand(len(x), -1, -1)  # (B, length, 2)
+        if self.training:
+            apart = torch.tensor([2 / max(n - 1, 1) for n in (self.columns, self.rows)], device=x.device)
+            place = place + apart * _uniform(place.shape, self.max_local_shift, x.device)
+            place = place + _uniform((len(x), 1, 2), self.max_global_shift, x.device)
+            place = place * _uniform((len(x), 1, 1), math.log(self.max_scale), x.device).exp()
+        return x + _waves(place @ self.frequencies).to(x.dtype)
+
+
+def _waves(angles: Tensor) -> Tensor:  # (B, length, width / 2) → (B, length, width)
+    return torch.stack([angles.cos(), angles.sin()], -1).flatten(-2)
+
+
+def _uniform(shape: tuple[int, ...], limit: float, device: torch.device) -> Tensor:
+    return (2 * torch.rand(shape, device=device) - 1) * limit
+
+
+def _check(name: str, width: int, global_shift: float, local_shift: float, scale: float) -> None:
+    if width % 2:
+        raise ValueError(f"{name} pairs sines with cosines, so width must be even, got {width}")
+    if global_shift < 0 or not 0 <= local_shift <= 0.5 or scale < 1:
+        raise ValueError(
+            f"{name}: max_global_shift must be at least 0, max_local_shift within 0 … 0.5 (so that positions stay in "
+            f"order) and max_scale at least 1, got {global_shift}, {local_shift}, {scale}"
+        )

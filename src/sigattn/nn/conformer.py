@@ -1,0 +1,93 @@
+"""The conformer block (Gulati et al., 2020): half a feed-forward layer, attention, convolution, half a feed-forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.nn.attention import Attention
+from sigattn.nn.feedforward import MLP
+from sigattn.nn.norm import LayerScale, MaskedBatchNorm, make_norm
+from sigattn.shapes import Float, Int
+
+
+class ConvolutionModule(nn.Module):
+    """Pointwise convolution and GLU, depthwise convolution, batch norm, swish, pointwise convolution.
+
+    What lies beyond a sample's length reaches neither its frames nor the batch's statistics.
+
+    Args:
+        width: features.
+        kernel: frames that the depthwise convolution sees; odd.
+        dropout: at the end, while training.
+
+    Raises:
+        ValueError: if kernel is even, so that no frame is in its middle.
+    """
+
+    def __init__(self, width: int, kernel: int = 31, dropout: float = 0.0) -> None:
+        super().__init__()
+        if kernel % 2 == 0:
+            raise ValueError(f"ConvolutionModule: kernel must be odd, got {kernel}")
+        self.input = nn.Linear(width, 2 * width)
+        self.depthwise = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
+        self.norm = MaskedBatchNorm(width)
+        self.output = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        """Convolve along the length."""
+        y = F.glu(self.input(x)).transpose(1, 2)  # (B, width, length)
+        valid = None
+        if lengths is not None:
+            valid = (torch.arange(x.shape[1], device=x.device) < lengths[:, None].to(x.device)).unsqueeze(1)
+            y = y * valid
+        y = F.silu(self.norm(self.depthwise(y), valid))
+        result: Tensor = self.dropout(self.output(y.transpose(1, 2)))
+        return result
+
+
+class ConformerBlock(nn.Module):
+    """x + ½ f(x), x + attention(x), x + convolution(x), x + ½ f'(x), norm: each branch behind a LayerNorm of its own.
+
+    Args:
+        attention: of the same width.
+        width: features. hidden: of the two feed-forward layers.
+        kernel: of the convolution.
+        layer_scale: where LayerScale's factors on each branch start; None for none.
+        dropout: of branches and within feed-forward layers, while training.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        width: int,
+        hidden: int,
+        *,
+        kernel: int = 31,
+        layer_scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.first, self.last = (MLP(width, hidden, dropout, activation="swish") for _ in range(2))
+        self.attention = attention
+        self.convolution = ConvolutionModule(width, kernel, dropout)
+        self.attention_dropout = nn.Dropout(dropout)
+        self.norms = nn.ModuleList(make_norm("layer", width) for _ in range(5))
+        scales = [nn.Identity() if layer_scale is None else LayerScale(width, layer_scale) for _ in range(4)]
+        self.scales = nn.ModuleList(scales)
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], key_lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        """One layer; key_lengths: how many frames each padded sample has."""
+        norms, scales = self.norms, self.scales
+        x = x + 0.5 * scales[0](self.first(norms[0](x)))
+        x = x + scales[1](self.attention_dropout(self.attention(norms[1](x), key_lengths=key_lengths)))
+        x = x + scales[2](self.convolution(norms[2](x), key_lengths))
+        x = x + 0.5 * scales[3](self.last(norms[3](x)))
+        result: Tensor = norms[4](x)
+        return result

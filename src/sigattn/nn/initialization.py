@@ -1,0 +1,89 @@
+"""How weights start, as the paper's recipes give it, and the learning rates of μP-simple.
+
+All weights of a model are drawn anew: projections as asked for, biases zero, norms one, and whatever has a start of its
+own (LayerScale, learned biases, positions, random features) there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor, nn
+
+from sigattn.nn.attention import Attention
+from sigattn.nn.feedforward import MLP, SwiGLU
+
+Initialization = Literal["fan_in", "trunc_normal", "moco_v3"]
+_DRAWN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+
+
+def initialize(model: nn.Module, kind: Initialization) -> None:
+    """Draw all weights anew.
+
+    Args:
+        model: any module.
+        kind: "fan_in", normal with variance 1 / fan-in, and 1 / width for embeddings (the paper's language models);
+            "trunc_normal", with standard deviation 0.02 (its supervised, BYOL and MAE vision models); "moco_v3",
+            uniform after Glorot, each of Q, K and V for itself (its SimCLR).
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if kind not in _KINDS:
+        raise ValueError(f"initialization must be one of {', '.join(_KINDS)}, got {kind!r}")
+    parts = {}  # matrices that hold two in one, which matters where the number of outputs does
+    for module in model.modules():
+        if isinstance(module, Attention):
+            parts[id(module.key_value.weight)] = 2
+        elif isinstance(module, SwiGLU):
+            parts[id(module.gate_and_value.weight)] = 2
+    for module in model.modules():
+        if isinstance(module, _DRAWN):
+            _KINDS[kind](module.weight, parts.get(id(module.weight), 1))
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
+        elif module is not model:
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+
+def _fan_in(weight: Tensor, parts: int) -> None:
+    """An embedding's fan-out is its width, which is where a linear layer has its fan-in."""
+    nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+
+
+def _trunc_normal(weight: Tensor, parts: int) -> None:
+    nn.init.trunc_normal_(weight, std=0.02)
+
+
+def _moco_v3(weight: Tensor, parts: int) -> None:
+    """Glorot's uniform distribution, for each of the matrices that lie in one."""
+    limit = (6 / (len(weight) / parts + weight[0].numel())) ** 0.5
+    nn.init.uniform_(weight, -limit, limit)
+
+
+_KINDS: dict[str, Callable[[Tensor, int], None]] = {
+    "fan_in": _fan_in,
+    "trunc_normal": _trunc_normal,
+    "moco_v3": _moco_v3,
+}
+
+
+def mup_simple(model: nn.Module, width: int, base_width: int = 768) -> dict[str, float]:
+    """μP-simple's factors of the learning rate, by parameter name (Wortsman et al., 2023; App. G.3).
+
+    Matrices of attention and feed-forward layers learn at min(base_width / width, 1) of the rate; embeddings, norms and
+    everything else at the full rate.
+    """
+    factor = min(base_width / width, 1.0)
+    matrices = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, (Attention, SwiGLU, MLP))
+        for p in module.parameters()
+        if p.dim() >= 2
+    }
+    return {name: factor if id(p) in matrices else 1.0 for name, p in model.named_parameters()}

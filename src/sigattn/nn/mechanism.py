@@ -1,0 +1,170 @@
+"""How queries, keys and values become an output, for each activation that the paper compares.
+
+A sigmoid goes to this library's operator and a softmax to PyTorch's, both in memory linear in the length. The other
+element-wise activations materialise their weights, as experiments do; Performer is linear in the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigattn.ops import library, reference
+from sigattn.ops.attention import autocast, canonical, sigmoid_attention
+from sigattn.ops.problem import Problem
+from sigattn.ops.statistics import AttentionStatistics, attention_statistics
+
+Activation = Literal["sigmoid", "softmax", "relu", "relu2", "gelu", "tanh", "identity", "performer"]
+ELEMENTWISE = ("sigmoid", "relu", "relu2", "gelu", "tanh", "identity")
+
+
+class Pattern(NamedTuple):
+    """Which keys a query sees, and what is added to their logits.
+
+    Attributes:
+        causal: query i sees no key after i.
+        window: nor any further than this before it (or, if not causal, after it); None for no limit.
+        key_lengths: (B,), how many keys each padded sample has; or None.
+        slopes: ALiBi's, (Hq,) or (1, Hq, 2); or None.
+        bias: b, a number or a tensor that broadcasts to (B, Hq, N, 1).
+        dropout: probability of dropping a weight; 0 when not training.
+        first_query: place of the first query beside the keys, when earlier keys come from a cache.
+    """
+
+    causal: bool
+    window: int | None
+    key_lengths: Tensor | None
+    slopes: Tensor | None
+    bias: float | Tensor
+    dropout: float
+    first_query: int = 0
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """The window as the operator takes it."""
+        return None if self.window is None else (self.window, self.window)
+
+
+def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+    """(B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, D) → (B, Hq, N, D), for all but Performer."""
+    return _ATTEND[activation](activation, query, key, value, pattern)
+
+
+def statistics(
+    activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern
+) -> AttentionStatistics:
+    """What ``attention_statistics`` measures, of the weights that ``attend`` used (before dropout).
+
+    Raises:
+        ValueError: for Performer, which has no weights, and with cached keys.
+    """
+    if activation == "performer" or pattern.first_query:
+        raise ValueError("attention statistics are of whole sequences, and of weights: Performer has none")
+    p = pattern
+    return attention_statistics(
+        query.detach(),
+        key.detach(),
+        value.detach(),
+        is_causal=p.causal,
+        enable_gqa=True,
+        bias=p.bias.detach() if isinstance(p.bias, Tensor) else p.bias,
+        window=p.sides,
+        alibi_slopes=p.slopes,
+        key_lengths=p.key_lengths,
+        activation=activation,
+    )
+
+
+def visible_keys(queries: int, keys: int, pattern: Pattern, device: torch.device) -> Tensor:
+    """How many keys each query sees: (1 or B, 1, N, 1), float32. The n of n^(-α), App. G.1."""
+    i = torch.arange(pattern.first_query, pattern.first_query + queries, device=device)
+    window = keys + queries if pattern.window is None else pattern.window
+    first = (i - window).clamp(min=0)
+    last = i + (0 if pattern.causal else window)  # (N,)
+    total = torch.tensor([keys], device=device) if pattern.key_lengths is None else pattern.key_lengths.to(device)
+    last = torch.minimum(last, total[:, None] - 1)  # (B, N)
+    return (last - first + 1).clamp(min=0).view(-1, 1, queries, 1).float()
+
+
+def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+    if p.first_query:
+        problem = _problem(query, key, value, p)
+        return library.call(problem, library.choose(problem, None))
+    return sigmoid_attention(
+        query,
+        key,
+        value,
+        dropout_p=p.dropout,
+        is_causal=p.causal,
+        enable_gqa=True,
+        bias=p.bias,
+        window=p.sides,
+        alibi_slopes=p.slopes,
+        key_lengths=p.key_lengths,
+    )
+
+
+def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+    problem = _problem(query, key, value, p)
+    with library.without_autocast(problem):
+        return reference.attention(problem, activation)
+
+
+def _problem(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem:
+    if library.autocasting(query.device.type):
+        query, key, value = (autocast(t) for t in (query, key, value))
+    return canonical(
+        query,
+        key,
+        value,
+        dropout_p=p.dropout,
+        is_causal=p.causal,
+        bias=p.bias,
+        window=p.sides,
+        alibi_slopes=p.slopes,
+        key_lengths=p.key_lengths,
+        first_row=p.first_query,
+    )
+
+
+def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+    mask = _softmax_mask(query, key, p)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=p.dropout,
+        is_causal=p.causal and mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _softmax_mask(query: Tensor, key: Tensor, p: Pattern) -> Tensor | None:
+    """What SDPA's own ``is_causal`` cannot say: windows, padding, caches and ALiBi; broadcastable to (B, Hq, N, M)."""
+    if p.window is None and p.key_lengths is None and p.slopes is None and not (p.causal and p.first_query):
+        return None
+    i = torch.arange(p.first_query, p.first_query + query.shape[2], device=query.device).unsqueeze(1)
+    j = torch.arange(key.shape[2], device=query.device)
+    seen = (j <= i) if p.causal else torch.ones_like(j <= i)
+    if p.window is not None:
+        seen = seen & ((i - j).abs() <= p.window)
+    if p.key_lengths is not None:
+        seen = seen & (j < p.key_lengths.view(-1, 1, 1, 1).to(j.device))
+    if p.slopes is None:
+        return seen
+    slopes = p.slopes if p.slopes.dim() == 3 else p.slopes.view(1, -1, 1).expand(1, -1, 2)
+    before, after = slopes.unflatten(-1, (2, 1, 1)).unbind(2)  # (1, Hq, 1, 1)
+    penalty = torch.where(j < i, before, after) * (i - j).abs()
+    return (-penalty).masked_fill(~seen, -torch.inf).to(query.dtype)
+
+
+_ATTEND: dict[str, Callable[[str, Tensor, Tensor, Tensor, Pattern], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "softmax": _softmax,
+    **{name: _elementwise for name in ELEMENTWISE if name != "sigmoid"},
+}

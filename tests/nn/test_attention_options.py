@@ -1,0 +1,232 @@
+"""Every option of Attention against formulas written out in float64."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sigattn.nn.attention import Attention
+from sigattn.nn.bias import QueryBias, SampleLengthBias, VisibleKeysBias, make_bias
+from sigattn.nn.cache import LayerCache
+from sigattn.nn.mechanism import ELEMENTWISE
+from sigattn.nn.performer import CHUNK, PerformerFeatures
+from sigattn.nn.position import Alibi, RotaryEmbedding
+from sigattn.ops.statistics import attention_statistics
+
+ACTIVATIONS = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda s: s.softmax(-1),
+    "relu": torch.relu,
+    "relu2": lambda s: torch.relu(s) ** 2,
+    "gelu": lambda s: s * 0.5 * (1 + torch.erf(s / 2**0.5)),
+    "tanh": torch.tanh,
+    "identity": lambda s: s,
+}
+
+
+def heads_of(layer, x):
+    """Q, K and V before norms."""
+    q = layer.query(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+    k, v = (t.unflatten(-1, (layer.kv_heads, -1)).transpose(1, 2) for t in layer.key_value(x).chunk(2, -1))
+    return q, k, v
+
+
+def finish(layer, out):
+    return layer.output(out.transpose(1, 2).flatten(2))
+
+
+def test_the_formulas_cover_every_activation():
+    assert set(ACTIVATIONS) == {*ELEMENTWISE, "softmax"}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_activations(activation, causal):
+    bias = {"sigmoid": -1.0, "softmax": None}.get(activation, 0.25)
+    layer = Attention(8, 2, activation=activation, bias=bias, qk_norm="none", causal=causal, linear_bias=True).double()
+    x, lengths = torch.randn(2, 6, 8, dtype=torch.float64), torch.tensor([6, 4])
+    q, k, v = heads_of(layer, x)
+    logits = q @ k.mT / 2 + (bias or 0)
+    seen = (torch.arange(6) < lengths.view(-1, 1, 1, 1)) & (torch.ones(6, 6).tril().bool() | (not causal))
+    hidden = -torch.inf if activation == "softmax" else 0
+    weights = ACTIVATIONS[activation](logits.masked_fill(~seen, hidden)).masked_fill(~seen, 0)
+    torch.testing.assert_close(layer(x, key_lengths=lengths), finish(layer, weights @ v))
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_temperature(activation):
+    """σ(e^t S + b), App. "LayerScale Free Sigmoid Attention"; t learns."""
+    bias = -10.0 if activation == "sigmoid" else None
+    layer = Attention(8, 2, activation=activation, bias=bias, temperature=1.5, qk_norm="layer", causal=False).double()
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    q, k, v = heads_of(layer, x)
+    logits = math.exp(1.5) * layer.query_norm(q) @ layer.key_norm(k).mT / 2 + (bias or 0)
+    torch.testing.assert_close(layer(x), finish(layer, ACTIVATIONS[activation](logits) @ v))
+    layer(x).square().sum().backward()
+    assert layer.temperature.grad.abs() > 0
+
+
+def test_a_large_temperature_does_not_overflow_in_float16():
+    layer = Attention(8, 2, activation="sigmoid", bias=-10.0, temperature=10.0, causal=False).half()
+    assert layer(torch.randn(1, 5, 8, dtype=torch.float16)).isfinite().all()
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 2), (False, 1)])
+def test_length_power_divides_by_the_keys_each_query_sees(power, causal, window):
+    """n^(-α), for causal attention row by row (App. G.1), and with each sample's own n."""
+    layer = Attention(8, 2, activation="sigmoid", bias=0.0, length_power=power, causal=causal, window=window).double()
+    plain = Attention(8, 2, activation="sigmoid", bias=0.0, causal=causal, window=window).double()
+    plain.load_state_dict(layer.state_dict())
+    plain.output = layer.output = torch.nn.Identity()
+    x, lengths = torch.randn(2, 6, 8, dtype=torch.float64), torch.tensor([6, 3])
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    seen = (
+        (j < lengths.view(-1, 1, 1)) & ((j <= i) | (not causal)) & ((i - j).abs() <= (6 if window is None else window))
+    )
+    n = seen.sum(-1, keepdim=True).clamp(min=1)
+    out, expected = layer(x, key_lengths=lengths), plain(x, key_lengths=lengths) * n**-power
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)  # n^-α is computed in float32
+
+
+def test_a_bias_in_q_is_added_after_the_norm():
+    layer = Attention(8, 2, activation="sigmoid", bias=QueryBias(-5.0), causal=False).double()
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    q, k, v = heads_of(layer, x)
+    logits = (layer.query_norm(q) - 5) @ layer.key_norm(k).mT / 2
+    torch.testing.assert_close(layer(x), finish(layer, logits.sigmoid() @ v))
+    layer(x).square().sum().backward()
+    assert layer.bias.value.grad.abs() > 0
+
+
+def test_a_bias_in_q_with_rope_is_warned_of():
+    with pytest.warns(UserWarning, match="unstable with RoPE"):
+        Attention(8, 2, activation="sigmoid", bias=QueryBias(), position=RotaryEmbedding(4))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("affine", [False, True])
+def test_output_norm_stands_before_the_projection(kind, affine):
+    layer = Attention(8, 2, activation="sigmoid", bias=0.0, output_norm=kind, output_norm_affine=affine)
+    assert sum(p.numel() for p in layer.output_norm.parameters()) == (0 if not affine else 8 if kind == "rms" else 16)
+    plain = Attention(8, 2, activation="sigmoid", bias=0.0)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(2, 5, 8)
+    plain.output = torch.nn.Identity()
+    out = plain(x)
+    normed = F.rms_norm(out, (8,), eps=1e-5) if kind == "rms" else F.layer_norm(out, (8,), eps=1e-6)
+    torch.testing.assert_close(layer(x), layer.output(normed))
+
+
+class TestPerformer:
+    def test_it_approaches_softmax(self):
+        """The estimate is unbiased: its error falls as the root of the number of features."""
+        q, k, v = (torch.randn(1, 2, 30, 8) * scale for scale in (0.4, 0.4, 1))
+        truth = F.scaled_dot_product_attention(q, k, v)
+        errors = [
+            torch.stack([(PerformerFeatures(8, m)(q, k, v, causal=False) - truth).norm() for _ in range(8)]).mean()
+            for m in (16, 256, 4096)
+        ]
+        assert errors[1] < 0.7 * errors[0]
+        assert errors[2] < 0.6 * errors[1]
+        assert errors[2] < 0.1 * truth.norm()
+
+    def test_directions_are_orthogonal(self):
+        w = PerformerFeatures(8, 16).directions
+        for block in w.split(8):
+            directions = F.normalize(block, dim=-1)
+            torch.testing.assert_close(directions @ directions.T, torch.eye(8), atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize("length", [5, CHUNK + 3])
+    def test_causal_is_the_weights_cut_off(self, length):
+        layer = PerformerFeatures(4, 12)
+        q, k, v = (torch.randn(2, 2, length, 4, dtype=torch.float64) for _ in range(3))
+
+        def phi(x):
+            x = x * 4**-0.25
+            return (x @ layer.directions.double().T - x.square().sum(-1, keepdim=True) / 2).exp()
+
+        weights = (phi(q) @ phi(k).mT).tril()
+        expected = weights / weights.sum(-1, keepdim=True) @ v
+        torch.testing.assert_close(layer(q, k, v, causal=True), expected)
+
+    def test_padding_shared_heads_and_large_inputs(self):
+        layer = PerformerFeatures(4, 12)
+        q, k, v = torch.randn(2, 4, 6, 4), torch.randn(2, 2, 6, 4), torch.randn(2, 2, 6, 4)
+        lengths = torch.tensor([6, 4])
+        out = layer(q, k, v, causal=False, key_lengths=lengths)
+        alone = layer(q[1:, 2:3], k[1:, 1:, :4], v[1:, 1:, :4], causal=False)
+        torch.testing.assert_close(out[1:, 2:3], alone)
+        k[1, :, 4:], v[1, :, 4:] = 1e4, torch.nan
+        torch.testing.assert_close(layer(q, k, v, causal=False, key_lengths=lengths), out)
+        assert layer(100 * q, 100 * k, v.nan_to_num(), causal=False).isfinite().all()
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_as_a_layer(self, causal):
+        layer = Attention(8, 2, activation="performer", bias=None, causal=causal, performer_features=6)
+        layer(torch.randn(2, 5, 8)).sum().backward()
+        assert layer.query.weight.grad.abs().sum() > 0
+        assert layer(torch.randn(0, 5, 8)).shape == (0, 5, 8)
+        assert layer.state_dict()["performer.directions"].shape == (6, 4)
+        with pytest.raises(ValueError, match="keys that stay what they were"):
+            layer(torch.randn(1, 2, 8), cache=LayerCache(4))
+
+
+class TestCache:
+    @pytest.mark.parametrize("activation", ["sigmoid", "softmax", "relu"])
+    @pytest.mark.parametrize("position", [None, "rope", "alibi"])
+    @pytest.mark.parametrize("window", [None, 2])
+    def test_token_by_token_is_all_at_once(self, activation, position, window):
+        encoding = {None: None, "rope": RotaryEmbedding(4), "alibi": Alibi(4)}[position]
+        bias = VisibleKeysBias(window) if activation == "sigmoid" else None
+        options = {"kv_heads": 2, "window": window, "length_power": 0.5 if activation == "relu" else 0.0}
+        layer = Attention(16, 4, activation=activation, bias=bias, position=encoding, **options).eval()
+        x = torch.randn(2, 9, 16)
+        with torch.no_grad():
+            whole, cache = layer(x), LayerCache(9)
+            parts = [layer(part, cache=cache) for part in x.split([4, 1, 3, 1], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-6, rtol=1e-5)
+
+    def test_what_it_refuses(self):
+        layer, x = Attention(8, 2, activation="sigmoid", bias=0.0), torch.randn(1, 3, 8)
+        with pytest.raises(RuntimeError, match="no gradient"):
+            layer(x, cache=LayerCache(4))
+        with torch.no_grad():
+            cache = LayerCache(4)
+            layer(x, cache=cache)
+            with pytest.raises(ValueError, match="a cache of 4 positions holds 3: 3 more do not fit"):
+                layer(x, cache=cache)
+            with pytest.raises(ValueError, match="a batch of 1, and got one of 2"):
+                layer(torch.randn(2, 1, 8), cache=cache)
+            with pytest.raises(ValueError, match="causal=False"):
+                Attention(8, 2, activation="sigmoid", bias=0.0, causal=False)(x, cache=LayerCache(4))
+
+
+def test_watching_everything():
+    layer = Attention(8, 2, activation="sigmoid", bias=-1.0, position=Alibi(2), dropout=0.5).eval()
+    x = torch.randn(2, 5, 8)
+    layer.watch = "everything"
+    layer(x)
+    q, k, v = heads_of(layer, x)
+    expected = attention_statistics(
+        layer.query_norm(q), layer.key_norm(k), v, is_causal=True, bias=-1.0, alibi_slopes=layer.position()
+    )
+    for name, value in layer.statistics._asdict().items():
+        torch.testing.assert_close(value, getattr(expected, name), equal_nan=True)
+    torch.testing.assert_close(layer.attention_norm, expected.output_norm.square().sum(1).sqrt().mean())
+
+
+def test_make_bias():
+    assert make_bias("log_context", context=64, heads=2).value == -math.log(64)
+    assert make_bias("log_visible", heads=2, window=3).window == 3
+    assert isinstance(make_bias("log_sample", heads=2), SampleLengthBias)
+    assert not make_bias("log_batch", heads=2).cache_safe
+    assert make_bias(-10.0, learn="head", heads=2).value.shape == (2, 1, 1)
+    assert make_bias(-5.0, learn="query", heads=2).initial == -5
+    for rule, learn, message in (
+        ("log_context", "no", "longest sequence"),
+        ("log_batch", "layer", "starts from a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_bias(rule, learn=learn, heads=2)

@@ -1,0 +1,52 @@
+"""Unknown names get the list of known ones. In a process of its own: here the type checker would speak first."""
+
+import subprocess
+import sys
+
+import pytest
+
+CASES = {
+    'Attention(8, 2, activation="relu3", bias=None)': "one of ('sigmoid', 'relu', 'relu2'",
+    'Attention(8, 2, activation="softmax", bias=None, qk_norm="batch")': '"none", "rms" or "layer", got \'batch\'',
+    'make_bias("log_n", heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
+    'make_bias(0.0, learn="token", heads=2)': "one of ('no', 'layer', 'head', 'query'), got 'token'",
+    'Block(a, MLP(8, 8), 8, structure="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
+    'make_feed_forward("glu", 8, 8)': "one of gelu, relu, swish, got 'glu'",
+    'initialize(a, "xavier")': "one of fan_in, trunc_normal, moco_v3, got 'xavier'",
+    'LanguageModel(LanguageModelConfig(position="cape"))': "'rope', 'alibi', 'sincos', 'none', got 'cape'",
+    'VisionTransformer(VisionTransformerConfig(position="rope"))': '"learnable", "sincos", "cape" or "none"',
+    'SpeechModel(SpeechModelConfig(position="learnable"))': "'rope', 'alibi', 'cape', 'sincos', 'none'",
+    'SpeechModel(SpeechModelConfig(block_kind="cnn"))': '"transformer" or "conformer", got \'cnn\'',
+    "SpeechModel(SpeechModelConfig(layers=1))(torch.zeros(2, 9, 80), torch.tensor([1, 2, 3]))": "= (2,), got (3,)",
+    "build(3)": "no model is made from a int",
+}
+PROGRAM = """
+from sigattn.models.saving import build
+from sigattn.models.language import *
+from sigattn.models.speech import *
+from sigattn.models.vision import *
+from sigattn.nn.attention import *
+from sigattn.nn.bias import *
+from sigattn.nn.block import *
+from sigattn.nn.feedforward import *
+from sigattn.nn.initialization import *
+import sys
+a = Attention(8, 2, activation="softmax", bias=None)
+for call in sys.argv[1:]:
+    try:
+        eval(call)
+        print("nothing")
+    except (ValueError, TypeError) as error:
+        print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    run = subprocess.run([sys.executable, "-c", PROGRAM, *CASES], capture_output=True, text=True, check=True)
+    return dict(zip(CASES, run.stdout.splitlines(), strict=True))
+
+
+@pytest.mark.parametrize("call", CASES)
+def test_the_message_names_what_there_is(call, said):
+    assert CASES[call] in said[call]
