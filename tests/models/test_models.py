@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import MODELS, ModelError, build, load, save
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
-from sigattn.models.vision import (
-    SIZES,
-    MaskedAutoencoder,
-    MaskedAutoencoderConfig,
-    VisionTransformer,
-    VisionTransformerConfig,
-)
+from sigattn.models.vision import SIZES, VisionTransformer, VisionTransformerConfig
 
 VISION = VisionTransformerConfig(layers=2, width=16, heads=2, image_size=8, patch=4, channels=1, classes=5)
 SPEECH = SpeechModelConfig(layers=2, width=16, heads=2, mels=6)
@@ -90,6 +85,20 @@ class TestVision:
         model = VisionTransformer(replace(VISION, layers=3, drop_branch=0.2))
         dropped = [[m.probability for m in b.attention_branch if hasattr(m, "probability")] for b in model.blocks]
         assert dropped == [[], [0.1], [0.2]]
+
+    @pytest.mark.parametrize("position", ["learnable", "sincos", "cape", "none"])
+    def test_other_sizes(self, position):
+        model = VisionTransformer(replace(VISION, position=position, other_sizes=True)).eval()
+        assert model(torch.randn(2, 1, 12, 4)).shape == (2, 5)
+        if position == "learnable":  # what is constant stays so
+            with torch.no_grad():
+                model.position.weight.fill_(3.0)
+            plain = VisionTransformer(replace(VISION, position="none", other_sizes=True))
+            plain.load_state_dict({n: t for n, t in model.state_dict().items() if n != "position.weight"})
+            images = torch.randn(1, 1, 12, 4)
+            torch.testing.assert_close(model.embed(images), plain.embed(images) + 3)
+        with pytest.raises(ValueError, match="other multiples of patch=4"):
+            model(torch.zeros(2, 1, 10, 4))
 
     def test_wrong_images(self):
         with pytest.raises(ValueError, match=r"\(batch, 1, 8, 8\), got \(2, 1, 12, 8\)"):

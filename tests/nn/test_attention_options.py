@@ -28,7 +28,7 @@ ACTIVATIONS = {
 def heads_of(layer, x):
     """Q, K and V before norms."""
     q = layer.query(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-    k, v = (t.unflatten(-1, (layer.kv_heads, -1)).transpose(1, 2) for t in layer.key_value(x).chunk(2, -1))
+    k, v = (t.unflatten(-1, (layer.kv_heads, -1)).transpose(1, 2) for t in (layer.key(x), layer.value(x)))
     return q, k, v
 
 

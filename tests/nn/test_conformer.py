@@ -117,7 +117,7 @@ class TestInitialization:
         initialize(model, "trunc_normal")
         assert block.attention.query.weight.std() == pytest.approx(0.02, rel=0.05)
         initialize(model, "moco_v3")
-        for weight in (block.attention.query.weight, block.attention.key_value.weight):  # K and V are two matrices
+        for weight in (block.attention.query.weight, block.attention.key.weight):
             assert weight.abs().max() == pytest.approx((6 / 128) ** 0.5, rel=0.01)
 
     def test_mup_simple_slows_the_matrices_within_blocks(self):
@@ -125,9 +125,11 @@ class TestInitialization:
         slow = {name for name, factor in factors.items() if factor == 0.5}
         assert slow == {
             "1.attention.query.weight",
-            "1.attention.key_value.weight",
+            "1.attention.key.weight",
+            "1.attention.value.weight",
             "1.attention.output.weight",
-            "1.feed_forward.gate_and_value.weight",
+            "1.feed_forward.gate.weight",
+            "1.feed_forward.value.weight",
             "1.feed_forward.output.weight",
         }
         assert set(factors.values()) == {0.5, 1.0}

@@ -50,7 +50,7 @@ def test_attention_is_the_formula_between_two_projections(activation):
     bias = -2.0 if activation == "sigmoid" else None
     layer = Attention(12, 3, activation=activation, bias=bias, position=RotaryEmbedding(4)).double()
     x = torch.randn(2, 7, 12, dtype=torch.float64)
-    projected = torch.cat([layer.query(x), layer.key_value(x)], -1)
+    projected = torch.cat([layer.query(x), layer.key(x), layer.value(x)], -1)
     q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in projected.chunk(3, -1))
     q, k = (t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt() for t in (q, k))
     q, k = layer.position(q), layer.position(k)
@@ -78,7 +78,7 @@ def test_attention_does_not_look_ahead():
 def test_swiglu():
     layer = SwiGLU(5, 7)
     x = torch.randn(3, 5)
-    gate, value = (x @ layer.gate_and_value.weight.T).chunk(2, -1)
+    gate, value = x @ layer.gate.weight.T, x @ layer.value.weight.T
     expected = (gate * torch.sigmoid(gate) * value) @ layer.output.weight.T
     torch.testing.assert_close(layer(x), expected)
 
@@ -129,7 +129,7 @@ def test_both_activations_see_the_same_keys_at_the_same_positions(activation, ca
     ).double()
     x, lengths = torch.randn(2, 6, 16, dtype=torch.float64), torch.tensor([6, 4])
     q = layer.query(x).unflatten(-1, (4, 4)).transpose(1, 2)
-    k, v = (t.unflatten(-1, (kv_heads, 4)).transpose(1, 2) for t in layer.key_value(x).chunk(2, -1))
+    k, v = (t.unflatten(-1, (kv_heads, 4)).transpose(1, 2) for t in (layer.key(x), layer.value(x)))
     options = {"causal": causal, "window": None if window is None else (window, window), "lengths": lengths}
     slopes = None if alibi is None else alibi().double()
     if activation == "sigmoid":
@@ -147,7 +147,7 @@ def test_cross_attention():
     layer = Attention(8, 2, activation="sigmoid", bias=BatchLengthBias(), causal=False, source_width=5)
     x, source = torch.randn(2, 3, 8), torch.randn(2, 7, 5)
     q = layer.query_norm(layer.query(x).unflatten(-1, (2, 4)).transpose(1, 2))
-    k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in layer.key_value(source).chunk(2, -1))
+    k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (layer.key(source), layer.value(source)))
     out = formula(q, layer.key_norm(k), v, bias=-math.log(7)).float()
     torch.testing.assert_close(layer(x, source), layer.output(out.transpose(1, 2).flatten(2)))
 

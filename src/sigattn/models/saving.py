@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
-from sigattn.models.vision import (
-    MaskedAutoencoder,
-    MaskedAutoencoderConfig,
-    VisionTransformer,
-    VisionTransformerConfig,
-)
+from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
 
 ModelConfig = LanguageModelConfig | VisionTransformerConfig | MaskedAutoencoderConfig | SpeechModelConfig
 

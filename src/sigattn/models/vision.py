@@ -1,8 +1,8 @@
-"""Vision transformers (Dosovitskiy et al., 2021), and the masked autoencoder (He et al., 2022)."""
+"""Vision transformers (Dosovitskiy et al., 2021)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -29,6 +29,8 @@ class VisionTransformerConfig(TransformerConfig):
         classes: outputs; 0 for none, so that the model gives its features.
         position: added to the patches: "learnable", "sincos" (fixed), "cape" or "none".
         pool: what the output is made of, the "cls" token or the "average" of the patches.
+        other_sizes: whether images of other sizes are taken too, learned positions being interpolated (the small crops
+            of DINO's augmentation).
         freeze_patches: keep the patches' projection as it was drawn (MoCo v3; the paper's SimCLR).
     """
 
@@ -42,6 +44,7 @@ class VisionTransformerConfig(TransformerConfig):
     classes: int = 1000
     position: Position = "learnable"
     pool: Literal["cls", "average"] = "cls"
+    other_sizes: bool = False
     freeze_patches: bool = False
 
     @property
@@ -83,7 +86,7 @@ class VisionTransformer(Watched):
         self.patches = nn.Conv2d(config.channels, width, config.patch, config.patch)
         self.patches.requires_grad_(not config.freeze_patches)
         self.cls = nn.Parameter(torch.empty(1, 1, width)) if config.pool == "cls" else None
-        self.position = _position(config.position, width, grid)
+        self.position = make_position(config.position, width, grid, grid)
         self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.layers))
         self.norm = make_norm(config.norm, width)
         self.output = nn.Linear(width, config.classes) if config.classes else nn.Identity()
@@ -116,11 +119,19 @@ class VisionTransformer(Watched):
         """
         c = self.config
         expected = (c.channels, c.image_size, c.image_size)
-        if images.shape[1:] != expected:
-            raise ValueError(f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}")
-        x = self.patches(images).flatten(2).mT  # (B, patches, width)
-        result: Tensor = self.position(x)
-        return result
+        if images.shape[1:] != expected and not (
+            c.other_sizes and images.shape[1] == c.channels and not any(side % c.patch for side in images.shape[2:])
+        ):
+            raise ValueError(
+                f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}; with "
+                f"other_sizes=True height and width may be other multiples of patch={c.patch}"
+            )
+        x = self.patches(images)  # (B, width, rows, columns)
+        x, rows, columns = x.flatten(2).mT, x.shape[2], x.shape[3]
+        if (rows, columns) == (c.grid, c.grid):
+            result: Tensor = self.position(x)
+            return result
+        return _resized(self.position, c, x, rows, columns)
 
     def encode(self, x: Float[Tensor, "batch patches width"]) -> Float[Tensor, "batch tokens width"]:
         """All blocks and the norm; the CLS token, if there is one, comes first."""
@@ -132,112 +143,49 @@ class VisionTransformer(Watched):
         return result
 
 
-class _Fixed(nn.Module):
+class ImageSinusoids(nn.Module):
     """Fixed sines and cosines, added to the patches."""
 
     encoding: Tensor
 
-    def __init__(self, width: int, grid: int) -> None:
+    def __init__(self, width: int, rows: int, columns: int) -> None:
         super().__init__()
-        self.grid = grid
-        self.register_buffer("encoding", torch.empty(grid**2, width), persistent=False)
+        self.rows, self.columns = rows, columns
+        self.register_buffer("encoding", torch.empty(rows * columns, width), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self.encoding.copy_(image_sinusoids(self.encoding.shape[1], self.grid, self.grid))
+        """Fill in the table."""
+        self.encoding.copy_(image_sinusoids(self.encoding.shape[1], self.rows, self.columns))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "batch patches width"]) -> Float[Tensor, "batch patches width"]:
+        """Add the encoding."""
         return x + self.encoding.to(x.dtype)
 
 
-def _position(kind: str, width: int, grid: int) -> nn.Module:
+def make_position(kind: str, width: int, rows: int, columns: int) -> nn.Module:
+    """What gives an image's patches their places.
+
+    Raises:
+        ValueError: for an unknown kind.
+    """
     if kind == "learnable":
-        return LearnableEmbedding(grid**2, width)
+        return LearnableEmbedding(rows * columns, width)
     if kind == "sincos":
-        return _Fixed(width, grid)
+        return ImageSinusoids(width, rows, columns)
     if kind == "cape":
-        return ImageCape(width, grid, grid)
+        return ImageCape(width, rows, columns)
     if kind == "none":
         return nn.Identity()
     raise ValueError(f'position must be "learnable", "sincos", "cape" or "none", got {kind!r}')
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaskedAutoencoderConfig:
-    """An encoder of the patches that are seen, and a small decoder that fills in the others.
-
-    Attributes:
-        encoder: a vision transformer, whose classes are not used. With 3 of 4 patches hidden, and none later, its
-            bias is best "log_batch": -log of the tokens that there are.
-        decoder_layers, decoder_width, decoder_heads: of the decoder, which is otherwise as the encoder.
-        mask_ratio: part of the patches that is hidden.
-    """
-
-    encoder: VisionTransformerConfig = field(default_factory=lambda: VisionTransformerConfig(bias="log_batch"))
-    decoder_layers: int = 8
-    decoder_width: int = 512
-    decoder_heads: int = 16
-    mask_ratio: float = 0.75
-
-
-class MaskedAutoencoder(Watched):
-    """Hides most patches of an image, encodes the others, and predicts the pixels of all."""
-
-    def __init__(self, config: MaskedAutoencoderConfig) -> None:
-        super().__init__()
-        if not 0 < config.mask_ratio < 1:
-            raise ValueError(f"mask_ratio must lie between 0 and 1, got {config.mask_ratio}")
-        self.config = config
-        e = config.encoder
-        d = replace(
-            e, layers=config.decoder_layers, width=config.decoder_width, heads=config.decoder_heads, hidden=None
-        )
-        self.encoder = VisionTransformer(replace(e, classes=0))
-        self.bridge = nn.Linear(e.width, d.width)
-        self.mask_token = nn.Parameter(torch.empty(1, 1, d.width))
-        self.position = _Fixed(d.width, d.grid)
-        self.blocks = nn.ModuleList(d.make_block(layer) for layer in range(d.layers))
-        self.norm = make_norm(d.norm, d.width)
-        self.output = nn.Linear(d.width, e.channels * e.patch**2)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weights anew."""
-        initialize(self, self.config.encoder.initialization)
-        self.encoder.reset_parameters()
-        nn.init.trunc_normal_(self.mask_token, std=0.02)
-
-    def forward(
-        self, images: Float[Tensor, "batch channels rows columns"]
-    ) -> tuple[Float[Tensor, "batch patches pixels"], Float[Tensor, "batch patches"]]:
-        """Predicted pixels of each patch, and which patches were hidden (1) and which seen (0).
-
-        Which are hidden is drawn anew at each call.
-        """
-        x = self.encoder.embed(images)
-        batch, patches, _ = x.shape
-        seen = max(1, round(patches * (1 - self.config.mask_ratio)))
-        order = torch.rand(batch, patches, device=x.device).argsort(1)
-        hidden = torch.ones(batch, patches, device=x.device).scatter(1, order[:, :seen], 0.0)
-        x = x.gather(1, order[:, :seen, None].expand(-1, -1, x.shape[2]))
-        return self._decode(self.encoder.encode(x), order, seen), hidden
-
-    def _decode(self, x: Tensor, order: Tensor, seen: int) -> Tensor:
-        """Put mask tokens where patches were hidden, all back in order, and predict."""
-        x = self.bridge(x)
-        first, x = (x[:, :1], x[:, 1:]) if self.encoder.cls is not None else (x[:, :0], x)
-        mask = self.mask_token.to(x.dtype).expand(len(x), order.shape[1] - seen, -1)
-        place = order.argsort(1)[:, :, None].expand(-1, -1, x.shape[2])
-        x = torch.cat([first, self.position(torch.cat([x, mask], 1).gather(1, place))], 1)
-        for block in self.blocks:
-            x = block(x)
-        result: Tensor = self.output(self.norm(x[:, first.shape[1] :]))
-        return result
-
-    def loss(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, ""]:
-        """Mean squared error of the hidden patches' pixels, each patch brought to mean 0 and variance 1."""
-        predicted, hidden = self(images)
-        target = F.unfold(images.float(), self.config.encoder.patch, stride=self.config.encoder.patch).mT
-        target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()
-        error = (predicted.float() - target).square().mean(-1)  # (B, patches)
-        return (error * hidden).sum() / hidden.sum()
+def _resized(position: nn.Module, config: VisionTransformerConfig, x: Tensor, rows: int, columns: int) -> Tensor:
+    """X with the places of another grid of patches: what was learned is interpolated."""
+    if isinstance(position, LearnableEmbedding):
+        table = position.weight.unflatten(0, (config.grid, config.grid)).permute(2, 0, 1)[None]
+        table = F.interpolate(table, (rows, columns), mode="bicubic", antialias=True).flatten(2).mT
+        return x + table.to(x.dtype)
+    other = make_position(config.position, config.width, rows, columns)
+    result: Tensor = other.to(x.device).train(position.training)(x)
+    return result

@@ -92,7 +92,8 @@ class Attention(nn.Module):
         self._check(performer_features)
         source_width = width if source_width is None else source_width
         self.query = nn.Linear(width, width, bias=linear_bias)
-        self.key_value = nn.Linear(source_width, 2 * kv_heads * self.head_dim, bias=linear_bias)
+        self.key = nn.Linear(source_width, kv_heads * self.head_dim, bias=linear_bias)
+        self.value = nn.Linear(source_width, kv_heads * self.head_dim, bias=linear_bias)
         self.output = nn.Linear(width, width, bias=linear_bias)
         self.query_norm = make_norm(qk_norm, self.head_dim, bias=False)
         self.key_norm = make_norm(qk_norm, self.head_dim, bias=False)
@@ -160,7 +161,7 @@ class Attention(nn.Module):
                 f"activation={self.activation!r}"
             )
         first = 0 if cache is None else cache.length
-        query = self.query(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, Hq, N, D)
+        query = self._by_head(self.query(x))  # (B, Hq, N, D)
         key, value = self._keys_and_values(x if source is None else source, first)
         query = self.query_norm(query)
         if isinstance(self.bias, QueryBias):
@@ -178,11 +179,14 @@ class Attention(nn.Module):
 
     def _keys_and_values(self, source: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """(B, Hkv, M, D) each; normed, and turned by their positions, which start at ``first``."""
-        key, value = self.key_value(source).unflatten(-1, (2, self.kv_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        key, value = self._by_head(self.key(source)), self._by_head(self.value(source))
         key = self.key_norm(key)
         if isinstance(self.position, RotaryEmbedding):
             key = self.position(key, first)
         return key, value
+
+    def _by_head(self, x: Tensor) -> Tensor:  # (B, N, H · D) → (B, H, N, D)
+        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, first: int

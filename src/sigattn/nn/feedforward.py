@@ -38,13 +38,12 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate_and_value = nn.Linear(width, 2 * hidden, bias=False)
+        self.gate, self.value = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
         self.output = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Apply to each position by itself."""
-        gate, value = self.gate_and_value(x).chunk(2, dim=-1)
-        result: Tensor = self.output(F.silu(gate) * value)
+        result: Tensor = self.output(F.silu(self.gate(x)) * self.value(x))
         return result
 
 

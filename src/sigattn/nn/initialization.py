@@ -25,22 +25,16 @@ def initialize(model: nn.Module, kind: Initialization) -> None:
         model: any module.
         kind: "fan_in", normal with variance 1 / fan-in, and 1 / width for embeddings (the paper's language models);
             "trunc_normal", with standard deviation 0.02 (its supervised, BYOL and MAE vision models); "moco_v3",
-            uniform after Glorot, each of Q, K and V for itself (its SimCLR).
+            uniform after Glorot (its SimCLR).
 
     Raises:
         ValueError: for another kind.
     """
     if kind not in _KINDS:
         raise ValueError(f"initialization must be one of {', '.join(_KINDS)}, got {kind!r}")
-    parts = {}  # matrices that hold two in one, which matters where the number of outputs does
-    for module in model.modules():
-        if isinstance(module, Attention):
-            parts[id(module.key_value.weight)] = 2
-        elif isinstance(module, SwiGLU):
-            parts[id(module.gate_and_value.weight)] = 2
     for module in model.modules():
         if isinstance(module, _DRAWN):
-            _KINDS[kind](module.weight, parts.get(id(module.weight), 1))
+            _KINDS[kind](module.weight)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -50,22 +44,22 @@ def initialize(model: nn.Module, kind: Initialization) -> None:
                 reset()
 
 
-def _fan_in(weight: Tensor, parts: int) -> None:
+def _fan_in(weight: Tensor) -> None:
     """An embedding's fan-out is its width, which is where a linear layer has its fan-in."""
     nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
 
 
-def _trunc_normal(weight: Tensor, parts: int) -> None:
+def _trunc_normal(weight: Tensor) -> None:
     nn.init.trunc_normal_(weight, std=0.02)
 
 
-def _moco_v3(weight: Tensor, parts: int) -> None:
-    """Glorot's uniform distribution, for each of the matrices that lie in one."""
-    limit = (6 / (len(weight) / parts + weight[0].numel())) ** 0.5
+def _moco_v3(weight: Tensor) -> None:
+    """Glorot's uniform distribution."""
+    limit = (6 / (len(weight) + weight[0].numel())) ** 0.5
     nn.init.uniform_(weight, -limit, limit)
 
 
-_KINDS: dict[str, Callable[[Tensor, int], None]] = {
+_KINDS: dict[str, Callable[[Tensor], None]] = {
     "fan_in": _fan_in,
     "trunc_normal": _trunc_normal,
     "moco_v3": _moco_v3,

@@ -1,0 +1,1 @@
+"""Many processes: what is gathered, sharded and split between them."""

@@ -1,0 +1,105 @@
+"""The masked autoencoder for images (He et al., 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.models.transformer import Watched
+from sigattn.models.vision import ImageSinusoids, VisionTransformer, VisionTransformerConfig
+from sigattn.nn.initialization import initialize
+from sigattn.nn.norm import make_norm
+from sigattn.shapes import Float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedAutoencoderConfig:
+    """An encoder of the patches that are seen, and a small decoder that fills in the others.
+
+    Attributes:
+        encoder: a vision transformer, whose classes are not used. With 3 of 4 patches hidden, and none later, its
+            bias is best "log_batch": -log of the tokens that there are.
+        decoder_layers, decoder_width, decoder_heads: of the decoder, which is otherwise as the encoder.
+        mask_ratio: part of the patches that is hidden.
+    """
+
+    encoder: VisionTransformerConfig = field(default_factory=lambda: VisionTransformerConfig(bias="log_batch"))
+    decoder_layers: int = 8
+    decoder_width: int = 512
+    decoder_heads: int = 16
+    mask_ratio: float = 0.75
+
+
+class MaskedAutoencoder(Watched):
+    """Hides most patches of an image, encodes the others, and predicts the pixels of all."""
+
+    def __init__(self, config: MaskedAutoencoderConfig) -> None:
+        super().__init__()
+        if not 0 < config.mask_ratio < 1:
+            raise ValueError(f"mask_ratio must lie between 0 and 1, got {config.mask_ratio}")
+        self.config = config
+        e = config.encoder
+        d = replace(
+            e, layers=config.decoder_layers, width=config.decoder_width, heads=config.decoder_heads, hidden=None
+        )
+        self.encoder = VisionTransformer(replace(e, classes=0))
+        self.bridge = nn.Linear(e.width, d.width)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, d.width))
+        self.position = ImageSinusoids(d.width, d.grid, d.grid)
+        self.blocks = nn.ModuleList(d.make_block(layer) for layer in range(d.layers))
+        self.norm = make_norm(d.norm, d.width)
+        self.output = nn.Linear(d.width, e.channels * e.patch**2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        initialize(self, self.config.encoder.initialization)
+        self.encoder.reset_parameters()
+        nn.init.trunc_normal_(self.mask_token, std=0.02)
+
+    def forward(
+        self, images: Float[Tensor, "batch channels rows columns"]
+    ) -> tuple[Float[Tensor, "batch patches pixels"], Float[Tensor, "batch patches"]]:
+        """Predicted pixels of each patch, and which patches were hidden (1) and which seen (0).
+
+        Which are hidden is drawn anew at each call.
+        """
+        x = self.encoder.embed(images)
+        batch, patches, _ = x.shape
+        seen = max(1, round(patches * (1 - self.config.mask_ratio)))
+        order = torch.rand(batch, patches, device=x.device).argsort(1)
+        hidden = torch.ones(batch, patches, device=x.device).scatter(1, order[:, :seen], 0.0)
+        x = x.gather(1, order[:, :seen, None].expand(-1, -1, x.shape[2]))
+        return self._decode(self.encoder.encode(x), order, seen), hidden
+
+    def _decode(self, x: Tensor, order: Tensor, seen: int) -> Tensor:
+        """Put mask tokens where patches were hidden, all back in order, and predict."""
+        x = self.bridge(x)
+        first, x = (x[:, :1], x[:, 1:]) if self.encoder.cls is not None else (x[:, :0], x)
+        mask = self.mask_token.to(x.dtype).expand(len(x), order.shape[1] - seen, -1)
+        place = order.argsort(1)[:, :, None].expand(-1, -1, x.shape[2])
+        x = torch.cat([first, self.position(torch.cat([x, mask], 1).gather(1, place))], 1)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.output(self.norm(x[:, first.shape[1] :]))
+        return result
+
+    def loss(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, ""]:
+        """Mean squared error of the hidden patches' pixels, each patch brought to mean 0 and variance 1."""
+        return reconstruction_error(images, *self(images))
+
+
+def reconstruction_error(
+    images: Float[Tensor, "batch channels rows columns"],
+    predicted: Float[Tensor, "batch patches pixels"],
+    hidden: Float[Tensor, "batch patches"],
+) -> Float[Tensor, ""]:
+    """Mean squared error of the hidden patches' pixels, each patch brought to mean 0 and variance 1."""
+    patch = int((predicted.shape[-1] / images.shape[1]) ** 0.5)
+    target = F.unfold(images.float(), patch, stride=patch).mT  # (B, patches, pixels)
+    target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()
+    error = (predicted.float() - target).square().mean(-1)  # (B, patches)
+    return (error * hidden).sum() / hidden.sum()

@@ -1,0 +1,1 @@
+"""What models are trained for: one objective, with its loss and its metrics, in each file."""

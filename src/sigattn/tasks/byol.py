@@ -1,0 +1,98 @@
+"""BYOL: predict what a slowly moving average of oneself makes of another view (Grill et al., 2020)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.models.vision import VisionTransformerConfig
+from sigattn.tasks.projector import projector
+from sigattn.tasks.simclr import Projected
+from sigattn.tasks.task import Batch, Task
+
+
+class StudentAndTeacher(nn.Module):
+    """A student, its predictor, and a teacher that is a copy of the student at first and learns nothing by itself."""
+
+    def __init__(self, student: Projected, predictor: nn.Module) -> None:
+        super().__init__()
+        self.student, self.predictor = student, predictor
+        self.teacher = copy.deepcopy(student).requires_grad_(False)
+
+    def forward(self, views: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """The student's predictions of all views and the teacher's projections of the first two, of length 1."""
+        with torch.no_grad():
+            targets = [F.normalize(self.teacher(view).float(), dim=-1) for view in views[:2]]
+        predictions = [F.normalize(self.predictor(self.student(view)).float(), dim=-1) for view in views]
+        return predictions, targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class BYOL(Task):
+    """2 - 2 cos of prediction and teacher, over all pairs of different views. A batch is views, (B, C, H, W) each.
+
+    The teacher sees the first two views (the large ones of DINO's multi-crop), the student all of them.
+    Metrics: ``loss``, and ``spread``: the standard deviation of the normalised projections' features times √outputs, 1
+    when they fill the sphere and 0 when they have collapsed.
+
+    Attributes:
+        momentum: of the teacher, at a batch of base_batch; at κ times that it is momentum^κ (Busbridge et al., 2023).
+        hidden, outputs: of projector and predictor; the paper does not state them, these are MoCo v3's.
+    """
+
+    momentum: float = 0.996
+    base_batch: int = 256
+    hidden: int = 4096
+    outputs: int = 256
+    metric = "loss"
+
+    def build(self, model: VisionTransformerConfig) -> nn.Module:
+        """Backbone, projector, predictor, and the teacher's backbone and projector."""
+        student = Projected(replace(model, classes=0), [self.hidden, self.hidden, self.outputs])
+        return StudentAndTeacher(student, projector([self.outputs, self.hidden, self.outputs]))
+
+    def backbone(self, module: nn.Module) -> nn.Module:
+        """The student's."""
+        inner: Any = module
+        found: nn.Module = inner.student.backbone
+        return found
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Mean over the pairs of a student's view and another of the teacher's."""
+        loss, _ = self._compare(module, batch)
+        return loss
+
+    def _compare(self, module: Any, views: Batch) -> tuple[Tensor, Tensor]:
+        predictions, targets = module(views)
+        losses = []
+        for i, predicted in enumerate(predictions):
+            losses += [2 - 2 * (predicted * t).sum(-1).mean() for j, t in enumerate(targets) if j != i]
+        return torch.stack(losses).mean(), torch.cat(targets)
+
+    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """See the class."""
+        loss, count, projections = 0.0, 0, []
+        for views in batches:
+            one, targets = self._compare(module, views)
+            loss, count = loss + one.item() * len(views[0]), count + len(views[0])
+            projections.append(targets)
+        spread = torch.cat(projections).std(0).mean().item() * self.outputs**0.5 if projections else 0.0
+        return {"loss": loss / max(count, 1), "spread": spread}
+
+    @torch.no_grad()
+    def after_step(self, module: nn.Module, samples: int) -> None:
+        """Move the teacher towards the student; batch-norm statistics too."""
+        inner: Any = module
+        weight = 1 - self.momentum ** (samples / self.base_batch)
+        pairs = zip(inner.teacher.state_dict().values(), inner.student.state_dict().values(), strict=True)
+        for slow, fast in pairs:
+            if slow.is_floating_point():
+                slow.lerp_(fast.to(slow.dtype), weight)
+            else:
+                slow.copy_(fast)

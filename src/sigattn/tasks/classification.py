@@ -1,0 +1,66 @@
+"""Supervised classification of images, with label smoothing and mixup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
+from sigattn.tasks.task import Batch, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification(Task):
+    """Cross-entropy of the class. A batch is images (B, C, H, W) and labels (B,).
+
+    Metrics: ``loss``, ``top1`` and ``top5``, parts of 1.
+
+    Attributes:
+        label_smoothing: part of the target that is spread evenly over all classes.
+        mixup: α of the beta distribution after which each image is mixed with another (Zhang et al., 2018); 0 for none.
+    """
+
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    metric = "top1"
+    larger_is_better = True
+
+    def build(self, model: VisionTransformerConfig) -> nn.Module:
+        """The vision transformer itself.
+
+        Raises:
+            ValueError: if it has no classes.
+        """
+        if model.classes < 2:
+            raise ValueError(f"classification needs at least 2 classes, got classes={model.classes}")
+        return VisionTransformer(model)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross-entropy, in nats; with the mixed targets, where images are mixed."""
+        images, labels = batch
+        if not self.mixup:
+            return F.cross_entropy(module(images).float(), labels, label_smoothing=self.label_smoothing)
+        share = torch.distributions.Beta(self.mixup, self.mixup).sample().to(images)
+        other = torch.randperm(len(images), device=images.device)
+        logits = module(share * images + (1 - share) * images[other]).float()
+        first, second = (
+            F.cross_entropy(logits, target, label_smoothing=self.label_smoothing) for target in (labels, labels[other])
+        )
+        return share * first + (1 - share) * second
+
+    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """See the class."""
+        loss = first = among_five = count = 0.0
+        for images, labels in batches:
+            logits = module(images).float()
+            loss += F.cross_entropy(logits, labels, reduction="sum").item()
+            best = logits.topk(min(5, logits.shape[1]), -1).indices == labels[:, None]
+            first += best[:, 0].sum().item()
+            among_five += best.sum().item()
+            count += len(labels)
+        count = max(count, 1)
+        return {"loss": loss / count, "top1": first / count, "top5": among_five / count}

@@ -1,0 +1,47 @@
+"""Masked autoencoding of images (He et al., 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig, reconstruction_error
+from sigattn.tasks.task import Batch, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedAutoencoding(Task):
+    """Mean squared error of the hidden patches' normalised pixels. A batch is images (B, C, H, W).
+
+    Metrics: ``loss``, with the same patches hidden at every evaluation.
+    """
+
+    metric = "loss"
+
+    def build(self, model: MaskedAutoencoderConfig) -> nn.Module:
+        """Encoder and decoder."""
+        return MaskedAutoencoder(model)
+
+    def backbone(self, module: nn.Module) -> nn.Module:
+        """The encoder."""
+        inner: Any = module
+        found: nn.Module = inner.encoder
+        return found
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """See ``reconstruction_error``."""
+        return reconstruction_error(batch[0], *module(batch[0]))
+
+    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """See the class."""
+        total, count = 0.0, 0
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            for batch in batches:
+                total += self.loss(module, batch).item() * len(batch[0])
+                count += len(batch[0])
+        return {"loss": total / max(count, 1)}
