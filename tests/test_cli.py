@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sigattn import cli
-from sigattn.train import loop
+from sigattn.tasks.language import LanguageModelling
 
 SMALL = [
     "--context", "32", "--layers", "1", "--width", "16", "--heads", "2",
@@ -36,7 +36,7 @@ def test_demo_writes_its_run_folder(tmp_path, capsys):
     assert config["model"]["width"] == 16
     assert config["text"]["source"] == "pydoc_data.topics"
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
-        assert (folder / name / "checkpoint.safetensors").exists()
+        assert (folder / name / "model" / "model.safetensors").exists()
         assert len((folder / name / "metrics.jsonl").read_text().splitlines()) == 6
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 1
@@ -50,14 +50,14 @@ def test_demo_writes_its_run_folder(tmp_path, capsys):
 def test_demo_resumes(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     arguments = ["demo", "--run-folder", str(folder), *SMALL]
-    validate = loop.validate
+    evaluate = LanguageModelling.evaluate
 
     def interrupted(*args):
-        monkeypatch.setattr(loop, "validate", validate)
+        monkeypatch.setattr(LanguageModelling, "evaluate", evaluate)
         signal.raise_signal(signal.SIGINT)
-        return validate(*args)
+        return evaluate(*args)
 
-    monkeypatch.setattr(loop, "validate", interrupted)
+    monkeypatch.setattr(LanguageModelling, "evaluate", interrupted)
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 130
@@ -73,7 +73,7 @@ def test_demo_resumes(tmp_path, capsys, monkeypatch):
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
         rows = [
             [
-                {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
+                {k: v for k, v in json.loads(line).items() if k != "samples_per_second"}
                 for line in path.read_text().splitlines()
             ]
             for path in (folder / name / "metrics.jsonl", whole / name / "metrics.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ try:
     from sigattn import info
     from sigattn.bench import accuracy, cpu, hybridnorm, kernels, static, tune
     from sigattn.bench.provenance import BenchmarkError
-    from sigattn.data.text import DataError
+    from sigattn.data.dataset import DataError
     from sigattn.recipes import demo, report, theory
     from sigattn.theory.statements import Statement
     from sigattn.train.checkpoint import CheckpointError
@@ -74,8 +75,8 @@ class _Display:
 
     def update(self, title: str, row: Row) -> None:
         """Show a new row."""
-        held = self.latest.get(title, {}).get("validation_bits_per_byte")
-        self.latest[title] = {"validation_bits_per_byte": held, **row} if held is not None else row
+        held = self.latest.get(title, {}).get("validation_bits")
+        self.latest[title] = {"validation_bits": held, **row} if held is not None else row
         before = list(demo.TITLES.values()).index(title) * self.steps
         self.progress.update(self.task, completed=before + row["step"] + 1, description=title)
         done = row["step"] + 1
@@ -83,20 +84,20 @@ class _Display:
             cells = " ".join(f"{name} {value}" for name, value in zip(self._NAMES, self._cells(title), strict=True))
             self.console.print(cells, soft_wrap=True, highlight=False)
 
-    _NAMES = ("model", "step", "loss", "bits/byte", "held-out", "attention norm", "gradient norm", "tokens/s")
+    _NAMES = ("model", "step", "loss", "bits/byte", "held-out", "attention norm", "gradient norm", "sequences/s")
 
     def _cells(self, title: str) -> list[str]:
         row = self.latest[title]
-        held = row.get("validation_bits_per_byte")
+        held = row.get("validation_bits")
         return [
             title,
             f"{row['step'] + 1}",
             f"{row['loss']:.3f}",
-            f"{row['bits_per_byte']:.3f}",
+            f"{row['loss'] / math.log(2):.3f}",
             "–" if held is None else f"{held:.3f}",
             f"{row['attention_norm']:,.1f}",
             f"{row['gradient_norm']:.2f}",
-            f"{row['tokens_per_second']:,.0f}",
+            f"{row['samples_per_second']:,.1f}",
         ]
 
     def _render(self) -> Table:

@@ -1,33 +1,41 @@
 """Training: it learns, it stops and goes on to the same numbers, it says what does not fit."""
 
 import json
+import math
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from sigattn.data.text import ByteText, load_text
+from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.train import checkpoint, metrics
+from sigattn.models.saving import load as load_model
+from sigattn.tasks.language import LanguageModelling
+from sigattn.train import checkpoint, loop, metrics
+from sigattn.train.config import TrainConfig, linear_scaling, steps_of_epochs
 from sigattn.train.interrupt import CtrlC
-from sigattn.train.loop import Interrupted, TrainConfig, train
-from sigattn.train.optimizer import adamw
-from sigattn.train.schedule import cosine_with_warmup
+from sigattn.train.loop import Interrupted, NonFiniteLossError
+from sigattn.train.metrics import count_spikes
+from sigattn.train.optimizer import make_optimizer
+from sigattn.train.schedule import factor
 
 MODEL = LanguageModelConfig(context=32, layers=2, width=32, heads=2)
-TRAIN = TrainConfig(steps=12, batch=4, warmup_steps=3, validate_every=5, validation_batch=8, checkpoint_every=4, seed=3)
+TRAIN = TrainConfig(steps=12, batch=4, warmup_steps=3, validate_every=5, checkpoint_every=4, seed=3)
 
 
 @pytest.fixture(scope="module")
 def text():
-    return ByteText.split(load_text()[:40_000], 32)
+    return TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=8)
+
+
+def train(model, config, data, folder, **options):
+    return loop.train(LanguageModelling(), model, config, data, folder, **options)
 
 
 def numbers(folder):
     return [
-        {k: v for k, v in row.items() if k != "tokens_per_second"} for row in metrics.read(folder / "metrics.jsonl")
+        {k: v for k, v in row.items() if k != "samples_per_second"} for row in metrics.read(folder / "metrics.jsonl")
     ]
 
 
@@ -36,11 +44,11 @@ def test_it_learns_and_leaves_its_results(tmp_path, text):
     rows = metrics.read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(60))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
-    assert [r["step"] for r in rows if "validation_bits_per_byte" in r] == [*range(4, 60, 5)]
-    assert {"loss", "bits_per_byte", "attention_norm", "gradient_norm", "learning_rate"} <= rows[0].keys()
+    assert [r["step"] for r in rows if "validation_bits" in r] == [*range(4, 60, 5)]
+    assert {"loss", "attention_norm", "gradient_norm", "learning_rate"} <= rows[0].keys()
     assert list(tmp_path.glob("events.out.tfevents*"))
-    names = load_file(tmp_path / "checkpoint.safetensors").keys()
-    assert {"model.embedding.weight", "optimizer.embedding.weight.exp_avg", "random_state"} <= set(names)
+    assert [p.name for p in checkpoint.complete(tmp_path / "checkpoints")] == ["step-00000056", "step-00000060"]
+    assert isinstance(load_model(tmp_path / "model"), LanguageModel)
 
 
 @pytest.mark.parametrize("stop_after", [2, 4, 7])
@@ -56,8 +64,7 @@ def test_stopped_and_resumed_is_as_never_stopped(tmp_path, text, stop_after):
         train(MODEL, TRAIN, text, parts, on_row=press_ctrl_c)
     train(MODEL, TRAIN, text, parts, resume=True)
     assert numbers(parts) == numbers(whole)
-    ours, theirs = (load_file(folder / "checkpoint.safetensors") for folder in (parts, whole))
-    assert ours.keys() == theirs.keys()
+    ours, theirs = (load_model(folder / "model").state_dict() for folder in (parts, whole))
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
 
@@ -84,8 +91,8 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, text):
     before = numbers(tmp_path)
     model = train(MODEL, TRAIN, text, tmp_path, resume=True)
     assert numbers(tmp_path) == before
-    saved = load_file(tmp_path / "checkpoint.safetensors")
-    assert torch.equal(model.state_dict()["norm.weight"], saved["model.norm.weight"])
+    saved = load_model(tmp_path / "model").state_dict()
+    assert torch.equal(model.state_dict()["norm.weight"], saved["norm.weight"])
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, text):
@@ -94,10 +101,13 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, text):
         train(replace(MODEL, width=16), replace(TRAIN, batch=2), text, tmp_path, resume=True)
 
 
-def test_a_broken_checkpoint_is_refused(tmp_path, text):
-    (tmp_path / "checkpoint.safetensors").write_bytes(b"not a checkpoint")
-    with pytest.raises(checkpoint.CheckpointError, match="cannot read the checkpoint"):
-        train(MODEL, TRAIN, text, tmp_path, resume=True)
+@pytest.mark.parametrize("damage", ["about.json", ".metadata", "__0_0.distcp"])
+def test_a_broken_checkpoint_is_refused(tmp_path, text, damage):
+    train(MODEL, TRAIN, text, tmp_path)
+    newest = checkpoint.complete(tmp_path / "checkpoints")[-1]
+    (newest / damage).write_bytes(b"not a checkpoint")
+    with pytest.raises(checkpoint.CheckpointError, match=r"cannot read the checkpoint .*step-00000012"):
+        train(MODEL, replace(TRAIN), text, tmp_path, resume=True)
 
 
 def test_rows_are_json_lines(tmp_path, text):
@@ -106,35 +116,148 @@ def test_rows_are_json_lines(tmp_path, text):
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
 
 
-def test_schedule():
-    def factor(step):
-        return cosine_with_warmup(step, steps=100, warmup_steps=10, final=0.1)
+def test_schedules():
+    cosine = TrainConfig(steps=100, warmup_steps=10, final_learning_rate=0.1)
+    assert [factor(cosine, s) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
+    assert factor(cosine, 10) == 1.0
+    assert abs(factor(cosine, 99) - 0.1) < 1e-12
+    assert all(factor(cosine, s) > factor(cosine, s + 1) for s in range(10, 99))
+    steps = replace(cosine, schedule="steps", decay_start=50, decay_every=20)
+    assert [factor(steps, s) for s in (4, 10, 49, 50, 69, 70, 90)] == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
+    constant = replace(cosine, schedule="constant", warmup_steps=0)
+    assert {factor(constant, s) for s in range(100)} == {1.0}
+    assert linear_scaling(1e-4, 4096) == pytest.approx(1.6e-3)
+    assert steps_of_epochs(300, 4096) == 300 * 312
 
-    assert [factor(s) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
-    assert factor(10) == 1.0
-    assert abs(factor(99) - 0.1) < 1e-12
-    assert all(factor(s) > factor(s + 1) for s in range(10, 99))
 
-
-def test_only_matrices_decay():
-    model = LanguageModel(MODEL)
-    groups = adamw(model, learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1).param_groups
+def test_only_matrices_decay_and_mup_simple_slows_them():
+    model = LanguageModel(replace(MODEL, width=32))
+    groups = make_optimizer(model, TRAIN, 32).param_groups
     assert [(g["weight_decay"], {p.dim() for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1})]
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    groups = make_optimizer(model, replace(TRAIN, mup_simple=True), 1536).param_groups
+    assert {(g["weight_decay"], g["factor"]) for g in groups} == {(0.1, 1.0), (0.0, 1.0), (0.1, 0.5)}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+def test_other_optimizers_learn_and_resume(tmp_path, text, optimizer):
+    config = replace(TRAIN, optimizer=optimizer, steps=8, schedule="constant")
+    train(MODEL, config, text, tmp_path / "whole")
+    rows = numbers(tmp_path / "whole")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+    def stop(row):
+        if row["step"] == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(MODEL, config, text, tmp_path / "parts", on_row=stop)
+    train(MODEL, config, text, tmp_path / "parts", resume=True)
+    assert numbers(tmp_path / "parts") == rows
+
+
+def test_an_average_of_weights_is_what_is_evaluated_and_kept(tmp_path, text):
+    config = replace(TRAIN, ema=0.5, steps=3, validate_every=1)
+    plain = train(MODEL, replace(config, ema=None, schedule="constant"), text, tmp_path / "plain")
+    model = train(MODEL, replace(config, schedule="constant"), text, tmp_path / "average")
+    assert not torch.equal(model.norm.weight, plain.norm.weight)
+    assert torch.equal(load_model(tmp_path / "average" / "model").norm.weight, model.norm.weight)
+    tokens, targets = zip(*text.validation(8), strict=True)
+    with torch.no_grad():
+        bits = model.eval().loss(torch.cat(tokens), torch.cat(targets)).item() / math.log(2)
+    assert numbers(tmp_path / "average")[-1]["validation_bits"] == pytest.approx(bits, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 3}, {"checkpoint_activations": True}], ids=str)
+def test_what_must_not_change_the_numbers(tmp_path, text, settings):
+    train(MODEL, TRAIN, text, tmp_path / "plain")
+    train(MODEL, replace(TRAIN, **settings), text, tmp_path / "other")
+    for a, b in zip(numbers(tmp_path / "plain"), numbers(tmp_path / "other"), strict=True):
+        assert a.keys() == b.keys()
+        for name in ("loss", "gradient_norm"):
+            assert a[name] == pytest.approx(b[name], rel=2e-4)
+
+
+def test_half_precision(tmp_path, text):
+    train(MODEL, TRAIN, text, tmp_path / "plain")
+    train(MODEL, replace(TRAIN, precision="bfloat16"), text, tmp_path / "half")
+    plain, half = (numbers(tmp_path / name)[-1]["loss"] for name in ("plain", "half"))
+    assert plain != half
+    assert half == pytest.approx(plain, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled(tmp_path, text):
+    train(MODEL, replace(TRAIN, steps=3), text, tmp_path / "plain")
+    train(MODEL, replace(TRAIN, steps=3, compile=True), text, tmp_path / "compiled")
+    plain, compiled = (numbers(tmp_path / name)[-1]["loss"] for name in ("plain", "compiled"))
+    assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path, text, monkeypatch):
+    good = LanguageModelling.loss
+
+    def bad(self, module, batch):
+        return good(self, module, batch) * (math.nan if len(numbers(tmp_path)) == 9 else 1)
+
+    monkeypatch.setattr(LanguageModelling, "loss", bad)
+    with pytest.raises(NonFiniteLossError, match=r"step 9: loss nan.*the last good checkpoint is .*step-00000008"):
+        train(MODEL, TRAIN, text, tmp_path)
+    monkeypatch.undo()
+    train(MODEL, TRAIN, text, tmp_path, resume=True)
+    assert len(numbers(tmp_path)) == 12
+
+
+def test_before_the_first_checkpoint_there_is_none_to_name(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(LanguageModelling, "loss", lambda *_: torch.full((), math.inf, requires_grad=True))
+    with pytest.raises(NonFiniteLossError, match="no checkpoint yet"):
+        train(MODEL, TRAIN, text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"ema": 1.0}, "between 0 and 1"),
+        ({"warmup_steps": -1}, "at least 0"),
+        ({"schedule": "steps", "decay_every": 0}, "decay_every"),
+    ],
+)
+def test_settings_out_of_range(tmp_path, text, settings, message):
+    with pytest.raises(ValueError, match=message):
+        train(MODEL, replace(TRAIN, **settings), text, tmp_path)
+
+
+def test_spikes_are_counted():
+    calm = [1.0 + 0.1 * (i % 3) for i in range(100)]
+    assert count_spikes(calm, 3.0) == 0
+    assert count_spikes([*calm[:40], 9.0, *calm, 5.0, 6.0, 7.0, *calm, 3.0], 3.0) == 2
+    assert count_spikes([9.0, *calm], 3.0) == 0  # the beginning is not judged
+    assert count_spikes([], 3.0) == 0
+
+
+def test_what_a_killed_process_left_half_done_is_swept_away(tmp_path, text):
+    folder = tmp_path / "checkpoints"
+    train(MODEL, replace(TRAIN, steps=4), text, tmp_path)
+    (folder / "step-00000006.unfinished").mkdir()
+    (folder / "step-00000002.old").mkdir()
+    assert [p.name for p in checkpoint.complete(folder)] == ["step-00000004"]
+    train(MODEL, replace(TRAIN, steps=4, checkpoint_every=2, seed=3), text, tmp_path)
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
 
 
 def test_ctrl_c_in_the_midst_of_a_step_finishes_it(tmp_path, text, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(MODEL, TRAIN, text, whole)
-    loss = LanguageModel.loss
+    loss = LanguageModelling.loss
 
-    def interrupted(self, tokens, targets):
-        if self.training and len(numbers(parts)) == 2:
+    def interrupted(self, module, batch):
+        if module.training and len(numbers(parts)) == 2:
             signal.raise_signal(signal.SIGINT)
-        return loss(self, tokens, targets)
+        return loss(self, module, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LanguageModel, "loss", interrupted)
+        patch.setattr(LanguageModelling, "loss", interrupted)
         with pytest.raises(Interrupted, match="stopped after 3 of 12"):
             train(MODEL, TRAIN, text, parts)
     assert len(numbers(parts)) == 3

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.shapes import Int
-
-
-class DataError(Exception):
-    """Data that is missing or unusable; the message is one line, for the person who named it."""
 
 
 def load_text(path: Path | None = None) -> bytes:
@@ -94,6 +92,32 @@ class ByteText:
         """Windows spread evenly over the held-out text, always the same."""
         starts = torch.linspace(0, len(self.validation) - context - 1, count).long()
         return _windows(self.validation, starts, context)
+
+
+class TextData(Data):
+    """Windows of a text, to train a language model on: random ones, and evenly spread held-out ones.
+
+    Args:
+        text: what it is cut from. context: tokens of a window. held_out: number of windows held out.
+    """
+
+    def __init__(self, text: ByteText, context: int, held_out: int = 64) -> None:
+        self.text, self.context, self.held_out = text, context, held_out
+
+    def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
+        """Tokens and the tokens that follow them, (B, context) each."""
+        tokens, targets = self.text.batch(step, size, self.context, seed)
+        return tokens[shard[0] :: shard[1]], targets[shard[0] :: shard[1]]
+
+    def validation(self, size: int) -> Iterable[Batch]:
+        """The same of the held-out text."""
+        tokens, targets = self.text.validation_batch(self.held_out, self.context)
+        return list(zip(tokens.split(size), targets.split(size), strict=True))
+
+    @property
+    def fingerprint(self) -> str:
+        """The text's hash."""
+        return self.text.sha256
 
 
 def _windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import Watched
+from sigattn.models.transformer import Transformer
 from sigattn.models.vision import ImageSinusoids, VisionTransformer, VisionTransformerConfig
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
@@ -33,7 +33,7 @@ class MaskedAutoencoderConfig:
     mask_ratio: float = 0.75
 
 
-class MaskedAutoencoder(Watched):
+class MaskedAutoencoder(Transformer):
     """Hides most patches of an image, encodes the others, and predicts the pixels of all."""
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
@@ -83,7 +83,7 @@ class MaskedAutoencoder(Watched):
         place = order.argsort(1)[:, :, None].expand(-1, -1, x.shape[2])
         x = torch.cat([first, self.position(torch.cat([x, mask], 1).gather(1, place))], 1)
         for block in self.blocks:
-            x = block(x)
+            x = self.run_block(block, x)
         result: Tensor = self.output(self.norm(x[:, first.shape[1] :]))
         return result
 

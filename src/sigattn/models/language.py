@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import TransformerConfig, Watched
+from sigattn.models.transformer import Transformer, TransformerConfig
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cache import LayerCache
@@ -64,7 +64,7 @@ class LanguageModelConfig(TransformerConfig):
         return self.block(layer, encodings[self.position](), causal=True, context=self.context)
 
 
-class LanguageModel(Watched):
+class LanguageModel(Transformer):
     """Token embedding, blocks of causal attention, a norm, and an output, tied to the embedding or not."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
@@ -101,7 +101,7 @@ class LanguageModel(Watched):
         if self.position is not None:
             x = self.position(x, first)
         for i, block in enumerate(self.blocks):
-            x = block(x, cache=cache[i] if cache else None)
+            x = self.run_block(block, x, cache=cache[i] if cache else None)
         weight = self.embedding.weight if self.output is None else self.output.weight
         return F.linear(self.norm(x), weight)
 

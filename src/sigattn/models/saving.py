@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
@@ -42,8 +42,12 @@ def build(config: ModelConfig, device: torch.device | str | None = None) -> nn.M
     raise TypeError(f"no model is made from a {type(config).__name__}")
 
 
-def save(model: nn.Module, folder: Path) -> None:
+def save(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None) -> None:
     """Write a model's configuration and weights into a folder, made if missing.
+
+    Args:
+        model: one of this library's. folder: where to.
+        state: its weights, where they are not simply the model's own (because processes share them).
 
     Raises:
         TypeError: if it is none of this library's models.
@@ -56,7 +60,7 @@ def save(model: nn.Module, folder: Path) -> None:
     config: Any = model.config
     folder.mkdir(parents=True, exist_ok=True)
     about = {"model": name, "config": dataclasses.asdict(config)}
-    tensors = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
+    tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
 

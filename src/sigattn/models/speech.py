@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import TransformerConfig, Watched
+from sigattn.models.transformer import Transformer, TransformerConfig
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cape import Cape
@@ -88,7 +88,7 @@ class SpeechModelConfig(TransformerConfig):
         )
 
 
-class SpeechModel(Watched):
+class SpeechModel(Transformer):
     """Frames of a log-mel filterbank to CTC's log-probabilities of characters, ``stride`` times fewer."""
 
     def __init__(self, config: SpeechModelConfig) -> None:
@@ -131,7 +131,7 @@ class SpeechModel(Watched):
         steps = self.steps(lengths)
         x = self.dropout(self.position(x))
         for block in self.blocks:
-            y = block(x, key_lengths=steps)
+            y = self.run_block(block, x, key_lengths=steps)
             if self.training and self.config.layer_drop:
                 # computed all the same, so that no rank of a distributed run leaves a layer out alone
                 y = torch.where(torch.rand((), device=x.device) < self.config.layer_drop, x, y)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sigattn.nn.attention import Attention, Watch
 from sigattn.nn.bias import AttentionBias, Learn, Rule, make_bias
@@ -149,20 +151,40 @@ class TransformerConfig:
         return held or bool(self.length_power) or self.output_norm != "none" or self.structure.startswith("hybrid")
 
 
-class Watched(nn.Module):
-    """A model whose attention layers can be watched."""
+@contextmanager
+def watching(module: nn.Module, what: Watch = "norm") -> Iterator[list[Attention]]:
+    """Within, each attention layer of a module keeps the norm of its output, or "everything"; gives the layers."""
+    layers = [m for m in module.modules() if isinstance(m, Attention)]
+    try:
+        for layer in layers:
+            layer.watch = what
+        yield layers
+    finally:
+        for layer in layers:
+            layer.watch = "nothing"
 
-    @contextmanager
-    def watching(self, what: Watch = "norm") -> Iterator[list[Attention]]:
-        """Within, each attention layer keeps the norm of its output, or "everything"; gives the layers."""
-        layers = [m for m in self.modules() if isinstance(m, Attention)]
-        try:
-            for layer in layers:
-                layer.watch = what
-            yield layers
-        finally:
-            for layer in layers:
-                layer.watch = "nothing"
+
+class Transformer(nn.Module):
+    """A stack of blocks whose attention layers can be watched.
+
+    Attributes:
+        checkpoint_activations: while training, compute each block again in the backward pass instead of keeping what it
+            made.
+    """
+
+    checkpoint_activations = False
+
+    def run_block(self, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
+        """A block's output."""
+        if self.checkpoint_activations and self.training and torch.is_grad_enabled():
+            again: Tensor = checkpoint(block, x, use_reentrant=False, **options)
+            return again
+        result: Tensor = block(x, **options)
+        return result
+
+    def watching(self, what: Watch = "norm") -> AbstractContextManager[list[Attention]]:
+        """See ``watching``."""
+        return watching(self, what)
 
     def attention_report(self, *inputs: object, **more: object) -> list[AttentionStatistics]:
         """Row mass, output norm, largest logit and sparsity of each attention layer, in a forward of these inputs.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import TransformerConfig, Watched
+from sigattn.models.transformer import Transformer, TransformerConfig
 from sigattn.nn.block import Block
 from sigattn.nn.cape import ImageCape
 from sigattn.nn.initialization import initialize
@@ -76,7 +76,7 @@ SIZES = {
 }
 
 
-class VisionTransformer(Watched):
+class VisionTransformer(Transformer):
     """Patches, their places, blocks, a norm, and a linear output of the CLS token or the average."""
 
     def __init__(self, config: VisionTransformerConfig) -> None:
@@ -138,7 +138,7 @@ class VisionTransformer(Watched):
         if self.cls is not None:
             x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
         for block in self.blocks:
-            x = block(x)
+            x = self.run_block(block, x)
         result: Tensor = self.norm(x)
         return result
 

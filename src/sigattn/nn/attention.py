@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sigattn.nn import mechanism
-from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
+from sigattn.nn.bias import AttentionBias, LearnableBias, QueryBias, as_bias
 from sigattn.nn.cache import LayerCache
 from sigattn.nn.mechanism import ELEMENTWISE, Activation, Pattern
 from sigattn.nn.norm import Norm, make_norm
@@ -60,6 +60,9 @@ class Attention(nn.Module):
         ValueError: if width, heads and kv_heads do not divide, or arguments do not suit one another.
     """
 
+    # how processes may share the layers: by outputs or by inputs
+    SPLIT: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
+
     def __init__(
         self,
         width: int,
@@ -107,6 +110,23 @@ class Attention(nn.Module):
         self.watch: Watch = "nothing"
         self.attention_norm: Tensor | None = None
         self.statistics: AttentionStatistics | None = None
+
+    def keep_heads(self, rank: int, ranks: int) -> None:
+        """Compute one part of the heads only, for tensor parallelism: the rank-th of so many.
+
+        The projections are split by whoever calls this.
+
+        Raises:
+            ValueError: if heads do not divide, or something goes across heads.
+        """
+        if self.heads % ranks or self.kv_heads % ranks:
+            raise ValueError(f"{ranks} processes cannot share {self.heads} heads and {self.kv_heads} key heads evenly")
+        learned = isinstance(self.bias, LearnableBias) and self.bias.value.numel() > 1
+        if learned or not isinstance(self.output_norm, nn.Identity) or self.activation == "performer":
+            raise ValueError("processes cannot share a bias learned for each head, an output norm or a performer")
+        self.heads, self.kv_heads = self.heads // ranks, self.kv_heads // ranks
+        if isinstance(self.position, Alibi):
+            self.position.keep_heads(rank * self.heads, self.heads)
 
     def reset_parameters(self) -> None:
         """Put the temperature back to where it starts; projections and norms have their own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,6 +36,8 @@ class SwiGLU(nn.Module):
         hidden: features in between.
     """
 
+    SPLIT: ClassVar[dict[str, str]] = {"gate": "columns", "value": "columns", "output": "rows"}  # see Attention
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.gate, self.value = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
@@ -63,6 +65,8 @@ class MLP(nn.Module):
     Raises:
         ValueError: for another activation.
     """
+
+    SPLIT: ClassVar[dict[str, str]] = {"input": "columns", "output": "rows"}  # see Attention
 
     def __init__(
         self, width: int, hidden: int, dropout: float = 0.0, *, activation: str = "gelu", bias: bool = True

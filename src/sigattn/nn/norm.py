@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sigattn.shapes import Float
 
@@ -26,12 +27,21 @@ def make_norm(kind: Norm, width: int, *, affine: bool = True, bias: bool = True)
         ValueError: for another kind.
     """
     if kind == "rms":
-        return nn.RMSNorm(width, eps=1e-5, elementwise_affine=affine)
+        return RMSNorm(width, eps=1e-5, elementwise_affine=affine)
     if kind == "layer":
         return nn.LayerNorm(width, eps=1e-6, elementwise_affine=affine, bias=bias)
     if kind == "none":
         return nn.Identity()
     raise ValueError(f'a norm must be "none", "rms" or "layer", got {kind!r}')
+
+
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, with its scale in the input's dtype: so that it stays one fused operation under autocast."""
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """Divide by the root mean square of the features."""
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class LayerScale(nn.Module):

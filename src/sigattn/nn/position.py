@@ -110,6 +110,11 @@ class Alibi(nn.Module):
         after = torch.where(back, self.steepness * half, half)
         self.slopes.copy_(torch.stack([before, after], -1).unsqueeze(0))
 
+    def keep_heads(self, first: int, count: int) -> None:
+        """Only those of so many heads from the first on, where processes share the heads."""
+        whole = self.slopes
+        self.slopes = whole[first : first + count] if whole.dim() == 1 else whole[:, first : first + count]
+
     def forward(self) -> Tensor:
         """(heads,), or (1, heads, 2) for split sides: as ``sigmoid_attention`` takes ``alibi_slopes``."""
         return self.slopes

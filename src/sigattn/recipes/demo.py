@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import sigattn
-from sigattn.data.text import ByteText, DataError, load_text
+from sigattn.data.dataset import DataError
+from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.recipes import report
+from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
-from sigattn.train.loop import Row, TrainConfig, train
+from sigattn.train.config import TrainConfig
+from sigattn.train.loop import Row, train
 
 INTRODUCTION = (
     "Three byte-level language models of the same size, trained on the same text in the same order. They differ in the "
@@ -102,9 +106,10 @@ def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     for name, config in models(options).items():
         title = TITLES[name]
         model = train(
+            LanguageModelling(),
             config,
             options.training,
-            text,
+            TextData(text, options.context),
             folder / name,
             resume=options.resume,
             on_row=functools.partial(on_row, title),
@@ -118,13 +123,11 @@ def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
 
 def _check(options: Demo) -> None:
     sizes = {name: getattr(options, name) for name in ("context", "layers", "width", "heads")}
-    sizes |= {
-        name: getattr(options.training, name) for name in ("steps", "batch", "validate_every", "validation_batch")
-    }
     for name, value in sizes.items():
         if value < 1:
             raise SettingsError(f"{name} must be at least 1, got {value}")
     try:
+        options.training.check()
         for config in models(options).values():
             LanguageModel(config)
     except ValueError as error:
@@ -139,14 +142,15 @@ def _claim(folder: Path, resume: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise DataError(f"cannot write to the run folder {folder}: {error.strerror}") from error
-    if not resume and any(folder.glob("*/checkpoint.safetensors")):
+    if not resume and any(folder.glob("*/checkpoints/step-*")):
         raise DataError(f"the run folder {folder} holds a run already: add --resume to go on with it, or name another")
 
 
-def sample(model: LanguageModel, length: int = 400) -> str:
+def sample(model: nn.Module, length: int = 400) -> str:
     """What a model writes, given a beginning."""
     prompt = torch.tensor([list(b"The function ")])
     generator = torch.Generator().manual_seed(0)
+    assert isinstance(model, LanguageModel)
     tokens = model.generate(prompt, length, temperature=0.7, generator=generator)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +39,12 @@ class Run:
 
 TABLE: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("model", lambda run: run.name),
-    ("held-out bits per byte", lambda run: f"{run.last('validation_bits_per_byte'):.3f}"),
-    ("training bits per byte", lambda run: f"{_mean_of_last(run, 'bits_per_byte'):.3f}"),
+    ("held-out bits per byte", lambda run: f"{run.last('validation_bits'):.3f}"),
+    ("training bits per byte", lambda run: f"{_mean_of_last(run, 'loss') / math.log(2):.3f}"),
     ("output norm, first", lambda run: _number(run.rows[0]["attention_norm"])),
     ("output norm, last", lambda run: _number(run.last("attention_norm"))),
     ("largest gradient norm", lambda run: f"{max(row['gradient_norm'] for row in run.rows):.2f}"),
-    ("tokens per second", lambda run: f"{_median(run, 'tokens_per_second'):,.0f}"),
+    ("sequences per second", lambda run: f"{_median(run, 'samples_per_second'):,.0f}"),
 )
 
 
@@ -98,8 +99,8 @@ def curves(runs: Sequence[Run]) -> str:
     figure = matplotlib.figure.Figure(figsize=(11, 7.5), layout="constrained")
     (training, validation), (attention, gradient) = figure.subplots(2, 2)
     panels: tuple[tuple[Axes, str, str], ...] = (
-        (training, "bits_per_byte", "training, bits per byte"),
-        (validation, "validation_bits_per_byte", "held-out text, bits per byte"),
+        (training, "loss", "training, nats per byte"),
+        (validation, "validation_bits", "held-out text, bits per byte"),
         (attention, "attention_norm", "attention norm ‖σ(QKᵀ/√d + b)V‖"),
         (gradient, "gradient_norm", "gradient norm (before clipping)"),
     )

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigattn.data.dataset import Batch
 from sigattn.models.vision import VisionTransformerConfig
 from sigattn.tasks.projector import projector
 from sigattn.tasks.simclr import Projected
-from sigattn.tasks.task import Batch, Task
+from sigattn.tasks.task import Task
 
 
 class StudentAndTeacher(nn.Module):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigattn.data.dataset import Batch
 from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
-from sigattn.tasks.task import Batch, Task
+from sigattn.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigattn.data.dataset import Batch
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.tasks.task import Batch, Task
+from sigattn.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sigattn.data.dataset import Batch
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig, reconstruction_error
-from sigattn.tasks.task import Batch, Task
+from sigattn.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)

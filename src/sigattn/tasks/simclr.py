@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigattn.data.dataset import Batch
 from sigattn.distributed.gather import gather
 from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
 from sigattn.tasks.projector import projector
-from sigattn.tasks.task import Batch, Task
+from sigattn.tasks.task import Task
 
 
 class Projected(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Batch = tuple[Tensor, ...]
+from sigattn.data.dataset import Batch
 
 
 class Task(ABC):

@@ -1,68 +1,151 @@
-"""Checkpoints: one safetensors file that holds a run's whole state, written so that it is never half there."""
+"""Checkpoints: folders that hold a run's whole state, each there as a whole or not at all.
+
+``checkpoints/step-00000050`` is written by all processes together (by ``torch.distributed.checkpoint``, so that another
+number of processes may read it), under another name until it is complete.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.optim import Optimizer
+
+UNFINISHED, OLD = ".unfinished", ".old"
 
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be used; the message is one line."""
 
 
-def save(path: Path, model: nn.Module, optimizer: Optimizer, step: int, about: dict[str, Any]) -> None:
-    """Write the model (``model.*``), the optimiser (``optimizer.*``), the random state and the number of steps done.
+def save(
+    folder: Path,
+    module: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    about: dict[str, Any],
+    *,
+    average: nn.Module | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write the state after so many steps, and delete all but the ``keep`` newest checkpoints.
 
-    ``about`` is kept as JSON beside the tensors, and compared when the run is resumed.
+    ``about`` is kept beside it as JSON, and compared when the run is resumed.
     """
-    tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-    tensors["random_state"] = torch.get_rng_state()
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    unfinished = path.with_suffix(".unfinished")
-    save_file(tensors, unfinished, metadata={"step": str(step), "about": json.dumps(about, sort_keys=True)})
-    os.replace(unfinished, path)
+    final = folder / f"step-{step:08d}"
+    unfinished = final.with_name(final.name + UNFINISHED)
+    if _first():
+        folder.mkdir(parents=True, exist_ok=True)
+        _tidy(folder)
+        unfinished.mkdir()
+        (unfinished / "about.json").write_text(json.dumps({"step": step, "about": about}, sort_keys=True) + "\n")
+    _wait()
+    with _quietly():
+        write_shards(_state(module, optimizer, average), checkpoint_id=unfinished, no_dist=not _distributed())
+    _wait()
+    if _first():
+        if final.exists():  # a run that was resumed from an older checkpoint has come here again
+            _remove(final)
+        os.replace(unfinished, final)
+        for older in complete(folder)[:-keep]:
+            _remove(older)
+    _wait()
+    return final
 
 
-def load(path: Path, model: nn.Module, optimizer: Optimizer, about: dict[str, Any]) -> int:
-    """Put a checkpoint's state into a model and an optimiser made as those that were saved; gives the steps done.
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints that are whole, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.startswith("step-") and not p.suffix)
+
+
+def load(
+    path: Path, module: nn.Module, optimizer: Optimizer, about: dict[str, Any], *, average: nn.Module | None = None
+) -> int:
+    """Put a checkpoint's state into a module and an optimiser made as those that were saved; gives the steps done.
 
     Raises:
-        CheckpointError: if the file is broken, or comes from a run with another configuration.
+        CheckpointError: if it is broken, or comes from a run with another configuration.
     """
-    metadata, tensors = read(path)
-    saved = json.loads(metadata["about"])
-    if saved != about:
-        differing = sorted(k for k in saved.keys() | about.keys() if saved.get(k) != about.get(k))
+    try:
+        saved = json.loads((path / "about.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+    about = json.loads(json.dumps(about))
+    if saved["about"] != about:
+        names = saved["about"].keys() | about.keys()
+        differing = sorted(k for k in names if saved["about"].get(k) != about.get(k))
         raise CheckpointError(
             f"{path} comes from a run that differs in {', '.join(differing)}; resume with the same settings, or start "
             "in another run folder"
         )
-    model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-    for name, parameter in model.named_parameters():
-        prefix = f"optimizer.{name}."
-        state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        if state:
-            optimizer.state[parameter] = state
-    torch.set_rng_state(tensors["random_state"])
-    return int(metadata["step"])
-
-
-def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """A checkpoint's metadata and tensors."""
+    state = _state(module, optimizer, average)
     try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            return file.metadata(), {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+        with _quietly():
+            read_shards(state, checkpoint_id=path, no_dist=not _distributed())
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({reason!r})") from error
+    with _quietly():
+        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if average is not None:
+        average.load_state_dict(state["average"])
+    return int(saved["step"])
+
+
+def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -> dict[str, Any]:
+    with _quietly():
+        model, optim = get_state_dict(module, optimizer)
+    state: dict[str, Any] = {"model": model, "optimizer": optim}
+    if average is not None:
+        state["average"] = average.state_dict()
+    return state
+
+
+def _tidy(folder: Path) -> None:
+    """Delete what an interrupted process left half written or half deleted."""
+    for path in folder.iterdir():
+        if path.suffix in (UNFINISHED, OLD):
+            shutil.rmtree(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint in such a way that half of it never looks whole."""
+    old = path.with_name(path.name + OLD)
+    os.replace(path, old)
+    shutil.rmtree(old)
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _first() -> bool:
+    return not _distributed() or dist.get_rank() == 0
+
+
+def _wait() -> None:
+    if _distributed():
+        dist.barrier()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """PyTorch's checkpoint code warns of itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+        yield

@@ -1,144 +1,242 @@
-"""The training loop of a language model."""
+"""The training loop, of any task and model, on one process or many."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from sigattn.data.text import ByteText
-from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.data.dataset import Batch, Data
+from sigattn.distributed import sharding
+from sigattn.distributed.sharding import Processes
+from sigattn.models import saving
+from sigattn.models.transformer import Transformer, watching
 from sigattn.train import checkpoint
+from sigattn.train.config import TrainConfig
 from sigattn.train.interrupt import CtrlC
 from sigattn.train.metrics import MetricsLog
-from sigattn.train.optimizer import adamw
-from sigattn.train.schedule import cosine_with_warmup
-
-NATS_PER_BIT = math.log(2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How a model is trained.
-
-    Attributes:
-        steps: number of updates. batch: sequences in each.
-        learning_rate: the peak; warmup_steps to reach it; final_learning_rate, as a part of the peak, at the end.
-        betas, weight_decay: AdamW's. clip: the largest norm of the whole gradient.
-        validate_every: steps between validations, each on validation_batch sequences; the last step always validates.
-        checkpoint_every: steps between checkpoints.
-        seed: of the initial weights and of the order of the data.
-    """
-
-    steps: int = 300
-    batch: int = 16
-    learning_rate: float = 2e-3
-    warmup_steps: int = 30
-    final_learning_rate: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    validate_every: int = 50
-    validation_batch: int = 64
-    checkpoint_every: int = 50
-    seed: int = 0
-
+from sigattn.train.optimizer import make_optimizer, set_learning_rate
+from sigattn.train.schedule import factor
 
 Row = dict[str, Any]
+
+# settings that may change when a run is resumed
+FREE = {"parallel", "tensor_parallel", "accumulate", "compile", "checkpoint_activations"}
+FREE |= {"keep", "validate_every", "checkpoint_every", "watch_every"}
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What the loop asks of a task, a dataclass (``sigattn.tasks.task``, which it does not know)."""
+
+    def build(self, model: Any) -> nn.Module:
+        """What is trained."""
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a batch."""
+
+    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """Metrics over held-out batches."""
+
+    def backbone(self, module: nn.Module) -> nn.Module:
+        """The model within what is trained."""
+
+    def after_step(self, module: nn.Module, samples: int) -> None:
+        """Called after each update."""
 
 
 class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
     """Training was stopped by the user; its state is in the checkpoint."""
 
 
+class NonFiniteLossError(Exception):
+    """The loss or its gradient is infinite or not a number; the message names the last good checkpoint."""
+
+
 def train(
-    model_config: LanguageModelConfig,
+    task: Objective,
+    model: Any,
     config: TrainConfig,
-    text: ByteText,
+    data: Data,
     folder: Path,
     *,
     resume: bool = False,
     on_row: Callable[[Row], None] = lambda _: None,
-) -> LanguageModel:
-    """Train a model, or finish training it, and leave metrics and a checkpoint in a folder.
+) -> nn.Module:
+    """Train a model, or finish training it, and leave metrics, checkpoints and the model in a folder.
 
     Args:
-        folder: made if missing. It gets metrics.jsonl, tensorboard's events and checkpoint.safetensors.
-        resume: go on from the folder's checkpoint, if it has one, to the numbers of a run that was never stopped.
-        on_row: called with each step's measurements.
+        task: the objective. model: a configuration of ``sigattn.models``. data: what to train on.
+        folder: made if missing. It gets metrics.jsonl, tensorboard's events, checkpoints/ and, at the end, model/
+            (``sigattn.models.saving``).
+        resume: go on from the folder's last checkpoint, if it has one, to the numbers of a run that was never stopped.
+        on_row: called with each step's measurements (by the first process).
+
+    Returns:
+        The trained model, on this process's device; with ``ema``, its average.
 
     Raises:
         Interrupted: on Ctrl-C, once the step at hand is finished and the checkpoint written. (A second Ctrl-C does not
             wait for that; the last regular checkpoint is then what there is.)
+        NonFiniteLossError: if the loss or its gradient is not finite; nothing was changed by that step.
         CheckpointError: if the checkpoint does not fit.
+        ValueError: for settings that do not fit together.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    config.check()
+    processes = sharding.processes()
     torch.manual_seed(config.seed)
-    model = LanguageModel(model_config)
-    optimizer = adamw(model, learning_rate=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
-    path = folder / "checkpoint.safetensors"
-    about = {**asdict(model_config), **asdict(config), "betas": list(config.betas), "text": text.sha256}
-    done = checkpoint.load(path, model, optimizer, about) if resume and path.exists() else 0
-    log = MetricsLog(folder, first_step=done)
+    run = _Run.start(task, model, config, data, processes)
+    checkpoints = folder / "checkpoints"
+    about = run.about(model)
+    done = 0
+    if resume and (found := checkpoint.complete(checkpoints)):
+        done = checkpoint.load(found[-1], run.module, run.optimizer, about, average=run.average)
+    if processes.first:
+        folder.mkdir(parents=True, exist_ok=True)
+    log = MetricsLog(folder, first_step=done) if processes.first else None
     try:
         with CtrlC() as ctrl_c:
             for step in range(done, config.steps):
-                row = _step(model, optimizer, config, text, step)
+                row = run.step(step, checkpoints)
                 done = step + 1
                 if done % config.validate_every == 0 or done == config.steps:
-                    row["validation_bits_per_byte"] = validate(model, text, config.validation_batch)
-                log.write(row)
-                on_row(row)
-                if done % config.checkpoint_every == 0 or done == config.steps or ctrl_c.pressed:
-                    checkpoint.save(path, model, optimizer, done, about)
-                if ctrl_c.pressed:
+                    row |= {f"validation_{name}": value for name, value in run.validate().items()}
+                if log is not None:
+                    log.write(row)
+                    on_row(row)
+                stop = processes.any(ctrl_c.pressed)
+                if done % config.checkpoint_every == 0 or done == config.steps or stop:
+                    path = checkpoint.save(
+                        checkpoints, run.module, run.optimizer, done, about, average=run.average, keep=config.keep
+                    )
+                if stop:
                     raise Interrupted(f"stopped after {done} of {config.steps} steps; the checkpoint is {path}")
     finally:
-        log.close()
-    return model
+        if log is not None:
+            log.close()
+    return run.finish(folder)
 
 
-def _step(
-    model: LanguageModel, optimizer: torch.optim.Optimizer, config: TrainConfig, text: ByteText, step: int
-) -> Row:
-    """One update and what was measured on the way."""
-    start = time.perf_counter()
-    context = model.config.context
-    factor = cosine_with_warmup(
-        step, steps=config.steps, warmup_steps=config.warmup_steps, final=config.final_learning_rate
-    )
-    for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate * factor
-    tokens, targets = text.batch(step, config.batch, context, config.seed)
-    with model.watching() as layers:
-        loss = model.loss(tokens, targets)
-        norms = [layer.attention_norm for layer in layers if layer.attention_norm is not None]
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    optimizer.step()
-    seconds = time.perf_counter() - start
-    return {
-        "step": step,
-        "loss": loss.item(),
-        "bits_per_byte": loss.item() / NATS_PER_BIT,
-        "learning_rate": config.learning_rate * factor,
-        "attention_norm": torch.stack(norms).mean().item(),
-        "gradient_norm": gradient_norm.item(),
-        "tokens_per_second": tokens.numel() / seconds,
-    }
+@dataclass
+class _Run:
+    """What a run is made of."""
 
+    task: Objective
+    config: TrainConfig
+    data: Data
+    processes: Processes
+    module: nn.Module
+    optimizer: Optimizer
+    average: AveragedModel | None
 
-@torch.no_grad()
-def validate(model: LanguageModel, text: ByteText, sequences: int, at_once: int = 16) -> float:
-    """Bits per byte on the held-out text."""
-    tokens, targets = text.validation_batch(sequences, model.config.context)
-    total = 0.0
-    for t, target in zip(tokens.split(at_once), targets.split(at_once), strict=True):
-        total += model.loss(t, target).item() * len(t)
-    return total / len(tokens) / NATS_PER_BIT
+    @classmethod
+    def start(cls, task: Objective, model: Any, config: TrainConfig, data: Data, processes: Processes) -> _Run:
+        module = task.build(model).to(processes.device)
+        for part in module.modules():
+            if isinstance(part, Transformer):
+                part.checkpoint_activations = config.checkpoint_activations
+        if config.compile:
+            module.compile()
+        width = getattr(model, "width", None) or model.encoder.width
+        processes = processes.arranged(config.tensor_parallel)
+        module = sharding.distribute(module, processes, config.parallel, config.precision)
+        average = None
+        if config.ema is not None:
+            if processes.count > 1 and config.parallel == "fsdp":
+                raise ValueError('an average of weights (ema) needs whole weights on each process: parallel="ddp"')
+            average = AveragedModel(
+                sharding.unwrap(module), multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True
+            )
+        return cls(task, config, data, processes, module, make_optimizer(module, config, width), average)
+
+    def about(self, model: Any) -> dict[str, Any]:
+        """What must be the same when the run is resumed: not how many processes share it, nor how often it reports."""
+        training = {name: value for name, value in asdict(self.config).items() if name not in FREE}
+        settings: Any = self.task
+        task = {f"task.{name}": value for name, value in asdict(settings).items()}
+        return {**asdict(model), **training, **task, "task": type(self.task).__name__, "data": self.data.fingerprint}
+
+    def step(self, step: int, checkpoints: Path) -> Row:
+        """One update and what was measured on the way."""
+        start = time.perf_counter()
+        config, device = self.config, self.processes.device
+        rate = config.learning_rate * factor(config, step)
+        set_learning_rate(self.optimizer, rate)
+        # all that is drawn in a step depends on seed, step and process alone: there is no state to keep
+        torch.manual_seed((config.seed * 1_000_003 + step) * 4099 + self.processes.data_rank)
+        batch = self.data.batch(step, config.batch, config.seed, self.processes.shard)
+        batch = tuple(t.to(device, non_blocking=True) for t in batch)
+        watch = bool(config.watch_every) and step % config.watch_every == 0
+        with watching(self.module, "norm" if watch else "nothing") as layers:
+            loss = self._backward(batch)
+            norms = [layer.attention_norm for layer in layers if watch and layer.attention_norm is not None]
+        norm = sharding.gradient_norm(self.module, self.processes)
+        measured, gradient_norm = loss.item(), norm.item()
+        if not math.isfinite(measured) or not math.isfinite(gradient_norm):
+            found = checkpoint.complete(checkpoints)
+            last = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+            raise NonFiniteLossError(f"step {step}: loss {measured}, gradient norm {gradient_norm}; {last}")
+        if config.clip is not None:
+            sharding.clip_gradient(self.module, config.clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        inner = sharding.unwrap(self.module)
+        self.task.after_step(inner, config.batch)
+        if self.average is not None:
+            self.average.update_parameters(inner)
+        row: Row = {"step": step, "loss": measured, "learning_rate": rate, "gradient_norm": gradient_norm}
+        if norms:
+            row["attention_norm"] = self.processes.mean(torch.stack(norms).mean()).item()
+        row["samples_per_second"] = config.batch / (time.perf_counter() - start)
+        return row
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """Gradients of the mean loss over the whole batch, in micro-batches; gives that mean."""
+        own = len(batch[0])
+        total = self.processes.sum(torch.tensor(float(own), device=self.processes.device))
+        pieces = [t.chunk(self.config.accumulate) for t in batch]
+        count = len(pieces[0])
+        mean = torch.zeros((), device=self.processes.device)
+        for i, piece in enumerate(zip(*pieces, strict=True)):
+            share = len(piece[0]) / total
+            with (
+                sharding.synchronised(self.module, i == count - 1),
+                torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
+            ):
+                loss = self.task.loss(self.module, piece)
+            # processes average their gradients, where their losses are to be added
+            with sharding.synchronised(self.module, i == count - 1):
+                (loss * share * self.processes.data_count).backward()
+            mean += loss.detach() * share
+        return self.processes.sum(mean)
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Metrics on the held-out data; every process computes all of them."""
+        module = sharding.unwrap(self.module) if self.average is None else self.average.module
+        module.eval()
+        device = self.processes.device
+        size = max(1, self.config.batch // self.config.accumulate)
+        batches = (tuple(t.to(device) for t in batch) for batch in self.data.validation(size))
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            metrics = self.task.evaluate(module, batches)
+        module.train()
+        return metrics
+
+    def finish(self, folder: Path) -> nn.Module:
+        """Keep the model, and give it."""
+        module = sharding.unwrap(self.module) if self.average is None else self.average.module
+        backbone = self.task.backbone(module)
+        state = sharding.whole_state(backbone)
+        if self.processes.first:
+            saving.save(backbone, folder / "model", state)
+        self.processes.wait()
+        return backbone

@@ -1,0 +1,88 @@
+"""How a model is trained: every setting of the loop, the optimiser and the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained.
+
+    Attributes:
+        steps: number of updates.
+        batch: samples of each, over all processes and micro-batches: sequences or images; for speech, seconds.
+        accumulate: micro-batches that each process splits its part of a batch into.
+        precision: of matrix products; weights and optimiser stay in float32.
+        optimizer: "adamw" (decoupled decay), "adam" or "adagrad".
+        learning_rate: the peak. betas, epsilon: Adam's. weight_decay: of matrices; biases, norms and other vectors have
+            none.
+        mup_simple: give matrices within blocks min(768 / width, 1) of the rate (``sigattn.nn.initialization``).
+        clip: the largest norm of the whole gradient; None for no limit.
+        schedule: after the warm-up, "cosine" to the end, "steps" (see decay_start), or "constant".
+        warmup_steps: to reach the peak, linearly. final_learning_rate: the cosine's end, as a part of the peak.
+        decay_start, decay_every: the step at which "steps" halves the rate first, and how many steps later each next
+            time.
+        ema: how much of itself an average of the weights keeps at each step; it is then what is evaluated and kept at
+            the end. None for no average.
+        checkpoint_activations: compute each block again in the backward pass instead of keeping what it made.
+        compile: the module, with torch.compile.
+        parallel: how many processes share the work: "ddp" (a copy of the model each) or "fsdp" (each a part of it).
+        tensor_parallel: processes that share each layer of a language model; what is left of the processes is shared
+            out as ``parallel`` says.
+        validate_every: steps between validations; the last step always validates.
+        checkpoint_every: steps between checkpoints. keep: how many of them are kept.
+        watch_every: steps between looks at the attention layers (norm of their outputs); 0 for none.
+        seed: of the initial weights, of the order of the data and of all that is drawn.
+    """
+
+    steps: int = 300
+    batch: int = 16
+    accumulate: int = 1
+    precision: Literal["float32", "bfloat16"] = "float32"
+    optimizer: Literal["adamw", "adam", "adagrad"] = "adamw"
+    learning_rate: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    mup_simple: bool = False
+    clip: float | None = 1.0
+    schedule: Literal["cosine", "steps", "constant"] = "cosine"
+    warmup_steps: int = 30
+    final_learning_rate: float = 0.1
+    decay_start: int = 0
+    decay_every: int = 1
+    ema: float | None = None
+    checkpoint_activations: bool = False
+    compile: bool = False
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    tensor_parallel: int = 1
+    validate_every: int = 50
+    checkpoint_every: int = 50
+    keep: int = 2
+    watch_every: int = 1
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError where a number is out of its range."""
+        for name in ("steps", "batch", "accumulate", "validate_every", "checkpoint_every", "keep", "tensor_parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup_steps", "watch_every", "weight_decay", "learning_rate", "final_learning_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema must lie between 0 and 1, got {self.ema}")
+        if self.schedule == "steps" and self.decay_every < 1:
+            raise ValueError(f"decay_every must be at least 1, got {self.decay_every}")
+
+
+def linear_scaling(rate: float, batch: int, base: int = 256) -> float:
+    """The learning rate for a batch, from that for one of ``base``: the paper's "optimizer scaling rule: linear"."""
+    return rate * batch / base
+
+
+def steps_of_epochs(epochs: int, batch: int, samples: int = 1_281_167) -> int:
+    """Updates of so many passes over a data set (by default ImageNet-1k), the last partial batch being left out."""
+    return epochs * (samples // batch)
