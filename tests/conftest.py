@@ -14,6 +14,7 @@ LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "checks", "flash_checks", "library", "packed", "problem")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "forward", "tile")),  # kernels
     "sigattn.flash",
+    "sigattn.nn.mechanism",
     "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",
     "sigattn.ops.statistics",
@@ -36,6 +37,15 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked():
+    """Without checks of annotations: the compiler does not see through them."""
+    jaxtyping = pytest.importorskip("jaxtyping")
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

@@ -187,6 +187,7 @@ def test_half_precision(tmp_path, text):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("unchecked")
 def test_compiled(tmp_path, text):
     train(MODEL, replace(TRAIN, steps=3), text, tmp_path / "plain")
     train(MODEL, replace(TRAIN, steps=3, compile=True), text, tmp_path / "compiled")

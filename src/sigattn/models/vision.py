@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class VisionTransformerConfig(TransformerConfig):
         return self.block(layer, None, causal=False, context=self.tokens)
 
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "Ti": {"layers": 12, "width": 192, "heads": 3},
     "S": {"layers": 12, "width": 384, "heads": 6},
     "B": {"layers": 12, "width": 768, "heads": 12},

@@ -1,0 +1,98 @@
+"""The practitioner's guide as a function (App. "Practitioner's Guide", Table "practioners")."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Recommendation(NamedTuple):
+    """What the guide says for a case.
+
+    Attributes:
+        position: "learnable", "sincos", "cape", "rope" or "alibi", the first being the guide's or the best measured.
+        qk_norm, layer_scale: whether to use them.
+        bias: the rule for b, as ``sigattn.nn.bias.make_bias`` takes it; 0.0 for none.
+        structure: "pre" or "hybrid" (for speech, "hybrid_attention").
+        reason: why, and where the paper says so.
+        recipe: the recipe that is set up this way.
+    """
+
+    position: str
+    qk_norm: bool
+    layer_scale: bool
+    bias: float | str
+    structure: str
+    reason: str
+    recipe: str
+
+
+_VISION: dict[str, tuple[str, float | str, str]] = {
+    "supervised": ("learnable", 0.0, "vit-supervised"),
+    "byol": ("learnable", 0.0, "vit-byol"),
+    "simclr": ("sincos", 0.0, "vit-simclr"),
+    "mae": ("learnable", "log_batch", "vit-mae"),
+}
+OBJECTIVES = {"vision": tuple(_VISION), "speech": ("ctc",), "language": ("next-token",)}
+
+
+def recommend(domain: str, objective: str | None = None, sequence_length: int | None = None) -> Recommendation:
+    """What to put around sigmoid attention.
+
+    Args:
+        domain: "vision", "speech" or "language".
+        objective: for vision "supervised", "byol", "simclr" or "mae"; for speech "ctc"; for language "next-token".
+            None for the first of them.
+        sequence_length: the longest sequence; needed for language, where the advice changes at 2048.
+
+    Raises:
+        ValueError: for a case that the guide does not have.
+
+    >>> recommend("language", sequence_length=4096).structure
+    'hybrid'
+    """
+    if domain not in OBJECTIVES:
+        raise ValueError(f"recommend: domain must be one of {', '.join(OBJECTIVES)}, got {domain!r}")
+    objective = OBJECTIVES[domain][0] if objective is None else objective
+    if objective not in OBJECTIVES[domain]:
+        raise ValueError(f"recommend: for {domain} objective must be one of {OBJECTIVES[domain]}, got {objective!r}")
+    if sequence_length is not None and sequence_length < 1:
+        raise ValueError(f"recommend: sequence_length must be at least 1, got {sequence_length}")
+    if domain == "vision":
+        return _vision(objective)
+    if domain == "speech":
+        return Recommendation(
+            "alibi", True, True, "log_sample", "pre",
+            "without a bias gradient norms and losses spike, without QK-norm too; -log of each sample's own length is "
+            "the most stable, and the longest sample's in the batch does as well; LayerScale is needed to generalise; "
+            'of the positions ALiBi has the lowest error and CAPE is the least stable (Sect. "Automatic Speech '
+            'Recognition", Tables "asr-results" and "asr-results-ext"). Or hybrid-norm on the attention with RoPE, '
+            'without QK-norm and bias: structure="hybrid_attention", recipe asr-ls960-hybrid',
+            "asr-ls960",
+        )  # fmt: skip
+    if sequence_length is None:
+        raise ValueError("recommend: for language sequence_length decides; pass the longest sequence")
+    if sequence_length <= 2048:
+        return Recommendation(
+            "alibi", True, False, "log_context", "pre",
+            'up to 2048 tokens b = -log n and pre-norm match softmax (Sect. "Autoregressive Large Language Modeling", '
+            'Table "lm_results"); hybrid-norm without a bias does as well',
+            "lm-1b-2k",
+        )  # fmt: skip
+    return Recommendation(
+        "alibi", True, False, 0.0, "hybrid",
+        "beyond 2048 tokens pre-norm loses a little (48.2 against 49.2 at 4096); hybrid-norm without parameters of its "
+        'own mends it, with or without a bias (Table "lm_norm_ablations", App. "Practitioner\'s Guide")',
+        "lm-1b-4k",
+    )  # fmt: skip
+
+
+def _vision(objective: str) -> Recommendation:
+    position, bias, recipe = _VISION[objective]
+    why = "no bias is needed" if bias == 0.0 else "MAE alone of the vision recipes needs b = -log n"
+    return Recommendation(
+        position, True, True, bias, "pre",
+        f"{why}; without LayerScale ViT-B/16 loses 1 % (Fig. imagenet_top_1_ablations), while QK-norm matters little; "
+        "learned temperature and bias (t = 10, b = -10) can stand in for both (App. \"LayerScale Free Sigmoid "
+        'Attention")',
+        recipe,
+    )  # fmt: skip

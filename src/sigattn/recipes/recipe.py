@@ -1,0 +1,191 @@
+"""What a recipe is: a whole configuration, its softmax twin, and a tiny form of it that trains in minutes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from sigattn.models.autoencoder import MaskedAutoencoderConfig
+from sigattn.models.language import LanguageModelConfig
+from sigattn.models.saving import ModelConfig, build
+from sigattn.models.speech import SpeechModelConfig
+from sigattn.models.transformer import TransformerConfig
+from sigattn.models.vision import VisionTransformerConfig
+from sigattn.tasks.byol import BYOL
+from sigattn.tasks.simclr import SimCLR
+from sigattn.tasks.task import Task
+from sigattn.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole configuration.
+
+    Attributes:
+        name: on the command line. domain, objective: as the practitioner's guide calls them.
+        model, task, training: the configuration.
+        data: what it is trained on. augmentation: how samples are varied.
+        paper: what the paper reports of it.
+        twin: fields of the model that its softmax twin has otherwise, beside activation and bias.
+    """
+
+    name: str
+    domain: str
+    objective: str
+    model: ModelConfig
+    task: Task
+    training: TrainConfig
+    data: str
+    augmentation: str = "none"
+    paper: str = ""
+    twin: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The blocks' configuration: the model's, or its encoder's."""
+        return self.model.encoder if isinstance(self.model, MaskedAutoencoderConfig) else self.model
+
+    def with_transformer(self, **changes: Any) -> Recipe:
+        """The same with other blocks."""
+        if isinstance(self.model, MaskedAutoencoderConfig):
+            return replace(self, model=replace(self.model, encoder=replace(self.model.encoder, **changes)))
+        return replace(self, model=replace(self.model, **changes))
+
+    def softmax(self) -> Recipe:
+        """The twin that differs in the attention alone."""
+        twin = self.with_transformer(activation="softmax", bias=None, learn_bias="no", **self.twin)
+        return replace(twin, name=f"{self.name}-softmax")
+
+    def parameters(self) -> int:
+        """Of the model."""
+        return sum(p.numel() for p in build(self.model, "meta").parameters())
+
+    def tokens(self) -> float:
+        """How many tokens (patches, frames) it is trained on, all steps together."""
+        model, samples = self.model, self.training.steps * self.training.batch
+        if isinstance(model, LanguageModelConfig):
+            return float(samples * model.context)
+        if isinstance(model, SpeechModelConfig):
+            return samples / (model.step * model.stride)
+        if isinstance(model, MaskedAutoencoderConfig):
+            return samples * model.encoder.grid**2 * (1 - model.mask_ratio)
+        views = {SimCLR: 2.0, BYOL: 6.0}.get(type(self.task), 1.0)
+        return samples * model.tokens * views
+
+    def gpu_hours(self, utilisation: float = 0.4) -> float:
+        """An estimate, not a measurement: 6 FLOPs a parameter and token, on an H100 (989 TFLOP/s) used so far."""
+        module: nn.Module = build(self.model, "meta")
+        blocks = sum(p.numel() for n, p in module.named_parameters() if "embedding" not in n)
+        return 6 * blocks * self.tokens() / (utilisation * 989e12) / 3600
+
+    def tiny(self) -> Recipe:
+        """The same in kind, made to train in minutes on 2 cores with data that is at hand.
+
+        Depth, width and length shrink; what the guide chooses (positions, norms, QK-norm, LayerScale, bias) stays.
+        Where LayerScale starts is raised to 0.1, for a run of a few hundred steps ends before 1e-4 has grown.
+        """
+        shrink = _TINY[type(self.model)]
+        model, training, data = shrink(self)
+        task = self.task
+        if isinstance(task, (SimCLR, BYOL)):
+            task = replace(task, hidden=128, outputs=32)
+        small: dict[str, Any] = {"model": model, "training": training, "task": task, "data": data, "paper": ""}
+        return replace(self, name=f"{self.name}-tiny", **small)
+
+    def guide_row(self) -> dict[str, str]:
+        """The recipe as a row of the practitioner's table."""
+        t = self.transformer
+        names = {"learnable": "Learnable", "sincos": "SinCos", "cape": "CAPE", "rope": "RoPE", "alibi": "ALiBi"}
+        structures = {
+            "pre": "Pre-Norm",
+            "post": "Post-Norm",
+            "hybrid": "Hybrid-Norm",
+            "hybrid_attention": "Hybrid-Norm",
+        }
+        bias = t.USUAL_BIAS if t.bias is None else t.bias
+        position = getattr(t, "position", "none")
+        return {
+            "Domain": self.domain,
+            "Objective": self.objective,
+            "Model Size": _size(self.parameters()),
+            "Pos Embed": names.get(position, position),
+            "QK Norm": "No" if t.qk_norm == "none" else "Yes",
+            "LayerScale": "No" if t.layer_scale is None else "Yes",
+            "Sigmoid Bias": "No" if bias == 0.0 else "Yes",
+            "Norm Strategy": structures.get(t.structure, "Hybrid-Norm"),
+        }
+
+
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.{0 if parameters >= 1e7 else 1}f}M"
+
+
+_SMALL: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "hidden": None}
+_SMALL_TRAINING: dict[str, Any] = {
+    "accumulate": 1,
+    "precision": "float32",
+    "clip": 1.0,
+    "optimizer": "adamw",
+    "weight_decay": 0.05,
+    "schedule": "cosine",
+    "final_learning_rate": 0.05,
+    "parallel": "ddp",
+    "checkpoint_activations": False,
+}
+
+
+def _small(transformer: TransformerConfig, **more: Any) -> Any:
+    shared = transformer.kv_heads
+    kv_heads = None if shared is None else max(1, _SMALL["heads"] * shared // transformer.heads)
+    scale = None if transformer.layer_scale is None else 0.1
+    drop = min(transformer.drop_branch, 0.1)
+    return replace(transformer, **{**_SMALL, "kv_heads": kv_heads, "layer_scale": scale, "drop_branch": drop, **more})
+
+
+def _train(training: TrainConfig, **settings: Any) -> TrainConfig:
+    steps = settings["steps"]
+    usual = {"warmup_steps": steps // 10, "validate_every": steps // 2, "checkpoint_every": steps // 2}
+    return replace(training, **{**_SMALL_TRAINING, **usual, **settings})
+
+
+def _tiny_language(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
+    model = _small(recipe.transformer, vocabulary=256, context=256)
+    training = _train(recipe.training, steps=200, batch=16, learning_rate=4e-3)
+    return model, training, "CPython's documentation, as bytes"
+
+
+def _tiny_vision(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
+    sizes = {"image_size": 8, "patch": 2, "channels": 1, "classes": 10}
+    training = _train(recipe.training, steps=300, batch=128, learning_rate=2e-3)
+    return _small(recipe.transformer, **sizes), training, "scikit-learn's handwritten digits"
+
+
+def _tiny_autoencoder(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
+    assert isinstance(recipe.model, MaskedAutoencoderConfig)
+    encoder, training, data = _tiny_vision(recipe)
+    assert isinstance(encoder, VisionTransformerConfig)
+    model = replace(recipe.model, encoder=encoder, decoder_layers=1, decoder_width=64, decoder_heads=4)
+    return model, training, data
+
+
+def _tiny_speech(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
+    model = _small(recipe.transformer, conformer_kernel=15, layer_drop=0.0, dropout=0.1)
+    training = _train(recipe.training, steps=400, batch=60, learning_rate=3e-3)
+    return model, training, "spoken digits (FSDD)"
+
+
+_TINY: dict[type, Callable[[Recipe], tuple[ModelConfig, TrainConfig, str]]] = {
+    LanguageModelConfig: _tiny_language,
+    VisionTransformerConfig: _tiny_vision,
+    MaskedAutoencoderConfig: _tiny_autoencoder,
+    SpeechModelConfig: _tiny_speech,
+}
+
+
+def nearest_multiple(value: float, of: int) -> int:
+    """The next multiple that is no smaller."""
+    return of * math.ceil(value / of)

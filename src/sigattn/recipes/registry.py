@@ -1,0 +1,48 @@
+"""All recipes, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sigattn.recipes import language, speech, vision
+from sigattn.recipes.recipe import Recipe
+
+
+class RecipeError(Exception):
+    """No such recipe; the message is one line."""
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    make.__name__.replace("_", "-"): make for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES)
+}
+
+# the practitioner's table (App. "Practitioner's Guide"), row by row
+GUIDE = (
+    "vit-supervised",
+    "vit-byol",
+    "vit-simclr",
+    "vit-mae",
+    "asr-ls960",
+    "asr-ls960-hybrid",
+    "lm-1b-2k",
+    "lm-1b-2k-hybrid",
+    "lm-1b-4k",
+)
+
+
+def find(name: str) -> Recipe:
+    """The recipe of a name; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its other forms.
+
+    Raises:
+        RecipeError: if there is none.
+    """
+    base, forms = name, []
+    while base.rpartition("-")[2] in ("tiny", "softmax"):
+        base, _, form = base.rpartition("-")
+        forms.append(form)
+    if base not in RECIPES:
+        raise RecipeError(f"no recipe is called {name!r}; sigattn recipes lists them: {', '.join(RECIPES)}")
+    recipe = RECIPES[base]()
+    for form in reversed(forms):
+        recipe = recipe.tiny() if form == "tiny" else recipe.softmax()
+    return recipe

@@ -1,0 +1,127 @@
+"""Vision: the paper's four ImageNet recipes (App. "Vision", hyper-parameters).
+
+Where the paper is silent (temperature and projector of SimCLR and BYOL, the decoder of MAE), the values are those of
+the papers it took the recipes from: MoCo v3, and He et al., 2022.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sigattn.models.autoencoder import MaskedAutoencoderConfig
+from sigattn.models.vision import SIZES, VisionTransformerConfig
+from sigattn.recipes.recipe import Recipe
+from sigattn.tasks.byol import BYOL
+from sigattn.tasks.classification import Classification
+from sigattn.tasks.mae import MaskedAutoencoding
+from sigattn.tasks.simclr import SimCLR
+from sigattn.train.config import TrainConfig, linear_scaling, steps_of_epochs
+
+BATCH = 4096
+STEPS_OF_AN_EPOCH = steps_of_epochs(1, BATCH)
+
+
+def vit_supervised() -> Recipe:
+    """ViT-B/16, supervised, ImageNet-1k, 300 epochs.
+
+    sigattn train vit-supervised --data IMAGENET        (--tiny: digits, about a minute on 2 cores)
+
+    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes vit-supervised``, an estimate by FLOPs. Paper: sigmoid
+    matches softmax in training loss and test top-1 (Fig. "test_top1_results"); without LayerScale it loses 1 % (Fig.
+    "imagenet_top_1_ablations").
+    """
+    return Recipe(
+        name="vit-supervised",
+        domain="Vision",
+        objective="Supervised",
+        model=VisionTransformerConfig(position="learnable", drop_branch=0.28),
+        task=Classification(),
+        training=_training(300, 20, rate=1e-4, weight_decay=0.3),
+        data="ImageNet-1k",
+        augmentation="RandAugment",
+        paper="matches softmax in training loss and test top-1",
+    )
+
+
+def vit_byol() -> Recipe:
+    """ViT-B/16, BYOL, ImageNet-1k, 600 epochs.
+
+    sigattn train vit-byol --data IMAGENET              (--tiny: digits, about 3 minutes on 2 cores)
+
+    Hardware: 32 GPUs of 80 GB. Time: see ``sigattn recipes vit-byol``, an estimate by FLOPs. Paper: the linear probe
+    matches softmax's.
+    """
+    return Recipe(
+        name="vit-byol",
+        domain="Vision",
+        objective="BYOL",
+        model=VisionTransformerConfig(position="learnable", drop_branch=0.2, other_sizes=True),
+        task=BYOL(momentum=0.996),
+        training=_training(600, 40, rate=1e-4, weight_decay=0.3),
+        data="ImageNet-1k",
+        augmentation="DINO multi-crop, colour jitter 1.0",
+        paper="linear probe matches softmax",
+    )
+
+
+def vit_simclr() -> Recipe:
+    """ViT-B/16, SimCLR, ImageNet-1k, 300 epochs.
+
+    sigattn train vit-simclr --data IMAGENET            (--tiny: digits, about 2 minutes on 2 cores)
+
+    Hardware: 16 GPUs of 80 GB. Time: see ``sigattn recipes vit-simclr``, an estimate by FLOPs. Paper: the linear probe
+    matches softmax's.
+    """
+    return Recipe(
+        name="vit-simclr",
+        domain="Vision",
+        objective="SimCLR",
+        model=VisionTransformerConfig(position="sincos", initialization="moco_v3", freeze_patches=True),
+        task=SimCLR(),
+        training=_training(300, 10, rate=2e-4, weight_decay=0.1),
+        data="ImageNet-1k",
+        augmentation="SimCLR, colour jitter 0.5",
+        paper="linear probe matches softmax",
+    )
+
+
+def vit_mae() -> Recipe:
+    """ViT-L/16, masked autoencoder, ImageNet-1k, 400 epochs: the one vision recipe with a bias.
+
+    sigattn train vit-mae --data IMAGENET               (--tiny: digits, about a minute on 2 cores)
+
+    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes vit-mae``, an estimate by FLOPs. Paper: fine-tuned, it
+    matches softmax.
+    """
+    encoder = VisionTransformerConfig(**SIZES["L"], position="learnable", bias="log_batch", classes=0)
+    return Recipe(
+        name="vit-mae",
+        domain="Vision",
+        objective="MAE",
+        model=MaskedAutoencoderConfig(encoder=encoder, mask_ratio=0.75),
+        task=MaskedAutoencoding(),
+        training=_training(400, 40, rate=1.5e-4, weight_decay=0.05, final_learning_rate=0.0),
+        data="ImageNet-1k",
+        augmentation="random resized crop and flip",
+        paper="fine-tuned top-1 matches softmax",
+    )
+
+
+def _training(epochs: int, warmup: int, *, rate: float, **settings: Any) -> TrainConfig:
+    """What the four tables share; learning rates are given for a batch of 256, and scaled linearly."""
+    peak = linear_scaling(rate, BATCH)
+    fixed: dict[str, Any] = {"final_learning_rate": 1e-6 / peak, "betas": (0.9, 0.95), "clip": None, **settings}
+    return TrainConfig(
+        steps=epochs * STEPS_OF_AN_EPOCH,
+        batch=BATCH,
+        precision="bfloat16",
+        learning_rate=peak,
+        warmup_steps=warmup * STEPS_OF_AN_EPOCH,
+        validate_every=STEPS_OF_AN_EPOCH,
+        checkpoint_every=STEPS_OF_AN_EPOCH,
+        watch_every=100,
+        **fixed,
+    )
+
+
+RECIPES = (vit_supervised, vit_byol, vit_simclr, vit_mae)

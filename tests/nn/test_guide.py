@@ -1,0 +1,37 @@
+"""recommend: the practitioner's table."""
+
+import pytest
+
+from sigattn.nn import recommend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "position", "layer_scale", "bias", "structure"),
+    [
+        (("vision", "supervised"), "learnable", True, 0.0, "pre"),
+        (("vision", "byol"), "learnable", True, 0.0, "pre"),
+        (("vision", "simclr"), "sincos", True, 0.0, "pre"),
+        (("vision", "mae"), "learnable", True, "log_batch", "pre"),
+        (("speech",), "alibi", True, "log_sample", "pre"),
+        (("language", None, 2048), "alibi", False, "log_context", "pre"),
+        (("language", "next-token", 2049), "alibi", False, 0.0, "hybrid"),
+    ],
+)
+def test_the_table(arguments, position, layer_scale, bias, structure):
+    r = recommend(*arguments)
+    assert (r.position, r.qk_norm, r.layer_scale, r.bias, r.structure) == (position, True, layer_scale, bias, structure)
+    assert any(word in r.reason for word in ("Sect.", "App.", "Table", "Fig."))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("audio",), "domain must be one of vision, speech, language, got 'audio'"),
+        (("vision", "ctc"), r"one of \('supervised', 'byol', 'simclr', 'mae'\), got 'ctc'"),
+        (("language",), "sequence_length decides"),
+        (("language", None, 0), "at least 1, got 0"),
+    ],
+)
+def test_what_the_guide_does_not_have(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        recommend(*arguments)

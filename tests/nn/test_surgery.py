@@ -1,0 +1,275 @@
+"""sigmoidify: models of others, answered by the formula; what it refuses, and by which name."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sigattn.nn import LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, sigmoidify
+from sigattn.nn.surgery import Replaced
+
+
+class FusedAttention(nn.Module):
+    """As timm writes it."""
+
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.heads, self.fused = heads, True
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x, mask=None):
+        b, n, w = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            x = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+        return self.proj(x.transpose(1, 2).reshape(b, n, w))
+
+
+class EagerAttention(nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class OutsideAttention(nn.Module):
+    """Calls a function that calls it, as transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.proj(elsewhere(x))
+
+
+def elsewhere(x):
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class Net(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).softmax(-1)  # no attention
+
+
+def sigmoid_of(layer, x, bias):
+    b, n, w = x.shape
+    q, k, v = layer.qkv(x).view(b, n, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
+    out = (q @ k.mT * q.shape[-1] ** -0.5 + bias).sigmoid() @ v
+    return layer.proj(out.transpose(1, 2).reshape(b, n, w))
+
+
+class TestLayersThatCallTheFunction:
+    @pytest.mark.parametrize("by_example", [False, True])
+    @pytest.mark.parametrize("bias", [None, -2.0])
+    def test_the_output_is_the_formula_s_and_the_weights_stay(self, by_example, bias):
+        net, x = Net(FusedAttention(), FusedAttention()), torch.randn(2, 5, 8)
+        before = {n: t.clone() for n, t in net.state_dict().items()}
+        report = sigmoidify(net, (x,) if by_example else None, bias=bias)
+        assert report == [Replaced("layers.0", "FusedAttention"), Replaced("layers.1", "FusedAttention")]
+        assert net.state_dict().keys() == before.keys()
+        assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
+        y = x
+        for layer in net.layers:
+            assert isinstance(layer, FusedAttention)
+            y = y + sigmoid_of(layer, y, -math.log(5) if bias is None else bias)
+        torch.testing.assert_close(net(x), net.head(y).softmax(-1))
+
+    def test_each_layer_learns_its_own_bias(self):
+        net = Net(FusedAttention(), FusedAttention())
+        sigmoidify(net, bias=LearnableBias(-1.0))
+        net(torch.randn(2, 5, 8))[..., 0].sum().backward()
+        biases = [p for n, p in net.named_parameters() if "sigmoid_bias" in n]
+        assert len(biases) == 2
+        assert all(p.grad.abs() > 0 for p in biases)
+
+    def test_what_is_called_elsewhere_needs_an_example(self):
+        net, x = Net(OutsideAttention()), torch.randn(2, 5, 8)
+        with pytest.raises(ValueError, match=r"Net has no attention layer.*Pass example="):
+            sigmoidify(net)
+        assert sigmoidify(net, {"x": x}) == [Replaced("layers.0", "OutsideAttention")]
+        net.layers[0].proj = nn.Identity()
+        expected = (x @ x.mT * 8**-0.5 - math.log(5)).sigmoid().tril() @ x
+        torch.testing.assert_close(net.layers[0](x), expected)
+
+    @pytest.mark.parametrize("by_example", [False, True])
+    def test_a_softmax_of_its_own_is_refused_by_name(self, by_example):
+        net, x = Net(FusedAttention(), EagerAttention()), torch.randn(2, 5, 8)
+        with pytest.raises(ValueError, match=r"cannot be replaced: layers\.1\. Let them use"):
+            sigmoidify(net, (x,) if by_example else None)
+        assert type(net.layers[0]) is FusedAttention  # nothing was changed
+
+    def test_a_flag_off_is_found_by_running(self):
+        net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
+        net.layers[0].fused = False
+        with pytest.raises(ValueError, match=r"cannot be replaced: layers\.0"):
+            sigmoidify(net, (x,))
+        sigmoidify(net)  # the source alone does not tell
+        with pytest.raises(RuntimeError, match="FusedAttention was sigmoidified, but this forward did not call"):
+            net(x)
+
+    def test_it_is_done_once(self):
+        net = Net(FusedAttention())
+        sigmoidify(net)
+        for example in (None, (torch.randn(1, 2, 8),)):
+            with pytest.raises(ValueError, match="no attention layer"):
+                sigmoidify(net, example)
+
+    def test_copies_and_pickles(self):
+        net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
+        sigmoidify(net, bias=-1.0)
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            torch.testing.assert_close(other(x), net(x))
+            other.layers[0].qkv.weight.data.zero_()
+            assert not torch.allclose(other(x), net(x))
+
+    @pytest.mark.usefixtures("unchecked")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_compiled(self):
+        net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
+        sigmoidify(net)
+        torch.testing.assert_close(torch.compile(net, backend="aot_eager")(x), net(x))
+
+    def test_biases_that_need_more(self):
+        for bias in (SampleLengthBias(), VisibleKeysBias(), QueryBias()):
+            with pytest.raises(ValueError, match="take another bias"):
+                sigmoidify(Net(FusedAttention()), bias=bias)
+
+    def test_masks_and_dropout_reach_the_operator(self):
+        layer, x = FusedAttention(), torch.randn(2, 5, 8)
+        mask = torch.rand(2, 1, 5, 5) > 0.5
+        sigmoidify(layer, bias=0.0)
+        q, k, v = layer.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        out = (q @ k.mT / 2).sigmoid().masked_fill(~mask, 0) @ v
+        torch.testing.assert_close(layer(x, mask), layer.proj(out.transpose(1, 2).flatten(2)))
+
+
+class TestMultiheadAttention:
+    @staticmethod
+    def truth(layer, q, k, v, seen, bias, added=0.0):
+        """(B, N, E), batch first, in PyTorch's own projections."""
+        same = layer.in_proj_weight is not None
+        ws = layer.in_proj_weight.chunk(3) if same else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+        bs = layer.in_proj_bias.chunk(3) if layer.in_proj_bias is not None else (None,) * 3
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((q, k, v), ws, bs, strict=True))
+        if layer.bias_k is not None:
+            k, v = (torch.cat([t, b.expand(len(t), 1, -1)], 1) for t, b in ((k, layer.bias_k), (v, layer.bias_v)))
+        q, k, v = (t.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+        weights = (q @ k.mT * q.shape[-1] ** -0.5 + bias + added).sigmoid().masked_fill(~seen, 0)
+        return layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+    @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 3}, {"add_bias_kv": True},
+                                         {"add_zero_attn": True}, {"batch_first": True}], ids=str)  # fmt: skip
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_every_option(self, options, masked):
+        layer = nn.MultiheadAttention(8, 2, **options)
+        sigmoidify(layer, bias=-1.0)
+        q, k, v = (
+            torch.randn(2, 4, 8),
+            torch.randn(2, 5, options.get("kdim", 8)),
+            torch.randn(2, 5, options.get("vdim", 8)),
+        )
+        keys = 5 + ("add_bias_kv" in options)
+        seen, more = torch.ones(2, 1, 4, keys, dtype=torch.bool), {}
+        if masked:
+            hidden, padding = torch.rand(4, 5) > 0.6, torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+            seen[..., :5] = ~hidden & ~padding[:, None, None]
+            more = {"attn_mask": hidden, "key_padding_mask": padding}
+        expected, weights = self.truth(layer, q, k, v, seen, -1.0)
+        inputs = (q, k, v) if options.get("batch_first") else tuple(t.transpose(0, 1) for t in (q, k, v))
+        out, average = layer(*inputs, **more)
+        torch.testing.assert_close(out if options.get("batch_first") else out.transpose(0, 1), expected)
+        torch.testing.assert_close(average, weights.mean(1))
+        _, each = layer(*inputs, **more, average_attn_weights=False)
+        torch.testing.assert_close(each, weights)
+        out, none = layer(*inputs, **more, need_weights=False)
+        assert none is None
+        torch.testing.assert_close(out if options.get("batch_first") else out.transpose(0, 1), expected)
+
+    def test_added_masks_causality_and_single_samples(self):
+        layer = nn.MultiheadAttention(8, 2, batch_first=True)
+        sigmoidify(layer)
+        x, added = torch.randn(2, 4, 8), torch.randn(4, 4, 4)
+        padding = torch.tensor([[0.0] * 4, [0.0] * 3 + [-math.inf]])
+        lengths = torch.tensor([4.0, 3.0]).view(-1, 1, 1, 1)
+        everything = added.unflatten(0, (2, 2)) + padding[:, None, None]
+        expected, _ = self.truth(layer, x, x, x, everything > -math.inf, -lengths.log(), everything.clamp(min=-1e30))
+        out, _ = layer(x, x, x, attn_mask=added, key_padding_mask=padding)
+        torch.testing.assert_close(out, expected)
+        causal = nn.Transformer.generate_square_subsequent_mask(4)
+        expected, _ = self.truth(layer, x, x, x, torch.ones(4, 4).tril().bool(), -math.log(4))
+        for options in ({}, {"is_causal": True}, {"is_causal": True, "need_weights": False}):
+            torch.testing.assert_close(layer(x, x, x, attn_mask=causal, **options)[0], expected)
+        torch.testing.assert_close(layer(x[0], x[0], x[0], attn_mask=causal)[0], expected[0])
+
+    @pytest.mark.parametrize("padded", [False, True])
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_pytorch_s_fused_encoder_does_not_bring_softmax_back(self, padded, nested):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        sigmoidify(encoder, bias=-1.0)
+        x = torch.randn(2, 5, 8)
+        padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
+        training = encoder.train()(x, src_key_padding_mask=padding)
+        with torch.no_grad():
+            fast = encoder.eval()(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(fast, training)
+        seen = (
+            torch.ones(2, 1, 5, 5, dtype=torch.bool) if padding is None else ~padding[:, None, None].expand(2, 1, 5, 5)
+        )
+        y, first = x, encoder.layers[0]
+        y = first.norm1(y + self.truth(first.self_attn, y, y, y, seen, -1.0)[0])
+        y = first.norm2(y + first.linear2(F.relu(first.linear1(y))))
+        torch.testing.assert_close(first(x, src_key_padding_mask=padding), y)
+
+    def test_its_own_lengths(self):
+        layer = nn.MultiheadAttention(8, 2, batch_first=True)
+        sigmoidify(layer, bias=SampleLengthBias())
+        plain = nn.MultiheadAttention(8, 2, batch_first=True)
+        plain.load_state_dict(layer.state_dict())
+        sigmoidify(plain)
+        x, padding = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, True, True, True]])
+        torch.testing.assert_close(layer(x, x, x, padding)[0], plain(x, x, x, padding)[0])
+        torch.testing.assert_close(layer(x, x, x)[0], plain(x, x, x)[0])
+
+    def test_subclasses_are_refused(self):
+        class Own(nn.MultiheadAttention):
+            pass
+
+        with pytest.raises(ValueError, match=r"cannot be replaced: 1\."):
+            sigmoidify(nn.Sequential(nn.MultiheadAttention(8, 2), Own(8, 2)))
+
+    def test_copies_and_pickles(self):
+        layer = nn.MultiheadAttention(8, 2)
+        sigmoidify(layer, bias=-1.0)
+        x = torch.randn(3, 1, 8)
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            torch.testing.assert_close(other(x, x, x), layer(x, x, x))
+
+
+def test_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    tokens = torch.randint(50, (2, 7))
+    model = transformers.BertModel(config).eval()
+    before = model(tokens).last_hidden_state
+    report = sigmoidify(model, {"input_ids": tokens})
+    assert [r.name for r in report] == [f"encoder.layer.{i}.attention.self" for i in range(2)]
+    after = model(tokens).last_hidden_state
+    assert not torch.allclose(before, after)
+    eager = transformers.BertModel._from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match=r'encoder\.layer\.0\.attention\.self.*attn_implementation="sdpa"'):
+        sigmoidify(eager, {"input_ids": tokens})

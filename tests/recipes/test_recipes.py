@@ -1,0 +1,222 @@
+"""Every registered recipe: it builds, its twins differ in the attention alone, its tiny form trains and is saved."""
+
+import warnings
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from sigattn.models.autoencoder import MaskedAutoencoderConfig
+from sigattn.models.language import LanguageModelConfig
+from sigattn.models.saving import build, load, save
+from sigattn.models.speech import SpeechModelConfig
+from sigattn.models.vision import VisionTransformerConfig
+from sigattn.nn.guide import recommend
+from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find
+from sigattn.tasks.byol import BYOL
+from sigattn.tasks.simclr import SimCLR
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram et al., 2025")
+
+# Table "practioners" of the paper, row by row: position, QK norm, LayerScale, bias, norm strategy
+PAPER = [
+    ("Vision", "Supervised", "87M", "Learnable", "Yes", "Yes", "No", "Pre-Norm"),
+    ("Vision", "BYOL", "87M", "Learnable", "Yes", "Yes", "No", "Pre-Norm"),
+    ("Vision", "SimCLR", "87M", "SinCos", "Yes", "Yes", "No", "Pre-Norm"),
+    ("Vision", "MAE", "304M", "Learnable", "Yes", "Yes", "Yes", "Pre-Norm"),
+    ("ASR", "Supervised (CTC)", "100M-250M", "S/C/A/R", "Yes", "Yes", "Yes", "Pre-Norm"),
+    ("ASR", "Supervised (CTC)", "100M-250M", "RoPE", "No", "Yes", "No", "Hybrid-Norm"),
+    ("AR Language", "Next-token (<=2k seq len)", "1B", "ALiBi", "Yes", "No", "Yes", "Pre-Norm"),
+    ("AR Language", "Next-token (<=2k seq len)", "1B", "ALiBi", "Yes", "No", "No", "Hybrid-Norm"),
+    ("AR Language", "Next-token (>2k seq len)", "1B", "ALiBi", "Yes", "No", "No", "Hybrid-Norm"),
+]
+
+
+def example(recipe):
+    """A batch for a recipe's task, of random numbers."""
+    model = recipe.model
+    if isinstance(model, LanguageModelConfig):
+        tokens = torch.randint(model.vocabulary, (2, min(model.context, 40) + 1))
+        return tokens[:, :-1], tokens[:, 1:]
+    if isinstance(model, SpeechModelConfig):
+        return (
+            torch.randn(2, 60, model.mels),
+            torch.tensor([60, 41]),
+            torch.randint(1, 29, (2, 5)),
+            torch.tensor([5, 3]),
+        )
+    vision = recipe.transformer
+    images = [torch.randn(6, vision.channels, vision.image_size, vision.image_size) for _ in range(2)]
+    if isinstance(recipe.task, (SimCLR, BYOL)):
+        return tuple(images)
+    if isinstance(model, MaskedAutoencoderConfig):
+        return (images[0],)
+    return images[0], torch.randint(vision.classes, (6,))
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return find(request.param)
+
+
+def distinct_tiny_forms():
+    """The names of all recipes but those whose tiny form is another's."""
+    known, names = [], []
+    for name in RECIPES:
+        form = (find(name).tiny().model, find(name).tiny().task)
+        if form not in known:
+            known.append(form)
+            names.append(name)
+    return names
+
+
+TINY = distinct_tiny_forms()
+
+
+def test_it_builds_and_says_what_it_is(recipe):
+    assert recipe.name in RECIPES
+    with torch.device("meta"):
+        recipe.task.build(recipe.model)
+    recipe.training.check()
+    words = RECIPES[recipe.name].__doc__
+    assert f"sigattn train {recipe.name} --data" in words
+    for part in ("Hardware:", "Time:", "Paper:"):
+        assert part in words
+    assert recipe.gpu_hours() > 0
+    assert recipe.paper
+
+
+def test_twins_differ_in_the_attention_alone(recipe):
+    twin = recipe.softmax()
+    assert twin.transformer.activation == "softmax"
+    changed = {
+        f.name
+        for f in fields(recipe.transformer)
+        if getattr(recipe.transformer, f.name) != getattr(twin.transformer, f.name)
+    }
+    assert changed <= {"activation", "bias", "learn_bias", "qk_norm"}
+    assert (twin.training, twin.task, twin.data) == (recipe.training, recipe.task, recipe.data)
+    ours, theirs = ({n: p.shape for n, p in build(r.model, "meta").named_parameters()} for r in (recipe, twin))
+    named = set(ours.keys() ^ theirs.keys())
+    assert all(n.endswith(("query_norm.weight", "key_norm.weight")) for n in named)
+    assert named == set() or "qk_norm" in changed
+    assert all(ours[n] == theirs[n] for n in ours.keys() & theirs.keys())
+
+
+@pytest.mark.parametrize("form", ["tiny", "tiny-softmax"])
+@pytest.mark.parametrize("name", TINY)
+def test_the_tiny_form_learns_and_comes_back_from_disk(name, form, tmp_path):
+    recipe, small = find(name), find(f"{name}-{form}")
+    whole = recipe if form == "tiny" else recipe.softmax()
+    for what in ("position", "structure", "qk_norm", "feed_forward", "norm", "activation", "bias"):
+        assert getattr(small.transformer, what) == getattr(whole.transformer, what)
+    assert small.parameters() < 500_000
+    torch.manual_seed(0)
+    module = small.task.build(small.with_transformer(dropout=0.0, drop_branch=0.0).model)
+    batch = example(small)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+
+    def loss():
+        torch.manual_seed(1)  # the same patches hidden, the same shifts
+        return small.task.loss(module, batch)
+
+    first = loss()
+    for _ in range(5):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        small.task.after_step(module, 256)
+    missing = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing
+    assert loss() < first
+    backbone = small.task.backbone(module).eval()
+    save(backbone, tmp_path)
+    again = load(tmp_path)
+    inputs = batch[:2] if isinstance(small.model, SpeechModelConfig) else batch[:1]
+    with torch.no_grad():
+        ours, theirs = backbone(*inputs), again(*inputs)
+    for a, b in zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]:
+        assert torch.equal(a, b)
+    metrics = small.task.evaluate(module.eval(), [batch])
+    assert small.task.metric in metrics
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", TINY)
+def test_compiled_is_the_same(name):
+    torch._dynamo.reset()
+    small = find(f"{name}-tiny")
+    module = small.task.build(small.with_transformer(dropout=0.0, drop_branch=0.0).model)
+    module.train(not isinstance(small.model, SpeechModelConfig))  # whose CAPE draws
+    batch = example(small)
+    grads = []
+    for run in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        module.zero_grad()
+        torch.manual_seed(1)
+        loss = small.task.loss(run, batch)
+        loss.backward()
+        grads.append([loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_guide_is_the_paper_s_table():
+    rows = [tuple(find(name).guide_row().values()) for name in GUIDE]
+    for ours, paper in zip(rows, PAPER, strict=True):
+        assert ours[:2] == paper[:2]
+        assert paper[3] in (ours[3], "S/C/A/R")
+        assert ours[4:] == paper[4:]
+    assert rows[0][2] == "87M"
+    assert find("vit-mae").transformer.layers == 24  # with its decoder 330M, the encoder being the 304M of the table
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("vit-supervised", ("vision", "supervised")),
+        ("vit-byol", ("vision", "byol")),
+        ("vit-simclr", ("vision", "simclr")),
+        ("vit-mae", ("vision", "mae")),
+        ("asr-ls960", ("speech",)),
+        ("lm-1b-2k", ("language", None, 2048)),
+        ("lm-1b-4k", ("language", None, 4096)),
+    ],
+)
+def test_recipes_are_what_the_guide_recommends(name, arguments):
+    advice, t = recommend(*arguments), find(name).transformer
+    assert advice.recipe == name
+    assert advice.qk_norm == (t.qk_norm != "none")
+    assert advice.layer_scale == (t.layer_scale is not None)
+    assert advice.structure == t.structure
+    assert advice.bias == (t.USUAL_BIAS if t.bias is None else t.bias)
+    assert advice.position == t.position or arguments == ("speech",)  # the recipe's is the paper's first, CAPE
+
+
+def test_only_what_the_paper_found_unstable_warns():
+    warned = set()
+    for name in RECIPES:
+        from sigattn.nn import stability
+
+        stability._said.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            build(find(name).model, "meta")
+        if caught:
+            warned.add(name)
+    assert warned == {"asr-ls100-36", "asr-ls100-24", "asr-ls100-12", "asr-ls100-post", "lm-realnews"}
+
+
+def test_names():
+    assert find("vit-mae-tiny").model.encoder.width == 64
+    assert find("lm-1b-2k-softmax").name == "lm-1b-2k-softmax"
+    with pytest.raises(RecipeError, match="no recipe is called 'lm-2b'; sigattn recipes lists them: vit-supervised"):
+        find("lm-2b")
+
+
+def test_shared_key_heads_stay_shared():
+    recipe = replace(find("lm-1b-2k"))
+    small = recipe.with_transformer(kv_heads=8).tiny()
+    assert small.transformer.kv_heads == 1
+    assert isinstance(find("vit-simclr-tiny").model, VisionTransformerConfig)
