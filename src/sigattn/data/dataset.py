@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +33,11 @@ class Data(ABC):
             seed: of the order, and of augmentation.
             shard: (rank, ranks): every ranks-th sample, from the rank-th on.
         """
+
+    def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """The batches of the steps from one on, without end."""
+        for step in itertools.count(first_step):
+            yield self.batch(step, size, seed, shard)
 
     @abstractmethod
     def validation(self, size: int) -> Iterable[Batch]:

@@ -70,13 +70,20 @@ class ByteText:
             DataError: if either part is too short for one sequence of the given context and its next byte.
         """
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        return cls.split_tokens(tokens, context, held_out, hashlib.sha256(text).hexdigest(), "bytes")
+
+    @classmethod
+    def split_tokens(
+        cls, tokens: Int[Tensor, " tokens"], context: int, held_out: float, sha256: str, unit: str = "tokens"
+    ) -> ByteText:
+        """The same of tokens of any vocabulary."""
         cut = len(tokens) - int(held_out * len(tokens))
         if len(tokens) - cut <= context:
             raise DataError(
-                f"the text has {len(tokens)} bytes, of which {len(tokens) - cut} are held out: too short for a context "
-                f"of {context} (at least {int((context + 1) / held_out) + 1} bytes are needed)"
+                f"the text has {len(tokens)} {unit}, of which {len(tokens) - cut} are held out: too short for a "
+                f"context of {context} (at least {int((context + 1) / held_out) + 1} {unit} are needed)"
             )
-        return cls(tokens[:cut], tokens[cut:], hashlib.sha256(text).hexdigest())
+        return cls(tokens[:cut], tokens[cut:], sha256)
 
     def batch(
         self, step: int, size: int, context: int, seed: int

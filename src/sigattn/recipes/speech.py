@@ -23,7 +23,7 @@ def asr_ls960() -> Recipe:
 
     Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls960``, an estimate by FLOPs. Paper: word error rate 2.4
     / 5.5 on test-clean / test-other, softmax 2.3 / 5.7; also with RoPE (2.3 / 5.4) and ALiBi (2.3 / 5.1):
-    ``--position``.
+    ``--model.position``.
     """
     return _ls960("asr-ls960", paper="WER 2.4 / 5.5, softmax 2.3 / 5.7")
 

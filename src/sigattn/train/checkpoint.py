@@ -85,9 +85,10 @@ def load(
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
     about = json.loads(json.dumps(about))
+    if "data" not in about:
+        saved["about"].pop("data", None)
     if saved["about"] != about:
-        names = saved["about"].keys() | about.keys()
-        differing = sorted(k for k in names if saved["about"].get(k) != about.get(k))
+        differing = sorted(k for k in saved["about"].keys() | about.keys() if saved["about"].get(k) != about.get(k))
         raise CheckpointError(
             f"{path} comes from a run that differs in {', '.join(differing)}; resume with the same settings, or start "
             "in another run folder"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -104,8 +104,9 @@ def train(
     log = MetricsLog(folder, first_step=done) if processes.first else None
     try:
         with CtrlC() as ctrl_c:
+            batches = data.batches(done, config.batch, config.seed, run.processes.shard)
             for step in range(done, config.steps):
-                row = run.step(step, checkpoints)
+                row = run.step(step, next(batches), checkpoints)
                 done = step + 1
                 if done % config.validate_every == 0 or done == config.steps:
                     row |= {f"validation_{name}": value for name, value in run.validate().items()}
@@ -123,6 +124,21 @@ def train(
         if log is not None:
             log.close()
     return run.finish(folder)
+
+
+def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folder: Path) -> dict[str, float]:
+    """Metrics of a run's last checkpoint on the held-out data; arguments as in ``train``.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it does not fit.
+    """
+    found = checkpoint.complete(folder / "checkpoints")
+    if not found:
+        raise checkpoint.CheckpointError(f"{folder} has no checkpoint to evaluate")
+    run = _Run.start(task, model, replace(config, compile=False), data, sharding.processes())
+    about = {k: v for k, v in run.about(model).items() if k != "data"}  # other data may be asked for
+    checkpoint.load(found[-1], run.module, run.optimizer, about, average=run.average)
+    return run.validate()
 
 
 @dataclass
@@ -164,7 +180,7 @@ class _Run:
         task = {f"task.{name}": value for name, value in asdict(settings).items()}
         return {**asdict(model), **training, **task, "task": type(self.task).__name__, "data": self.data.fingerprint}
 
-    def step(self, step: int, checkpoints: Path) -> Row:
+    def step(self, step: int, batch: Batch, checkpoints: Path) -> Row:
         """One update and what was measured on the way."""
         start = time.perf_counter()
         config, device = self.config, self.processes.device
@@ -172,7 +188,6 @@ class _Run:
         set_learning_rate(self.optimizer, rate)
         # all that is drawn in a step depends on seed, step and process alone: there is no state to keep
         torch.manual_seed((config.seed * 1_000_003 + step) * 4099 + self.processes.data_rank)
-        batch = self.data.batch(step, config.batch, config.seed, self.processes.shard)
         batch = tuple(t.to(device, non_blocking=True) for t in batch)
         watch = bool(config.watch_every) and step % config.watch_every == 0
         with watching(self.module, "norm" if watch else "nothing") as layers:

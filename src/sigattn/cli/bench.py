@@ -1,0 +1,47 @@
+"""``sigattn bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sigattn.bench import accuracy, cpu, hybridnorm, kernels, static, tune
+
+
+def bench_cpu(options: cpu.CpuBenchmark) -> None:
+    """Ours, softmax SDPA, naive and compiled naive sigmoid on the CPU, side by side: time, error, memory."""
+    cpu.run(options)
+
+
+def bench_static(options: static.StaticBenchmark) -> None:
+    """What the compiler makes of the GPU kernels, without a GPU: registers, spills, instructions per score."""
+    static.run(options)
+
+
+def bench_kernels(options: kernels.KernelBenchmark) -> None:
+    """The GPU kernels beside every peer present, over lengths from 64 to 78k: TFLOP/s, ratios, errors, plots."""
+    kernels.run(options)
+
+
+def bench_accuracy(options: accuracy.AccuracyBenchmark) -> None:
+    """How exact weights and outputs stay as n grows, with b = -log n: ours and each sigmoid peer, in each dtype."""
+    accuracy.run(options)
+
+
+def bench_hybridnorm(options: hybridnorm.HybridNormBenchmark) -> None:
+    """From which length sigmoid attention with a LayerNorm after it beats softmax on this GPU."""
+    hybridnorm.run(options)
+
+
+def bench_tune(options: tune.TuneBenchmark) -> None:
+    """Time the tile shapes of the GPU kernels on this GPU, beside those in force."""
+    tune.run(options)
+
+
+BENCHMARKS: dict[str, Callable[..., None]] = {
+    "cpu": bench_cpu,
+    "static": bench_static,
+    "kernels": bench_kernels,
+    "accuracy": bench_accuracy,
+    "hybridnorm": bench_hybridnorm,
+    "tune": bench_tune,
+}

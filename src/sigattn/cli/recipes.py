@@ -1,0 +1,87 @@
+"""``sigattn recipes`` and ``sigattn norms``."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sigattn.recipes import attention_norms
+from sigattn.recipes.registry import RECIPES, find
+
+
+def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) -> None:
+    """List all recipes as the practitioner's table, or print one whole.
+
+    Args:
+        name: a recipe; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its other forms.
+    """
+    console = Console()
+    console = console if console.width >= 118 else Console(width=118)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Ramapuram")
+        if name is None:
+            _table(console)
+        else:
+            _one(console, name)
+
+
+def _table(console: Console) -> None:
+    rows = {name: find(name).guide_row() for name in RECIPES}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("recipe", "domain", "objective", "size", "position", "QK", "LS", "bias", "norm"):
+        table.add_column(column, no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(name, *row.values())
+    console.print(table)
+    console.print("QK: QK-norm. LS: LayerScale. bias: the sigmoid's. norm: where norms stand.", highlight=False)
+    console.print("sigattn recipes NAME prints one whole; sigattn train NAME --tiny trains it small.", highlight=False)
+
+
+def _one(console: Console, name: str) -> None:
+    recipe = find(name)
+    base = next(n for n in sorted(RECIPES, key=len, reverse=True) if name.startswith(n))
+    console.print(inspect.cleandoc(RECIPES[base].__doc__ or ""), highlight=False, markup=False)
+    facts = {
+        "parameters": f"{recipe.parameters():,}",
+        "tokens trained on": f"{recipe.tokens():.3g}",
+        "H100 hours at 40 % of its peak (estimated)": f"{recipe.gpu_hours():.3g}",
+        "data": recipe.data,
+        "augmentation": recipe.augmentation,
+    }
+    groups = {"": facts, "task": {"kind": type(recipe.task).__name__, **_settings(recipe.task)}}
+    groups |= {"model": _settings(recipe.model), "training": _settings(recipe.training)}
+    for title, settings in groups.items():
+        console.print(f"\n{title}".rstrip() if title else "", highlight=False)
+        for key, value in settings.items():
+            console.print(f"    {key:<44} {value}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _settings(config: object) -> dict[str, Any]:
+    values: dict[str, Any] = asdict(config)  # type: ignore[call-overload]
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def show_norms(options: attention_norms.AttentionNorms) -> None:
+    """Norm of the attention's output at initialisation, for each position and bias (a minute on 2 cores)."""
+    console, found = Console(), {}
+
+    def show(position: str, kind: str, norm: float) -> None:
+        found[position, kind] = norm
+
+    attention_norms.run(options, show)
+    table = Table(box=box.SIMPLE_HEAD, title="Attention output norm at initialisation, mean over layers")
+    for column in ("position", *attention_norms.KINDS):
+        table.add_column(column, justify="left" if column == "position" else "right")
+    for position in attention_norms.POSITIONS:
+        table.add_row(position, *(f"{found[position, kind]:,.0f}" for kind in attention_norms.KINDS))
+    console.print(table)

@@ -1,0 +1,245 @@
+"""``sigattn train``, and what is done with a trained model: evaluate, generate, probe."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sigattn.data.dataset import DataError
+from sigattn.data.images import Digits, ImageFolder
+from sigattn.data.tokens import load_tokenizer, train_tokenizer
+from sigattn.distributed.sharding import processes
+from sigattn.models import saving
+from sigattn.models.language import LanguageModel
+from sigattn.models.vision import VisionTransformer
+from sigattn.recipes import loading
+from sigattn.recipes.demo import SettingsError
+from sigattn.recipes.probe import features, fine_tune, linear_probe
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import RECIPES, find
+from sigattn.train import loop, metrics
+from sigattn.train.config import TrainConfig
+from sigattn.train.loop import Interrupted, Row
+
+EVERY = 20  # steps between plain lines
+
+
+def run_train(arguments: list[str]) -> None:
+    """``sigattn train NAME [--tiny] [--softmax] [--field value …]``."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: sigattn train NAME [--tiny] [--softmax] [--data PATH] [--folder PATH] [--resume] [settings]\n")
+        print("names: " + ", ".join(RECIPES))
+        print("sigattn train NAME --help shows every setting; sigattn recipes shows what the names stand for")
+        sys.exit(0 if arguments[:1] in (["--help"], ["-h"]) else 2)
+    name, *rest = arguments
+    for form in ("tiny", "softmax"):
+        if f"--{form}" in rest:
+            rest.remove(f"--{form}")
+            name = f"{name}-{form}"
+    options = _options(find(name), rest)
+    recipe = dataclasses.replace(find(name), model=options.model, task=options.task, training=options.training)
+    _train(recipe, name, options)
+
+
+def _options(recipe: Recipe, arguments: list[str]) -> Any:
+    """The command's settings: those of the recipe, each with its flag, and where data and results are."""
+    fields: list[Any] = [
+        ("data", Annotated[Path | None, tyro.conf.arg(help="folder or file; see sigattn recipes")], None),
+        ("tokenizer", Annotated[Path | None, tyro.conf.arg(help="of a language model, else bytes")], None),
+        ("folder", Annotated[Path, tyro.conf.arg(help="for metrics, checkpoints, model")], Path("runs") / recipe.name),
+        ("resume", Annotated[bool, tyro.conf.arg(help="go on from the last checkpoint")], False),
+        ("workers", Annotated[int, tyro.conf.arg(help="processes that read images")], 0),
+    ]
+    fields += [
+        (n, type(v), v) for n, v in (("model", recipe.model), ("task", recipe.task), ("training", recipe.training))
+    ]
+    made = dataclasses.make_dataclass(
+        "Train", [(n, kind, dataclasses.field(default=value)) for n, kind, value in fields], frozen=True, kw_only=True
+    )
+    base = next(n for n in sorted(RECIPES, key=len, reverse=True) if recipe.name.startswith(n))
+    text = inspect.cleandoc(RECIPES[base].__doc__ or "")
+    return tyro.cli(made, args=arguments, prog=f"sigattn train {recipe.name}", description=text)
+
+
+def _train(recipe: Recipe, name: str, options: Any) -> None:
+    folder, console = options.folder, Console()
+    first = processes().first
+    if not options.resume and (folder / "checkpoints").is_dir() and any((folder / "checkpoints").glob("step-*")):
+        raise DataError(f"the run folder {folder} holds a run already: add --resume to go on with it, or name another")
+    try:
+        data = loading.load(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
+        if first:
+            _remember(folder, recipe, name, options)
+        with _Display(console, recipe, first) as display:
+            loop.train(
+                recipe.task, recipe.model, recipe.training, data, folder, resume=options.resume, on_row=display.update
+            )
+    except Interrupted as stop:
+        console.print(f"\n{stop}\nTo go on: the same command with --resume", highlight=False)
+        sys.exit(130)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    if first:
+        rows = metrics.read(folder / "metrics.jsonl")
+        final = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
+        spikes = {n: metrics.count_spikes([r[n] for r in rows], f) for n, f in (("gradient_norm", 3.0), ("loss", 1.2))}
+        console.print(", ".join(f"{k} {v:.4g}" for k, v in final.items()), highlight=False)
+        console.print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")
+        console.print(f"model: {folder / 'model'}", soft_wrap=True, highlight=False)
+
+
+class _Display:
+    """A progress bar with the latest measurements, or plain lines where the output is no terminal."""
+
+    def __init__(self, console: Console, recipe: Recipe, first: bool) -> None:
+        self.console, self.steps, self.quiet = console, recipe.training.steps, not first
+        self.progress = Progress(
+            TextColumn(recipe.name),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+        )
+        self.task = self.progress.add_task("", total=self.steps)
+        self.held = ""
+
+    def __enter__(self) -> _Display:
+        if self.console.is_terminal and not self.quiet:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def update(self, row: Row) -> None:
+        """Show a new row."""
+        held = [f"{k.removeprefix('validation_')} {v:.4g}" for k, v in row.items() if k.startswith("validation_")]
+        self.held = " ".join(held) or self.held
+        attention = f" attention {row['attention_norm']:,.1f}" if "attention_norm" in row else ""
+        text = f"loss {row['loss']:.4g} gradient {row['gradient_norm']:.3g}{attention} | {self.held}"
+        self.progress.update(self.task, completed=row["step"] + 1, description=text)
+        done = row["step"] + 1
+        if not self.console.is_terminal and (done % EVERY == 0 or done in (1, self.steps)):
+            self.console.print(f"step {done} {text}", soft_wrap=True, highlight=False)
+
+
+def _remember(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
+    """What was trained on what, for the commands below."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {n: None if getattr(options, n) is None else str(getattr(options, n)) for n in ("data", "tokenizer")}
+    settings: Any = (recipe.model, recipe.task, recipe.training)
+    model, task, training = (dataclasses.asdict(s) for s in settings)
+    about = {"recipe": name, **paths, "model": model, "task": task, "training": training}
+    (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
+    """The recipe, the data's and the tokenizer's place of a run.
+
+    Raises:
+        DataError: if the folder holds no run.
+    """
+    try:
+        about = json.loads((folder / "run.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise DataError(f"{folder} holds no run of sigattn train: {error}") from error
+    recipe = find(about["recipe"])
+    training = TrainConfig(**{**about["training"], "betas": tuple(about["training"]["betas"])})
+    model, task = saving.from_dict(type(recipe.model), about["model"]), type(recipe.task)(**about["task"])
+    paths = [None if about[n] is None else Path(about[n]) for n in ("data", "tokenizer")]
+    return dataclasses.replace(recipe, model=model, task=task, training=training), paths[0], paths[1]
+
+
+def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None) -> None:
+    """Metrics of a run's last checkpoint on the held-out data.
+
+    Args:
+        folder: of the run.
+        data: instead of what it was trained on.
+    """
+    recipe, path, tokenizer = _recall(folder)
+    source = loading.load(recipe, data or path, tokenizer=tokenizer)
+    found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
+    for key, value in found.items():
+        print(f"{key} {value:.6g}")
+
+
+def generate(
+    folder: Annotated[Path, tyro.conf.Positional],
+    /,
+    prompt: str = "The ",
+    tokens: int = 200,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> None:
+    """Let a language model of a run go on with a text.
+
+    Args:
+        folder: of the run.
+        prompt: where it starts.
+        tokens: how many more.
+        temperature: of sampling; 0 for the likeliest token each time.
+        seed: of sampling.
+    """
+    recipe, _, tokenizer_path = _recall(folder)
+    model = saving.load(folder / "model")
+    if not isinstance(model, LanguageModel):
+        raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no language model")
+    tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
+    start = list(prompt.encode()) if tokenizer is None else tokenizer.encode(prompt).ids
+    if not start or temperature < 0 or tokens < 0:
+        raise SettingsError("generate needs a prompt, and temperature and tokens of at least 0")
+    generator = torch.Generator().manual_seed(seed)
+    made = model.generate(torch.tensor([start]), tokens, temperature=temperature, generator=generator)[0].tolist()
+    print(bytes(made).decode(errors="replace") if tokenizer is None else tokenizer.decode(made))
+
+
+def probe(
+    folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None, fine_tuning: bool = False
+) -> None:
+    """Top-1 of a linear classifier on the features of a run's vision model.
+
+    Args:
+        folder: of the run.
+        data: a folder with train/CLASS and val/CLASS; the run's own, or handwritten digits, if none is named.
+        fine_tuning: train the whole model further as well (on the handwritten digits).
+    """
+    recipe, path, _ = _recall(folder)
+    model = saving.load(folder / "model")
+    if not isinstance(model, VisionTransformer):
+        raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no vision transformer")
+    path = data or path
+    if path is None:
+        digits = Digits(strength=0.0).everything()
+        found = [features(model, [part]) for part in digits]
+    else:
+        images = ImageFolder(path, model.config.image_size, "none")
+        train = (images.batch(i, 256, 0) for i in range(-(-len(images) // 256)))
+        found = [features(model, train), features(model, images.validation(256))]
+    print(f"linear probe: top1 {linear_probe(found[0], found[1]):.4f}")
+    if fine_tuning:
+        if path is not None:
+            raise SettingsError("to fine-tune on a folder of images, train vit-supervised from the saved model")
+        print(f"fine-tuned: top1 {fine_tune(model, digits[0], digits[1]):.4f}")
+
+
+def make_tokenizer(data: Path, save: Path, vocabulary: int = 32_768) -> None:
+    """Learn a byte-level BPE vocabulary from a text.
+
+    Args:
+        data: a file or a folder of .txt, .md, .rst, .py or .jsonl.
+        save: the JSON file to write.
+        vocabulary: number of tokens.
+    """
+    tokenizer = train_tokenizer(data, vocabulary, save)
+    print(f"{tokenizer.get_vocab_size()} tokens: {save}")

@@ -1,0 +1,275 @@
+"""Images: a folder for each class (ImageNet's layout), or scikit-learn's handwritten digits, always at hand."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigattn.data.dataset import Batch, Data, DataError, sample_generator, shuffled
+
+Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
+SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
+MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
+
+
+class Digits(Data):
+    """1,797 handwritten digits of 8 × 8 pixels (scikit-learn), 360 of them held out.
+
+    A sample is varied a little, differently in each epoch: shifted, turned, scaled, and made noisy.
+
+    Args:
+        views: how many variations of each image a batch has: 1 with its label, or several without.
+        labels: whether a batch has labels; with several views it has none.
+        strength: of the variations; 0 for none.
+
+    Raises:
+        DataError: without scikit-learn.
+    """
+
+    def __init__(self, *, views: int = 1, labels: bool = True, strength: float = 1.0) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ModuleNotFoundError as error:
+            raise DataError("the handwritten digits come with scikit-learn: pip install 'sigattn[vision]'") from error
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # (1797, 1, 8, 8) in -1 … 1
+        labelled = torch.tensor(digits.target)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        self._train, self._held = order[360:], order[:360]
+        self._images, self._labels = images, labelled
+        self.views, self.labels, self.strength = views, labels, strength
+
+    def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
+        """Images (B, 1, 8, 8), as many times as there are views, and labels (B,)."""
+        chosen = shuffled(len(self._train), step, size, seed)
+        index = self._train[torch.tensor([i for i, _ in chosen])]
+        generator = sample_generator(seed, step, 0)  # of the whole batch: whoever takes part sees the same
+        views = [self._vary(self._images[index], generator)[shard[0] :: shard[1]] for _ in range(self.views)]
+        labels = self._labels[index][shard[0] :: shard[1]]
+        return (*views, labels) if self.labels and self.views == 1 else tuple(views)
+
+    def validation(self, size: int) -> Iterable[Batch]:
+        """The held-out images; where there are several views, variations that are always the same."""
+        generator = torch.Generator().manual_seed(0)
+        batches: list[Batch] = []
+        for index in self._held.split(size):
+            images = self._images[index]
+            if self.views > 1:
+                batches.append(tuple(self._vary(images, generator) for _ in range(self.views)))
+            else:
+                batches.append((images, self._labels[index]) if self.labels else (images,))
+        return batches
+
+    def everything(self) -> tuple[Batch, Batch]:
+        """Images and labels, to train on and held out: for probes."""
+        parts = [(self._images[index], self._labels[index]) for index in (self._train, self._held)]
+        return parts[0], parts[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the images and how they are varied."""
+        kind = f"digits, {self.views} views, strength {self.strength}"
+        return hashlib.sha256(self._images.numpy().tobytes() + kind.encode()).hexdigest()
+
+    def _vary(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        if not self.strength:
+            return images
+        n, s = len(images), self.strength
+
+        def draw(limit: float) -> Tensor:
+            return (2 * torch.rand(n, generator=generator) - 1) * limit * s
+
+        angle, scale = draw(math.pi / 12), 1 + draw(0.15)
+        cos, sin = scale * angle.cos(), scale * angle.sin()
+        shift = (draw(0.25), draw(0.25))  # of half the width: a pixel each way
+        places = torch.stack([cos, -sin, shift[0], sin, cos, shift[1]], -1).view(n, 2, 3)
+        grid = F.affine_grid(places, list(images.shape), align_corners=False)
+        moved = F.grid_sample(images + 1, grid, align_corners=False) - 1  # beyond the edge is background
+        return moved + 0.1 * s * torch.randn(images.shape, generator=generator)
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    label: int
+
+
+class ImageFolder(Data):
+    """Images in one folder for each class: ``train/CLASS/….jpeg`` and ``val/CLASS/….jpeg``, as ImageNet is unpacked.
+
+    An image that cannot be read is counted, reported and replaced by the next, up to ``tolerated`` of them.
+
+    Args:
+        root: holds train and val. size: pixels of a side.
+        augmentation: "none", "crop" (random resized crop and flip), "randaugment" (that and RandAugment), "simclr" (two
+            views with colour jitter and blur), or "multicrop" (DINO's: two large views and four small ones).
+        jitter: strength of the colour jitter. workers: processes that read images.
+
+    Raises:
+        DataError: if the folder has not that layout.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        size: int,
+        augmentation: Augmentation,
+        *,
+        labels: bool = True,
+        jitter: float = 0.5,
+        workers: int = 0,
+        tolerated: int = 100,
+    ) -> None:
+        self.classes = _classes(root / "train")
+        self._train = _files(root / "train", self.classes)
+        self._held = _files(root / "val", self.classes)
+        self.root, self.size, self.augmentation, self.labels = root, size, augmentation, labels
+        self.jitter, self.workers, self.tolerated, self.unreadable = jitter, workers, tolerated, 0
+        self._vary, self._plain = transforms(augmentation, size, jitter), transforms("none", size)
+
+    def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """As ``batch``, read ahead by ``workers`` processes."""
+        if not self.workers:
+            yield from super().batches(first_step, size, seed, shard)
+            return
+        steps = _Steps(self, first_step, size, seed, shard)
+        yield from torch.utils.data.DataLoader(steps, batch_size=None, num_workers=self.workers, prefetch_factor=2)
+
+    def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
+        """Images (B, 3, size, size), a tensor for each view, and labels (B,) where there is one view."""
+        chosen = shuffled(len(self._train), step, size, seed)[shard[0] :: shard[1]]
+        samples = [self._sample(i, epoch, seed) for i, epoch in chosen]
+        return self._collate(samples)
+
+    def validation(self, size: int) -> Iterable[Batch]:
+        """Held-out images in order, unvaried but for the views' sake."""
+        vary = self._vary if self.augmentation in ("simclr", "multicrop") else self._plain
+        for start in range(0, len(self._held), size):
+            files = self._held[start : start + size]
+            samples = [(self._varied(self._read(f), vary, start + i), f.label) for i, f in enumerate(files)]
+            yield self._collate(samples)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the files' names and the augmentation."""
+        names = "\n".join(str(f.path.relative_to(self.root)) for f in (*self._train, *self._held))
+        return hashlib.sha256(f"{self.augmentation} {self.size} {self.jitter}\n{names}".encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def _sample(self, index: int, epoch: int, seed: int) -> tuple[Any, int]:
+        for other in range(len(self._train)):
+            file = self._train[(index + other) % len(self._train)]
+            try:
+                image = self._read(file)
+            except (OSError, ValueError, SyntaxError) as error:
+                self.unreadable += 1
+                print(f"unreadable image {file.path}: {error} ({self.unreadable} so far)")
+                if self.unreadable > self.tolerated:
+                    raise DataError(f"more than {self.tolerated} images of {self.root} cannot be read") from error
+                continue
+            drawn = int(torch.randint(1 << 62, (), generator=sample_generator(seed, epoch, index)))
+            return self._varied(image, self._vary, drawn), file.label
+        raise DataError(f"no image of {self.root} can be read")
+
+    @staticmethod
+    def _varied(image: Any, vary: Callable[[Any], Any], drawn: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(drawn)
+            return vary(image)
+
+    def _read(self, file: _File) -> Any:
+        from PIL import Image
+
+        with Image.open(file.path) as image:
+            return image.convert("RGB")
+
+    def _collate(self, samples: list[tuple[Any, int]]) -> Batch:
+        images, labels = zip(*samples, strict=True)
+        if isinstance(images[0], list):
+            return tuple(torch.stack(view) for view in zip(*images, strict=True))
+        stacked = torch.stack(images)
+        return (stacked, torch.tensor(labels)) if self.labels else (stacked,)
+
+
+class _Steps(torch.utils.data.IterableDataset[Batch]):
+    """The steps from one on, shared out over worker processes in turn."""
+
+    def __init__(self, data: ImageFolder, first: int, size: int, seed: int, shard: tuple[int, int]) -> None:
+        self.data, self.first, self.size, self.seed, self.shard = data, first, size, seed, shard
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = torch.utils.data.get_worker_info()
+        step, stride = (self.first, 1) if info is None else (self.first + info.id, info.num_workers)
+        while True:
+            yield self.data.batch(step, self.size, self.seed, self.shard)
+            step += stride
+
+
+def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Callable[[Any], Any]:
+    """A PIL image to a tensor, or to a list of views, by torchvision.
+
+    Raises:
+        DataError: without torchvision.
+    """
+    try:
+        from torchvision.transforms import v2
+    except ModuleNotFoundError as error:
+        raise DataError("images of a folder need torchvision: pip install 'sigattn[vision]'") from error
+    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, SPREAD)]
+
+    def crop(pixels: int, low: float, *more: Any) -> Any:
+        return v2.Compose([v2.RandomResizedCrop(pixels, (low, 1.0)), v2.RandomHorizontalFlip(), *more, *finish])
+
+    if augmentation == "none":
+        return v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), *finish])
+    if augmentation == "crop":
+        return crop(size, 0.2)
+    if augmentation == "randaugment":
+        return crop(size, 0.08, v2.RandAugment())
+    colours = v2.ColorJitter(0.8 * jitter, 0.8 * jitter, 0.8 * jitter, 0.2 * jitter)
+    views = [v2.RandomApply([colours], 0.8), v2.RandomGrayscale(0.2), v2.RandomApply([v2.GaussianBlur(23, (0.1, 2.0))])]
+    if augmentation == "simclr":
+        return _Views([crop(size, 0.08, *views)] * 2)
+    small = 16 * round(size * 96 / 224 / 16) or 16
+    local = v2.Compose([v2.RandomResizedCrop(small, (0.05, 0.4)), v2.RandomHorizontalFlip(), *views, *finish])
+    return _Views([crop(size, 0.4, *views)] * 2 + [local] * 4)
+
+
+class _Views:
+    def __init__(self, made: list[Callable[[Any], Tensor]]) -> None:
+        self.made = made
+
+    def __call__(self, image: Any) -> list[Tensor]:
+        return [make(image) for make in self.made]
+
+
+def _classes(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise DataError(f"looked for {folder}/CLASS/*.jpeg and found no folder {folder}")
+    found = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    if len(found) < 2:
+        raise DataError(f"looked for one folder for each class in {folder} and found {len(found)}")
+    return found
+
+
+def _files(folder: Path, classes: list[str]) -> list[_File]:
+    files = [
+        _File(path, label)
+        for label, name in enumerate(classes)
+        for path in sorted((folder / name).glob("*"))
+        if path.suffix.lower() in SUFFIXES
+    ]
+    if not files:
+        raise DataError(f"looked for {folder}/CLASS/*.jpeg (or {', '.join(sorted(SUFFIXES))}) and found none")
+    return files

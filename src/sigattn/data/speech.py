@@ -1,0 +1,234 @@
+"""Speech: utterances with their texts, read from the layouts that corpora have, as log-mel frames."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import math
+import tarfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sigattn.data.dataset import Batch, Data, DataError, sample_generator
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A stretch of speech.
+
+    Attributes:
+        pieces: files of it, or (file, first second, last second), one after another.
+        text: what is said. seconds: its length.
+    """
+
+    pieces: tuple[tuple[Path, float, float], ...]
+    text: str
+    seconds: float
+
+
+class Speech(Data):
+    """Utterances in batches of so many seconds, samples of about one length together.
+
+    A recording that cannot be read is counted, reported and left out, up to ``tolerated`` of them.
+
+    Args:
+        training, held_out: utterances. tokens: from a text to numbers.
+        mels: channels. spec_augment_from: the step from which frames are masked; None for never.
+        archive: a tar file in which the paths are, instead of on the disk.
+    """
+
+    def __init__(
+        self,
+        training: Sequence[Utterance],
+        held_out: Sequence[Utterance],
+        tokens: Tokens,
+        *,
+        mels: int = 80,
+        spec_augment_from: int | None = 0,
+        archive: Path | None = None,
+        tolerated: int = 100,
+    ) -> None:
+        self.training, self.held_out, self.tokens, self.mels = training, held_out, tokens, mels
+        self.spec_augment_from, self.tolerated, self.unreadable = spec_augment_from, tolerated, 0
+        self._archive = {} if archive is None else unpacked(archive)
+        self._epochs: list[list[list[int]]] = []
+        self._made_for: tuple[int, int] | None = None
+
+    def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
+        """Frames (B, T, mels), lengths (B,), targets (B, C), target lengths (B,) of at most ``size`` seconds."""
+        chosen, epoch = self._chosen(step, size, seed)
+        mask = self.spec_augment_from is not None and step >= self.spec_augment_from
+        samples = []
+        for i in chosen[shard[0] :: shard[1]] or chosen[:1]:
+            frames = self._frames(self.training[i])
+            if frames is not None:
+                frames = spec_augment(frames, sample_generator(seed, epoch, i)) if mask else frames
+                samples.append((frames, self.tokens(self.training[i].text)))
+        if not samples:
+            raise DataError(f"no recording of step {step} can be read")
+        return collate(samples)
+
+    def validation(self, size: int) -> Iterable[Batch]:
+        """The held-out utterances, shortest first."""
+        order = sorted(range(len(self.held_out)), key=lambda i: self.held_out[i].seconds)
+        for group in _groups(order, self.held_out, size):
+            made = [(self._frames(self.held_out[i]), self.tokens(self.held_out[i].text)) for i in group]
+            samples = [(frames, text) for frames, text in made if frames is not None]
+            if samples:
+                yield collate(samples)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of texts, names and lengths."""
+        digest = hashlib.sha256(f"{self.mels} {self.spec_augment_from}".encode())
+        for u in (*self.training, *self.held_out):
+            digest.update(f"{[(p.name, a, b) for p, a, b in u.pieces]} {u.text}\n".encode())
+        return digest.hexdigest()
+
+    def _chosen(self, step: int, size: int, seed: int) -> tuple[list[int], int]:
+        """The utterances of a step, and its epoch: passes over all, in batches made and ordered anew each time."""
+        if self._made_for != (size, seed):
+            self._epochs, self._made_for = [], (size, seed)
+        before = 0
+        for epoch in range(step + 1):
+            if epoch == len(self._epochs):
+                self._epochs.append(self._epoch(epoch, size, seed))
+            if step < before + len(self._epochs[epoch]):
+                return self._epochs[epoch][step - before], epoch
+            before += len(self._epochs[epoch])
+        raise AssertionError("every epoch has a batch")
+
+    def _epoch(self, epoch: int, size: int, seed: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        noise = torch.rand(len(self.training), generator=generator).tolist()
+        order = sorted(range(len(self.training)), key=lambda i: self.training[i].seconds * (0.9 + 0.2 * noise[i]))
+        groups = _groups(order, self.training, size)
+        return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
+
+    def _frames(self, utterance: Utterance) -> Tensor | None:
+        import soundfile
+
+        parts, rate = [], 0
+        try:
+            for path, first, last in utterance.pieces:
+                file: Path | io.BytesIO = path
+                if self._archive:
+                    file = io.BytesIO(self._archive[str(path)])
+                with soundfile.SoundFile(file) as sound:
+                    rate = sound.samplerate
+                    sound.seek(round(first * rate))
+                    count = -1 if last == math.inf else round((last - first) * rate)
+                    parts.append(torch.from_numpy(sound.read(count, dtype="float32", always_2d=True).mean(1)))
+            if not rate or not sum(map(len, parts)):
+                raise DataError("it is empty")
+        except (OSError, KeyError, DataError, soundfile.LibsndfileError) as error:
+            self.unreadable += 1
+            print(f"unreadable recording {utterance.pieces[0][0]}: {error} ({self.unreadable} so far)")
+            if self.unreadable > self.tolerated:
+                raise DataError(f"more than {self.tolerated} recordings cannot be read, the last: {error}") from error
+            return None
+        return log_mel(torch.cat(parts), rate, self.mels)
+
+
+class Tokens:
+    """From a text to numbers: 1, 2, … for the characters of an alphabet, "|" standing for spaces."""
+
+    def __init__(self, alphabet: str) -> None:
+        self.alphabet = alphabet
+
+    def __call__(self, text: str) -> list[int]:
+        """Characters that are not in the alphabet are left out."""
+        found = [self.alphabet.find("|" if c.isspace() else c) + 1 for c in text.lower().strip()]
+        return [t for t in found if t]
+
+
+def log_mel(wave: Tensor, rate: int, mels: int = 80) -> Tensor:  # (samples,) → (frames, mels)
+    """Log-mel filterbank: windows of 25 ms every 10 ms; each channel brought to mean 0 and variance 1."""
+    window, hop = round(0.025 * rate), round(0.01 * rate)
+    size = max(512, 1 << (window - 1).bit_length())
+    spectrum = torch.stft(
+        wave, size, hop, window, torch.hann_window(window), center=True, pad_mode="constant", return_complex=True
+    )
+    energy = mel_filters(size, rate, mels) @ spectrum.abs().square()  # (mels, frames)
+    frames = energy.clamp(min=1e-10).log().mT
+    return (frames - frames.mean(0)) / (frames.var(0, unbiased=False) + 1e-5).sqrt()
+
+
+@functools.cache
+def mel_filters(size: int, rate: int, mels: int) -> Tensor:  # (mels, size / 2 + 1)
+    """Triangles, evenly spaced on the mel scale 2595 log₁₀(1 + f / 700), from 20 Hz to half the rate."""
+    low, high = (2595 * math.log10(1 + f / 700) for f in (20.0, rate / 2))
+    corners = 700 * (10 ** (torch.linspace(low, high, mels + 2) / 2595) - 1)
+    bins = torch.linspace(0, rate / 2, size // 2 + 1)
+    rising = (bins - corners[:-2, None]) / (corners[1:-1] - corners[:-2])[:, None]
+    falling = (corners[2:, None] - bins) / (corners[2:] - corners[1:-1])[:, None]
+    return torch.minimum(rising, falling).clamp(min=0)
+
+
+def spec_augment(
+    frames: Tensor,
+    generator: torch.Generator,
+    *,
+    frequency_masks: int = 2,
+    frequency_width: int = 30,
+    time_masks: int = 10,
+    time_width: int = 50,
+    time_ratio: float = 0.1,
+) -> Tensor:  # (T, mels) → (T, mels)
+    """SpecAugment (Park et al., 2019) with the paper's numbers: masked stretches become 0, the mean.
+
+    A time mask is at most ``time_width`` frames and ``time_ratio`` of the sample wide.
+    """
+    frames = frames.clone()
+    length, mels = frames.shape
+
+    def stretch(limit: int, total: int) -> tuple[int, int]:
+        width = int(torch.randint(min(limit, total) + 1, (), generator=generator))
+        start = int(torch.randint(total - width + 1, (), generator=generator))
+        return start, start + width
+
+    for _ in range(frequency_masks):
+        start, stop = stretch(frequency_width, mels)
+        frames[:, start:stop] = 0
+    for _ in range(time_masks):
+        start, stop = stretch(min(time_width, int(time_ratio * length)), length)
+        frames[start:stop] = 0
+    return frames
+
+
+def collate(samples: Sequence[tuple[Tensor, list[int]]]) -> Batch:
+    """Frames (B, T, mels), lengths (B,), targets (B, C), target lengths (B,), padded with zeros."""
+    frames, texts = zip(*samples, strict=True)
+    targets = [torch.tensor(t, dtype=torch.int64) for t in texts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    lengths = torch.tensor([len(f) for f in frames])
+    return pad(list(frames), True), lengths, pad(targets, True), torch.tensor([len(t) for t in targets])
+
+
+def _groups(order: Sequence[int], utterances: Sequence[Utterance], seconds: float) -> list[list[int]]:
+    """Neighbours in batches whose padded length is at most so many seconds (one sample at least)."""
+    groups: list[list[int]] = []
+    longest = 0.0
+    for i in order:
+        longest = max(longest, utterances[i].seconds)
+        if not groups or longest * (len(groups[-1]) + 1) > seconds:
+            groups.append([])
+            longest = utterances[i].seconds
+        groups[-1].append(i)
+    return groups
+
+
+@functools.cache
+def unpacked(archive: Path) -> dict[str, bytes]:
+    """The recordings of an archive, by their names in it."""
+    try:
+        with tarfile.open(archive) as tar:
+            files = [(m.name, tar.extractfile(m)) for m in tar if m.isfile() and m.name.endswith(".wav")]
+            return {name: file.read() for name, file in files if file is not None}
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(f"cannot read the archive {archive}: {error}") from error

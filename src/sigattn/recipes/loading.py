@@ -1,0 +1,106 @@
+"""The data that a recipe names, from a folder that the user names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from sigattn.data.corpora import librispeech, spoken_digits
+from sigattn.data.dataset import Data, DataError
+from sigattn.data.images import Augmentation, Digits, ImageFolder
+from sigattn.data.speech import Speech, Tokens
+from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.tokens import encode, load_tokenizer
+from sigattn.models.autoencoder import MaskedAutoencoderConfig
+from sigattn.models.language import LanguageModelConfig
+from sigattn.models.speech import SpeechModelConfig
+from sigattn.recipes.recipe import Recipe
+from sigattn.tasks.byol import BYOL
+from sigattn.tasks.ctc import CTC
+from sigattn.tasks.mae import MaskedAutoencoding
+from sigattn.tasks.simclr import SimCLR
+
+_LIBRISPEECH: dict[str, tuple[str, ...]] = {
+    "LibriSpeech 100 h": ("train-clean-100",),
+    "LibriSpeech 960 h": ("train-clean-100", "train-clean-360", "train-other-500"),
+}
+
+
+def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, workers: int = 0) -> Data:
+    """What a recipe trains on.
+
+    Args:
+        recipe: any.
+        path: text, as a file or folder; images, as a folder with train and val; LibriSpeech's root; or the spoken
+            digits, as a folder or .tar.gz. None for what is always there: CPython's documentation as bytes, and the
+            handwritten digits.
+        tokenizer: of a language model whose vocabulary is not bytes.
+        workers: processes that read images.
+
+    Raises:
+        DataError: if it is not there, or not what the recipe needs.
+    """
+    if isinstance(recipe.model, LanguageModelConfig):
+        return _text(recipe.model, path, tokenizer)
+    if tokenizer is not None:
+        raise DataError(f"{recipe.name} is no language model: it has no tokenizer")
+    if isinstance(recipe.model, SpeechModelConfig):
+        return _speech(recipe, recipe.model, path)
+    return _images(recipe, path, workers)
+
+
+def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None) -> Data:
+    if tokenizer is None:
+        if model.vocabulary != 256:
+            raise DataError(
+                f"a vocabulary of {model.vocabulary} tokens needs --tokenizer FILE (sigattn tokenizer makes one); for "
+                "bytes say --model.vocabulary 256"
+            )
+        return TextData(ByteText.split(load_text(path), model.context), model.context)
+    if path is None:
+        raise DataError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
+    return TextData(encode(path, load_tokenizer(tokenizer), model.vocabulary, model.context), model.context)
+
+
+def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:
+    if path is None:
+        raise DataError(f"{recipe.name} trains on {recipe.data}: name its folder with --data")
+    if not path.exists():
+        raise DataError(f"no such file or folder: {path}")
+    assert isinstance(recipe.task, CTC)
+    tokens = Tokens(recipe.task.alphabet)
+    if recipe.data not in _LIBRISPEECH:
+        training, held_out, archive = spoken_digits(path)
+        # a sample of two seconds has no room for the paper's masks, which are made for fifteen
+        return Speech(training, held_out, tokens, mels=model.mels, spec_augment_from=None, archive=archive)
+    start = 10_000 if "10,000" in recipe.augmentation else 0
+    training = librispeech(path, _LIBRISPEECH[recipe.data])
+    held_out = librispeech(path, ("dev-clean", "dev-other"))
+    return Speech(training, held_out, tokens, mels=model.mels, spec_augment_from=start)
+
+
+def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
+    vision = recipe.transformer
+    size, channels = getattr(vision, "image_size", 0), getattr(vision, "channels", 0)
+    paired = isinstance(recipe.task, (SimCLR, BYOL))
+    labels = not paired and not isinstance(recipe.task, MaskedAutoencoding)
+    assert labels or paired or isinstance(recipe.model, MaskedAutoencoderConfig)
+    if path is None:
+        if (size, channels) != (8, 1):
+            raise DataError(
+                f"{recipe.name} trains on {recipe.data}: name a folder that holds train/CLASS and val/CLASS with "
+                "--data (or train its tiny form on handwritten digits with --tiny)"
+            )
+        return Digits(views=2 if paired else 1, labels=labels)
+    kinds: dict[str, tuple[Augmentation, Literal[0, 1]]] = {
+        "RandAugment": ("randaugment", 0),
+        "random resized crop and flip": ("crop", 0),
+        "SimCLR, colour jitter 0.5": ("simclr", 0),
+        "DINO multi-crop, colour jitter 1.0": ("multicrop", 1),
+    }
+    augmentation, strong = kinds[recipe.augmentation]
+    data = ImageFolder(path, size, augmentation, labels=labels, jitter=1.0 if strong else 0.5, workers=workers)
+    classes = getattr(vision, "classes", 0)
+    if labels and len(data.classes) != classes:
+        raise DataError(f"{path} has {len(data.classes)} classes and the model {classes}: say --model.classes")
+    return data

@@ -1,0 +1,80 @@
+"""How good features are: a linear classifier on a backbone that stays as it is, or the backbone trained further."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.data.dataset import Batch
+from sigattn.models.vision import VisionTransformer
+
+
+@torch.no_grad()
+def features(backbone: VisionTransformer, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+    """A backbone's features and the labels of batches of images and labels: (samples, width), (samples,)."""
+    backbone.eval()
+    device = next(backbone.parameters()).device
+    found = [(backbone.features(images.to(device)).float().cpu(), labels) for images, labels in batches]
+    return torch.cat([f for f, _ in found]), torch.cat([label for _, label in found])
+
+
+def linear_probe(
+    training: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], *, decay: float = 1e-3, iterations: int = 200
+) -> float:
+    """Top-1, a part of 1, of multinomial logistic regression on standardised features, fitted by L-BFGS.
+
+    Args:
+        training, held_out: features (samples, width) and labels (samples,).
+        decay: factor of the squared weights. iterations: of L-BFGS, at most.
+    """
+    x, y = training
+    mean, spread = x.mean(0), x.std(0) + 1e-6
+    x, test = (x - mean) / spread, (held_out[0] - mean) / spread
+    classes = int(max(y.max(), held_out[1].max())) + 1
+    weight = torch.zeros(classes, x.shape[1], requires_grad=True)
+    offset = torch.zeros(classes, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight, offset], max_iter=iterations, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = F.cross_entropy(F.linear(x, weight, offset), y) + decay * weight.square().sum() / 2
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    with torch.no_grad():
+        return (F.linear(test, weight, offset).argmax(-1) == held_out[1]).double().mean().item()
+
+
+def fine_tune(
+    backbone: VisionTransformer,
+    training: Batch,
+    held_out: Batch,
+    *,
+    epochs: int = 20,
+    batch: int = 128,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+) -> float:
+    """Top-1, a part of 1, after a new linear output and all else were trained on images and labels held in memory."""
+    torch.manual_seed(seed)
+    images, labels = training
+    classes = int(max(labels.max(), held_out[1].max())) + 1
+    model = nn.ModuleDict({"backbone": backbone, "output": nn.Linear(backbone.config.width, classes)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.05)
+    steps = epochs * -(-len(images) // batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
+    backbone.train()
+    for _ in range(epochs):
+        for index in torch.randperm(len(images)).split(batch):
+            loss = F.cross_entropy(model["output"](backbone.features(images[index])), labels[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    backbone.eval()
+    with torch.no_grad():
+        return (model["output"](backbone.features(held_out[0])).argmax(-1) == held_out[1]).double().mean().item()
