@@ -12,7 +12,7 @@ try:
     from sigattn.bench.provenance import BenchmarkError
     from sigattn.cli.bench import BENCHMARKS
     from sigattn.cli.demo import run_demo
-    from sigattn.cli.recipes import list_recipes, show_norms
+    from sigattn.cli.recipes import compare_all, list_recipes, show_norms
     from sigattn.cli.theory import run_theory
     from sigattn.cli.train import evaluate, generate, make_tokenizer, probe, run_train
     from sigattn.data.dataset import DataError
@@ -47,6 +47,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "probe": probe,
     "tokenizer": make_tokenizer,
     "norms": show_norms,
+    "compare": compare_all,
     "info": show_info,
     "theory": run_theory,
     "bench": bench,

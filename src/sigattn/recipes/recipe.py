@@ -135,6 +135,7 @@ _SMALL_TRAINING: dict[str, Any] = {
     "final_learning_rate": 0.05,
     "parallel": "ddp",
     "checkpoint_activations": False,
+    "watch_every": 1,
 }
 
 
@@ -154,13 +155,13 @@ def _train(training: TrainConfig, **settings: Any) -> TrainConfig:
 
 def _tiny_language(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     model = _small(recipe.transformer, vocabulary=256, context=256)
-    training = _train(recipe.training, steps=200, batch=16, learning_rate=4e-3)
+    training = _train(recipe.training, steps=600, batch=16, learning_rate=4e-3)
     return model, training, "CPython's documentation, as bytes"
 
 
 def _tiny_vision(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     sizes = {"image_size": 8, "patch": 2, "channels": 1, "classes": 10}
-    training = _train(recipe.training, steps=300, batch=128, learning_rate=2e-3)
+    training = _train(recipe.training, steps=800, batch=128, learning_rate=2e-3)
     return _small(recipe.transformer, **sizes), training, "scikit-learn's handwritten digits"
 
 
@@ -174,7 +175,7 @@ def _tiny_autoencoder(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
 
 def _tiny_speech(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     model = _small(recipe.transformer, conformer_kernel=15, layer_drop=0.0, dropout=0.1)
-    training = _train(recipe.training, steps=400, batch=60, learning_rate=3e-3)
+    training = _train(recipe.training, steps=1000, batch=60, learning_rate=2e-3)
     return model, training, "spoken digits (FSDD)"
 
 

@@ -1,0 +1,213 @@
+"""Sigmoid beside softmax over every task, small: the paper's "matches softmax" as one table, three seeds each.
+
+    sigattn compare --speech FSDD.tar.gz        (or: make train-all SPEECH=FSDD.tar.gz)
+
+Hardware: 2 CPU cores. Time: under an hour. Expected: each pair within the noise of its seeds, or explained in
+docs/results.md. The speech rows need the Free Spoken Digit Dataset (a folder, or its .tar.gz), and are left out without
+it. Runs that are finished are not done again: the command can be stopped and repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import statistics
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sigattn.data.images import Digits
+from sigattn.data.text import ByteText, TextData
+from sigattn.models import saving
+from sigattn.models.vision import VisionTransformer
+from sigattn.recipes import loading
+from sigattn.recipes.probe import features, fine_tune, linear_probe
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import find
+from sigattn.train import loop, metrics
+
+MECHANISMS = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table.
+
+    Attributes:
+        title: what it is. recipe: which.
+        measure: the number that counts: a metric of the task, or "probe" or "fine-tune".
+        changes: of the blocks. needs: "speech" for recordings, "sources" for CPython's sources, or nothing.
+    """
+
+    title: str
+    recipe: str
+    measure: str
+    changes: tuple[tuple[str, Any], ...] = ()
+    needs: str = ""
+
+
+ENTRIES = (
+    Entry("language, CPython's documentation: bits a byte", "lm-1b-2k-tiny", "bits"),
+    Entry("language, CPython's sources: bits a byte", "lm-1b-2k-tiny", "bits", needs="sources"),
+    Entry("digits, supervised: top-1", "vit-supervised-tiny", "top1"),
+    Entry("digits, SimCLR and linear probe: top-1", "vit-simclr-tiny", "probe"),
+    Entry("digits, BYOL and linear probe: top-1", "vit-byol-tiny", "probe"),
+    Entry("digits, MAE and fine-tuning: top-1", "vit-mae-tiny", "fine-tune"),
+    Entry("spoken digits, CTC with RoPE: WER %", "asr-ls960-tiny", "wer", (("position", "rope"),), "speech"),
+    Entry("spoken digits, CTC with ALiBi: WER %", "asr-ls960-tiny", "wer", (("position", "alibi"),), "speech"),
+    Entry("spoken digits, CTC with CAPE: WER %", "asr-ls960-tiny", "wer", (("position", "cape"),), "speech"),
+)
+LARGER_IS_BETTER = ("top1", "probe", "fine-tune")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """What is compared.
+
+    Attributes:
+        folder: for the runs and the table. speech: the spoken digits; None to leave those rows out.
+        seeds: of each pair. steps: of each run, instead of the recipe's own. workers: runs at a time, a thread each.
+        only: rows whose title holds this.
+    """
+
+    folder: Path = Path("runs/compare")
+    speech: Path | None = None
+    seeds: int = 3
+    steps: int | None = None
+    workers: int = 2
+    only: str = ""
+
+
+def run(options: Compare, show: Callable[[str], None]) -> str:
+    """Do all runs that are not done, and give the table as Markdown (written to table.md, beside results.json)."""
+    entries = [e for e in ENTRIES if options.only in e.title and (options.speech or e.needs != "speech")]
+    jobs = [(e, m, s) for e in entries for s in range(options.seeds) for m in MECHANISMS]
+    jobs = [job for job in jobs if not _result_file(options, *job).exists()]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+        futures = {pool.submit(_one, options, *job): job for job in jobs}
+        for i, future in enumerate(as_completed(futures), 1):
+            entry, mechanism, seed = futures[future]
+            result = future.result()
+            show(f"{i} of {len(jobs)}: {entry.title}, {mechanism}, seed {seed}: {result['value']:.4g}")
+    results = [json.loads(_result_file(options, e, m, s).read_text()) for e in entries for m in MECHANISMS
+               for s in range(options.seeds)]  # fmt: skip
+    table = markdown(results)
+    (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.folder / "table.md").write_text(table)
+    return table
+
+
+def _run_folder(options: Compare, entry: Entry, mechanism: str, seed: int) -> Path:
+    name = "".join(c if c.isalnum() else "-" for c in entry.title.partition(":")[0])
+    return options.folder / name / f"{mechanism}-{seed}"
+
+
+def _result_file(options: Compare, entry: Entry, mechanism: str, seed: int) -> Path:
+    return _run_folder(options, entry, mechanism, seed) / "result.json"
+
+
+def _one(options: Compare, entry: Entry, mechanism: str, seed: int) -> dict[str, Any]:
+    """A run, and what it gave."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*Ramapuram")
+    recipe = find(entry.recipe).with_transformer(**dict(entry.changes))
+    recipe = recipe if mechanism == "sigmoid" else recipe.softmax()
+    training = replace(recipe.training, seed=seed)
+    if options.steps is not None:
+        training = replace(training, steps=options.steps, warmup_steps=options.steps // 10)
+    folder = _run_folder(options, entry, mechanism, seed)
+    try:
+        data = _data(options, entry, recipe)
+        loop.train(recipe.task, recipe.model, training, data, folder, resume=True)
+    except Exception:
+        traceback.print_exc()
+        raise
+    rows = metrics.read(folder / "metrics.jsonl")
+    result = {
+        "entry": entry.title,
+        "mechanism": mechanism,
+        "seed": seed,
+        "steps": len(rows),
+        "value": _value(entry, folder, rows[-1]),
+        "measure": entry.measure,
+        "gradient_spikes": metrics.count_spikes([r["gradient_norm"] for r in rows], 3.0),
+        "loss_spikes": metrics.count_spikes([r["loss"] for r in rows], 1.2),
+        "first_attention_norm": rows[0]["attention_norm"],
+        "last_attention_norm": statistics.mean(r["attention_norm"] for r in rows[-20:]),
+        "steps_per_second": training.batch
+        and statistics.median(r["samples_per_second"] for r in rows) / training.batch,
+    }
+    (folder / "result.json").write_text(json.dumps(result) + "\n")
+    return result
+
+
+def _data(options: Compare, entry: Entry, recipe: Recipe) -> Any:
+    if entry.needs == "sources":
+        context: int = recipe.model.context  # type: ignore[union-attr]
+        library = Path(sysconfig.get_paths()["stdlib"])
+        sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
+        return TextData(ByteText.split(sources, context), context)
+    return loading.load(recipe, options.speech if entry.needs == "speech" else None)
+
+
+def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
+    if entry.measure not in ("probe", "fine-tune"):
+        value: float = last[f"validation_{entry.measure}"]
+        return value
+    backbone = saving.load(folder / "model")
+    assert isinstance(backbone, VisionTransformer)
+    training, held_out = Digits(strength=0.0).everything()
+    if entry.measure == "fine-tune":
+        return fine_tune(backbone, training, held_out)
+    return linear_probe(features(backbone, [training]), features(backbone, [held_out]))
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """The table: mean ± standard deviation over the seeds, and the difference with its 95 % interval (Welch)."""
+    head = (
+        "| | softmax | sigmoid | sigmoid - softmax | spikes: gradient, loss | attention norm, first → last | steps/s |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for title in dict.fromkeys(r["entry"] for r in results):
+        pair = [[r for r in results if r["entry"] == title and r["mechanism"] == m] for m in MECHANISMS]
+        values = [[r["value"] for r in runs] for runs in pair]
+        cells = [title, *(_mean(v) for v in values), difference(*values)]
+        for keys in (("gradient_spikes", "loss_spikes"), ("first_attention_norm", "last_attention_norm")):
+            arrow = " → " if "norm" in keys[0] else ", "
+            both = [arrow.join(f"{statistics.mean(r[k] for r in runs):,.3g}" for k in keys) for runs in pair]
+            cells.append(" / ".join(both))
+        cells.append(" / ".join(f"{statistics.mean(r['steps_per_second'] for r in runs):.3g}" for runs in pair))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(values: Sequence[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4g}{spread}"
+
+
+# two-sided 95 % points of Student's distribution, by degrees of freedom
+_STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> str:
+    """Second - first with its 95 % interval, and whether that holds 0."""
+    delta = statistics.mean(second) - statistics.mean(first)
+    if min(len(first), len(second)) < 2:
+        return f"{delta:+.3g}"
+    parts = [statistics.variance(v) / len(v) for v in (first, second)]
+    error = math.sqrt(sum(parts))
+    if error == 0:
+        return f"{delta:+.3g}"
+    freedom = sum(parts) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True) if p)
+    margin = _STUDENT.get(max(1, math.floor(freedom)), 1.96 if freedom > 10 else 2.23) * error
+    return f"{delta:+.3g} ± {margin:.2g}{'' if abs(delta) <= margin else ' *'}"
