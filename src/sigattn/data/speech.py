@@ -76,7 +76,7 @@ class Speech(Data):
     def validation(self, size: int) -> Iterable[Batch]:
         """The held-out utterances, shortest first."""
         order = sorted(range(len(self.held_out)), key=lambda i: self.held_out[i].seconds)
-        for group in _groups(order, self.held_out, size):
+        for group in _groups(order, self.held_out, float(size)):
             made = [(self._frames(self.held_out[i]), self.tokens(self.held_out[i].text)) for i in group]
             samples = [(frames, text) for frames, text in made if frames is not None]
             if samples:
@@ -107,7 +107,7 @@ class Speech(Data):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         noise = torch.rand(len(self.training), generator=generator).tolist()
         order = sorted(range(len(self.training)), key=lambda i: self.training[i].seconds * (0.9 + 0.2 * noise[i]))
-        groups = _groups(order, self.training, size)
+        groups = _groups(order, self.training, float(size))
         return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
 
     def _frames(self, utterance: Utterance) -> Tensor | None:

@@ -66,9 +66,13 @@ class Processes:
             dist.all_reduce(value, group=self.mesh.get_group("data"))
         return value
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Over the processes with different data."""
-        return self.sum(value) / self.data_count
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Norms over all heads, from those over this process's heads."""
+        if self.mesh is None or self.count == self.data_count:
+            return norm
+        square = norm.square()
+        dist.all_reduce(square, group=self.mesh.get_group("tensor"))
+        return square.sqrt()
 
     def any(self, value: bool) -> bool:
         """Whether it holds on some process."""

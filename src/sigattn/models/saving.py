@@ -54,7 +54,8 @@ def save(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None)
     """
     from safetensors.torch import save_file
 
-    name = next((n for n, (_, kind) in MODELS.items() if type(model) is kind), None)
+    # FSDP makes a subclass of a model's class
+    name = next((n for n, (_, kind) in MODELS.items() if isinstance(model, kind)), None)
     if name is None:
         raise TypeError(f"save keeps {', '.join(k.__name__ for _, k in MODELS.values())}, got {type(model).__name__}")
     config: Any = model.config

@@ -52,8 +52,8 @@ class Attention(nn.Module):
 
     Attributes:
         watch: what the next forwards leave in ``attention_norm`` and ``statistics``: "nothing", "norm", "everything".
-        attention_norm: the Frobenius norm of the last forward's attention output, before output norm and projection,
-            averaged over the batch: what the paper's Figs. 4-7 plot.
+        attention_norm: (B,), the Frobenius norm of the last forward's attention output, before output norm and
+            projection: its mean over the batch is what the paper's Figs. 4-7 plot.
         statistics: ``sigattn.attention_statistics`` of the last forward, in memory linear in the length.
 
     Raises:
@@ -226,7 +226,7 @@ class Attention(nn.Module):
             n = mechanism.visible_keys(queries, keys, pattern, query.device).clamp(min=1)
             out = out * (n**-self.length_power).to(out.dtype)
         if self.watch != "nothing":
-            self.attention_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3)).mean()
+            self.attention_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
         if self.watch == "everything":
             self.statistics = mechanism.statistics(self.activation, query, key, value, pattern)
         return out

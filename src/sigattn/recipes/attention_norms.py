@@ -69,4 +69,4 @@ def _norm(options: AttentionNorms, position: str, kind: str, sound: torch.Tensor
     with torch.no_grad(), model.watching() as layers:
         model(sound)
         norms = [layer.attention_norm for layer in layers if layer.attention_norm is not None]
-    return torch.stack(norms).mean().item()
+    return torch.cat(norms).mean().item()

@@ -19,6 +19,7 @@ from sigattn.distributed import sharding
 from sigattn.distributed.sharding import Processes
 from sigattn.models import saving
 from sigattn.models.transformer import Transformer, watching
+from sigattn.nn.attention import Attention
 from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig
 from sigattn.train.interrupt import CtrlC
@@ -191,8 +192,7 @@ class _Run:
         batch = tuple(t.to(device, non_blocking=True) for t in batch)
         watch = bool(config.watch_every) and step % config.watch_every == 0
         with watching(self.module, "norm" if watch else "nothing") as layers:
-            loss = self._backward(batch)
-            norms = [layer.attention_norm for layer in layers if watch and layer.attention_norm is not None]
+            loss, attention_norm = self._backward(batch, layers if watch else [])
         norm = sharding.gradient_norm(self.module, self.processes)
         measured, gradient_norm = loss.item(), norm.item()
         if not math.isfinite(measured) or not math.isfinite(gradient_norm):
@@ -208,18 +208,22 @@ class _Run:
         if self.average is not None:
             self.average.update_parameters(inner)
         row: Row = {"step": step, "loss": measured, "learning_rate": rate, "gradient_norm": gradient_norm}
-        if norms:
-            row["attention_norm"] = self.processes.mean(torch.stack(norms).mean()).item()
+        if attention_norm is not None:
+            row["attention_norm"] = attention_norm.item()
         row["samples_per_second"] = config.batch / (time.perf_counter() - start)
         return row
 
-    def _backward(self, batch: Batch) -> Tensor:
-        """Gradients of the mean loss over the whole batch, in micro-batches; gives that mean."""
+    def _backward(self, batch: Batch, watched: list[Attention]) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the mean loss over the whole batch, in micro-batches.
+
+        Gives that mean, and the mean norm of the watched layers' outputs (None without such layers).
+        """
         own = len(batch[0])
         total = self.processes.sum(torch.tensor(float(own), device=self.processes.device))
         pieces = [t.chunk(self.config.accumulate) for t in batch]
         count = len(pieces[0])
         mean = torch.zeros((), device=self.processes.device)
+        norms: list[Tensor] = []
         for i, piece in enumerate(zip(*pieces, strict=True)):
             share = len(piece[0]) / total
             with (
@@ -227,11 +231,16 @@ class _Run:
                 torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
             ):
                 loss = self.task.loss(self.module, piece)
+            norms += [layer.attention_norm for layer in watched if layer.attention_norm is not None]
             # processes average their gradients, where their losses are to be added
             with sharding.synchronised(self.module, i == count - 1):
                 (loss * share * self.processes.data_count).backward()
             mean += loss.detach() * share
-        return self.processes.sum(mean)
+        mean = self.processes.sum(mean)
+        if not norms:
+            return mean, None
+        each = self.processes.whole_norm(torch.cat(norms))
+        return mean, self.processes.sum(each.sum()) / self.processes.sum(torch.full_like(each[0], len(each)))
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:

@@ -1,0 +1,110 @@
+"""Images: digits and folders, in an order that seed and step decide; what is missing or broken is said."""
+
+import pytest
+import torch
+
+from sigattn.data.dataset import DataError, sample_generator, shuffled
+from sigattn.data.images import Digits, ImageFolder
+
+
+class TestOrder:
+    def test_passes_over_all_samples(self):
+        drawn = [i for step in range(5) for i in shuffled(10, step, 4, seed=3)]
+        assert sorted(i for i, epoch in drawn if epoch == 0) == list(range(10))
+        assert sorted(i for i, epoch in drawn if epoch == 1) == list(range(10))
+        assert [i for i, e in drawn if e == 0] != [i for i, e in drawn if e == 1]
+        assert shuffled(10, 2, 4, seed=3) == shuffled(10, 2, 4, seed=3)
+        assert shuffled(10, 2, 4, seed=3) != shuffled(10, 2, 4, seed=4)
+        assert len(shuffled(3, 0, 8, seed=0)) == 8  # a batch may be longer than an epoch
+
+    def test_generators_differ_by_sample_and_epoch(self):
+        seeds = {sample_generator(s, e, i).initial_seed() for s in range(3) for e in range(3) for i in range(100)}
+        assert len(seeds) == 900
+
+
+class TestDigits:
+    def test_the_held_out_part_is_apart(self):
+        (images, labels), (held, held_labels) = Digits().everything()
+        assert (len(images), len(held)) == (1437, 360)
+        assert len(labels) == 1437
+        assert {tuple(i.flatten().tolist()) for i in held}.isdisjoint(tuple(i.flatten().tolist()) for i in images)
+        assert sorted(held_labels.unique().tolist()) == list(range(10))
+
+    @pytest.mark.parametrize(("views", "labels", "tensors"), [(1, True, 2), (1, False, 1), (2, False, 2), (3, True, 3)])
+    def test_batches(self, views, labels, tensors):
+        data = Digits(views=views, labels=labels)
+        whole = data.batch(3, 12, seed=1)
+        assert len(whole) == tensors
+        parts = [data.batch(3, 12, seed=1, shard=(rank, 4)) for rank in range(4)]
+        for i, t in enumerate(whole):  # whoever takes part, the samples are the same
+            assert torch.equal(torch.stack([p[i] for p in parts], 1).flatten(0, 1), t)
+        assert not torch.equal(data.batch(4, 12, seed=1)[0], whole[0])
+        held = list(data.validation(100))
+        assert sum(len(b[0]) for b in held) == 360
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(held, data.validation(100), strict=True))
+
+    def test_variations_are_small_and_differ(self):
+        plain, varied = Digits(strength=0.0), Digits(strength=1.0)
+        a, b = plain.batch(0, 64, 0)[0], varied.batch(0, 64, 0)[0]
+        assert 0.05 < (a - b).abs().mean() < 0.6
+        assert torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1] > 0.6
+        assert plain.fingerprint != varied.fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("torchvision.transforms.v2")
+    for part, count in (("train", 5), ("val", 2)):
+        for label, colour in enumerate([(250, 0, 0), (0, 0, 250)]):
+            where = tmp_path / part / f"class{label}"
+            where.mkdir(parents=True)
+            for i in range(count):
+                image.new("RGB", (40, 30), colour).save(where / f"{i}.png")
+    return tmp_path
+
+
+class TestImageFolder:
+    @pytest.mark.parametrize(("augmentation", "views"), [("none", 1), ("crop", 1), ("randaugment", 1), ("simclr", 2),
+                                                         ("multicrop", 6)])  # fmt: skip
+    def test_batches(self, folder, augmentation, views):
+        data = ImageFolder(folder, 32, augmentation)
+        batch = data.batch(0, 6, seed=0)
+        assert len(batch) == (2 if views == 1 else views)
+        assert batch[0].shape == (6, 3, 32, 32)
+        if views == 6:
+            assert batch[-1].shape == (6, 3, 16, 16)
+        for a, b in zip(batch, data.batch(0, 6, seed=0), strict=True):
+            assert torch.equal(a, b)
+        halves = [data.batch(0, 6, seed=0, shard=(rank, 2)) for rank in range(2)]
+        assert torch.equal(torch.stack([h[0] for h in halves], 1).flatten(0, 1), batch[0])
+        assert sum(len(b[0]) for b in data.validation(3)) == 4
+
+    def test_labels_follow_the_colours(self, folder):
+        images, labels = ImageFolder(folder, 32, "crop").batch(0, 8, seed=0)
+        red = images[:, 0].mean((1, 2)) > images[:, 2].mean((1, 2))
+        assert torch.equal(red, labels == 0)
+        (alone,) = ImageFolder(folder, 32, "crop", labels=False).batch(0, 8, seed=0)
+        assert torch.equal(alone, images)
+
+    def test_workers_read_ahead_in_order(self, folder):
+        plain, ahead = ImageFolder(folder, 16, "crop"), ImageFolder(folder, 16, "crop", workers=2)
+        for step, batch in zip(range(2, 7), ahead.batches(2, 4, seed=1), strict=False):
+            assert torch.equal(batch[0], plain.batch(step, 4, seed=1)[0])
+
+    def test_a_broken_image_is_counted_and_skipped(self, folder, capsys):
+        (folder / "train" / "class0" / "3.png").write_bytes(b"no image")
+        data = ImageFolder(folder, 16, "crop", tolerated=1)
+        assert data.batch(0, 10, seed=0)[0].shape[0] == 10
+        assert data.unreadable == 1
+        assert "unreadable image" in capsys.readouterr().out
+        with pytest.raises(DataError, match="more than 1 images"):
+            data.batch(1, 10, seed=0)
+
+    def test_another_layout_is_described(self, tmp_path, folder):
+        with pytest.raises(DataError, match=r"looked for .*train/CLASS/\*\.jpeg and found no folder"):
+            ImageFolder(tmp_path / "nowhere", 16, "crop")
+        for file in (folder / "val").rglob("*.png"):
+            file.unlink()
+        with pytest.raises(DataError, match=r"val/CLASS/.* and found none"):
+            ImageFolder(folder, 16, "crop")

@@ -1,0 +1,179 @@
+"""Speech: features against formulas, batches by seconds, corpora in their layouts, broken recordings."""
+
+import math
+import tarfile
+
+import pytest
+import torch
+
+from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedlium
+from sigattn.data.dataset import DataError
+from sigattn.data.speech import Speech, Tokens, Utterance, log_mel, mel_filters, spec_augment
+
+soundfile = pytest.importorskip("soundfile")
+ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"
+
+
+def tone(seconds, rate=8000, pitch=440.0):
+    return 0.3 * torch.sin(2 * math.pi * pitch * torch.arange(round(seconds * rate)) / rate)
+
+
+@pytest.fixture
+def digits(tmp_path):
+    folder = tmp_path / "fsdd" / "recordings"
+    folder.mkdir(parents=True)
+    for digit in range(10):
+        for speaker in ("ann", "bob"):
+            for index in (0, 1, 7, 8):
+                wave = tone(0.2 + 0.02 * digit, pitch=200 + 50 * digit)
+                soundfile.write(folder / f"{digit}_{speaker}_{index}.wav", wave.numpy(), 8000)
+    return tmp_path / "fsdd"
+
+
+class TestFeatures:
+    def test_a_tone_is_where_it_should_be(self):
+        for rate, pitch in ((16_000, 1000.0), (8000, 300.0)):
+            wave = tone(1.0, rate, pitch) + 1e-3 * torch.randn(rate)
+            energy = (
+                mel_filters(512, rate, 80)
+                @ torch.stft(wave, 512, 160, 400, torch.hann_window(400), return_complex=True).abs().square()
+            )
+            low, high = (2595 * math.log10(1 + f / 700) for f in (20.0, rate / 2))
+            centre = (2595 * math.log10(1 + pitch / 700) - low) / (high - low) * 81 - 1
+            assert abs(energy.mean(1).argmax() - centre) <= 1
+
+    def test_frames_are_10_ms_apart_and_standardised(self):
+        frames = log_mel(torch.randn(16_000), 16_000)
+        assert frames.shape == (101, 80)
+        torch.testing.assert_close(frames.mean(0), torch.zeros(80), atol=1e-4, rtol=0)
+        torch.testing.assert_close(frames.std(0), torch.ones(80), atol=0.01, rtol=0)
+        assert log_mel(torch.zeros(8000), 8000).isfinite().all()  # silence
+
+    def test_every_filter_hears_something(self):
+        assert (mel_filters(512, 8000, 80).sum(1) > 0).all()
+        assert (mel_filters(512, 16_000, 80).sum(1) > 0).all()
+
+    def test_spec_augment_keeps_its_limits(self):
+        frames = torch.ones(300, 80)
+        for i in range(50):
+            out = spec_augment(frames, torch.Generator().manual_seed(i))
+            columns, rows = (out == 0).all(0), (out == 0).all(1)
+            assert columns.sum() <= 60
+            assert rows.sum() <= 300  # ten masks of at most 30 frames each: a tenth of the sample
+            assert ((out == 0) == (columns[None] | rows[:, None])).all()
+        one = spec_augment(frames, torch.Generator().manual_seed(0), frequency_masks=0, time_masks=1)
+        assert 0 <= (one == 0).all(1).sum() <= 30
+        short = spec_augment(torch.ones(5, 80), torch.Generator().manual_seed(0), frequency_masks=0)
+        assert short.all()  # a tenth of five frames is none
+        assert frames.all()  # the input stays as it is
+
+
+class TestBatches:
+    @staticmethod
+    def data(digits, **options):
+        training, held_out, archive = spoken_digits(digits, training=60, held_out=12)
+        return Speech(training, held_out, Tokens(ALPHABET), spec_augment_from=None, archive=archive, **options)
+
+    def test_an_epoch_has_each_utterance_once_in_batches_of_so_many_seconds(self, digits):
+        data = self.data(digits)
+        epoch = data._epoch(0, 6, seed=0)
+        assert sorted(i for group in epoch for i in group) == list(range(60))
+        for group in epoch:
+            assert max(data.training[i].seconds for i in group) * len(group) <= 6 or len(group) == 1
+        step = len(epoch) + 1  # the second batch of the second epoch
+        chosen, number = data._chosen(step, 6, seed=0)
+        assert (chosen, number) == (data._epoch(1, 6, seed=0)[1], 1)
+
+    def test_padding_lengths_and_targets(self, digits):
+        data = self.data(digits)
+        frames, lengths, targets, counts = data.batch(0, 6, seed=0)
+        chosen, _ = data._chosen(0, 6, seed=0)
+        for row, i in enumerate(chosen):
+            utterance = data.training[i]
+            assert lengths[row] == pytest.approx(100 * utterance.seconds, abs=2)
+            assert not frames[row, lengths[row] :].any()
+            words = "".join(ALPHABET[t - 1] for t in targets[row, : counts[row]].tolist()).replace("|", " ")
+            assert words == utterance.text
+        parts = [data.batch(0, 6, seed=0, shard=(rank, 2)) for rank in range(2)]
+        assert sum(len(p[0]) for p in parts) == len(frames)
+        held = list(data.validation(4))
+        assert sum(len(b[0]) for b in held) == 12
+
+    def test_masking_starts_when_it_is_told_to(self, digits):
+        training, held_out, _ = spoken_digits(digits, training=60, held_out=12)
+        late = Speech(training, held_out, Tokens(ALPHABET), spec_augment_from=5)
+        never = self.data(digits)
+        assert torch.equal(late.batch(4, 6, 0)[0], never.batch(4, 6, 0)[0])
+        assert not torch.equal(late.batch(5, 6, 0)[0], never.batch(5, 6, 0)[0])
+
+    def test_a_broken_recording_is_counted_and_left_out(self, digits, capsys):
+        data = self.data(digits, tolerated=30)
+        first, *_ = data._chosen(0, 6, seed=0)[0]
+        data.training[first].pieces[0][0].write_bytes(b"no sound")
+        frames, *_ = data.batch(0, 6, seed=0)
+        assert len(frames) < len(data._chosen(0, 6, seed=0)[0])
+        assert data.unreadable >= 1
+        assert "unreadable recording" in capsys.readouterr().out
+        with pytest.raises(DataError, match="more than 0 recordings cannot be read"):
+            Speech(data.training, [], Tokens(ALPHABET), tolerated=0).batch(0, 6, seed=0)
+
+
+class TestCorpora:
+    def test_spoken_digits(self, digits, tmp_path):
+        training, held_out, archive = spoken_digits(digits, training=50, held_out=20)
+        assert archive is None
+        names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+        for part, test in ((training, False), (held_out, True)):
+            for u in part:
+                stems = [p.stem.split("_") for p, _, _ in u.pieces]
+                assert u.text.split() == [names[int(d)] for d, _, _ in stems]
+                assert len({speaker for _, speaker, _ in stems}) == 1
+                assert all((int(index) < 5) == test for *_, index in stems)
+        packed = tmp_path / "fsdd.tar.gz"
+        with tarfile.open(packed, "w:gz") as tar:
+            tar.add(digits, "fsdd")
+        again, _, archive = spoken_digits(packed, training=50, held_out=20)
+        assert archive == packed
+        assert [u.text for u in again] == [u.text for u in training]
+        a = Speech(training, [], Tokens(ALPHABET)).batch(0, 6, seed=0)
+        b = Speech(again, [], Tokens(ALPHABET), archive=packed).batch(0, 6, seed=0)
+        assert torch.equal(a[0], b[0])
+        with pytest.raises(DataError, match="FSDD's layout"):
+            spoken_digits(tmp_path)
+        (tmp_path / "broken.tar.gz").write_bytes(b"no archive")
+        with pytest.raises(DataError, match="cannot read the archive"):
+            spoken_digits(tmp_path / "broken.tar.gz")
+
+    def test_librispeech(self, tmp_path):
+        chapter = tmp_path / "dev-clean" / "12" / "34"
+        chapter.mkdir(parents=True)
+        (chapter / "12-34.trans.txt").write_text("12-34-0000 HELLO WORLD\n12-34-0001 IT'S\n")
+        for i, seconds in enumerate((1.5, 0.5)):
+            soundfile.write(chapter / f"12-34-000{i}.flac", tone(seconds, 16_000).numpy(), 16_000)
+        found = librispeech(tmp_path, ["dev-clean"])
+        assert [(u.text, u.seconds) for u in found] == [("HELLO WORLD", 1.5), ("IT'S", 0.5)]
+        _, lengths, *_ = Speech(found, [], Tokens(ALPHABET), spec_augment_from=None).batch(0, 10, 0)
+        assert sorted(lengths.tolist()) == [51, 151]
+        with pytest.raises(DataError, match="test-clean/SPEAKER/CHAPTER"):
+            librispeech(tmp_path, ["test-clean"])
+
+    def test_tedlium(self, tmp_path):
+        talk = tmp_path / "legacy" / "test"
+        for name in ("stm", "sph"):
+            (talk / name).mkdir(parents=True)
+        (talk / "stm" / "ann.stm").write_text(
+            "ann 1 ann 0.50 2.00 <o,f0,male> we <unk> it 's fine\n"
+            "ann 1 inter_segment_gap 2.00 2.50 <o,,unknown> ignore_time_segment_in_scoring\n"
+        )
+        soundfile.write(talk / "sph" / "ann.sph", tone(3.0, 16_000).numpy(), 16_000, format="NIST", subtype="PCM_16")
+        (found,) = tedlium(tmp_path, "test")
+        assert found.text.split() == ["we", "it's", "fine"]
+        assert found.seconds == 1.5
+        _, lengths, *_ = Speech([found], [], Tokens(ALPHABET), spec_augment_from=None).batch(0, 10, 0)
+        assert lengths.tolist() == [151]
+        with pytest.raises(DataError, match=r"legacy/dev/stm/\*\.stm"):
+            tedlium(tmp_path, "dev")
+
+    def test_buckets_of_duration(self):
+        made = [Utterance((), "", s) for s in (0.5, 9.99, 10.0, 25.0, 30.0, 61.0)]
+        assert [len(v) for v in by_duration(made).values()] == [2, 1, 1, 2]

@@ -1,0 +1,97 @@
+"""Training shared by 2 and 4 processes gives what one gives, and another number of processes can go on with it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sigattn.models.saving import load
+from sigattn.train import metrics
+from tests.distributed import worker
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+WAYS = {
+    "ddp": {"parallel": "ddp"},
+    "fsdp": {"parallel": "fsdp"},
+    "accumulated": {"parallel": "ddp", "accumulate": 2},
+    "accumulated-fsdp": {"parallel": "fsdp", "accumulate": 2},
+    "tensor": {"tensor_parallel": 2},
+}
+
+
+def launch(processes, jobs):
+    """Under torchrun, as users start it."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
+    command += [str(Path(worker.__file__)), json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def rows(folder):
+    return metrics.read(Path(folder) / "metrics.jsonl")
+
+
+def same(folder, other, tolerance=2e-4):
+    ours, theirs = rows(folder), rows(other)
+    assert len(ours) == len(theirs) == 5
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"samples_per_second"}:
+            assert a[name] == pytest.approx(b[name], rel=tolerance), (a["step"], name)
+    ours, theirs = (load(Path(f) / "model").state_dict() for f in (folder, other))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=5e-3, atol=5e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Everything that 1, 2 and 4 processes are asked to do, in as few launches as possible."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def job(name, kind="language", **more):
+        return {"folder": str(root / name), "kind": kind, **more}
+
+    worker.run([job("one-language"), job("one-rope", "rope"), job("one-vision", "vision")])
+    shared = [job(f"2-{way}", training=training) for way, training in WAYS.items()]
+    shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
+    shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
+    shared += [job("2-average", training={"parallel": "fsdp", "ema": 0.9})]
+    launch(2, [*shared, job("resumed", stop_after=1)])
+    mixed = {"tensor_parallel": 2, "parallel": "fsdp"}
+    four = [job(f"4-{way}", training=training) for way, training in WAYS.items() if way in ("ddp", "fsdp")]
+    four += [job("4-mixed", training=mixed), job("4-uneven", training={"tensor_parallel": 3})]
+    four += [job("resumed", resume=True, stop_after=3, training={"parallel": "fsdp"})]
+    launch(4, four)
+    worker.run([job("resumed", resume=True)])
+    return root
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes(runs, way):
+    same(runs / f"2-{way}", runs / "one-language")
+
+
+def test_shared_layers_with_rope_and_hybrid_norm(runs):
+    same(runs / "2-rope-tensor", runs / "one-rope")
+
+
+def test_a_vision_transformer(runs):
+    same(runs / "2-vision-fsdp", runs / "one-vision")
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "mixed"])
+def test_four_processes(runs, way):
+    same(runs / f"4-{way}", runs / "one-language")
+
+
+def test_two_then_four_then_one(runs):
+    same(runs / "resumed", runs / "one-language")
+
+
+def test_what_cannot_be_shared_is_said(runs):
+    assert "tensor_parallel=3 does not divide the 4 processes" in (runs / "4-uneven" / "error").read_text()
+    assert 'needs whole weights on each process: parallel="ddp"' in (runs / "2-average" / "error").read_text()

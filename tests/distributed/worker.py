@@ -1,0 +1,74 @@
+"""Run by torchrun: trains small models as a list of jobs says, one after another, in one group of processes.
+
+torchrun --nproc-per-node=2 worker.py '[{"folder": "…", "kind": "language", "training": {"parallel": "fsdp"}}]'
+"""
+
+import functools
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from sigattn.data.images import Digits
+from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.models.language import LanguageModelConfig
+from sigattn.models.vision import VisionTransformerConfig
+from sigattn.tasks.classification import Classification
+from sigattn.tasks.language import LanguageModelling
+from sigattn.tasks.simclr import SimCLR
+from sigattn.train import loop
+from sigattn.train.config import TrainConfig
+
+TRAINING = TrainConfig(steps=5, batch=8, warmup_steps=2, validate_every=5, checkpoint_every=5, learning_rate=1e-2)
+LANGUAGE = LanguageModelConfig(
+    context=32, layers=2, width=32, heads=4, kv_heads=4, position="alibi", learn_bias="layer"
+)
+VISION = VisionTransformerConfig(
+    layers=2, width=32, heads=4, image_size=8, patch=4, channels=1, classes=10, layer_scale=0.1
+)
+
+
+def setting(kind):
+    """Task, model and data."""
+    if kind == "language":
+        return LanguageModelling(), LANGUAGE, TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=4)
+    if kind == "rope":
+        model = replace(LANGUAGE, position="rope", structure="hybrid", kv_heads=2, temperature=0.1)
+        return LanguageModelling(), model, TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=4)
+    if kind == "vision":
+        return Classification(), VISION, Digits()
+
+    task = SimCLR(hidden=16, outputs=8)
+    return task, VISION, Digits(views=2, labels=False)
+
+
+def interrupt(at, row):
+    """Press Ctrl-C after a step."""
+    if row["step"] == at:
+        signal.raise_signal(signal.SIGINT)
+
+
+def run(jobs):
+    """All jobs."""
+    torch.set_num_threads(1)
+    for job in jobs:
+        task, model, data = setting(job["kind"])
+
+        stop = functools.partial(interrupt, job.get("stop_after"))
+        config = replace(TRAINING, **job.get("training", {}))
+        try:
+            loop.train(task, model, config, data, Path(job["folder"]), resume=job.get("resume", False), on_row=stop)
+        except loop.Interrupted:
+            assert "stop_after" in job
+        except ValueError as error:
+            Path(job["folder"]).mkdir(parents=True, exist_ok=True)
+            (Path(job["folder"]) / "error").write_text(str(error))
+
+
+if __name__ == "__main__":
+    run(json.loads(sys.argv[1]))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
