@@ -1,0 +1,71 @@
+"""Trains in children that are killed while they write checkpoints, until one is done. Arguments: folder, seed."""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.models.language import LanguageModelConfig
+from sigattn.tasks.language import LanguageModelling
+from sigattn.train import checkpoint, loop
+from sigattn.train.config import TrainConfig
+
+MODEL = LanguageModelConfig(context=32, layers=2, width=32, heads=2)
+TRAIN = TrainConfig(steps=14, batch=4, warmup_steps=3, validate_every=5, checkpoint_every=1, seed=3)
+
+
+def train(folder):
+    """The run, or the rest of it."""
+    data = TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=8)
+    loop.train(LanguageModelling(), MODEL, TRAIN, data, Path(folder), resume=True)
+
+
+def die_within(save, after, delay):
+    """The same, but killed a moment after the after-th write began."""
+    writes = 0
+
+    def saving(*args, **kwargs):
+        nonlocal writes
+        writes += 1
+        if writes == after:
+            killer = threading.Thread(target=lambda: (time.sleep(delay), os.kill(os.getpid(), signal.SIGKILL)))
+            killer.start()
+            path = save(*args, **kwargs)
+            killer.join()
+            return path
+        return save(*args, **kwargs)
+
+    return saving
+
+
+def main(folder, seed):
+    """Ten kills, then to the end; prints what each found whole when it began."""
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    kills = 0
+    while kills < 10:
+        whole = [p.name for p in checkpoint.complete(Path(folder) / "checkpoints")]
+        print(whole[-1] if whole else "none", flush=True)
+        pid = os.fork()
+        if pid == 0:
+            checkpoint.save = die_within(checkpoint.save, 1 + chance.randrange(2), chance.uniform(0, 0.03))
+            train(folder)
+            os._exit(0)
+        chance.random()  # parent and child have drawn from the same state: let the next child draw otherwise
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+            print("done early", flush=True)
+            return
+        assert os.WTERMSIG(status) == signal.SIGKILL, status
+        kills += 1
+    train(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,30 @@
+"""kill -9 while a checkpoint is written: the run always goes on, to the numbers of one that was never killed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sigattn.train import checkpoint, metrics
+from tests.train import killed
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="forks")
+def test_ten_kills_at_random(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    command = [sys.executable, str(Path(killed.__file__)), str(parts), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = done.stdout.split()
+    assert len(found) == 10
+    assert found == sorted(found, key=lambda name: "" if name == "none" else name)  # nothing once whole is lost
+    assert len(set(found)) > 1
+    killed.train(whole)
+    rows = [
+        [{k: v for k, v in row.items() if k != "samples_per_second"} for row in metrics.read(f / "metrics.jsonl")]
+        for f in (whole, parts)
+    ]
+    assert rows[0] == rows[1]
+    assert sorted(p.name for p in (parts / "checkpoints").iterdir()) == ["step-00000013", "step-00000014"]
+    assert len(checkpoint.complete(parts / "checkpoints")) == 2
