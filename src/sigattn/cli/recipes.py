@@ -47,7 +47,7 @@ def _table(console: Console) -> None:
 def _one(console: Console, name: str) -> None:
     recipe = find(name)
     base = next(n for n in sorted(RECIPES, key=len, reverse=True) if name.startswith(n))
-    console.print(inspect.cleandoc(RECIPES[base].__doc__ or ""), highlight=False, markup=False)
+    print(inspect.cleandoc(RECIPES[base].__doc__ or ""))
     facts = {
         "parameters": f"{recipe.parameters():,}",
         "tokens trained on": f"{recipe.tokens():.3g}",

@@ -1,0 +1,167 @@
+"""sigattn train and what is done with its runs, as a user types it."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sigattn import cli
+from sigattn.data.tokens import train_tokenizer
+from sigattn.recipes import compare
+from sigattn.recipes.registry import RECIPES
+from sigattn.tasks.language import LanguageModelling
+from sigattn.train import metrics
+from tests.test_cli import failure
+
+QUICK = ["--training.steps", "6", "--training.batch", "8", "--training.validate-every", "6"]
+
+
+def said(capsys, *arguments):
+    cli.main(list(arguments))
+    return capsys.readouterr().out
+
+
+class TestTrain:
+    def test_a_language_model_from_training_to_text(self, tmp_path, capsys):
+        run = str(tmp_path / "run")
+        out = said(capsys, "train", "lm-1b-2k", "--tiny", "--folder", run, *QUICK, "--model.context", "32")
+        assert "step 6 loss" in out
+        assert "spikes: 0 of the gradient norm" in out
+        rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+        assert len(rows) == 6
+        found = said(capsys, "evaluate", run).split()
+        assert float(found[found.index("bits") + 1]) == pytest.approx(rows[-1]["validation_bits"], rel=1e-4)
+        text = said(capsys, "generate", run, "--prompt", "A class ", "--tokens", "50")
+        assert text.startswith("A class ")
+        assert text == said(capsys, "generate", run, "--prompt", "A class ", "--tokens", "50")
+        code, message = failure(["probe", run], capsys)
+        assert code == 2
+        assert "LanguageModel (lm-1b-2k-tiny), no vision transformer" in message
+
+    def test_resuming(self, tmp_path, capsys, monkeypatch):
+        arguments = ["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run"), *QUICK]
+        cli.main(arguments)
+        code, message = failure(arguments, capsys)
+        assert code == 2
+        assert "holds a run already: add --resume" in message
+        cli.main([*arguments, "--resume"])
+        code, message = failure([*arguments, "--resume", "--model.width", "32"], capsys)
+        assert "differs in width" in message
+
+    def test_ctrl_c(self, tmp_path, capsys, monkeypatch):
+        import signal
+
+        evaluate = LanguageModelling.evaluate
+        pressed = lambda *a: (signal.raise_signal(signal.SIGINT), evaluate(*a))[1]  # noqa: E731
+        monkeypatch.setattr(LanguageModelling, "evaluate", pressed)
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run"), *QUICK])
+        assert stop.value.code == 130
+        assert "the same command with --resume" in capsys.readouterr().out
+
+    def test_a_tokenizer(self, tmp_path, capsys):
+        text = tmp_path / "text.txt"
+        text.write_text("the cat sat on the mat, and the dog too. " * 400)
+        out = said(capsys, "tokenizer", "--data", str(text), "--save", str(tmp_path / "t.json"), "--vocabulary", "300")
+        assert "tokens:" in out
+        options = ["--tokenizer", str(tmp_path / "t.json"), "--data", str(text), "--model.vocabulary", "320"]
+        run = str(tmp_path / "run")
+        cli.main(["train", "lm-kappa-1", "--tiny", "--folder", run, *QUICK, *options, "--model.context", "16"])
+        capsys.readouterr()
+        assert said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5").startswith("the cat")
+        train_tokenizer(text, 300, tmp_path / "t.json")
+
+    @pytest.mark.parametrize("recipe", ["vit-simclr", "vit-mae"])
+    def test_vision_is_probed(self, tmp_path, capsys, recipe):
+        run = str(tmp_path / "run")
+        cli.main(["train", recipe, "--tiny", "--softmax", "--folder", run, *QUICK])
+        capsys.readouterr()
+        assert 0 <= float(said(capsys, "probe", run).split()[-1]) <= 1
+        _, message = failure(["generate", run], capsys)
+        assert "no language model" in message
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["train", "lm-2b"], "no recipe is called 'lm-2b'; sigattn recipes lists them"),
+            (["train", "vit-byol"], "name a folder that holds train/CLASS and val/CLASS with --data"),
+            (["train", "asr-ls960", "--tiny"], "name its folder with --data"),
+            (["train", "asr-ls960", "--data", "/nowhere"], "no such file or folder: /nowhere"),
+            (["train", "lm-1b-2k"], "needs --tokenizer FILE"),
+            (["train", "vit-mae", "--tiny", "--tokenizer", "x"], "it has no tokenizer"),
+            (["train", "lm-1b-2k", "--tiny", "--training.steps", "0"], "steps must be at least 1"),
+            (["train", "lm-1b-2k", "--tiny", "--model.heads", "5"], "multiple of heads, got width=64, heads=5"),
+            (["evaluate", "/nowhere"], "/nowhere holds no run of sigattn train"),
+            (["recipes", "lm-2b"], "no recipe is called"),
+        ],
+    )
+    def test_mistakes_get_one_line(self, arguments, message, capsys, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        code, found = failure(arguments, capsys)
+        assert code == 2
+        assert message in found
+
+    def test_help_shows_every_setting(self, capsys):
+        with pytest.raises(SystemExit):
+            cli.main(["train", "asr-ls960", "--help"])
+        out = capsys.readouterr().out
+        for flag in ("--model.layer-drop", "--model.position", "--training.decay-every", "--task.alphabet", "--data"):
+            assert flag in out
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["train"])
+        assert stop.value.code == 2
+        assert "vit-supervised" in capsys.readouterr().out
+
+
+def test_recipes_are_listed_and_printed(capsys):
+    out = said(capsys, "recipes")
+    for name in RECIPES:
+        assert name in out
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = said(capsys, "recipes", "asr-ls100-post")
+    assert "Adagrad".lower() in one
+    assert "H100 hours" in one
+    assert "word error rate" in one.replace("\n", " ")
+    assert "encoder.width" in said(capsys, "recipes", "vit-mae-tiny-softmax")
+
+
+def test_norms_are_the_paper_s_in_kind(capsys):
+    """App. ASR: without a bias CAPE > RoPE > ALiBi ≫ softmax; with b = -log n near softmax."""
+    out = said(capsys, "norms", "--layers", "2", "--width", "256", "--seconds", "6")
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in out.splitlines()
+        if line.split()[:1] in (["cape"], ["rope"], ["alibi"])
+    }
+    norms = {p: [float(c.replace(",", "")) for c in cells] for p, cells in rows.items()}
+    without = {p: v[1] for p, v in norms.items()}
+    assert without["cape"] > without["rope"] > without["alibi"]
+    for softmax, bare, biased in norms.values():
+        assert bare > 20 * softmax
+        assert softmax / 8 < biased < 8 * softmax
+
+
+class TestCompare:
+    def test_the_table(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(compare, "ENTRIES", [e for e in compare.ENTRIES if "SimCLR" in e.title])
+        quick = replace(compare.Compare(), folder=tmp_path, seeds=2, steps=2, workers=1)
+        table = compare.run(quick, print)
+        assert "4 of 4" in capsys.readouterr().out
+        assert "| digits, SimCLR and linear probe: top-1 |" in table
+        assert len(json.loads((tmp_path / "results.json").read_text())) == 4
+        assert compare.run(quick, print) == table  # nothing is done twice
+        assert capsys.readouterr().out == ""
+
+    def test_differences_have_welch_s_interval(self):
+        text = compare.difference([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])
+        assert text == "+1 ± 2.3"  # t(4) = 2.78, standard error 0.816
+        assert compare.difference([1.0, 1.1, 1.2], [5.0, 5.1, 5.2]).endswith("*")
+        assert compare.difference([1.0], [2.0]) == "+1"
+        assert compare.difference([1.0, 1.0], [2.0, 2.0]) == "+1"
+
+    def test_recordings_are_left_out_without_their_folder(self):
+        assert any(e.needs == "speech" for e in compare.ENTRIES)
+        assert torch.tensor([len(compare.ENTRIES)]) == 9
