@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import MODELS, ModelError, build, load, save
+from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
 from sigattn.models.vision import SIZES, VisionTransformer, VisionTransformerConfig
 
@@ -22,7 +23,8 @@ MAE = MaskedAutoencoderConfig(
     encoder=replace(VISION, bias="log_batch"), decoder_layers=1, decoder_width=16, decoder_heads=2
 )
 LANGUAGE = LanguageModelConfig(vocabulary=11, context=16, layers=2, width=16, heads=2)
-SMALL = {"vision": VISION, "masked-autoencoder": MAE, "speech": SPEECH, "language": LANGUAGE}
+SEQUENCE = SequenceModelConfig(width=16, heads=2, length=6)
+SMALL = {"vision": VISION, "masked-autoencoder": MAE, "speech": SPEECH, "language": LANGUAGE, "sequence": SEQUENCE}
 
 
 def millions(config):
@@ -44,6 +46,11 @@ class TestParameterCounts:
         """The paper prints 104M; the parts that it and Gulati et al. describe have 97M (docs/paper-notes.md)."""
         config = SpeechModelConfig(layers=16, width=512, hidden=2048, block_kind="conformer", position="rope")
         assert millions(config) == pytest.approx(97.3, abs=0.1)
+
+    def test_k_summation(self):
+        """Within 2 % of the 187k that the paper prints, whose output layer it does not describe; the MLP's exactly."""
+        assert millions(SequenceModelConfig()) == pytest.approx(0.187, rel=0.02)
+        assert millions(SequenceModelConfig(kind="mlp")) == 0.307501
 
     @pytest.mark.parametrize(("k", "stated"), [(1, 2.2), (2, 4.9), (4, 15.0), (8, 67.0), (16, 440.0)])
     def test_kappa_models(self, k, stated):
@@ -260,9 +267,10 @@ def test_reports_and_watching(name):
     inputs = {
         "language": lambda: torch.zeros(2, 9, dtype=torch.long),
         "speech": lambda: torch.randn(2, 20, 6),
+        "sequence": lambda: torch.randn(2, 6),
     }.get(name, lambda: torch.randn(2, 1, 8, 8))()
     report = model.attention_report(inputs)
-    layers = 3 if name == "masked-autoencoder" else 2
+    layers = {"masked-autoencoder": 3, "sequence": 1}.get(name, 2)
     assert len(report) == layers
     for statistics in report:
         assert statistics.row_mass_mean.shape == (2, 2)
@@ -292,3 +300,13 @@ def test_cached_generation_is_what_the_whole_sequence_gives():
 def test_context_bias():
     model = build(VisionTransformerConfig(**{**SIZES["Ti"], "layers": 1}, bias="log_context"), "meta")
     assert model.blocks[0].attention.bias.value == -math.log(197)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "mlp"])
+def test_sequence_models(kind):
+    numbers = SequenceModel(replace(SEQUENCE, kind=kind))
+    assert numbers(torch.randn(3, 6)).shape == (3, 1)
+    symbols = SequenceModel(replace(SEQUENCE, kind=kind, symbols=4, outputs=2))
+    assert symbols(torch.randint(5, (3, 6))).shape == (3, 2)
+    with pytest.raises(ValueError, match=r"\(batch, 6\), got \(3, 7\)"):
+        numbers(torch.randn(3, 7))

@@ -12,16 +12,20 @@ from torch import Tensor, nn
 
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
 from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
 
-ModelConfig = LanguageModelConfig | VisionTransformerConfig | MaskedAutoencoderConfig | SpeechModelConfig
+ModelConfig = (
+    LanguageModelConfig | VisionTransformerConfig | MaskedAutoencoderConfig | SpeechModelConfig | SequenceModelConfig
+)
 
 MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
     "language": (LanguageModelConfig, LanguageModel),
     "vision": (VisionTransformerConfig, VisionTransformer),
     "masked-autoencoder": (MaskedAutoencoderConfig, MaskedAutoencoder),
     "speech": (SpeechModelConfig, SpeechModel),
+    "sequence": (SequenceModelConfig, SequenceModel),
 }
 
 
@@ -95,6 +99,8 @@ def from_dict(kind: type[ModelConfig], values: dict[str, Any]) -> ModelConfig:
     """
     if kind is MaskedAutoencoderConfig:
         values = {**values, "encoder": from_dict(VisionTransformerConfig, values["encoder"])}
+    if kind is SequenceModelConfig:
+        values = {**values, "mlp_widths": tuple(values["mlp_widths"])}
     return kind(**values)
 
 

@@ -9,14 +9,17 @@ from sigattn.data.corpora import librispeech, spoken_digits
 from sigattn.data.dataset import Data, DataError
 from sigattn.data.images import Augmentation, Digits, ImageFolder
 from sigattn.data.speech import Speech, Tokens
+from sigattn.data.synthetic import KSummation, PairRepeat
 from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.data.tokens import encode, load_tokenizer
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
+from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.ctc import CTC
+from sigattn.tasks.k_summation import KSummationTask
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
 
@@ -44,6 +47,8 @@ def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, wo
         return _text(recipe.model, path, tokenizer)
     if tokenizer is not None:
         raise DataError(f"{recipe.name} is no language model: it has no tokenizer")
+    if isinstance(recipe.model, SequenceModelConfig):
+        return _drawn(recipe, recipe.model, path)
     if isinstance(recipe.model, SpeechModelConfig):
         return _speech(recipe, recipe.model, path)
     return _images(recipe, path, workers)
@@ -60,6 +65,14 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
     if path is None:
         raise DataError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
     return TextData(encode(path, load_tokenizer(tokenizer), model.vocabulary, model.context), model.context)
+
+
+def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Data:
+    if path is not None:
+        raise DataError(f"{recipe.name} draws its problems itself: leave out --data")
+    if isinstance(recipe.task, KSummationTask):
+        return KSummation(model.length, recipe.task.k)
+    return PairRepeat(model.symbols, model.length)
 
 
 def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:

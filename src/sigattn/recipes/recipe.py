@@ -12,6 +12,7 @@ from torch import nn
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.saving import ModelConfig, build
+from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.transformer import TransformerConfig
 from sigattn.models.vision import VisionTransformerConfig
@@ -73,6 +74,8 @@ class Recipe:
             return samples / (model.step * model.stride)
         if isinstance(model, MaskedAutoencoderConfig):
             return samples * model.encoder.grid**2 * (1 - model.mask_ratio)
+        if isinstance(model, SequenceModelConfig):
+            return float(samples * model.length)
         views = {SimCLR: 2.0, BYOL: 6.0}.get(type(self.task), 1.0)
         return samples * model.tokens * views
 
@@ -179,11 +182,18 @@ def _tiny_speech(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     return model, training, "spoken digits (FSDD)"
 
 
+def _tiny_sequence(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
+    model = _small(recipe.transformer, layers=recipe.transformer.layers, mlp_widths=(64, 64))
+    training = _train(recipe.training, steps=500, batch=128, learning_rate=2e-3, optimizer="adam")
+    return model, training, recipe.data
+
+
 _TINY: dict[type, Callable[[Recipe], tuple[ModelConfig, TrainConfig, str]]] = {
     LanguageModelConfig: _tiny_language,
     VisionTransformerConfig: _tiny_vision,
     MaskedAutoencoderConfig: _tiny_autoencoder,
     SpeechModelConfig: _tiny_speech,
+    SequenceModelConfig: _tiny_sequence,
 }
 
 

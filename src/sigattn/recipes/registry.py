@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sigattn.recipes import language, speech, vision
+from sigattn.recipes import language, speech, synthetic, vision
 from sigattn.recipes.recipe import Recipe
 
 
@@ -13,7 +13,8 @@ class RecipeError(Exception):
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    make.__name__.replace("_", "-"): make for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES)
+    make.__name__.replace("_", "-"): make
+    for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES, *synthetic.RECIPES)
 }
 
 # the practitioner's table (App. "Practitioner's Guide"), row by row

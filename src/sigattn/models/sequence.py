@@ -1,0 +1,90 @@
+"""Small encoders of a sequence of numbers or symbols, and the MLP beside them (App. "Simple Experiments")."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sigattn.models.transformer import Transformer, TransformerConfig
+from sigattn.nn.bias import Learn, Rule
+from sigattn.nn.initialization import initialize
+from sigattn.nn.norm import make_norm
+from sigattn.nn.position import LearnableEmbedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceModelConfig(TransformerConfig):
+    """Size and kind: by default the transformer of k-summation, one layer of 8 heads with a learned bias from -4.
+
+    Attributes:
+        length: of the sequence.
+        symbols: how many there are (one more stands for padding); 0 for numbers.
+        outputs: numbers that come out.
+        kind: "transformer", or "mlp" of ``mlp_widths`` on the numbers, or one-hot symbols, of the whole sequence.
+        mlp_widths: of the MLP's hidden layers.
+    """
+
+    layers: int = 1
+    width: int = 120
+    heads: int = 8
+    bias: float | Rule | None = -4.0
+    learn_bias: Learn = "layer"
+    length: int = 40
+    symbols: int = 0
+    outputs: int = 1
+    kind: Literal["transformer", "mlp"] = "transformer"
+    mlp_widths: tuple[int, ...] = (900, 300)
+
+    USUAL_BIAS: ClassVar[float | Rule] = -4.0
+
+
+class SequenceModel(Transformer):
+    """Inputs with learned positions, blocks that see the whole sequence, a norm, and one linear layer of all of it."""
+
+    def __init__(self, config: SequenceModelConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        if c.kind == "mlp":
+            widths = [c.length * (c.symbols + 1 if c.symbols else 1), *c.mlp_widths, c.outputs]
+            parts: list[nn.Module] = []
+            for inputs, outputs in itertools.pairwise(widths):
+                parts += [nn.ReLU()] * bool(parts) + [nn.Linear(inputs, outputs)]
+            self.mlp = nn.Sequential(*parts)
+            return
+        self.input = nn.Embedding(c.symbols + 1, c.width) if c.symbols else nn.Linear(1, c.width)
+        self.position = LearnableEmbedding(c.length, c.width)
+        self.blocks = nn.ModuleList(c.block(i, None, causal=False, context=c.length) for i in range(c.layers))
+        self.norm = make_norm(c.norm, c.width)
+        self.output = nn.Linear(c.length * c.width, c.outputs)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        if self.config.kind == "mlp":
+            for part in self.mlp:
+                if isinstance(part, nn.Linear):
+                    part.reset_parameters()
+        else:
+            initialize(self, self.config.initialization)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(B, length) numbers, or symbols (the number of symbols for padding) → (B, outputs).
+
+        Raises:
+            ValueError: for another length.
+        """
+        c = self.config
+        if inputs.shape[1:] != (c.length,):
+            raise ValueError(f"inputs must be (batch, {c.length}), got {tuple(inputs.shape)}")
+        if c.kind == "mlp":
+            flat = nn.functional.one_hot(inputs, c.symbols + 1).flatten(1).float() if c.symbols else inputs
+            result: Tensor = self.mlp(flat)
+            return result
+        x = self.position(self.input(inputs if c.symbols else inputs.unsqueeze(-1)))
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        return torch.as_tensor(self.output(self.norm(x).flatten(1)))

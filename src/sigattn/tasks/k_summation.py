@@ -1,0 +1,41 @@
+"""k-summation: add the numbers that are pointed out (App. "k-Summation Problem Definition")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.data.dataset import Batch
+from sigattn.models.sequence import SequenceModel, SequenceModelConfig
+from sigattn.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class KSummationTask(Task):
+    """Mean squared error of the sum. A batch is sequences (B, n) and sums (B, 1). Metrics: ``loss``.
+
+    Attributes:
+        k: how many numbers are added.
+    """
+
+    k: int = 1
+    metric = "loss"
+
+    def build(self, model: SequenceModelConfig) -> nn.Module:
+        """The sequence model itself."""
+        return SequenceModel(model)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Mean squared error."""
+        return F.mse_loss(module(batch[0]).float(), batch[1])
+
+    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """See the class."""
+        total = count = 0.0
+        for batch in batches:
+            total += self.loss(module, batch).item() * len(batch[0])
+            count += len(batch[0])
+        return {"loss": total / max(count, 1)}
