@@ -165,3 +165,28 @@ class TestCompare:
     def test_recordings_are_left_out_without_their_folder(self):
         assert any(e.needs == "speech" for e in compare.ENTRIES)
         assert torch.tensor([len(compare.ENTRIES)]) == 9
+
+
+def test_a_speech_model_is_judged_by_duration_on_ted_lium(tmp_path, capsys):
+    soundfile = pytest.importorskip("soundfile")
+    recordings, talk = tmp_path / "fsdd", tmp_path / "ted" / "legacy"
+    recordings.mkdir()
+    for digit in range(10):
+        for index in (0, 7):
+            sound = torch.randn(2000 + 200 * digit) / 10
+            soundfile.write(recordings / f"{digit}_ann_{index}.wav", sound.numpy(), 8000)
+    for part in ("dev", "test"):
+        for kind in ("stm", "sph"):
+            (talk / part / kind).mkdir(parents=True)
+        sound = (torch.randn(14 * 16_000) / 10).numpy()
+        soundfile.write(talk / part / "sph" / "bob.sph", sound, 16_000, format="NIST", subtype="PCM_16")
+        lines = "bob 1 bob 0.0 2.0 <o,f0,male> one two\nbob 1 bob 2.0 13.5 <o,f0,male> three four\n"
+        (talk / part / "stm" / "bob.stm").write_text(lines)
+    run = str(tmp_path / "run")
+    sizes = ["--model.width", "16", "--training.batch", "20", "--training.steps", "2"]
+    cli.main(["train", "asr-ls960", "--tiny", "--data", str(recordings), "--folder", run, *sizes])
+    capsys.readouterr()
+    out = said(capsys, "evaluate", run, "--data", str(tmp_path / "ted"))
+    for line in ("0-10s wer", "10-20s wer"):
+        assert line in out
+    assert "30s" not in out

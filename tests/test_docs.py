@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sigattn
+import sigattn.nn
 from sigattn.ops import problem, statistics
 
 ROOT = Path(__file__).parent.parent
@@ -21,6 +22,14 @@ def test_docstring_examples(function):
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
     (test,) = finder.find(target, function, globs=names)
     assert test.examples, f"{function} has no example"
+    assert runner.run(test).failed == 0
+
+
+@pytest.mark.parametrize("name", ["recommend", "sigmoidify"])
+def test_docstring_examples_of_layers(name):
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    (test,) = finder.find(getattr(sigattn.nn, name), name, globs={"nn": torch.nn, **vars(sigattn.nn)})
+    assert test.examples
     assert runner.run(test).failed == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from sigattn.data.corpora import librispeech, spoken_digits
+from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Data, DataError
 from sigattn.data.images import Augmentation, Digits, ImageFolder
 from sigattn.data.speech import Speech, Tokens
@@ -52,6 +52,21 @@ def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, wo
     if isinstance(recipe.model, SpeechModelConfig):
         return _speech(recipe, recipe.model, path)
     return _images(recipe, path, workers)
+
+
+def held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None) -> dict[str, Data]:
+    """What a trained model is judged on, in named parts: one without a name, or TED-LIUM's joint validation and test
+    sets by duration, as in the paper's tables, where the path is that corpus's.
+
+    Raises:
+        DataError: as ``load``.
+    """
+    if path is None or not isinstance(recipe.model, SpeechModelConfig) or not (path / "legacy").is_dir():
+        return {"": load(recipe, path, tokenizer=tokenizer)}
+    assert isinstance(recipe.task, CTC)
+    tokens, mels = Tokens(recipe.task.alphabet), recipe.model.mels
+    parts = by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
+    return {name: Speech((), part, tokens, mels=mels) for name, part in parts.items() if part}
 
 
 def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None) -> Data:
