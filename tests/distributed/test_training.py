@@ -55,10 +55,11 @@ def runs(tmp_path_factory):
     def job(name, kind="language", **more):
         return {"folder": str(root / name), "kind": kind, **more}
 
-    worker.run([job("one-language"), job("one-rope", "rope"), job("one-vision", "vision")])
+    worker.run([job(f"one-{kind}", kind) for kind in ("language", "rope", "vision", "contrast")])
     shared = [job(f"2-{way}", training=training) for way, training in WAYS.items()]
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
+    shared += [job("2-contrast", "contrast")]
     shared += [job("2-average", training={"parallel": "fsdp", "ema": 0.9})]
     launch(2, [*shared, job("resumed", stop_after=1)])
     mixed = {"tensor_parallel": 2, "parallel": "fsdp"}
@@ -81,6 +82,11 @@ def test_shared_layers_with_rope_and_hybrid_norm(runs):
 
 def test_a_vision_transformer(runs):
     same(runs / "2-vision-fsdp", runs / "one-vision")
+
+
+def test_samples_of_other_processes_are_negatives_too(runs):
+    """InfoNCE over the gathered batch, with its gradient."""
+    same(runs / "2-contrast", runs / "one-contrast")
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "mixed"])

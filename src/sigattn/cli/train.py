@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
 from sigattn.data.tokens import load_tokenizer, train_tokenizer
-from sigattn.distributed.sharding import processes
+from sigattn.distributed.sharding import leave, processes
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.models.vision import VisionTransformer
@@ -47,7 +47,10 @@ def run_train(arguments: list[str]) -> None:
             name = f"{name}-{form}"
     options = _options(find(name), rest)
     recipe = dataclasses.replace(find(name), model=options.model, task=options.task, training=options.training)
-    _train(recipe, name, options)
+    try:
+        _train(recipe, name, options)
+    finally:
+        leave()
 
 
 def _options(recipe: Recipe, arguments: list[str]) -> Any:

@@ -101,6 +101,12 @@ def processes() -> Processes:
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 
 
+def leave() -> None:
+    """Part from the other processes, where this one joined them."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def distribute(module: nn.Module, processes: Processes, parallel: str, precision: str) -> nn.Module:
     """A module whose work the processes share.
 

@@ -154,6 +154,7 @@ def _training(
         decay_start=start,
         decay_every=every,
         validate_every=2000,
+        validation_batch=600,
         checkpoint_every=2000,
         watch_every=100,
         **fixed,

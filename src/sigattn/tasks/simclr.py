@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,15 +60,20 @@ class SimCLR(Task):
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Mean InfoNCE of both views."""
-        logits, partner = self._similarities(module, batch)
+        logits, partner = self._similarities(module, batch, gather)
         return F.cross_entropy(logits, partner)
 
-    def _similarities(self, module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(2b, 2B) logits of this rank's b samples against all B, itself excluded, and the partners' places."""
+    def _similarities(
+        self, module: Any, batch: Batch, collect: Callable[[Tensor], tuple[Tensor, int]]
+    ) -> tuple[Tensor, Tensor]:
+        """(2b, 2B) logits of these b samples against all B, each but itself, and the partners' places.
+
+        ``collect`` gives everyone's rows, and where one's own begin.
+        """
         first, second = batch
         z = F.normalize(module(torch.cat([first, second])).float(), dim=-1)
         mine, theirs = z.chunk(2)
-        views = [gather(v) for v in (mine, theirs)]  # each (B, outputs)
+        views = [collect(v) for v in (mine, theirs)]  # each (B, outputs)
         everyone, offset = torch.cat([v for v, _ in views]), views[0][1]
         total, here = len(everyone) // 2, torch.arange(len(mine), device=z.device) + offset
         own = torch.cat([here, here + total])
@@ -79,7 +84,8 @@ class SimCLR(Task):
         """See the class."""
         loss = correct = count = 0.0
         for batch in batches:
-            logits, partner = self._similarities(module, batch)
+            # every process judges the same batches: there is nobody else's to add
+            logits, partner = self._similarities(module, batch, lambda rows: (rows, 0))
             loss += F.cross_entropy(logits, partner, reduction="sum").item()
             correct += (logits.argmax(-1) == partner).sum().item()
             count += len(partner)

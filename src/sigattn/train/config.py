@@ -32,6 +32,7 @@ class TrainConfig:
         tensor_parallel: processes that share each layer of a language model; what is left of the processes is shared
             out as ``parallel`` says.
         validate_every: steps between validations; the last step always validates.
+        validation_batch: samples (seconds of speech) that each process judges at a time.
         checkpoint_every: steps between checkpoints. keep: how many of them are kept.
         watch_every: steps between looks at the attention layers (norm of their outputs); 0 for none.
         seed: of the initial weights, of the order of the data and of all that is drawn.
@@ -59,6 +60,7 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     tensor_parallel: int = 1
     validate_every: int = 50
+    validation_batch: int = 64
     checkpoint_every: int = 50
     keep: int = 2
     watch_every: int = 1
@@ -66,7 +68,16 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ValueError where a number is out of its range."""
-        for name in ("steps", "batch", "accumulate", "validate_every", "checkpoint_every", "keep", "tensor_parallel"):
+        for name in (
+            "steps",
+            "batch",
+            "accumulate",
+            "validate_every",
+            "validation_batch",
+            "checkpoint_every",
+            "keep",
+            "tensor_parallel",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup_steps", "watch_every", "weight_decay", "learning_rate", "final_learning_rate"):

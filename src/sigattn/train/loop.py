@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 # settings that may change when a run is resumed
 FREE = {"parallel", "tensor_parallel", "accumulate", "compile", "checkpoint_activations"}
-FREE |= {"keep", "validate_every", "checkpoint_every", "watch_every"}
+FREE |= {"keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every"}
 
 
 @runtime_checkable
@@ -248,8 +248,8 @@ class _Run:
         module = sharding.unwrap(self.module) if self.average is None else self.average.module
         module.eval()
         device = self.processes.device
-        size = max(1, self.config.batch // self.config.accumulate)
-        batches = (tuple(t.to(device) for t in batch) for batch in self.data.validation(size))
+        held_out = self.data.validation(self.config.validation_batch)
+        batches = (tuple(t.to(device) for t in batch) for batch in held_out)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
             metrics = self.task.evaluate(module, batches)
         module.train()
