@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING or "jaxtyping" in sys.modules:
+if TYPE_CHECKING or sys.modules.get("jaxtyping") is not None:
     from jaxtyping import Float as Float
     from jaxtyping import Int as Int
 else:
