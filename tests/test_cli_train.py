@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sigattn import cli
-from sigattn.data.tokens import train_tokenizer
 from sigattn.recipes import compare
 from sigattn.recipes.registry import RECIPES
 from sigattn.tasks.language import LanguageModelling
@@ -71,7 +70,13 @@ class TestTrain:
         cli.main(["train", "lm-kappa-1", "--tiny", "--folder", run, *QUICK, *options, "--model.context", "16"])
         capsys.readouterr()
         assert said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5").startswith("the cat")
-        train_tokenizer(text, 300, tmp_path / "t.json")
+        code, message = failure(["pack", "--data", str(text), "--tokenizer", "x", "--save", "y"], capsys)
+        assert code == 2
+        assert "ends in .bin" in message
+        out = said(capsys, "pack", "--data", str(text), "--tokenizer", str(tmp_path / "t.json"), "--save", f"{run}.bin")
+        assert "tokens:" in out
+        options = ["--data", f"{run}.bin", "--model.vocabulary", "320", "--model.context", "8"]
+        cli.main(["train", "lm-kappa-1", "--tiny", "--folder", f"{run}2", *QUICK, *options])
 
     @pytest.mark.parametrize("recipe", ["vit-simclr", "vit-mae"])
     def test_vision_is_probed(self, tmp_path, capsys, recipe):

@@ -1,11 +1,15 @@
 """Vocabularies: learned, saved, and what does not fit."""
 
+import gzip
 import json
+import sys
 
 import pytest
+import torch
 
 from sigattn.data.dataset import DataError
-from sigattn.data.tokens import END, documents, encode, load_tokenizer, train_tokenizer
+from sigattn.data.text import TextData
+from sigattn.data.tokens import END, documents, encode, load_tokenizer, pack, packed, train_tokenizer
 
 pytest.importorskip("tokenizers")
 
@@ -30,6 +34,47 @@ def test_documents_and_tokens(corpus, tmp_path):
     assert everything.count(end) == 3
     assert tokenizer.decode(everything) == "".join(documents(corpus))
     assert len(everything) < 500  # 1,311 characters
+
+
+def test_a_packed_corpus_is_read_in_place(corpus, tmp_path):
+    with gzip.open(corpus / "c.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": "zipped up"}) + "\n")
+    tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
+    count = pack(corpus, tokenizer, tmp_path / "new" / "corpus.bin")
+    text = packed(tmp_path / "new" / "corpus.bin", 300, context=8, held_out=0.1)
+    everything = [*text.training.tolist(), *text.validation.tolist()]
+    assert len(everything) == count
+    assert tokenizer.decode(everything) == "".join(documents(corpus))
+    data = TextData(text, 8)
+    tokens, targets = data.batch(3, 4, seed=0)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    with pytest.raises(DataError, match=r"the tokenizer has .* tokens, and the model 256"):
+        packed(tmp_path / "new" / "corpus.bin", 256, context=8)
+    with (tmp_path / "new" / "corpus.bin").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match="should hold"):
+        packed(tmp_path / "new" / "corpus.bin", 300, context=8)
+    with pytest.raises(DataError, match="no file of sigattn pack"):
+        packed(tmp_path / "tokenizer.json", 300, context=8)
+    (corpus / "d.jsonl.gz").write_bytes(b"not zipped")
+    with pytest.raises(DataError, match=r"cannot read .*d\.jsonl\.gz"):
+        list(documents(corpus))
+
+
+def test_parquet(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match="read by pyarrow: pip install"):
+        list(documents(tmp_path))
+    monkeypatch.undo()
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": ["one", None, "two"]}), tmp_path / "a.parquet")
+    assert list(documents(tmp_path)) == ["one", "two"]
+    parquet.write_table(arrow.table({"words": ["one"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match='no column "text", but words'):
+        list(documents(tmp_path))
 
 
 def test_what_does_not_fit(corpus, tmp_path):

@@ -14,7 +14,7 @@ try:
     from sigattn.cli.demo import run_demo
     from sigattn.cli.recipes import compare_all, list_recipes, show_norms
     from sigattn.cli.theory import run_theory
-    from sigattn.cli.train import evaluate, generate, make_tokenizer, probe, run_train
+    from sigattn.cli.train import evaluate, generate, make_tokenizer, pack_tokens, probe, run_train
     from sigattn.data.dataset import DataError
     from sigattn.models.saving import ModelError
     from sigattn.recipes.demo import SettingsError
@@ -46,6 +46,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "probe": probe,
     "tokenizer": make_tokenizer,
+    "pack": pack_tokens,
     "norms": show_norms,
     "compare": compare_all,
     "info": show_info,

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
-from sigattn.data.tokens import load_tokenizer, train_tokenizer
+from sigattn.data.tokens import load_tokenizer, pack, train_tokenizer
 from sigattn.distributed.sharding import leave, processes
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
@@ -240,9 +240,22 @@ def make_tokenizer(data: Path, save: Path, vocabulary: int = 32_768) -> None:
     """Learn a byte-level BPE vocabulary from a text.
 
     Args:
-        data: a file or a folder of .txt, .md, .rst, .py or .jsonl.
+        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet.
         save: the JSON file to write.
         vocabulary: number of tokens.
     """
     tokenizer = train_tokenizer(data, vocabulary, save)
     print(f"{tokenizer.get_vocab_size()} tokens: {save}")
+
+
+def pack_tokens(data: Path, tokenizer: Path, save: Path) -> None:
+    """Turn a corpus into one file of tokens, to train language models on.
+
+    Args:
+        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet.
+        tokenizer: of sigattn tokenizer, or any that Hugging Face's tokenizers saved as JSON.
+        save: the file to write, ending in .bin.
+    """
+    if save.suffix != ".bin":
+        raise SettingsError(f"name a file that ends in .bin, got {save}")
+    print(f"{pack(data, load_tokenizer(tokenizer), save):,} tokens: {save}")

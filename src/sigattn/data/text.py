@@ -129,5 +129,5 @@ class TextData(Data):
 
 def _windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     at = starts[:, None] + torch.arange(context + 1)
-    window = tokens[at]
+    window = tokens[at].long()
     return window[:, :-1], window[:, 1:]

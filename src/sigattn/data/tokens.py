@@ -1,9 +1,16 @@
-"""Text as the tokens of a vocabulary (Hugging Face's ``tokenizers``), trained here or loaded from a file."""
+"""Text as the tokens of a vocabulary (Hugging Face's ``tokenizers``), trained here or loaded from a file.
+
+A corpus of any size is packed once into a file of tokens, which is then read in place: windows of it are drawn in an
+order that seed and step decide, so that a run is resumed exactly.
+"""
 
 from __future__ import annotations
 
+import array
+import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,31 +20,54 @@ import torch
 from sigattn.data.dataset import DataError
 from sigattn.data.text import ByteText
 
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".parquet")
 END = "<|end|>"  # between documents
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The documents of a file or a folder: text files, and the "text" of each line of .jsonl files, in order of names.
+    """The documents of a file or a folder, in order of names: text files, and the "text" of each line of .jsonl and
+    .jsonl.gz files (C4's and RedPajama's form) and of each row of .parquet files.
 
     Raises:
-        DataError: if there are none, or a line is no JSON with a text.
+        DataError: if there are none, or a line is no JSON with a text, or pyarrow is missing.
     """
     if not path.exists():
         raise DataError(f"no such text file or folder: {path}")
-    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+    files = sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
     if not files:
         raise DataError(f"looked for {', '.join(SUFFIXES)} files in {path} and found none")
     for file in files:
-        if file.suffix != ".jsonl":
+        if file.name.endswith((".jsonl", ".jsonl.gz")):
+            yield from _json_lines(file)
+        elif file.suffix == ".parquet":
+            yield from _parquet(file)
+        else:
             yield file.read_text(errors="replace")
-            continue
-        with file.open() as lines:
+
+
+def _json_lines(file: Path) -> Iterator[str]:
+    opener = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opener(file, "rt") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     yield json.loads(line)["text"]
                 except (json.JSONDecodeError, KeyError, TypeError) as error:
                     raise DataError(f'{file}, line {number}: expected JSON with a "text", got {line[:60]!r}') from error
+    except (OSError, EOFError) as error:
+        raise DataError(f"cannot read {file}: {error}") from error
+
+
+def _parquet(file: Path) -> Iterator[str]:
+    try:
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError as error:
+        raise DataError(f"{file} is read by pyarrow: pip install pyarrow") from error
+    table = parquet.ParquetFile(file)
+    if "text" not in table.schema_arrow.names:
+        raise DataError(f'{file} has no column "text", but {", ".join(table.schema_arrow.names)}')
+    for batch in table.iter_batches(columns=["text"]):
+        yield from (text for text in batch.column(0).to_pylist() if text is not None)
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -86,6 +116,46 @@ def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: 
         parts.append(torch.tensor(ids if end is None else [*ids, end], dtype=torch.int32))
     tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
     return ByteText.split_tokens(tokens.long(), context, held_out, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())
+
+
+def pack(path: Path, tokenizer: Any, save: Path) -> int:
+    """Write all documents as one row of tokens, an end token after each, into a file of 32-bit numbers; gives how many.
+
+    ``save`` ends in .bin. What is needed to read it stands beside it, in a file that ends in .bin.json.
+    """
+    end, count, digest = tokenizer.token_to_id(END), 0, hashlib.sha256()
+    save.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = save.with_name(save.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        for text in documents(path):
+            ids = tokenizer.encode(text).ids
+            row = array.array("i", ids if end is None else [*ids, end]).tobytes()
+            file.write(row)
+            digest.update(row)
+            count += len(row) // 4
+    about = {"tokens": count, "vocabulary": tokenizer.get_vocab_size(), "sha256": digest.hexdigest()}
+    save.with_name(save.name + ".json").write_text(json.dumps(about) + "\n")
+    os.replace(unfinished, save)
+    return count
+
+
+def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -> ByteText:
+    """A file that ``pack`` wrote, read in place: its last part held out.
+
+    Raises:
+        DataError: if it is not such a file, has more tokens than the model, or is too short.
+    """
+    try:
+        about = json.loads(path.with_name(path.name + ".json").read_text())
+        size = path.stat().st_size
+    except (OSError, json.JSONDecodeError) as error:
+        raise DataError(f"{path} is no file of sigattn pack: {error}") from error
+    if size != 4 * about["tokens"]:
+        raise DataError(f"{path} should hold {about['tokens']} tokens of 4 bytes, and has {size} bytes")
+    if about["vocabulary"] > vocabulary:
+        raise DataError(f"the tokenizer has {about['vocabulary']} tokens, and the model {vocabulary}")
+    tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
+    return ByteText.split_tokens(tokens, context, held_out, about["sha256"])
 
 
 def _tokenizers() -> Any:

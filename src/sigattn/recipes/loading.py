@@ -11,7 +11,7 @@ from sigattn.data.images import Augmentation, Digits, ImageFolder
 from sigattn.data.speech import Speech, Tokens
 from sigattn.data.synthetic import KSummation, PairRepeat
 from sigattn.data.text import ByteText, TextData, load_text
-from sigattn.data.tokens import encode, load_tokenizer
+from sigattn.data.tokens import encode, load_tokenizer, packed
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.sequence import SequenceModelConfig
@@ -34,9 +34,9 @@ def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, wo
 
     Args:
         recipe: any.
-        path: text, as a file or folder; images, as a folder with train and val; LibriSpeech's root; or the spoken
-            digits, as a folder or .tar.gz. None for what is always there: CPython's documentation as bytes, and the
-            handwritten digits.
+        path: text, as a file or folder, or tokens, as a .bin of ``sigattn pack``; images, as a folder with train and
+            val; LibriSpeech's root; or the spoken digits, as a folder or .tar.gz. None for what is always there:
+            CPython's documentation as bytes, and the handwritten digits.
         tokenizer: of a language model whose vocabulary is not bytes.
         workers: processes that read images.
 
@@ -70,11 +70,13 @@ def held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None
 
 
 def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None) -> Data:
+    if path is not None and path.suffix == ".bin":
+        return TextData(packed(path, model.vocabulary, model.context), model.context)
     if tokenizer is None:
         if model.vocabulary != 256:
             raise DataError(
-                f"a vocabulary of {model.vocabulary} tokens needs --tokenizer FILE (sigattn tokenizer makes one); for "
-                "bytes say --model.vocabulary 256"
+                f"a vocabulary of {model.vocabulary} tokens needs --tokenizer FILE (sigattn tokenizer makes one), or "
+                "--data FILE.bin of sigattn pack; for bytes say --model.vocabulary 256"
             )
         return TextData(ByteText.split(load_text(path), model.context), model.context)
     if path is None:
