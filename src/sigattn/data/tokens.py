@@ -62,7 +62,7 @@ def _parquet(file: Path) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError as error:
-        raise DataError(f"{file} is read by pyarrow: pip install pyarrow") from error
+        raise DataError(f"{file} is read by pyarrow: pip install 'sigattn[text]'") from error
     table = parquet.ParquetFile(file)
     if "text" not in table.schema_arrow.names:
         raise DataError(f'{file} has no column "text", but {", ".join(table.schema_arrow.names)}')
