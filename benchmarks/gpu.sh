@@ -6,7 +6,8 @@
 #     benchmarks/gpu.sh OUT [WHEELS]
 #
 # OUT: folder for results and logs. WHEELS: folder of wheels of peers (triton-sigmoid, flash-attn, …) to compare with.
-# STEPS=tests,kernels,… does some of the steps only. With TRITON_INTERPRET=1 and no GPU, it tries itself at tiny sizes.
+# STEPS=tests,kernels,… does some of the steps only; STEPS=training, which also needs scikit-learn, tensorboard and
+# safetensors, is done only where it is named. With TRITON_INTERPRET=1 and no GPU, it tries itself at tiny sizes.
 set -uo pipefail
 
 out=${1:?usage: benchmarks/gpu.sh OUT [WHEELS]}
@@ -47,9 +48,10 @@ if [[ $tiny == 1 ]]; then
     accuracy="lengths=(64, 256), queries=8, head_dim=16, dtypes=('float16', 'bfloat16', 'float32')"
     hybrid="lengths=(32, 64), heads=2, head_dim=16, rounds=1, round_seconds=0.0, dtype='float32'"
     tune="lengths=(64,), heads=1, head_dims=(16,), most_flops=1e6, rounds=1, round_seconds=0.0, most_candidates=2"
+    training="kappas=(4,), seconds=2.0, steps=2, batch=1, upscale=1, layers=1"
     examples=3
 else
-    kernels="" accuracy="" hybrid="" tune=""
+    kernels="" accuracy="" hybrid="" tune="" training=""
     examples=25
 fi
 
@@ -67,6 +69,8 @@ step accuracy 40 "$python" -c "$run accuracy as b; b.run(b.AccuracyBenchmark(res
 step kernels 210 "$python" -c "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/kernels'), seconds=170, $kernels))"
 step hybridnorm 50 "$python" -c "$run hybridnorm as b; b.run(b.HybridNormBenchmark(results=Path('$out/hybridnorm'), $hybrid))"
 step tune 80 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/tune'), seconds=65, $tune))"
+# in a call of its own (STEPS=training): six minutes of training runs
+step training 400 "$python" -c "$run training as b; b.run(b.TrainingBenchmark(results=Path('$out/training'), $training))"
 rm -rf "$out/.peers"
 cat "$out/steps.log"
 exit $failed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigattn.bench import accuracy, gpu, hybridnorm, kernels, tune
+from sigattn.bench import accuracy, gpu, hybridnorm, kernels, training, tune
 from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, Options
 from sigattn.bench.provenance import BenchmarkError
 
@@ -122,6 +122,16 @@ def test_tune(tmp_path):
     rows = tune.run(config)["rows"]
     assert {r["kernel"] for r in rows} == {"forward", "keys", "queries", tune.FUSED}
     assert all("ms" in r for r in rows), rows
+
+
+def test_training(tmp_path):
+    quick = {"kappas": (1,), "seconds": 60.0, "steps": 2, "batch": 1, "upscale": 1, "layers": 1}
+    training.run(training.TrainingBenchmark(results=tmp_path, **quick))
+    runs = json.loads((tmp_path / "training.json").read_text())["runs"]
+    assert [(r["model"].partition(",")[0], r["mechanism"]) for r in runs] == [
+        (model, mechanism) for model in ("language", "ViT-S") for mechanism in ("sigmoid", "softmax")
+    ]
+    assert all(r["steps"] == 2 and r["tokens_or_images_per_second"] > 0 for r in runs)
 
 
 def test_without_a_gpu_and_without_the_interpreter(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sigattn.bench import accuracy, cpu, hybridnorm, kernels, static, tune
+from sigattn.bench import accuracy, cpu, hybridnorm, kernels, static, training, tune
 
 
 def bench_cpu(options: cpu.CpuBenchmark) -> None:
@@ -37,6 +37,11 @@ def bench_tune(options: tune.TuneBenchmark) -> None:
     tune.run(options)
 
 
+def bench_training(options: training.TrainingBenchmark) -> None:
+    """Language models and a ViT trained on this GPU, sigmoid beside softmax: tokens a second, memory, loss."""
+    training.run(options)
+
+
 BENCHMARKS: dict[str, Callable[..., None]] = {
     "cpu": bench_cpu,
     "static": bench_static,
@@ -44,4 +49,5 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "accuracy": bench_accuracy,
     "hybridnorm": bench_hybridnorm,
     "tune": bench_tune,
+    "training": bench_training,
 }

@@ -30,18 +30,21 @@ class Digits(Data):
         views: how many variations of each image a batch has: 1 with its label, or several without.
         labels: whether a batch has labels; with several views it has none.
         strength: of the variations; 0 for none.
+        upscale: images are made so many times as large.
 
     Raises:
         DataError: without scikit-learn.
     """
 
-    def __init__(self, *, views: int = 1, labels: bool = True, strength: float = 1.0) -> None:
+    def __init__(self, *, views: int = 1, labels: bool = True, strength: float = 1.0, upscale: int = 1) -> None:
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
             raise DataError("the handwritten digits come with scikit-learn: pip install 'sigattn[vision]'") from error
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # (1797, 1, 8, 8) in -1 … 1
+        if upscale > 1:
+            images = F.interpolate(images, scale_factor=float(upscale), mode="bilinear", align_corners=False)
         labelled = torch.tensor(digits.target)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         self._train, self._held = order[360:], order[:360]
@@ -77,7 +80,7 @@ class Digits(Data):
     @property
     def fingerprint(self) -> str:
         """Of the images and how they are varied."""
-        kind = f"digits, {self.views} views, strength {self.strength}"
+        kind = f"digits of {self._images.shape[-1]}, {self.views} views, strength {self.strength}"
         return hashlib.sha256(self._images.numpy().tobytes() + kind.encode()).hexdigest()
 
     def _vary(self, images: Tensor, generator: torch.Generator) -> Tensor:

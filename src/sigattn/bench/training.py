@@ -1,0 +1,119 @@
+"""``sigattn bench training``: κ = 4 and 8 language models and a ViT-S, sigmoid beside softmax, for a time each.
+
+Tokens (images) a second, peak memory, loss and attention norm, by the training loop itself. Made for a GPU, where it
+takes about six minutes; on a CPU it needs smaller settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sysconfig
+import time
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from sigattn.bench import provenance
+from sigattn.data.dataset import Data
+from sigattn.data.images import Digits
+from sigattn.data.text import ByteText, TextData
+from sigattn.models.vision import SIZES
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import find
+from sigattn.train import loop, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBenchmark:
+    """What is trained, and for how long.
+
+    Attributes:
+        results: folder that gets training.json. kappas: of the language models.
+        seconds: of each run. steps: at most so many in each. batch: sequences; images are ten times as many.
+        upscale: digits are made so many times as large. layers: instead of the recipes' own.
+    """
+
+    results: Path = Path("benchmarks/results/training")
+    kappas: tuple[int, ...] = (4, 8)
+    seconds: float = 50.0
+    steps: int = 4000
+    batch: int = 24
+    upscale: int = 8
+    layers: int | None = None
+
+
+class _EnoughError(Exception):
+    """The time is over."""
+
+
+def run(options: TrainingBenchmark) -> None:
+    """Train each pair, print a line for each run, and write the results."""
+    found = []
+    for name, recipe, data in _jobs(options):
+        for mechanism in ("sigmoid", "softmax"):
+            one = recipe if mechanism == "sigmoid" else recipe.softmax()
+            found.append({"model": name, "mechanism": mechanism, **_measure(one, data, options)})
+            print(
+                ", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in found[-1].items()),
+                flush=True,
+            )
+    settings = {**asdict(options), "results": str(options.results)}
+    provenance.write(options.results / "training.json", {**provenance.describe("training", settings), "runs": found})
+
+
+def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    text = ByteText.split(b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py"))), 512)
+    layers = {} if options.layers is None else {"layers": options.layers}
+    jobs: list[tuple[str, Recipe, Data]] = []
+    for kappa in options.kappas:
+        recipe = find(f"lm-kappa-{kappa}").with_transformer(vocabulary=256, **layers)
+        jobs.append((f"language, kappa {kappa}, 512 bytes", recipe, TextData(text, 512)))
+    size = {
+        **SIZES["S"],
+        "image_size": 8 * options.upscale,
+        "patch": 4,
+        "channels": 1,
+        "classes": 10,
+        "drop_branch": 0.0,
+    }
+    vision = find("vit-supervised").with_transformer(**{**size, **layers})
+    vision = replace(vision, training=replace(vision.training, learning_rate=1e-3))
+    jobs.append((f"ViT-S, digits of {8 * options.upscale} pixels", vision, Digits(upscale=options.upscale)))
+    return jobs
+
+
+def _measure(recipe: Recipe, data: Data, options: TrainingBenchmark) -> dict[str, Any]:
+    batch = options.batch * (10 if "vit" in recipe.name else 1)
+    training = replace(
+        recipe.training, steps=options.steps, batch=batch, warmup_steps=options.steps // 20, watch_every=50,
+        validate_every=options.steps, checkpoint_every=options.steps, learning_rate=min(recipe.training.learning_rate,
+    1e-3), )  # fmt: skip
+    start = time.perf_counter()
+
+    def enough(_: loop.Row) -> None:
+        if time.perf_counter() - start > options.seconds:
+            raise _EnoughError
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Ramapuram")
+        with contextlib.suppress(_EnoughError):
+            loop.train(recipe.task, recipe.model, training, data, Path(folder), on_row=enough)
+        rows = metrics.read(Path(folder) / "metrics.jsonl")
+    tokens = getattr(recipe.model, "context", 1)
+    last = rows[len(rows) // 2 :]
+    return {
+        "steps": len(rows),
+        "tokens_or_images_per_second": tokens * statistics.median(r["samples_per_second"] for r in last),
+        "peak_memory_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None,
+        "loss": statistics.mean(r["loss"] for r in last[-20:]),
+        "first_attention_norm": rows[0]["attention_norm"],
+        "gradient_spikes": metrics.count_spikes([r["gradient_norm"] for r in rows], 3.0),
+    }
