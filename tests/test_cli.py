@@ -146,5 +146,5 @@ def test_without_its_extra_it_says_what_to_install():
 
 
 def test_it_is_installed():
-    done = subprocess.run([sys.executable, "-m", "sigattn.cli", "info"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "sigattn", "info"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("sigattn ")
