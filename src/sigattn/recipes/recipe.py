@@ -76,7 +76,8 @@ class Recipe:
             return samples * model.encoder.grid**2 * (1 - model.mask_ratio)
         if isinstance(model, SequenceModelConfig):
             return float(samples * model.length)
-        views = {SimCLR: 2.0, BYOL: 6.0}.get(type(self.task), 1.0)
+        # of BYOL's six views four are small, and the teacher goes forward only, through two
+        views = {SimCLR: 2.0, BYOL: 2 + 4 * (96 / 224) ** 2 + 2 / 3}.get(type(self.task), 1.0)
         return samples * model.tokens * views
 
     def gpu_hours(self, utilisation: float = 0.4) -> float:
@@ -104,12 +105,7 @@ class Recipe:
         """The recipe as a row of the practitioner's table."""
         t = self.transformer
         names = {"learnable": "Learnable", "sincos": "SinCos", "cape": "CAPE", "rope": "RoPE", "alibi": "ALiBi"}
-        structures = {
-            "pre": "Pre-Norm",
-            "post": "Post-Norm",
-            "hybrid": "Hybrid-Norm",
-            "hybrid_attention": "Hybrid-Norm",
-        }
+        structures = {"pre": "Pre-Norm", "post": "Post-Norm"}
         bias = t.USUAL_BIAS if t.bias is None else t.bias
         position = getattr(t, "position", "none")
         return {
