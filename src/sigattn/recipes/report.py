@@ -98,15 +98,15 @@ def curves(runs: Sequence[Run]) -> str:
     """Training and validation loss, attention norm and gradient norm over the steps, as one SVG."""
     figure = matplotlib.figure.Figure(figsize=(11, 7.5), layout="constrained")
     (training, validation), (attention, gradient) = figure.subplots(2, 2)
-    panels: tuple[tuple[Axes, str, str], ...] = (
-        (training, "loss", "training, nats per byte"),
-        (validation, "validation_bits", "held-out text, bits per byte"),
-        (attention, "attention_norm", "attention norm ‖σ(QKᵀ/√d + b)V‖"),
-        (gradient, "gradient_norm", "gradient norm (before clipping)"),
+    panels: tuple[tuple[Axes, str, float, str], ...] = (
+        (training, "loss", 1 / math.log(2), "training, bits per byte"),
+        (validation, "validation_bits", 1.0, "held-out text, bits per byte"),
+        (attention, "attention_norm", 1.0, "attention norm ‖σ(QKᵀ/√d + b)V‖"),
+        (gradient, "gradient_norm", 1.0, "gradient norm (before clipping)"),
     )
-    for axes, key, title in panels:
+    for axes, key, unit, title in panels:
         for run, colour in zip(runs, COLOURS, strict=False):
-            points = [(row["step"] + 1, row[key]) for row in run.rows if key in row]
+            points = [(row["step"] + 1, unit * row[key]) for row in run.rows if key in row]
             marker = "o" if len(points) < 20 else None
             axes.plot(*zip(*points, strict=True), label=run.name, color=colour, linewidth=1.4, marker=marker, ms=4)
         axes.set_title(title, fontsize=11)
