@@ -34,6 +34,17 @@ def test_masked_batch_norm_is_batch_norm_of_what_is_there():
     torch.testing.assert_close(ours.eval()(x, valid), truth.eval()(x))
 
 
+def test_masked_batch_norm_counts_and_adds_in_float32():
+    x, valid = torch.randn(3, 4, 701) + 5, torch.ones(3, 1, 701, dtype=torch.bool)
+    ours, truth = MaskedBatchNorm(4), nn.BatchNorm1d(4)
+    half = x.bfloat16()
+    out, expected = ours(half, valid), truth(half.float())
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, rtol=2**-8, atol=1e-5)  # the output's rounding alone
+    torch.testing.assert_close(ours.running_mean, truth.running_mean)
+    torch.testing.assert_close(ours.running_var, truth.running_var)
+
+
 def test_the_block_is_gulati_s():
     block = ConformerBlock(attention(), 8, 16, kernel=3, layer_scale=0.5).eval()
     x, lengths = torch.randn(2, 6, 8), torch.tensor([6, 6])

@@ -105,13 +105,14 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         """
         if valid is None or not self.training:
             return super().forward(x)
-        count = valid.sum().clamp(min=1).to(x.dtype)
-        mean = (x * valid).sum((0, 2)) / count  # (channels,)
-        centred = (x - mean[:, None]) * valid
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16 bits cannot even count the frames
+        count = valid.sum().clamp(min=1).to(wide.dtype)
+        mean = (wide * valid).sum((0, 2)) / count  # (channels,)
+        centred = (wide - mean[:, None]) * valid
         variance = centred.square().sum((0, 2)) / count
         self._remember(mean.detach(), variance.detach(), count)
         scale = self.weight * torch.rsqrt(variance + self.eps)
-        return centred * scale[:, None] + self.bias[:, None]
+        return (centred * scale[:, None] + self.bias[:, None]).to(x.dtype)
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
