@@ -309,3 +309,26 @@ def test_sequence_models(kind):
     assert symbols(torch.randint(5, (3, 6))).shape == (3, 2)
     with pytest.raises(ValueError, match=r"\(batch, 6\), got \(3, 7\)"):
         numbers(torch.randn(3, 7))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*SMALL.values(), CONFORMER, replace(VISION, position="sincos")],
+    ids=[*SMALL, "conformer", "sincos"],
+)
+def test_under_autocast_the_residual_stream_keeps_float32(config):
+    """bfloat16 has 8 bits: what a LayerScale of 1e-4 adds would be lost."""
+    model = build(config).train()
+    seen = []
+    for name, module in model.named_modules():
+        if name.endswith(("attention_norm", "feed_forward_norm")) or ".norms." in name:
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    inputs = {
+        LanguageModelConfig: lambda: torch.zeros(2, 9, dtype=torch.long),
+        SpeechModelConfig: lambda: torch.randn(2, 20, 6),
+        SequenceModelConfig: lambda: torch.randn(2, 6),
+    }.get(type(config), lambda: torch.randn(2, 1, 8, 8))()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(inputs)
+    assert seen
+    assert set(seen) == {torch.float32}

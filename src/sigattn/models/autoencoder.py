@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import Transformer
+from sigattn.models.transformer import Transformer, residual_stream
 from sigattn.models.vision import ImageSinusoids, VisionTransformer, VisionTransformerConfig
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
@@ -77,7 +77,7 @@ class MaskedAutoencoder(Transformer):
 
     def _decode(self, x: Tensor, order: Tensor, seen: int) -> Tensor:
         """Put mask tokens where patches were hidden, all back in order, and predict."""
-        x = self.bridge(x)
+        x = residual_stream(self.bridge(x))
         first, x = (x[:, :1], x[:, 1:]) if self.encoder.cls is not None else (x[:, :0], x)
         mask = self.mask_token.to(x.dtype).expand(len(x), order.shape[1] - seen, -1)
         place = order.argsort(1)[:, :, None].expand(-1, -1, x.shape[2])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import Transformer, TransformerConfig
+from sigattn.models.transformer import Transformer, TransformerConfig, residual_stream
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cape import Cape
@@ -127,7 +127,7 @@ class SpeechModel(Transformer):
         if lengths.shape != (len(frames),):
             raise ValueError(f"lengths must be (batch,) = ({len(frames)},), got {tuple(lengths.shape)}")
         exists = torch.arange(frames.shape[1], device=frames.device) < lengths[:, None]  # (B, length)
-        x = self.convolution((frames * exists[:, :, None]).mT).mT  # (B, steps, width)
+        x = residual_stream(self.convolution((frames * exists[:, :, None]).mT).mT)  # (B, steps, width)
         steps = self.steps(lengths)
         x = self.dropout(self.position(x))
         for block in self.blocks:

@@ -164,6 +164,11 @@ def watching(module: nn.Module, what: Watch = "norm") -> Iterator[list[Attention
             layer.watch = "nothing"
 
 
+def residual_stream(x: Tensor) -> Tensor:
+    """What enters the first block: in float32 under autocast, for 16 bits would lose what LayerScale adds to it."""
+    return x.float() if torch.is_autocast_enabled(x.device.type) else x
+
+
 class Transformer(nn.Module):
     """A stack of blocks whose attention layers can be watched.
 

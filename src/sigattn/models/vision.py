@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import Transformer, TransformerConfig
+from sigattn.models.transformer import Transformer, TransformerConfig, residual_stream
 from sigattn.nn.block import Block
 from sigattn.nn.cape import ImageCape
 from sigattn.nn.initialization import initialize
@@ -126,7 +126,7 @@ class VisionTransformer(Transformer):
                 f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}; with "
                 f"other_sizes=True height and width may be other multiples of patch={c.patch}"
             )
-        x = self.patches(images)  # (B, width, rows, columns)
+        x = residual_stream(self.patches(images))  # (B, width, rows, columns)
         x, rows, columns = x.flatten(2).mT, x.shape[2], x.shape[3]
         if (rows, columns) == (c.grid, c.grid):
             result: Tensor = self.position(x)
