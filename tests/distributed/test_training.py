@@ -60,6 +60,8 @@ def runs(tmp_path_factory):
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
     shared += [job("2-contrast", "contrast")]
+    half = {"parallel": "fsdp", "precision": "bfloat16"}
+    shared += [job("2-half-vision", "vision", training=half), job("2-half-rope", "rope", training=half)]
     shared += [job("2-average", training={"parallel": "fsdp", "ema": 0.9})]
     launch(2, [*shared, job("resumed", stop_after=1)])
     mixed = {"tensor_parallel": 2, "parallel": "fsdp"}
@@ -87,6 +89,15 @@ def test_a_vision_transformer(runs):
 def test_samples_of_other_processes_are_negatives_too(runs):
     """InfoNCE over the gathered batch, with its gradient."""
     same(runs / "2-contrast", runs / "one-contrast")
+
+
+@pytest.mark.parametrize("kind", ["vision", "rope"])
+def test_half_precision_is_near(runs, kind):
+    """Weights gathered in bfloat16, gradients added in float32."""
+    for a, b in zip(rows(runs / f"2-half-{kind}"), rows(runs / f"one-{kind}"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=0.1)
+    assert rows(runs / f"2-half-{kind}")[0]["loss"] != rows(runs / f"one-{kind}")[0]["loss"]
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "mixed"])

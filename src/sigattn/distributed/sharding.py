@@ -129,9 +129,9 @@ def distribute(module: nn.Module, processes: Processes, parallel: str, precision
     if processes.data_count == 1:
         return module
     if parallel == "fsdp" or tensor > 1:
-        policy = (
-            MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bfloat16" else MixedPrecisionPolicy()
-        )
+        narrow = torch.bfloat16 if precision == "bfloat16" else None
+        # inputs stay as they are: autocast narrows what products need, and the residual stream keeps float32
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in getattr(module, "blocks", []):
             fully_shard(block, mesh=processes.mesh["data"], mp_policy=policy)
         fully_shard(module, mesh=processes.mesh["data"], mp_policy=policy)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import Transformer, TransformerConfig
+from sigattn.models.transformer import Transformer, TransformerConfig, residual_stream
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cache import LayerCache
@@ -97,7 +97,7 @@ class LanguageModel(Transformer):
         first = cache[0].length if cache else 0
         if first + tokens.shape[1] > self.config.context:
             raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.context}")
-        x = self.embedding(tokens)
+        x = residual_stream(self.embedding(tokens))  # (B, N, width)
         if self.position is not None:
             x = self.position(x, first)
         for i, block in enumerate(self.blocks):

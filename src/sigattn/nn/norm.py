@@ -29,7 +29,7 @@ def make_norm(kind: Norm, width: int, *, affine: bool = True, bias: bool = True)
     if kind == "rms":
         return RMSNorm(width, eps=1e-5, elementwise_affine=affine)
     if kind == "layer":
-        return nn.LayerNorm(width, eps=1e-6, elementwise_affine=affine, bias=bias)
+        return LayerNorm(width, eps=1e-6, elementwise_affine=affine, bias=bias)
     if kind == "none":
         return nn.Identity()
     raise ValueError(f'a norm must be "none", "rms" or "layer", got {kind!r}')
@@ -42,6 +42,16 @@ class RMSNorm(nn.RMSNorm):
         """Divide by the root mean square of the features."""
         weight = None if self.weight is None else self.weight.to(x.dtype)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's, with scale and offset in the input's dtype: weights that FSDP gathered in 16 bits serve as well."""
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """Subtract the mean of the features and divide by their standard deviation."""
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class LayerScale(nn.Module):
