@@ -35,7 +35,7 @@ class SpeechModelConfig(TransformerConfig):
         vocabulary: number of tokens, CTC's blank (0) included.
         position: "cape" or "sincos" (added to the input), "rope", "alibi" (with other slopes for keys before and after)
             or "none".
-        block: "transformer" or "conformer".
+        block_kind: "transformer", or "conformer", whose feed-forward layers are swish.
         conformer_kernel: frames that a conformer's convolution sees.
         layer_drop: probability of leaving out a layer, while training.
     """

@@ -65,7 +65,6 @@ ENTRIES = (
     Entry("spoken digits, CTC with ALiBi: WER %", "asr-ls960-tiny", "wer", (("position", "alibi"),), "speech"),
     Entry("spoken digits, CTC with CAPE: WER %", "asr-ls960-tiny", "wer", (("position", "cape"),), "speech"),
 )
-LARGER_IS_BETTER = ("top1", "probe", "fine-tune")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ class Classification(Task):
     label_smoothing: float = 0.0
     mixup: float = 0.0
     metric = "top1"
-    larger_is_better = True
 
     def build(self, model: VisionTransformerConfig) -> nn.Module:
         """The vision transformer itself.

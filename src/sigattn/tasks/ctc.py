@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
-from sigattn.models.speech import SpeechModel, SpeechModelConfig
+from sigattn.models.speech import ALPHABET, SpeechModel, SpeechModelConfig
 from sigattn.tasks.task import Task
 
 
@@ -23,7 +23,7 @@ class CTC(Task):
         alphabet: the characters of tokens 1, 2, …; "|" stands between words.
     """
 
-    alphabet: str = "|'abcdefghijklmnopqrstuvwxyz"
+    alphabet: str = ALPHABET
     metric = "wer"
 
     def build(self, model: SpeechModelConfig) -> nn.Module:
@@ -75,8 +75,3 @@ class CTC(Task):
     def text(self, tokens: list[int]) -> str:
         """Tokens as text."""
         return "".join(self.alphabet[t - 1] for t in tokens).replace("|", " ").strip()
-
-    def tokens(self, text: str) -> list[int]:
-        """Text as tokens; characters that are not in the alphabet are left out, as LibriSpeech's recipes do."""
-        found = [self.alphabet.find("|" if c.isspace() else c) + 1 for c in text.lower().strip()]
-        return [t for t in found if t]

@@ -21,7 +21,6 @@ class PairRepeatTask(Task):
     """
 
     metric = "accuracy"
-    larger_is_better = True
 
     def build(self, model: SequenceModelConfig) -> nn.Module:
         """The sequence model itself."""

@@ -46,7 +46,6 @@ class SimCLR(Task):
     hidden: int = 4096
     outputs: int = 256
     metric = "retrieval"
-    larger_is_better = True
 
     def build(self, model: VisionTransformerConfig) -> nn.Module:
         """Backbone and projector."""

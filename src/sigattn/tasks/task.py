@@ -16,11 +16,9 @@ class Task(ABC):
 
     Attributes:
         metric: the name, among what ``evaluate`` gives, of the number that says how good a model is.
-        larger_is_better: of that number.
     """
 
     metric: str
-    larger_is_better = False
 
     @abstractmethod
     def build(self, model: Any) -> nn.Module:
