@@ -55,11 +55,12 @@ def runs(tmp_path_factory):
     def job(name, kind="language", **more):
         return {"folder": str(root / name), "kind": kind, **more}
 
-    worker.run([job(f"one-{kind}", kind) for kind in ("language", "rope", "vision", "contrast")])
+    worker.run([job(f"one-{kind}", kind) for kind in ("language", "rope", "vision", "contrast", "teacher")])
     shared = [job(f"2-{way}", training=training) for way, training in WAYS.items()]
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
-    shared += [job("2-contrast", "contrast")]
+    shared += [job("2-contrast", "contrast"), job("2-teacher", "teacher")]
+    shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]
     half = {"parallel": "fsdp", "precision": "bfloat16"}
     shared += [job("2-half-vision", "vision", training=half), job("2-half-rope", "rope", training=half)]
     shared += [job("2-average", training={"parallel": "fsdp", "ema": 0.9})]
@@ -86,9 +87,10 @@ def test_a_vision_transformer(runs):
     same(runs / "2-vision-fsdp", runs / "one-vision")
 
 
-def test_samples_of_other_processes_are_negatives_too(runs):
-    """InfoNCE over the gathered batch, with its gradient."""
-    same(runs / "2-contrast", runs / "one-contrast")
+@pytest.mark.parametrize("run", ["contrast", "contrast-fsdp", "teacher", "teacher-fsdp"])
+def test_samples_of_other_processes_count_too(runs, run):
+    """InfoNCE over the gathered batch, and batch norm over all samples, with their gradients; and BYOL's teacher."""
+    same(runs / f"2-{run}", runs / f"one-{run.removesuffix('-fsdp')}")
 
 
 @pytest.mark.parametrize("kind", ["vision", "rope"])

@@ -16,6 +16,7 @@ from sigattn.data.images import Digits
 from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.vision import VisionTransformerConfig
+from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.simclr import SimCLR
@@ -31,15 +32,6 @@ VISION = VisionTransformerConfig(
 )
 
 
-class PlainSimCLR(SimCLR):
-    """Without batch norm, which is each process's own."""
-
-    def build(self, model):
-        module = super().build(model)
-        module.projector = torch.nn.Linear(model.width, self.outputs)
-        return module
-
-
 def setting(kind):
     """Task, model and data."""
     if kind == "language":
@@ -49,7 +41,8 @@ def setting(kind):
         return LanguageModelling(), model, TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=4)
     if kind == "vision":
         return Classification(), VISION, Digits()
-    return PlainSimCLR(hidden=16, outputs=8), VISION, Digits(views=2, labels=False)
+    task = SimCLR(hidden=16, outputs=8) if kind == "contrast" else BYOL(hidden=16, outputs=8)
+    return task, VISION, Digits(views=2, labels=False)
 
 
 def interrupt(at, row):
@@ -65,6 +58,8 @@ def run(jobs):
         task, model, data = setting(job["kind"])
         stop = functools.partial(interrupt, job.get("stop_after"))
         config = replace(TRAINING, **job.get("training", {}))
+        if job["kind"] in ("contrast", "teacher"):  # batch norm of 8 samples makes rounding errors grow fast
+            config = replace(config, learning_rate=1e-4)
         try:
             loop.train(task, model, config, data, Path(job["folder"]), resume=job.get("resume", False), on_row=stop)
         except loop.Interrupted:

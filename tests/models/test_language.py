@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.nn.documents import Documents
 
 SMALL = {"vocabulary": 50, "context": 16, "layers": 2, "width": 24, "heads": 3}
 
@@ -112,3 +113,61 @@ def test_every_kind_learns(activation, settings):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+class TestDocuments:
+    """Several documents in a row: each as if it stood alone."""
+
+    TOKENS = torch.tensor([[5, 3, 0, 7, 7, 9, 0, 0, 4, 8, 2, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 0]])
+    PARTS = ([slice(0, 3), slice(3, 7), slice(7, 8), slice(8, 12)], [slice(0, 12)])
+
+    def test_where_they_begin(self):
+        found = Documents.ending_with(self.TOKENS, 0)
+        assert found.starts.tolist() == [0, 3, 7, 8, 12, 24]
+        assert found.starts.dtype is torch.int32
+        assert found.position[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3]
+        assert found.number[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]
+        assert found.position[1].tolist() == list(range(12))
+
+    @pytest.mark.filterwarnings("ignore:sigmoid attention without a bias")
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            *({"position": p, "activation": a} for p in ("rope", "alibi", "sincos") for a in ("sigmoid", "softmax")),
+            {"learn_bias": "head", "kv_heads": 1},
+            {"learn_bias": "layer", "temperature": 0.3, "bias": -2.0},
+            {"learn_bias": "query", "position": "alibi", "bias": -1.0},
+            {"bias": 0.0, "length_power": 0.5, "structure": "hybrid"},
+            {"activation": "relu2", "length_power": 1.0},
+        ],
+        ids=str,
+    )
+    def test_as_if_alone(self, settings):
+        torch.manual_seed(0)
+        model = LanguageModel(LanguageModelConfig(**SMALL, **settings)).double()
+        together = model(self.TOKENS, documents=Documents.ending_with(self.TOKENS, 0))
+        for row, parts in enumerate(self.PARTS):
+            for part in parts:
+                alone = model(self.TOKENS[row : row + 1, part])[0]
+                torch.testing.assert_close(together[row, part], alone, rtol=1e-5, atol=1e-5)
+        loss = together.square().sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        alone = sum(model(self.TOKENS[r : r + 1, p]).square().sum() for r, ps in enumerate(self.PARTS) for p in ps)
+        for ours, theirs in zip(gradients, torch.autograd.grad(alone, list(model.parameters())), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+    def test_what_cannot_be(self):
+        documents = Documents.ending_with(self.TOKENS, 0)
+        with pytest.raises(ValueError, match="VisibleKeysBias differs from row to row"):
+            LanguageModel(LanguageModelConfig(**SMALL, bias="log_visible"))(self.TOKENS, documents=documents)
+        model = LanguageModel(LanguageModelConfig(**SMALL))
+        with pytest.raises(ValueError, match="causal self-attention of whole rows"):
+            model(self.TOKENS, cache=model.new_cache(), documents=documents)
+        with pytest.raises(ValueError, match="causal self-attention of whole rows"):
+            LanguageModel(LanguageModelConfig(**SMALL, activation="performer"))(self.TOKENS, documents=documents)
+
+    def test_statistics(self):
+        model = LanguageModel(LanguageModelConfig(**SMALL)).eval()
+        report = model.attention_report(self.TOKENS[:1], documents=Documents.ending_with(self.TOKENS[:1], 0))
+        alone = model.attention_report(self.TOKENS[:1])
+        assert (report[0].row_mass_mean < alone[0].row_mass_mean).all()

@@ -45,6 +45,21 @@ def test_language_modelling():
     assert found["accuracy"] == pytest.approx(torch.stack(right).double().mean().item())
 
 
+def test_documents_are_kept_apart():
+    """The loss over a row of documents is that over the documents, each by itself; an end predicts nothing."""
+    task = LanguageModelling(end_token=0)
+    model = task.build(LanguageModelConfig(vocabulary=7, context=9, layers=1, width=16, heads=2))
+    tokens = torch.tensor([[3, 1, 4, 0, 5, 2, 6, 0, 5]])
+    targets = torch.tensor([[1, 4, 0, 5, 2, 6, 0, 5, 3]])
+    nats = 0.0
+    for part, predicting in ((slice(0, 4), 3), (slice(4, 8), 3), (slice(8, 9), 1)):
+        logits = model(tokens[:, part])[0, :predicting]
+        nats = nats + F.cross_entropy(logits, targets[0, part][:predicting], reduction="sum")
+    torch.testing.assert_close(task.loss(model, (tokens, targets)), nats / 7)
+    with torch.no_grad():
+        assert task.evaluate(model, [(tokens, targets)])["loss"] == pytest.approx(nats.item() / 7, rel=1e-5)
+
+
 class TestClassification:
     @pytest.mark.parametrize("smoothing", [0.0, 0.1])
     def test_loss(self, smoothing):

@@ -14,6 +14,7 @@ from sigattn.models.transformer import Transformer, TransformerConfig, residual_
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cache import LayerCache
+from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import FeedForward
 from sigattn.nn.initialization import Initialization, initialize
 from sigattn.nn.norm import Norm, make_norm
@@ -83,13 +84,17 @@ class LanguageModel(Transformer):
         initialize(self, self.config.initialization)
 
     def forward(
-        self, tokens: Int[Tensor, "batch length"], cache: Sequence[LayerCache] | None = None
+        self,
+        tokens: Int[Tensor, "batch length"],
+        cache: Sequence[LayerCache] | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "batch length vocabulary"]:
         """Logits of each next token.
 
         Args:
             tokens: all of them, or with a cache those that are new.
             cache: from ``new_cache``, filled as the model goes along.
+            documents: several in a row, none of which may look into another.
 
         Raises:
             ValueError: if there are more tokens than the context holds.
@@ -99,9 +104,9 @@ class LanguageModel(Transformer):
             raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.context}")
         x = residual_stream(self.embedding(tokens))  # (B, N, width)
         if self.position is not None:
-            x = self.position(x, first)
+            x = self.position(x, first, None if documents is None else documents.position)
         for i, block in enumerate(self.blocks):
-            x = self.run_block(block, x, cache=cache[i] if cache else None)
+            x = self.run_block(block, x, cache=cache[i] if cache else None, documents=documents)
         weight = self.embedding.weight if self.output is None else self.output.weight
         return F.linear(self.norm(x), weight)
 

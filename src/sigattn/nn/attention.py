@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn import mechanism
-from sigattn.nn.bias import AttentionBias, LearnableBias, QueryBias, as_bias
+from sigattn.nn.bias import AttentionBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, as_bias
 from sigattn.nn.cache import LayerCache
+from sigattn.nn.documents import Documents
 from sigattn.nn.mechanism import ELEMENTWISE, Activation, Pattern
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
@@ -166,6 +167,7 @@ class Attention(nn.Module):
         source: Float[Tensor, "batch keys source_width"] | None = None,
         key_lengths: Int[Tensor, " batch"] | None = None,
         cache: LayerCache | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "batch length width"]:
         """Attend.
 
@@ -174,12 +176,15 @@ class Attention(nn.Module):
             source: where keys and values come from, in cross-attention.
             key_lengths: how many keys each padded sample has.
             cache: keys and values of what came before x, to which those of x are added.
+            documents: several in a row of x, none of which may look into another.
         """
         if cache is not None and (not self.causal or self.activation == "performer"):
             raise ValueError(
                 f"a cache needs causal attention, and keys that stay what they were: got causal={self.causal}, "
                 f"activation={self.activation!r}"
             )
+        if documents is not None:
+            self._check_documents(alone=source is None and key_lengths is None and cache is None)
         first = 0 if cache is None else cache.length
         query = self._by_head(self.query(x))  # (B, Hq, N, D)
         key, value = self._keys_and_values(x if source is None else source, first)
@@ -193,9 +198,21 @@ class Attention(nn.Module):
         if self.temperature is not None:
             half = (self.temperature / 2).exp()  # on each side, so that 16 bits hold e^10 times a query
             query, key = query * half.to(query.dtype), key * half.to(key.dtype)
-        out = self._attend(query, key, value, key_lengths, first)
+        out = self._attend(query, key, value, key_lengths, first, documents)
         result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
         return result
+
+    def _check_documents(self, *, alone: bool) -> None:
+        if not alone or not self.causal or self.activation == "performer":
+            raise ValueError(
+                "documents are for causal self-attention of whole rows: got one of source, key_lengths or cache too, "
+                f"or causal={self.causal}, or activation={self.activation!r}"
+            )
+        if isinstance(self.bias, (SampleLengthBias, VisibleKeysBias)):
+            raise ValueError(
+                f"{type(self.bias).__name__} differs from row to row, which document masks cannot have: take "
+                '"log_context" or a number'
+            )
 
     def _keys_and_values(self, source: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """(B, Hkv, M, D) each; normed, and turned by their positions, which start at ``first``."""
@@ -209,7 +226,13 @@ class Attention(nn.Module):
         return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, first: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_lengths: Tensor | None,
+        first: int,
+        documents: Documents | None,
     ) -> Tensor:  # (B, Hq, N, D)
         queries, keys = query.shape[2], key.shape[2]
         bias: float | Tensor = 0.0
@@ -217,7 +240,7 @@ class Attention(nn.Module):
             bias = self.bias(queries, keys, first_query=first, lengths=key_lengths, device=query.device)
         slopes = self.position() if isinstance(self.position, Alibi) else None
         dropout = self.dropout if self.training else 0.0
-        pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first)
+        pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents)
         if self.activation == "performer":
             out: Tensor = self.performer(query, key, value, causal=self.causal, key_lengths=key_lengths)
         else:

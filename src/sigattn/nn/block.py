@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.cache import LayerCache
+from sigattn.nn.documents import Documents
 from sigattn.nn.norm import LayerScale, Norm, StochasticDepth, make_norm
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
@@ -86,13 +87,15 @@ class Block(nn.Module):
         x: Float[Tensor, "batch length width"],
         key_lengths: Int[Tensor, " batch"] | None = None,
         cache: LayerCache | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "batch length width"]:
-        """One layer; key_lengths and cache as in ``Attention``."""
+        """One layer; key_lengths, cache and documents as in ``Attention``."""
         if self.structure == "post":
-            attended = self.attention(x, key_lengths=key_lengths, cache=cache)
+            attended = self.attention(x, key_lengths=key_lengths, cache=cache, documents=documents)
             x = self.attention_norm(x + self.attention_branch(attended))
             result: Tensor = self.feed_forward_norm(x + self.feed_forward_branch(self.feed_forward(x)))
             return result
-        attended = self.attention(self.attention_norm(x), key_lengths=key_lengths, cache=cache)
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, key_lengths=key_lengths, cache=cache, documents=documents)
         x = x + self.attention_branch(attended)
         return x + self.feed_forward_branch(self.feed_forward(self.feed_forward_norm(x)))

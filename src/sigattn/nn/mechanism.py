@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.ops import library, reference
-from sigattn.ops.attention import autocast, canonical, sigmoid_attention
-from sigattn.ops.problem import Problem
+from sigattn.nn.documents import Documents
+from sigattn.ops import library, packed, reference, settings
+from sigattn.ops.attention import autocast, bias_operand, canonical, new_seed, sides, sigmoid_attention, two_sided
+from sigattn.ops.problem import PackedProblem, Problem
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 
 Activation = Literal["sigmoid", "softmax", "relu", "relu2", "gelu", "tanh", "identity", "performer"]
@@ -33,6 +34,7 @@ class Pattern(NamedTuple):
         bias: b, a number or a tensor that broadcasts to (B, Hq, N, 1).
         dropout: probability of dropping a weight; 0 when not training.
         first_query: place of the first query beside the keys, when earlier keys come from a cache.
+        documents: that no query looks out of; or None. Then causal, with neither cache nor padding.
     """
 
     causal: bool
@@ -42,6 +44,7 @@ class Pattern(NamedTuple):
     bias: float | Tensor
     dropout: float
     first_query: int = 0
+    documents: Documents | None = None
 
     @property
     def sides(self) -> tuple[int, int] | None:
@@ -69,6 +72,7 @@ def statistics(
         query.detach(),
         key.detach(),
         value.detach(),
+        None if p.documents is None else p.documents.mask,
         is_causal=p.causal,
         enable_gqa=True,
         bias=p.bias.detach() if isinstance(p.bias, Tensor) else p.bias,
@@ -81,6 +85,10 @@ def statistics(
 
 def visible_keys(queries: int, keys: int, pattern: Pattern, device: torch.device) -> Tensor:
     """How many keys each query sees: (1 or B, 1, N, 1), float32. The n of n^(-α), App. G.1."""
+    if pattern.documents is not None:
+        seen = pattern.documents.position + 1  # (B, N)
+        seen = seen if pattern.window is None else seen.clamp(max=pattern.window + 1)
+        return seen[:, None, :, None].float()
     i = torch.arange(pattern.first_query, pattern.first_query + queries, device=device)
     window = keys + queries if pattern.window is None else pattern.window
     first = (i - window).clamp(min=0)
@@ -91,6 +99,8 @@ def visible_keys(queries: int, keys: int, pattern: Pattern, device: torch.device
 
 
 def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+    if p.documents is not None:
+        return _sigmoid_of_documents(query, key, value, p, p.documents)
     if p.first_query:
         problem = _problem(query, key, value, p)
         return library.call(problem, library.choose(problem, None))
@@ -108,6 +118,38 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
     )
 
 
+def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern, documents: Documents) -> Tensor:
+    """Each document as a sequence of its own; work between documents is not done."""
+    batch, length = query.shape[0], query.shape[2]
+    bias = bias_operand(p.bias)
+    if bias is not None and bias.dim():
+        bias = bias.flatten(1)  # (1, Hq or 1, 1, 1): ``Attention`` lets no other through
+    left, right = sides(p.sides, p.causal)
+    if library.autocasting(query.device.type):
+        query, key, value = (autocast(t) for t in (query, key, value))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # (B · N, H, D)
+    problem = PackedProblem(
+        q,
+        k,
+        v,
+        bias,
+        None if p.slopes is None else two_sided(p.slopes),
+        documents.starts,
+        documents.starts,
+        new_seed(p.dropout),
+        length,
+        length,
+        None,
+        left,
+        right,
+        p.dropout,
+        settings.is_fast(None),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    out = packed.call(problem, library.choose(problem, None))  # (B · N, Hq, D)
+    return out.unflatten(0, (batch, length)).transpose(1, 2)
+
+
 def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
     problem = _problem(query, key, value, p)
     with library.without_autocast(problem):
@@ -121,6 +163,7 @@ def _problem(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem:
         query,
         key,
         value,
+        None if p.documents is None else p.documents.mask,
         dropout_p=p.dropout,
         is_causal=p.causal,
         bias=p.bias,
@@ -146,7 +189,8 @@ def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
 
 def _softmax_mask(query: Tensor, key: Tensor, p: Pattern) -> Tensor | None:
     """What SDPA's own ``is_causal`` cannot say: windows, padding, caches and ALiBi; broadcastable to (B, Hq, N, M)."""
-    if p.window is None and p.key_lengths is None and p.slopes is None and not (p.causal and p.first_query):
+    plain = p.window is None and p.key_lengths is None and p.slopes is None and p.documents is None
+    if plain and not (p.causal and p.first_query):
         return None
     i = torch.arange(p.first_query, p.first_query + query.shape[2], device=query.device).unsqueeze(1)
     j = torch.arange(key.shape[2], device=query.device)
@@ -155,6 +199,8 @@ def _softmax_mask(query: Tensor, key: Tensor, p: Pattern) -> Tensor | None:
         seen = seen & ((i - j).abs() <= p.window)
     if p.key_lengths is not None:
         seen = seen & (j < p.key_lengths.view(-1, 1, 1, 1).to(j.device))
+    if p.documents is not None:
+        seen = seen & p.documents.mask
     if p.slopes is None:
         return seen
     slopes = p.slopes if p.slopes.dim() == 3 else p.slopes.view(1, -1, 1).expand(1, -1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sigattn.shapes import Float
+from sigattn.shapes import Float, Int
 
 
 class RotaryEmbedding(nn.Module):
@@ -146,12 +146,16 @@ class SinusoidalEmbedding(nn.Module):
         self.frequencies.copy_(_frequencies(self.frequencies, self.base))
 
     def forward(
-        self, x: Float[Tensor, "batch length width"], first_position: int = 0
+        self,
+        x: Float[Tensor, "batch length width"],
+        first_position: int = 0,
+        positions: Int[Tensor, "batch length"] | None = None,
     ) -> Float[Tensor, "batch length width"]:
-        """Add the encoding of positions first_position, first_position + 1, …"""
-        positions = torch.arange(first_position, first_position + x.shape[1], device=x.device, dtype=torch.float32)
-        angles = positions[:, None] * self.frequencies  # (length, width / 2)
-        return x + torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(x.dtype)
+        """Add the encoding of positions first_position, first_position + 1, …, or of those given."""
+        if positions is None:
+            positions = torch.arange(first_position, first_position + x.shape[1], device=x.device)
+        angles = positions.float().unsqueeze(-1) * self.frequencies  # (batch?, length, width / 2)
+        return x + torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).to(x.dtype)
 
 
 def image_sinusoids(width: int, rows: int, columns: int, base: float = 10_000.0) -> Tensor:  # (rows · columns, width)

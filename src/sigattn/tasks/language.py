@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
 from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.nn.documents import Documents
 from sigattn.tasks.task import Task
 
 
@@ -19,7 +20,13 @@ class LanguageModelling(Task):
     """Cross-entropy of the next token. A batch is tokens and targets, both (B, N), targets below 0 being left out.
 
     Metrics: ``loss`` in nats for each token, ``bits`` in bits, ``perplexity``, ``accuracy`` of the likeliest token.
+
+    Attributes:
+        end_token: what ends each document of a packed row (``sigattn tokenizer`` gives it number 0). No token then
+            looks into another document, and a document's first token is not predicted. None lets rows be as they come.
     """
+
+    end_token: int | None = None
 
     metric = "bits"
 
@@ -29,14 +36,24 @@ class LanguageModelling(Task):
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy, in nats."""
+        logits, targets = self._predict(module, batch)
+        return F.cross_entropy(logits, targets, ignore_index=-1)
+
+    def _predict(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits (B · N, vocabulary) in float32, and what they should tell (B · N,)."""
         tokens, targets = batch
-        return F.cross_entropy(module(tokens).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        if self.end_token is None:
+            logits = module(tokens)
+        else:
+            logits = module(tokens, documents=Documents.ending_with(tokens, self.end_token))
+            targets = targets.masked_fill(tokens == self.end_token, -1)
+        return logits.flatten(0, 1).float(), targets.flatten()
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         """See the class."""
         total = correct = count = 0.0
-        for tokens, targets in batches:
-            logits, wanted = module(tokens).flatten(0, 1).float(), targets.flatten()
+        for batch in batches:
+            logits, wanted = self._predict(module, batch)
             total += F.cross_entropy(logits, wanted, ignore_index=-1, reduction="sum").item()
             correct += (logits.argmax(-1) == wanted).sum().item()
             count += (wanted >= 0).sum().item()

@@ -1,0 +1,58 @@
+"""Batch normalisation over the samples of all processes (PyTorch's ``SyncBatchNorm`` is for GPUs alone)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+
+class SharedBatchNorm(nn.BatchNorm1d):
+    """``BatchNorm1d`` of (B, C) whose mean and variance, while training, are those of all processes' samples together.
+
+    So that what is learned does not depend on how many processes share a batch. With one process it is the same.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (PyTorch's name)
+        """(B, C) → (B, C); B may differ from process to process."""
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if alone or not self.training:
+            return super().forward(input)
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        ones = x.new_full((1,), float(len(x)))
+        total = _Sum.apply(torch.cat((ones, x.sum(0))))  # (1 + C,)
+        count, mean = total[0], total[1:] / total[0]
+        centred = x - mean
+        variance = _Sum.apply(centred.square().sum(0)) / count  # (C,): twice round, for one pass would cancel
+        self._remember(mean.detach(), variance.detach(), count.detach())
+        out = centred * torch.rsqrt(variance + self.eps)
+        if self.affine:
+            out = out * self.weight + self.bias
+        return out.to(input.dtype)
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Move the running statistics; the variance is the unbiased one, as PyTorch's."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.num_batches_tracked.add_(1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), self.momentum)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes, each of which goes on with it: so its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad
