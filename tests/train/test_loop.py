@@ -3,6 +3,8 @@
 import json
 import math
 import signal
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -274,3 +276,36 @@ def test_a_second_ctrl_c_does_not_wait():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == previous
+
+
+def test_weights_and_biases_get_the_same_rows(tmp_path, text, monkeypatch):
+    """Against a stand-in for wandb: the same run, each row once, and the same run again when resumed."""
+    runs = []
+
+    class Run:
+        def __init__(self, **settings):
+            self.settings, self.rows, self.finished = settings, [], False
+            runs.append(self)
+
+        def log(self, row, step):
+            self.rows.append({"step": step, **row})
+
+        def finish(self):
+            self.finished = True
+
+    module = types.ModuleType("wandb")
+    module.init = Run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    config = replace(TRAIN, wandb="project")
+    train(MODEL, config, text, tmp_path)
+    first = runs[-1]
+    assert first.rows == metrics.read(tmp_path / "metrics.jsonl")
+    assert first.finished
+    assert first.settings["project"] == "project"
+    assert first.settings["config"]["learning_rate"] == TRAIN.learning_rate
+    train(MODEL, config, text, tmp_path, resume=True)
+    assert runs[-1].settings["id"] == first.settings["id"]
+    assert runs[-1].rows == []
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
+        train(MODEL, config, text, tmp_path / "other")

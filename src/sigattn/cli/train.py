@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
-from sigattn.data.tokens import load_tokenizer, pack, train_tokenizer
+from sigattn.data.tokens import END, load_tokenizer, pack, train_tokenizer
 from sigattn.distributed.sharding import leave, processes
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
@@ -56,7 +56,11 @@ def run_train(arguments: list[str]) -> None:
 def _options(recipe: Recipe, arguments: list[str]) -> Any:
     """The command's settings: those of the recipe, each with its flag, and where data and results are."""
     fields: list[Any] = [
-        ("data", Annotated[Path | None, tyro.conf.arg(help="folder or file; see sigattn recipes")], None),
+        (
+            "data",
+            Annotated[Path | None, tyro.conf.arg(help="folder, file or hf:NAME:CONFIGURATION; see sigattn recipes")],
+            None,
+        ),
         ("tokenizer", Annotated[Path | None, tyro.conf.arg(help="of a language model, else bytes")], None),
         ("folder", Annotated[Path, tyro.conf.arg(help="for metrics, checkpoints, model")], Path("runs") / recipe.name),
         ("resume", Annotated[bool, tyro.conf.arg(help="go on from the last checkpoint")], False),
@@ -89,7 +93,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     except Interrupted as stop:
         console.print(f"\n{stop}\nTo go on: the same command with --resume", highlight=False)
         sys.exit(130)
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         raise SettingsError(str(error)) from error
     if first:
         rows = metrics.read(folder / "metrics.jsonl")
@@ -240,22 +244,23 @@ def make_tokenizer(data: Path, save: Path, vocabulary: int = 32_768) -> None:
     """Learn a byte-level BPE vocabulary from a text.
 
     Args:
-        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet.
+        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
         save: the JSON file to write.
         vocabulary: number of tokens.
     """
     tokenizer = train_tokenizer(data, vocabulary, save)
-    print(f"{tokenizer.get_vocab_size()} tokens: {save}")
+    print(f"{tokenizer.get_vocab_size()} tokens: {save}; documents end with {tokenizer.token_to_id(END)}")
 
 
-def pack_tokens(data: Path, tokenizer: Path, save: Path) -> None:
+def pack_tokens(data: Path, tokenizer: Path, save: Path, limit: int | None = None) -> None:
     """Turn a corpus into one file of tokens, to train language models on.
 
     Args:
-        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet.
+        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
         tokenizer: of sigattn tokenizer, or any that Hugging Face's tokenizers saved as JSON.
         save: the file to write, ending in .bin.
+        limit: tokens after which to stop, at the end of a document.
     """
     if save.suffix != ".bin":
         raise SettingsError(f"name a file that ends in .bin, got {save}")
-    print(f"{pack(data, load_tokenizer(tokenizer), save):,} tokens: {save}")
+    print(f"{pack(data, load_tokenizer(tokenizer), save, limit):,} tokens: {save}")

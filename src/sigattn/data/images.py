@@ -1,20 +1,21 @@
-"""Images: a folder for each class (ImageNet's layout), or scikit-learn's handwritten digits, always at hand."""
+"""Images: a folder for each class (ImageNet's layout), WebDataset's shards, or scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator, shuffled
+from sigattn.data.shards import ShardedImage, sharded_images, shards
 
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
@@ -105,14 +106,22 @@ class _File:
     path: Path
     label: int
 
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def open(self) -> BinaryIO:
+        return self.path.open("rb")
+
 
 class ImageFolder(Data):
     """Images in one folder for each class: ``train/CLASS/….jpeg`` and ``val/CLASS/….jpeg``, as ImageNet is unpacked.
 
+    Or in WebDataset's shards, ``…train….tar`` and ``…val….tar``, each image beside the number of its class.
+
     An image that cannot be read is counted, reported and replaced by the next, up to ``tolerated`` of them.
 
     Args:
-        root: holds train and val. size: pixels of a side.
+        root: holds train and val, or the shards. size: pixels of a side.
         augmentation: "none", "crop" (random resized crop and flip), "randaugment" (that and RandAugment), "simclr" (two
             views with colour jitter and blur), or "multicrop" (DINO's: two large views and four small ones).
         jitter: strength of the colour jitter. workers: processes that read images.
@@ -132,9 +141,14 @@ class ImageFolder(Data):
         workers: int = 0,
         tolerated: int = 100,
     ) -> None:
-        self.classes = _classes(root / "train")
-        self._train = _files(root / "train", self.classes)
-        self._held = _files(root / "val", self.classes)
+        self._train: Sequence[_File | ShardedImage]
+        self._held: Sequence[_File | ShardedImage]
+        if root.is_dir() and any(root.glob("*.tar")):
+            self._train, self._held = (_sharded(root, split) for split in ("train", "val"))
+            self.classes = [str(i) for i in range(1 + max(image.label for image in (*self._train, *self._held)))]
+        else:
+            self.classes = _classes(root / "train")
+            self._train, self._held = (_files(root / split, self.classes) for split in ("train", "val"))
         self.root, self.size, self.augmentation, self.labels = root, size, augmentation, labels
         self.jitter, self.workers, self.tolerated, self.unreadable = jitter, workers, tolerated, 0
         self._vary, self._plain = transforms(augmentation, size, jitter), transforms("none", size)
@@ -164,7 +178,7 @@ class ImageFolder(Data):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the files' names and the augmentation."""
-        names = "\n".join(str(f.path.relative_to(self.root)) for f in (*self._train, *self._held))
+        names = "\n".join(str(f).removeprefix(f"{self.root}/") for f in (*self._train, *self._held))
         return hashlib.sha256(f"{self.augmentation} {self.size} {self.jitter}\n{names}".encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -177,7 +191,7 @@ class ImageFolder(Data):
                 image = self._read(file)
             except (OSError, ValueError, SyntaxError) as error:
                 self.unreadable += 1
-                print(f"unreadable image {file.path}: {error} ({self.unreadable} so far)")
+                print(f"unreadable image {file}: {error} ({self.unreadable} so far)")
                 if self.unreadable > self.tolerated:
                     raise DataError(f"more than {self.tolerated} images of {self.root} cannot be read") from error
                 continue
@@ -191,10 +205,10 @@ class ImageFolder(Data):
             torch.manual_seed(drawn)
             return vary(image)
 
-    def _read(self, file: _File) -> Any:
+    def _read(self, file: _File | ShardedImage) -> Any:
         from PIL import Image
 
-        with Image.open(file.path) as image:
+        with file.open() as content, Image.open(content) as image:
             return image.convert("RGB")
 
     def _collate(self, samples: list[tuple[Any, int]]) -> Batch:
@@ -255,6 +269,14 @@ class _Views:
 
     def __call__(self, image: Any) -> list[Tensor]:
         return [make(image) for make in self.made]
+
+
+def _sharded(root: Path, split: str) -> list[ShardedImage]:
+    files = shards(root, split)
+    images = sharded_images(files)
+    if not images:
+        raise DataError(f"looked for images in {root}/*{split}*.tar and found none in {len(files)} files")
+    return images
 
 
 def _classes(folder: Path) -> list[str]:

@@ -11,13 +11,14 @@ import gzip
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sigattn.data.dataset import DataError
+from sigattn.data.stream import hub_documents, is_streamed
 from sigattn.data.text import ByteText
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".parquet")
@@ -26,11 +27,15 @@ END = "<|end|>"  # between documents
 
 def documents(path: Path) -> Iterator[str]:
     """The documents of a file or a folder, in order of names: text files, and the "text" of each line of .jsonl and
-    .jsonl.gz files (C4's and RedPajama's form) and of each row of .parquet files.
+    .jsonl.gz files (C4's and RedPajama's form) and of each row of .parquet files; or those of a data set of Hugging
+    Face (``hf:allenai/c4:realnewslike``).
 
     Raises:
         DataError: if there are none, or a line is no JSON with a text, or pyarrow is missing.
     """
+    if is_streamed(path):
+        yield from hub_documents(path)
+        return
     if not path.exists():
         raise DataError(f"no such text file or folder: {path}")
     files = sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
@@ -109,30 +114,40 @@ def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: 
     """
     if tokenizer.get_vocab_size() > vocabulary:
         raise DataError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, and the model {vocabulary}")
-    end = tokenizer.token_to_id(END)
-    parts = []
-    for text in documents(path):
-        ids = tokenizer.encode(text).ids
-        parts.append(torch.tensor(ids if end is None else [*ids, end], dtype=torch.int32))
+    encoded = encoder(tokenizer)
+    parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in documents(path)]
     tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
     return ByteText.split_tokens(tokens.long(), context, held_out, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())
 
 
-def pack(path: Path, tokenizer: Any, save: Path) -> int:
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """What turns a document into tokens, its end token included."""
+    end = tokenizer.token_to_id(END)
+
+    def encode_document(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text).ids
+        return ids if end is None else [*ids, end]
+
+    return encode_document
+
+
+def pack(path: Path, tokenizer: Any, save: Path, limit: int | None = None) -> int:
     """Write all documents as one row of tokens, an end token after each, into a file of 32-bit numbers; gives how many.
 
-    ``save`` ends in .bin. What is needed to read it stands beside it, in a file that ends in .bin.json.
+    With a limit, the document that reaches so many tokens is the last. ``save`` ends in .bin. What is needed to read it
+    stands beside it, in a file that ends in .bin.json.
     """
-    end, count, digest = tokenizer.token_to_id(END), 0, hashlib.sha256()
+    encoded, count, digest = encoder(tokenizer), 0, hashlib.sha256()
     save.parent.mkdir(parents=True, exist_ok=True)
     unfinished = save.with_name(save.name + ".unfinished")
     with unfinished.open("wb") as file:
         for text in documents(path):
-            ids = tokenizer.encode(text).ids
-            row = array.array("i", ids if end is None else [*ids, end]).tobytes()
+            row = array.array("i", encoded(text)).tobytes()
             file.write(row)
             digest.update(row)
             count += len(row) // 4
+            if limit is not None and count >= limit:
+                break
     about = {"tokens": count, "vocabulary": tokenizer.get_vocab_size(), "sha256": digest.hexdigest()}
     save.with_name(save.name + ".json").write_text(json.dumps(about) + "\n")
     os.replace(unfinished, save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -9,9 +10,10 @@ from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedliu
 from sigattn.data.dataset import Data, DataError
 from sigattn.data.images import Augmentation, Digits, ImageFolder
 from sigattn.data.speech import Speech, Tokens
+from sigattn.data.stream import StreamedText, hub_documents, is_streamed
 from sigattn.data.synthetic import KSummation, PairRepeat
 from sigattn.data.text import ByteText, TextData, load_text
-from sigattn.data.tokens import encode, load_tokenizer, packed
+from sigattn.data.tokens import encode, encoder, load_tokenizer, packed
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.sequence import SequenceModelConfig
@@ -34,9 +36,10 @@ def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, wo
 
     Args:
         recipe: any.
-        path: text, as a file or folder, or tokens, as a .bin of ``sigattn pack``; images, as a folder with train and
-            val; LibriSpeech's root; or the spoken digits, as a folder or .tar.gz. None for what is always there:
-            CPython's documentation as bytes, and the handwritten digits.
+        path: text, as a file or folder, or streamed as ``hf:NAME`` or ``hf:NAME:CONFIGURATION``, or tokens, as a .bin
+            of ``sigattn pack``; images, as a folder with train and val; LibriSpeech's root; or the spoken digits, as a
+            folder or .tar.gz. None for what is always there: CPython's documentation as bytes, and the handwritten
+            digits.
         tokenizer: of a language model whose vocabulary is not bytes.
         workers: processes that read images.
 
@@ -78,10 +81,22 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
                 f"a vocabulary of {model.vocabulary} tokens needs --tokenizer FILE (sigattn tokenizer makes one), or "
                 "--data FILE.bin of sigattn pack; for bytes say --model.vocabulary 256"
             )
+        if path is not None and is_streamed(path):
+            return StreamedText(lambda: hub_documents(path), f"{path} as bytes", _bytes, model.context)
         return TextData(ByteText.split(load_text(path), model.context), model.context)
     if path is None:
         raise DataError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
+    if is_streamed(path):
+        vocabulary = load_tokenizer(tokenizer)
+        if vocabulary.get_vocab_size() > model.vocabulary:
+            raise DataError(f"the tokenizer has {vocabulary.get_vocab_size()} tokens, and the model {model.vocabulary}")
+        name = f"{path} as {tokenizer.name}, {hashlib.sha256(tokenizer.read_bytes()).hexdigest()}"
+        return StreamedText(lambda: hub_documents(path), name, encoder(vocabulary), model.context)
     return TextData(encode(path, load_tokenizer(tokenizer), model.vocabulary, model.context), model.context)
+
+
+def _bytes(document: str) -> list[int]:
+    return list((document + "\n\n").encode())
 
 
 def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Data:

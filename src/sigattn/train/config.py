@@ -35,6 +35,7 @@ class TrainConfig:
         validation_batch: samples (seconds of speech) that each process judges at a time.
         checkpoint_every: steps between checkpoints. keep: how many of them are kept.
         watch_every: steps between looks at the attention layers (norm of their outputs); 0 for none.
+        wandb: a project of Weights & Biases to send metrics to as well; None for none.
         seed: of the initial weights, of the order of the data and of all that is drawn.
     """
 
@@ -64,6 +65,7 @@ class TrainConfig:
     checkpoint_every: int = 50
     keep: int = 2
     watch_every: int = 1
+    wandb: str | None = None
     seed: int = 0
 
     def check(self) -> None:

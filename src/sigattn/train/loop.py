@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 # settings that may change when a run is resumed
 FREE = {"parallel", "tensor_parallel", "accumulate", "compile", "checkpoint_activations"}
-FREE |= {"keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every"}
+FREE |= {"wandb", "keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every"}
 
 
 @runtime_checkable
@@ -90,6 +90,7 @@ def train(
         NonFiniteLossError: if the loss or its gradient is not finite; nothing was changed by that step.
         CheckpointError: if the checkpoint does not fit.
         ValueError: for settings that do not fit together.
+        ModuleNotFoundError: with ``wandb`` in the settings, where it is not installed.
     """
     config.check()
     processes = sharding.processes()
@@ -102,7 +103,7 @@ def train(
         done = checkpoint.load(found[-1], run.module, run.optimizer, about, average=run.average)
     if processes.first:
         folder.mkdir(parents=True, exist_ok=True)
-    log = MetricsLog(folder, first_step=done) if processes.first else None
+    log = MetricsLog(folder, done, wandb=config.wandb, settings=about) if processes.first else None
     try:
         with CtrlC() as ctrl_c:
             batches = data.batches(done, config.batch, config.seed, run.processes.shard)
@@ -156,7 +157,7 @@ class _Run:
 
     @classmethod
     def start(cls, task: Objective, model: Any, config: TrainConfig, data: Data, processes: Processes) -> _Run:
-        module = task.build(model).to(processes.device)
+        module = task.build(model)
         for part in module.modules():
             if isinstance(part, Transformer):
                 part.checkpoint_activations = config.checkpoint_activations
@@ -164,6 +165,8 @@ class _Run:
             module.compile()
         width = getattr(model, "width", None) or model.encoder.width
         processes = processes.arranged(config.tensor_parallel)
+        if config.parallel != "fsdp" or processes.data_count == 1 or config.tensor_parallel > 1:
+            module = module.to(processes.device)  # else a device only ever holds its part and one whole block
         module = sharding.distribute(module, processes, config.parallel, config.precision)
         average = None
         if config.ema is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,23 @@ class MetricsLog:
     Args:
         folder: where; it must exist.
         first_step: steps from here on will be written; what an interrupted run wrote beyond is dropped.
+        wandb: a project of Weights & Biases, to which the same is sent; None for none. A resumed run goes on there
+            as the same run.
+        settings: of the run, for that project.
+
+    Raises:
+        ModuleNotFoundError: with ``wandb``, where it is not installed.
     """
 
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        first_step: int = 0,
+        *,
+        wandb: str | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read(self.path) if row["step"] < first_step]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -33,11 +48,29 @@ class MetricsLog:
         for name, value in row.items():
             if name != "step":
                 self._board.add_scalar(name, value, row["step"])
+        if self._run is not None:
+            self._run.log({n: v for n, v in row.items() if n != "step"}, step=row["step"])
 
     def close(self) -> None:
         """Write out what is buffered."""
         self._file.close()
         self._board.close()
+        if self._run is not None:
+            self._run.finish()
+
+
+def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
+    """The folder's run in a project, made if it is new; its name there is kept in the folder."""
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("metrics for Weights & Biases need wandb: pip install wandb") from error
+    kept = folder / "wandb.txt"
+    if not kept.exists():
+        kept.write_text(secrets.token_hex(8))
+    return wandb.init(
+        project=project, id=kept.read_text(), name=folder.name, dir=folder, config=settings, resume="allow"
+    )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
