@@ -10,6 +10,7 @@ Every function takes three arguments more, the last:
     sigmoid_bias: b. A number; "-log n", the paper's rule (App. E), n being the number of keys of the sample or
         sequence; or a floating-point tensor, with gradient: 0-d, (B,) one per sample or sequence, or (B or 1, Hq or
         1). It is 0 from the start, as in the paper's own kernel: say "-log n" unless the model was trained otherwise.
+        (``flash_attn_with_kvcache`` has neither default nor rule.)
     sigmoid_precision: "accurate" or "fast"; None is what ``sigattn.set_sigmoid_precision`` said.
     backend: "triton" or "blocked"; None picks the fastest that can serve the call. On a CPU that is "blocked".
 
@@ -24,10 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sigattn.flash_kvcache import flash_attn_with_kvcache
 from sigattn.ops import checks, flash_checks, library, packed
 from sigattn.ops.attention import autocast, bias_operand, canonical, new_seed, sides, two_sided
 from sigattn.ops.problem import PackedProblem, Problem
 from sigattn.ops.settings import is_fast
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 LOG_LENGTH = "-log n"
 

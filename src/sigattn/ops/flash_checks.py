@@ -28,7 +28,7 @@ def varlen(
     _together(caller, q, k, v, 3, "(total, heads, head_dim)")
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, t in starts.items():
-        if not isinstance(t, Tensor) or t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
+        if not _integers(t):
             _wrong(caller, TypeError, f"{name} must be a tensor of integers", **{name: t})
         if t.dim() != 1 or not len(t):
             _wrong(caller, ValueError, f"{name} must be (B + 1,): 0, then where each sequence ends", **{name: t})
@@ -41,6 +41,69 @@ def varlen(
             _wrong(caller, TypeError, f"{name} must be an int: a length, not a tensor", **{name: most})
         if most < 0:
             _wrong(caller, ValueError, f"{name} is a length", **{name: most})
+
+
+def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch_idx: Any, table: Any) -> None:
+    """Raise unless q (B, N, Hq, D), the cache, what is added to it and what names its places fit together."""
+    _together(caller, q, k_cache, v_cache, 4, "(batch, length, heads, head_dim)", ("q", "k_cache", "v_cache"))
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    if (k is None) != (v is None):
+        _wrong(caller, ValueError, "k and v are given together or not at all", k=k, v=v)
+    if k is not None:
+        _together(caller, q, k, v, 4, "(batch, length, heads, head_dim)")
+        if k.shape[0] != q.shape[0]:
+            _wrong(caller, ValueError, "q, k and v must have the same batch size (dimension 0)", q=q, k=k, v=v)
+        if (k.shape[2], k.shape[3], v.shape[3]) != (k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]):
+            _wrong(caller, ValueError, "k and v must have the cache's heads and head_dim", k=k, v=v, **given)
+    for name, t in (("cache_batch_idx", batch_idx), ("block_table", table)):
+        if t is not None and not _integers(t):
+            _wrong(caller, TypeError, f"{name} must be a tensor of integers", **{name: t})
+        if t is not None and t.device != q.device:
+            _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
+    if batch_idx is not None and table is not None:
+        _wrong(caller, ValueError, "cache_batch_idx and block_table both name a sample's place: give one",
+               cache_batch_idx=batch_idx, block_table=table)  # fmt: skip
+    if table is not None and (table.dim() != 2 or len(table) != len(q)):
+        _wrong(caller, ValueError, "block_table must be (B, pages of each sample)", q=q, block_table=table)
+    if batch_idx is not None and tuple(batch_idx.shape) != (len(q),):
+        _wrong(caller, ValueError, "cache_batch_idx must be (B,)", q=q, cache_batch_idx=batch_idx)
+    if batch_idx is None and table is None and len(k_cache) != len(q):
+        what = "the cache must have q's batch size, or block_table (for pages) or cache_batch_idx say whose is what"
+        _wrong(caller, ValueError, what, **given)
+
+
+def of_samples(caller: str, name: str, t: Any, q: Tensor) -> None:
+    """Raise unless this is None or (B,) integers on q's device."""
+    if t is None:
+        return
+    if not _integers(t):
+        _wrong(caller, TypeError, f"{name} must be a tensor of integers", **{name: t})
+    if tuple(t.shape) != (len(q),):
+        _wrong(caller, ValueError, f"{name} must be (B,) = ({len(q)},)", q=q, **{name: t})
+    if t.device != q.device:
+        _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
+
+
+def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any, lengths: Tensor) -> None:
+    """Raise unless these are (positions, rotary_dim / 2), narrow enough for a head and long enough for the places."""
+    given = {"rotary_cos": cos, "rotary_sin": sin}
+    if k is None:
+        _wrong(caller, ValueError, "rotary_cos and rotary_sin turn new keys: give k and v as well", **given)
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or not cos.is_floating_point():
+        _wrong(caller, TypeError, "rotary_cos and rotary_sin must be floating-point tensors", **given)
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1] or not cos.shape[1]:
+        what = "rotary_cos and rotary_sin must be (positions, rotary_dim / 2), rotary_dim at most head_dim"
+        _wrong(caller, ValueError, what, q=q, **given)
+    if cos.device != q.device or sin.device != q.device:
+        _wrong(caller, ValueError, "rotary_cos and rotary_sin must be on q's device", q=q, **given)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling() and len(q):
+        most = int(lengths.max()) + max(q.shape[1], k.shape[1])
+        if most > len(cos):
+            _wrong(caller, ValueError, f"rotary_cos has too few positions for places up to {most - 1}", **given)
+
+
+def _integers(t: Any) -> bool:
+    return isinstance(t, Tensor) and not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
 
 
 def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int) -> tuple[Tensor, ...]:
@@ -85,24 +148,28 @@ def slopes(caller: str, s: Any, q: Tensor, batch: int) -> None:
         _wrong(caller, ValueError, "alibi_slopes must be on q's device: move it with .to(device)", q=q, alibi_slopes=s)
 
 
-def _together(caller: str, q: Any, k: Any, v: Any, dimensions: int, layout: str) -> None:
-    given = {"q": q, "k": k, "v": v}
+def _together(
+    caller: str, q: Any, k: Any, v: Any, dimensions: int, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
+    given = dict(zip(names, (q, k, v), strict=True))
+    _, key, value = names
+    all_of_them = f"{names[0]}, {key} and {value}"
     for name, t in given.items():
         if not isinstance(t, Tensor):
             _wrong(caller, TypeError, f"{name} must be a tensor", **{name: t})
         if t.is_nested or t.layout is not torch.strided:
             _wrong(caller, TypeError, f"{name} must be a dense tensor", **{name: t.layout})
     if not (q.dim() == k.dim() == v.dim() == dimensions):
-        _wrong(caller, ValueError, f"q, k and v must have {dimensions} dimensions, {layout}", **given)
+        _wrong(caller, ValueError, f"{all_of_them} must have {dimensions} dimensions, {layout}", **given)
     if not q.is_floating_point():
-        _wrong(caller, TypeError, "q, k and v must be floating point", **given)
+        _wrong(caller, TypeError, f"{all_of_them} must be floating point", **given)
     if not (q.dtype == k.dtype == v.dtype):
-        _wrong(caller, TypeError, "q, k and v must have one dtype: convert with .to(dtype)", **given)
+        _wrong(caller, TypeError, f"{all_of_them} must have one dtype: convert with .to(dtype)", **given)
     if not (q.device == k.device == v.device):
-        _wrong(caller, ValueError, "q, k and v must be on one device: move with .to(device)", **given)
+        _wrong(caller, ValueError, f"{all_of_them} must be on one device: move with .to(device)", **given)
     if q.shape[-1] != k.shape[-1]:
-        _wrong(caller, ValueError, "q and k must have the same head_dim (the last dimension)", **given)
+        _wrong(caller, ValueError, f"q and {key} must have the same head_dim (the last dimension)", **given)
     if k.shape[:-1] != v.shape[:-1]:
-        _wrong(caller, ValueError, "k and v must have the same batch size, length and heads", **given)
+        _wrong(caller, ValueError, f"{key} and {value} must have the same batch size, length and heads", **given)
     if q.shape[-2] != k.shape[-2] and (not k.shape[-2] or q.shape[-2] % k.shape[-2]):
-        _wrong(caller, ValueError, "the heads of q must be a multiple of those of k", **given)
+        _wrong(caller, ValueError, f"the heads of q must be a multiple of those of {key}", **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from torch import Tensor
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import PackedProblem, Problem
 
+if TYPE_CHECKING:
+    from sigattn.ops.cached import CachedProblem
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 256
 _INSTALLED = importlib.util.find_spec("triton") is not None  # looked for, not imported
 
 
-def unavailable(problem: Problem | PackedProblem) -> str | None:
+def unavailable(problem: Problem | PackedProblem | CachedProblem) -> str | None:
     """Why the kernels cannot serve a problem, or None."""
     q, v = problem.query, problem.value
     if (reason := _no_machine(q.device)) is not None:
@@ -45,6 +49,13 @@ def forward(problem: Problem | PackedProblem) -> Tensor:
     from sigattn.ops.triton import launch
 
     return launch.forward(problem)
+
+
+def cached_forward(problem: CachedProblem) -> Tensor:
+    """The output of queries against a cache."""
+    from sigattn.ops.triton import launch_decode
+
+    return launch_decode.forward(problem)
 
 
 def backward(problem: Problem | PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:

@@ -143,7 +143,7 @@ def _named(name: str, axes: str, strides: tuple[int, ...]) -> dict[str, int]:
     return {f"{name}_{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
 
 
-def _sigmoid(p: Problem | PackedProblem) -> str:
+def _sigmoid(p: Any) -> str:
     if p.fast and not INTERPRETED and torch.version.hip is None:
         return "fast"
     return "exact" if p.query.dtype is torch.float32 else "accurate"

@@ -171,6 +171,16 @@ def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> 
     return table(architecture, itemsize)[kernel][padded(width)]
 
 
+def decoding(width: int, itemsize: int, rows: int) -> Config:
+    """The tile shape of the decoding kernel, for heads of a width and so many rows (queries of a group of heads).
+
+    What binds is reading the cache, so tiles are as short as a product allows and deep in flight.
+    """
+    block_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
+    keys = 64 if padded(width) * itemsize <= 256 else 32
+    return Config(block_m, keys if itemsize < 4 or padded(width) <= 64 else 16, 4, 3 if itemsize < 4 else 2)
+
+
 def candidates(kernel: str, width: int) -> list[Config]:
     """What is worth measuring on a Hopper machine."""
     del kernel

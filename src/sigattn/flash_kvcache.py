@@ -1,0 +1,210 @@
+"""``flash_attn_with_kvcache``: decoding with a cache of keys and values, as in flash-attn 2.8 (``sigattn.flash``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import cached, checks, flash_checks
+from sigattn.ops.attention import bias_operand, sides, two_sided
+from sigattn.ops.cached import CachedProblem
+from sigattn.ops.problem import UNLIMITED
+from sigattn.ops.settings import is_fast
+
+_NAME = "flash_attn_with_kvcache"
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    sigmoid_bias: float | str | Tensor | None = None,
+    sigmoid_precision: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Sigmoid attention of new queries against a cache, to which new keys and values are added first, in place.
+
+    With ``k`` and ``v``, sample b's go to the places cache_seqlens[b], cache_seqlens[b] + 1, … of its cache, and the
+    queries see them too; the caller adds their number to ``cache_seqlens`` afterwards. There is no gradient. Results
+    repeat bitwise: parts of the keys that GPU programs share are summed in a fixed order.
+
+    Args:
+        q: (B, N, Hq, D).
+        k_cache: (B_cache, M, Hkv, D); or (pages, page_size, Hkv, D), pages of any size, with ``block_table``.
+        v_cache: the same with Dv.
+        k, v: (B, N_new, Hkv, D) and (B, N_new, Hkv, Dv), or both None.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): the first rotary_dim features of k are turned by the angles
+            of their places, and those of q by the angles of theirs: cache_seqlens + i with causal or a window, else all
+            by that of cache_seqlens.
+        cache_seqlens: how many keys each sample has in the cache: (B,) integers, or a number for all. None, without
+            ``k``, for a full cache. (On an accelerator the values are not checked: that would make the host wait.)
+        cache_batch_idx: (B,) integers, which of the caches is each sample's; None for the b-th. Not with block_table.
+        cache_leftpad: (B,) integers, where each sample's keys begin; None for 0.
+        block_table: (B, pages of each) integers, the pages of each sample in order.
+        softmax_scale: factor of Q Kᵀ; None for D^-1/2.
+        causal: query i sees keys up to the one beside it, the last query standing beside the last key.
+        window_size: (left, right) of the key beside a query; -1 is unlimited.
+        softcap: must be 0.
+        rotary_interleaved: whether features 2i and 2i + 1 make a pair; else i and i + rotary_dim / 2 do.
+        alibi_slopes: (Hq,) or (B, Hq): slope · distance is taken from the logits.
+        num_splits: into how many parts GPU programs cut the keys; 0 lets the kernel choose.
+        return_softmax_lse: must be False.
+        sigmoid_bias: b, which must be given: a number, or a floating-point tensor: 0-d, (B,), (B or 1, Hq or 1), or
+            (B or 1, Hq or 1, N or 1) with one for each query. Pass what the model was trained with, -log of its
+            training length, say. The rule "-log n" of a growing cache would change from token to token, which is not
+            what was trained.
+        sigmoid_precision, backend: see ``sigattn.flash``.
+
+    Returns:
+        (B, N, Hq, Dv) in q's dtype.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit (the cache is as it was), or an argument without meaning.
+        TypeError: an argument of the wrong type, tensors of mixed or unsupported dtypes, or no sigmoid_bias.
+        RuntimeError: if a tensor wants a gradient.
+
+    >>> k_cache, v_cache = torch.zeros(2, 2, 128, 4, 64).unbind()
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind()
+    >>> lengths = torch.tensor([5, 100])
+    >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, sigmoid_bias=-6.9).shape
+    torch.Size([2, 1, 4, 64])
+    """
+    _refuse(softcap, return_softmax_lse)
+    flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
+    batch, n = q.shape[:2]
+    checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
+    checks.numbers(_NAME, 0.0, softmax_scale, window_size)
+    _check_bias(sigmoid_bias, q)
+    if alibi_slopes is not None:
+        flash_checks.slopes(_NAME, alibi_slopes, q, batch)
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+        raise ValueError(f"{_NAME}: num_splits must be a number of parts, 0 to let the kernel choose; got {num_splits}")
+    _refuse_gradients(q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes)
+    table = block_table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    lengths = _lengths(cache_seqlens, q, capacity, needed=k is not None)
+    flash_checks.of_samples(_NAME, "cache_leftpad", cache_leftpad, q)
+    new = 0 if k is None else k.shape[1]
+    if not torch.compiler.is_compiling():
+        try:
+            cached.check_places(lengths, None, None, len(k_cache), capacity)
+            cached.check_places(lengths + new, cache_leftpad, table, len(k_cache), capacity)
+        except ValueError as error:
+            raise ValueError(f"{_NAME}: {error}") from None
+    left, right = sides((window_size[0], window_size[1]), causal)
+    if rotary_cos is not None or rotary_sin is not None:
+        flash_checks.rotary(_NAME, rotary_cos, rotary_sin, q, k, lengths)
+        assert rotary_cos is not None
+        assert rotary_sin is not None
+        assert k is not None
+        turns = (rotary_cos, rotary_sin, rotary_interleaved)
+        stand_apart = left != UNLIMITED or right != UNLIMITED
+        q = _turned(q, _places(lengths, n, together=not stand_apart), *turns)
+        k = _turned(k, _places(lengths, new), *turns)
+    if k is not None and v is not None:
+        cached.append(k_cache, v_cache, k, v, lengths, table)
+        lengths = lengths + new
+    problem = CachedProblem(
+        q,
+        k_cache,
+        v_cache,
+        lengths,
+        _bias(sigmoid_bias),
+        cache_leftpad,
+        table,
+        None if alibi_slopes is None else two_sided(alibi_slopes),
+        softmax_scale,
+        left,
+        right,
+        is_fast(sigmoid_precision),
+        num_splits,
+    )
+    return cached.call(problem, cached.choose(problem, backend))
+
+
+def _refuse(softcap: float, return_softmax_lse: bool) -> None:
+    if softcap:
+        raise ValueError(f"{_NAME}: softcap={softcap} has no meaning for sigmoid weights, which are bounded; pass 0")
+    if return_softmax_lse:
+        raise ValueError(f"{_NAME}: return_softmax_lse=True is not to be had: a sigmoid has no log-sum-exp")
+
+
+def _check_bias(bias: Any, q: Tensor) -> None:
+    if bias is None or isinstance(bias, str):
+        raise TypeError(
+            f"{_NAME}: sigmoid_bias must be the number or tensor that the model was trained with (-log of its training "
+            f"length, say); got {bias!r}. -log of the current length would change as the cache grows"
+        )
+    batch, n, heads, _ = q.shape
+    if isinstance(bias, Tensor) and bias.dim() == 3:
+        flash_checks.bias(_NAME, bias[..., 0], q, batch)
+        if bias.shape[2] not in (1, n):
+            raise ValueError(
+                f"{_NAME}: a sigmoid_bias of three dimensions must be (B or 1, Hq or 1, N or 1) = ({batch} or 1, "
+                f"{heads} or 1, {n} or 1); got {checks.describe(sigmoid_bias=bias)}"
+            )
+        return
+    flash_checks.bias(_NAME, bias, q, batch)
+
+
+def _refuse_gradients(*tensors: Any) -> None:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(f"{_NAME} has no gradient: call it under torch.no_grad() or torch.inference_mode()")
+
+
+def _lengths(given: Any, q: Tensor, capacity: int, *, needed: bool) -> Tensor:  # (B,)
+    if given is None and needed:
+        raise ValueError(f"{_NAME}: with k and v, cache_seqlens must say how many keys the cache holds already")
+    if given is None or (isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool)):
+        every: int = capacity if given is None else given  # type: ignore[assignment]  # a symbol where a graph is traced
+        return torch.full((len(q),), every, dtype=torch.int32, device=q.device)
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{_NAME}: cache_seqlens must be a number or (B,) integers, got {type(given).__name__}")
+    flash_checks.of_samples(_NAME, "cache_seqlens", given, q)
+    return given
+
+
+def _bias(bias: Any) -> Tensor:
+    """0-d for a number, or (B or 1, Hq or 1, N or 1)."""
+    if not isinstance(bias, Tensor):
+        number = bias_operand(bias)
+        assert number is not None
+        return number
+    dimensions = {0: (1, 1, 1), 1: (-1, 1, 1), 2: (*bias.shape, 1)}
+    return bias.reshape(dimensions[bias.dim()]) if bias.dim() < 3 else bias
+
+
+def _places(lengths: Tensor, count: int, *, together: bool = False) -> Tensor:  # (B, count)
+    """Where new queries or keys stand: one after another, or all where the first does."""
+    steps = torch.zeros if together else torch.arange
+    return lengths.long()[:, None] + steps(count, device=lengths.device, dtype=torch.int64)
+
+
+def _turned(x: Tensor, places: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The first features of x: (B, N, H, D) turned in pairs by the angles of their places (B, N)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (t[places].unsqueeze(2).to(wide) for t in (cos, sin))  # (B, N, 1, rotary_dim / 2)
+    width = 2 * cos.shape[-1]
+    turned, rest = x[..., :width].to(wide), x[..., width:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    pair = (a * cos - b * sin, a * sin + b * cos)
+    whole = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((whole.to(x.dtype), rest), -1)

@@ -1,0 +1,321 @@
+"""Queries against a cache of keys and values: the registered ops, and how a CPU computes them.
+
+A cache is pages of keys; a sample's keys lie in the pages that its row of ``table`` names. A cache without pages is the
+same with one page for each sample. Partial results over disjoint keys add, so neither splitting a long cache nor
+walking it in pieces needs a rescaling (Sect. 4). Nothing here has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import blocked, triton
+from sigattn.ops.problem import UNLIMITED, Problem
+from sigattn.ops.products import fused_unavailable
+
+PIECE = 4096  # keys worked on together where a batched product serves
+BY_HEAD_FROM = 2048  # keys from which bfloat16 heads that lie apart in memory are multiplied one by one
+
+
+class CachedProblem(NamedTuple):
+    """The canonical arguments. B samples, N new queries each, P pages of ``page`` keys.
+
+    Attributes:
+        query: (B, N, Hq, D). key: (P, page, Hkv, D). value: (P, page, Hkv, Dv).
+        lengths: (B,) integers, where each sample's keys end; its last query stands beside its last key.
+        bias: 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1).
+        first: (B,) integers, where each sample's keys begin; None for 0.
+        table: (B, pages) integers, the pages of each sample, in order; None where sample b has page b alone.
+        alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
+        scale, left, right, fast: as in ``Problem``.
+        splits: into how many parts GPU kernels cut the keys; 0 lets them choose.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lengths: Tensor
+    bias: Tensor
+    first: Tensor | None = None
+    table: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    scale: float | None = None
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    fast: bool = False
+    splits: int = 0
+
+    @property
+    def scale_value(self) -> float:
+        """The factor of Q Kᵀ."""
+        return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sample may have."""
+        return self.key.shape[1] * (1 if self.table is None else self.table.shape[1])
+
+
+# -- on a CPU, and wherever else there is no kernel --------------------------------------------------------------------
+
+
+class _Sample(NamedTuple):
+    """One sample, or several whose keys lie so that they can be seen as more heads of one."""
+
+    query: Tensor  # (H, R, D): key heads, and the rows of all queries that share them
+    key: Tensor  # (H, M, D)
+    value: Tensor  # (H, M, Dv)
+    bias: float | Tensor  # a number or (H, R, 1)
+    slopes: Tensor | None  # (H, R, 1)
+    place: int  # of the query, from the first of the keys
+
+
+def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
+    """The output of sigmoid attention."""
+    p = problem
+    (batch, n, heads, _), dv = p.query.shape, p.value.shape[3]
+    out = p.query.new_empty(batch, n, heads, dv)
+    if not out.numel():
+        return out
+    lengths = p.lengths.tolist()
+    firsts = [0] * batch if p.first is None else p.first.tolist()
+    if n == 1 and len(set(lengths)) == 1 and not any(firsts) and _one_after_another(p):
+        _one_query(p, slice(0, batch), firsts[0], lengths[0], out)
+        return out
+    for b, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+        if n == 1:
+            _one_query(p, slice(b, b + 1), first, length, out)
+        else:
+            out[b] = blocked.forward(_dense(p, b, first, length))[0].transpose(0, 1)
+    return out
+
+
+def _one_after_another(p: CachedProblem) -> bool:
+    """Whether samples and key heads lie so that they are one dimension: (B, H, M, D) in memory, as layers keep them."""
+    _, _, key_heads, _ = p.key.shape
+    apart = all(t.stride(0) == key_heads * t.stride(2) for t in (p.key, p.value))
+    return p.table is None and apart and len(p.key) == len(p.query)
+
+
+def _pages(p: CachedProblem, cache: Tensor, b: int, first: int, stop: int) -> Tensor:  # (stop - first, Hkv, E)
+    """A sample's keys or values: a view where they lie in one page, else a copy."""
+    page = cache.shape[1]
+    if stop <= first:
+        return cache[0, :0]
+    if p.table is None:
+        return cache[b, first:stop]
+    start = first // page
+    named = p.table[b, start : -(-stop // page)]
+    if len(named) == 1:
+        return cache[int(named), first - start * page : stop - start * page]
+    return cache[named.long()].flatten(0, 1)[first - start * page : stop - start * page]
+
+
+def _of(t: Tensor, samples: slice) -> Tensor:
+    return t if len(t) == 1 else t[samples]
+
+
+def _dense(p: CachedProblem, b: int, first: int, length: int) -> Problem:
+    """A sample as a problem without a cache."""
+    key, value = (_pages(p, cache, b, first, length).transpose(0, 1).unsqueeze(0) for cache in (p.key, p.value))
+    bias = p.bias if p.bias.dim() == 0 else _of(p.bias, slice(b, b + 1)).unsqueeze(-1)
+    return Problem(
+        p.query[b : b + 1].transpose(1, 2),
+        key,
+        value,
+        bias,
+        alibi_slopes=None if p.alibi_slopes is None else _of(p.alibi_slopes, slice(b, b + 1)),
+        scale=p.scale,
+        left=p.left,
+        right=p.right,
+        first_row=length - p.query.shape[1] - first,
+    )
+
+
+def _one_query(p: CachedProblem, samples: slice, first: int, length: int, out: Tensor) -> None:
+    """The only query of a sample, or of several of one length: what decoding spends its time on."""
+    place = length - 1
+    begin = first if p.left == UNLIMITED else max(first, place - p.left)
+    stop = length if p.right == UNLIMITED else min(length, max(place + p.right + 1, begin))
+    if p.table is not None or samples.stop - samples.start == 1:
+        key, value = (_pages(p, cache, samples.start, begin, stop).transpose(0, 1) for cache in (p.key, p.value))
+    else:
+        key, value = (cache[samples, begin:stop].transpose(1, 2).flatten(0, 1) for cache in (p.key, p.value))
+    group = p.query.shape[2] // p.key.shape[2]
+
+    def by_key_head(t: Tensor) -> Tensor:  # (B or 1, Hq or 1) → (H, R, 1)
+        return t.expand(samples.stop - samples.start, p.query.shape[2]).reshape(-1, group, 1)
+
+    wide = torch.promote_types(p.query.dtype, torch.float32)
+    bias = p.bias.item() if p.bias.dim() == 0 else by_key_head(_of(p.bias, samples)[..., 0]).to(wide)
+    slopes = None if p.alibi_slopes is None else by_key_head(_of(p.alibi_slopes, samples)[..., 0]).to(wide)
+    query = p.query[samples].reshape(len(key), group, -1)  # (H, R, D)
+    result = _attend(_Sample(query, key, value, bias, slopes, place - begin), p.scale_value)
+    out[samples] = result.view(out[samples].shape)
+
+
+def _attend(s: _Sample, scale: float) -> Tensor:  # (H, R, Dv)
+    """Piece by piece, in float32 but for bfloat16 where the processor multiplies it."""
+    (heads, rows, _), keys = s.query.shape, s.key.shape[1]
+    wide = torch.promote_types(s.query.dtype, torch.float32)
+    own = s.query.dtype is torch.bfloat16 and fused_unavailable(s.query.device, torch.bfloat16) is None
+    dtype = torch.bfloat16 if own else wide
+    apart = s.key.stride(1) != s.key.shape[2] or s.value.stride(1) != s.value.shape[2]
+    by_head = own and apart and keys >= BY_HEAD_FROM
+    total = s.query.new_zeros(heads, rows, s.value.shape[2], dtype=wide)
+    query = s.query.to(dtype)
+    for start in range(0, keys, keys if by_head else PIECE):
+        stop = keys if by_head else min(start + PIECE, keys)
+        key, value = s.key[:, start:stop].to(dtype), s.value[:, start:stop].to(dtype)
+        logits = _product(query, key.mT, scale, s.bias if s.slopes is None else 0.0, by_head)  # (H, R, C)
+        if s.slopes is not None:
+            distance = (s.place - torch.arange(start, stop, device=key.device)).abs()
+            logits = logits.to(wide).add_(s.bias - s.slopes * distance)
+        elif isinstance(s.bias, Tensor):
+            logits = logits.to(wide).add_(s.bias)
+        total += _product(logits.sigmoid_().to(dtype), value, 1.0, 0.0, by_head)  # (H, R, Dv)
+    return total
+
+
+def _product(a: Tensor, b: Tensor, alpha: float, bias: float | Tensor, by_head: bool) -> Tensor:
+    """``alpha · a b``, plus a bias that is a number: within the product, so that bfloat16 is rounded once."""
+    beta = 0.0 if isinstance(bias, Tensor) else bias
+    one = a.new_ones(1, 1, 1)
+    if by_head:
+        return torch.stack([torch.addmm(one[0], x, y, beta=beta, alpha=alpha) for x, y in zip(a, b, strict=True)])
+    return torch.baddbmm(one, a, b, beta=beta, alpha=alpha)
+
+
+# -- the ops ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CachedKernels:
+    """What a backend brings for caches."""
+
+    forward: Callable[[CachedProblem], Tensor]
+    unavailable: Callable[[Any], str | None]
+    device_types: tuple[str, ...] | None = None
+
+
+KERNELS = {
+    "triton": CachedKernels(triton.cached_forward, triton.unavailable, device_types=("cuda",)),
+    "blocked": CachedKernels(blocked_forward, lambda _: None),
+}
+
+_library = torch.library.Library("sigattn", "FRAGMENT")
+_library.define(
+    "cached_forward(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor bias, Tensor? first, "
+    "Tensor? table, Tensor? alibi_slopes, float? scale, int left, int right, bool fast, SymInt splits, str backend) "
+    "-> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "append_to_cache(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, Tensor starts, "
+    "Tensor? table) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def check_places(lengths: Tensor, first: Tensor | None, table: Tensor | None, pages: int, capacity: int) -> None:
+    """Raise unless all keys lie within the cache. On an accelerator reading the values would make the host wait.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    if lengths.device.type != "cpu" or not len(lengths):
+        return
+    begin = torch.zeros_like(lengths) if first is None else first
+    if (lengths < 0).any() or (lengths > capacity).any():
+        raise ValueError(
+            f"a cache of {capacity} keys for each sample cannot hold lengths (new keys included) of {lengths.tolist()}"
+        )
+    if first is not None and ((first < 0).any() or (first > lengths).any()):
+        raise ValueError(f"cache_leftpad must lie in 0 … length; got {first.tolist()} and lengths {lengths.tolist()}")
+    if table is None:
+        return
+    page = capacity // max(table.shape[1], 1)
+    for row, start, stop in zip(table, begin.tolist(), lengths.tolist(), strict=True):
+        used = row[start // page : -(-stop // page)] if stop > start else row[:0]
+        if len(used) and (int(used.min()) < 0 or int(used.max()) >= pages):
+            raise ValueError(f"the table names pages {used.tolist()}, but the cache has pages 0 … {pages - 1}")
+
+
+def _forward(*args: Any) -> Tensor:
+    problem, kernels = CachedProblem(*args[:-1]), KERNELS[args[-1]]
+    p = problem
+    check_places(p.lengths, p.first, p.table, len(p.key), p.capacity)
+    with torch.no_grad():
+        return kernels.forward(problem)
+
+
+def _append(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor | None
+) -> None:
+    batch, new = key.shape[:2]
+    page = key_cache.shape[1]
+    capacity = page * (1 if table is None else table.shape[1])
+    check_places(starts + new, starts if len(starts) else None, table, len(key_cache), capacity)
+    if table is None and starts.device.type == "cpu" and batch * new:
+        for b, start in enumerate(starts.tolist()):
+            key_cache[b, start : start + new] = key[b]
+            value_cache[b, start : start + new] = value[b]
+        return
+    places = starts.long()[:, None] + torch.arange(new, device=key.device)  # (B, new)
+    pages = torch.arange(batch, device=key.device)[:, None].expand_as(places)
+    if table is not None:
+        pages = table.long().gather(1, places // page)
+    key_cache[pages, places % page] = key
+    value_cache[pages, places % page] = value
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[-1])
+
+
+def _fake_append(*_: Any) -> None:
+    return None
+
+
+_library.impl("cached_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
+torch.library.register_fake("sigattn::cached_forward", _fake_forward, lib=_library)
+torch.library.register_fake("sigattn::append_to_cache", _fake_append, lib=_library)
+
+
+def append(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor | None = None
+) -> None:
+    """Write new keys and values (B, new, Hkv, ·) into a cache (P, page, Hkv, ·), at each sample's start.
+
+    Raises:
+        ValueError: on a CPU, if they do not fit; the cache is as it was.
+    """
+    torch.ops.sigattn.append_to_cache.default(key_cache, value_cache, key, value, starts, table)
+
+
+def choose(problem: CachedProblem, backend: str | None) -> str:
+    """The backend asked for, or the fastest that can serve the problem.
+
+    Raises:
+        ValueError: if the backend that was asked for cannot; none takes its place.
+    """
+    device = problem.query.device.type
+    if backend is None:
+        serve = (n for n, k in KERNELS.items() if k.device_types is None or device in k.device_types)
+        return next(n for n in serve if KERNELS[n].unavailable(problem) is None)
+    reason = KERNELS[backend].unavailable(problem)
+    if reason is not None:
+        raise ValueError(f"sigmoid_attention: backend {backend!r} cannot serve this call: {reason}")
+    return backend
+
+
+def call(problem: CachedProblem, backend: str) -> Tensor:
+    """Run a problem on a backend."""
+    out: Tensor = torch.ops.sigattn.cached_forward.default(*problem, backend)
+    return out

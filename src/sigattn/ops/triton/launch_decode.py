@@ -1,0 +1,123 @@
+"""From a problem with a cache to the decoding kernel's arguments, its launch, and the sum of its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigattn.ops.cached import CachedProblem
+from sigattn.ops.problem import UNLIMITED
+from sigattn.ops.triton import tuning
+from sigattn.ops.triton.decode import decode_kernel
+from sigattn.ops.triton.launch import _LOG2E, _named, _precision, _sigmoid, _single, within_reach
+
+_MOST_SPLITS = 128
+_INTERPRETED_PROCESSORS = 4  # so that the interpreter has parts to add as well
+
+
+def forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
+    """The output."""
+    p = problem._replace(query=within_reach(problem.query))
+    (batch, n, heads, d), (kv_heads, dv) = p.query.shape, p.value.shape[2:]
+    out = p.query.new_empty(batch, n, heads, dv)
+    if not out.numel():
+        return out
+    group = heads // kv_heads
+    config = tuning.decoding(max(d, dv), p.query.element_size(), n * group)
+    programs = batch * kv_heads * -(-n * group // config.block_m)
+    splits = p.splits or _splits(p, programs, config.block_n)
+    parts = out.new_empty(splits, *out.shape, dtype=torch.float32) if splits > 1 else out.unsqueeze(0)
+    device = p.query.device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        decode_kernel[(programs, splits)](
+            **arguments(p),
+            out=parts,
+            **_named("o", "sbnhd", parts.stride()),
+            splits=splits,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+    return parts.sum(0).to(out.dtype) if splits > 1 else out
+
+
+def _splits(p: CachedProblem, programs: int, block: int) -> int:
+    """Enough parts to give every multiprocessor two programs; lengths are not read, for the host would wait."""
+    processors = _INTERPRETED_PROCESSORS
+    if p.query.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(p.query.device).multi_processor_count
+    keys = p.capacity if p.left == UNLIMITED else min(p.capacity, p.left + p.query.shape[1])
+    return max(1, min(2 * processors // programs, -(-keys // block), _MOST_SPLITS))
+
+
+def arguments(p: CachedProblem) -> dict[str, Any]:
+    """Everything but the output and the tile shapes."""
+    (n, heads, d), (pages, page, kv_heads, dv) = p.query.shape[1:], p.value.shape
+    return {
+        "query": p.query,
+        "key": p.key,
+        "value": p.value,
+        "lengths": p.lengths,
+        "first": p.lengths if p.first is None else p.first,
+        "table": p.lengths if p.table is None else p.table,
+        **_named("q", "bnhd", p.query.stride()),
+        **_named("k", "pnhd", p.key.stride()),
+        **_named("v", "pnhd", p.value.stride()),
+        "table_b": 0 if p.table is None else p.table.stride(0),
+        "n": n,
+        "kv_heads": kv_heads,
+        "pages": pages,
+        "table_width": 1 if p.table is None else p.table.shape[1],
+        "left": p.left,
+        "right": p.right,
+        "z_scale": _single(-p.scale_value * _LOG2E),
+        "PAGE": page,
+        "GROUP": heads // kv_heads,
+        "D": d,
+        "DV": dv,
+        "BLOCK_D": tuning.padded(d),
+        "BLOCK_DV": tuning.padded(dv),
+        "FIRST": p.first is not None,
+        "TABLE": p.table is not None,
+        "HAS_LEFT": p.left != UNLIMITED,
+        "HAS_RIGHT": p.right != UNLIMITED,
+        "SIGMOID": _sigmoid(p),
+        "PRECISION": _precision(p.query),
+        **_bias(p),
+        **_slopes(p),
+    }
+
+
+def _bias(p: CachedProblem) -> dict[str, Any]:
+    """The bias, and the power of two that float16 weights are scaled by on its account (activation.py)."""
+    batch, n, heads, _ = p.query.shape
+    half = p.query.dtype is torch.float16
+    if p.bias.dim():
+        bias = p.bias.to(p.query.device)
+        pointer = (bias.amax().float() * -_LOG2E).floor().nan_to_num(0.0).clamp(0, 15) if half else p.query
+        kind, tensor, number, shift, strides = "tensor", bias, 0.0, 0.0, bias.expand(batch, heads, n).stride()
+    else:
+        number = p.bias.item()
+        shift = float(min(max(math.floor(-number * _LOG2E), 0), 15)) if half and math.isfinite(number) else 0.0
+        kind, tensor, pointer, strides = "number", p.query, p.query, (0, 0, 0)
+    return {
+        "bias": tensor,
+        "bias_value": _single(-number * _LOG2E),
+        "BIAS": kind,
+        **_named("bias", "bhn", strides),
+        "shift_pointer": pointer,
+        "shift_value": shift,
+        "SHIFT": kind if half else "none",
+    }
+
+
+def _slopes(p: CachedProblem) -> dict[str, Any]:
+    if p.alibi_slopes is None:
+        return {"slopes": p.query, "SLOPES": False, **_named("slopes", "bhs", (0, 0, 0))}
+    strides = p.alibi_slopes.expand(p.query.shape[0], p.query.shape[2], 2).stride()
+    return {"slopes": p.alibi_slopes, "SLOPES": True, **_named("slopes", "bhs", strides)}

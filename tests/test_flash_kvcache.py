@@ -1,0 +1,400 @@
+"""flash_attn_with_kvcache: every option against the formula in float64, what is written where, and bad input."""
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sigattn import flash
+from sigattn.flash import flash_attn_with_kvcache
+from sigattn.ops import cached
+from tests.ops.cases import COMPILER_NOISE, device_of
+from tests.ops.truth import assert_as_good_as_formula
+from tests.test_flash import one_sequence
+
+pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
+BACKENDS = list(cached.KERNELS)
+EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "60"))
+
+fuzz = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize="SIGATTN_FUZZ_EXAMPLES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@st.composite
+def cases(draw):
+    """Lengths, layout and options of a call."""
+    batch = draw(st.integers(1, 3))
+    new = draw(st.sampled_from([0, 0, 1, 1, 2, 5]))
+    page = draw(st.sampled_from([None, None, 1, 7, 16]))
+    held = draw(st.lists(st.sampled_from([0, 1, 3, 16, 33, 50]), min_size=batch, max_size=batch))
+    side = st.integers(-1, 40)
+    return {
+        "held": held,
+        "new": new,
+        "n": draw(st.sampled_from([1, 1, 1, 2, 5])),
+        "page": page,
+        "picked": page is None and draw(st.booleans()),
+        "leftpad": [draw(st.integers(0, h)) for h in held] if draw(st.booleans()) else None,
+        "heads": draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)])),
+        "d": draw(st.sampled_from([2, 8, 20])),
+        "dv": draw(st.sampled_from([8, 13])),
+        "dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
+        "causal": draw(st.booleans()),
+        "window": draw(st.one_of(st.just((-1, -1)), st.tuples(side, side))),
+        "slopes": draw(st.sampled_from([None, "head", "sample"])),
+        "bias": draw(st.sampled_from([-3.0, 0.0, "number", "sample", "head", "both", "query"])),
+        "scale": draw(st.sampled_from([None, 0.3])),
+        "rotary": draw(st.sampled_from([None, "interleaved", "halves"])) if new else None,
+        "layout": draw(st.sampled_from(["length first", "heads first"])),
+        "splits": draw(st.sampled_from([0, 1, 3])),
+        "seed": draw(st.integers(0, 1 << 30)),
+    }
+
+
+CAPACITY = 63
+
+
+class Call:
+    """The tensors of a case, and what they mean."""
+
+    def __init__(self, case, device):
+        self.case, self.device = case, device
+        self.generator = torch.Generator().manual_seed(case["seed"])
+        (self.hq, self.hkv), self.batch = case["heads"], len(case["held"])
+        self.q = self.randn(self.batch, case["n"], self.hq, case["d"])
+        self.caches, self.places = self.make_caches()
+        new = case["new"]
+        self.new = [self.randn(self.batch, new, self.hkv, e) for e in (case["d"], case["dv"])] if new else [None, None]
+        shapes = {"number": (), "sample": (self.batch,), "head": (1, self.hq), "both": (self.batch, self.hq)}
+        shapes["query"] = (self.batch, 1, case["n"])
+        b = case["bias"]
+        self.bias = self.randn(*shapes[b], dtype=torch.float32) - 1 if isinstance(b, str) else b
+        shape = {"head": (self.hq,), "sample": (self.batch, self.hq)}.get(case["slopes"])
+        self.slopes = self.randn(*shape, dtype=torch.float32).abs() / 8 if shape else None
+        angles = torch.rand(CAPACITY + 8, case["d"] // 2, generator=self.generator, dtype=torch.float64) * 6
+        self.angles = angles[:, : max(1, case["d"] // 4)].to(device)
+
+    def randn(self, *shape, dtype=None):
+        t = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return t.to(dtype or self.case["dtype"]).to(self.device)
+
+    def make_caches(self):
+        """Keys and values of each sample in a cache whose other places are NaN, and where they are."""
+        case, page = self.case, self.case["page"] or CAPACITY
+        pages = self.batch * -(-CAPACITY // page) + 2
+        order = torch.randperm(pages, generator=self.generator)
+        table = order[: self.batch * (CAPACITY // page + (CAPACITY % page > 0))].view(self.batch, -1)
+        if not (case["page"] or case["picked"]):
+            pages, table = self.batch, torch.arange(self.batch)[:, None]
+        caches = []
+        for width in (case["d"], case["dv"]):
+            shape = (pages, page, self.hkv, width)
+            if case["layout"] == "heads first":
+                shape = (pages, self.hkv, page, width)
+            cache = torch.full(shape, torch.nan, dtype=case["dtype"], device=self.device)
+            cache = cache.transpose(1, 2) if case["layout"] == "heads first" else cache
+            for b, held in enumerate(case["held"]):
+                for j in range(held):
+                    cache[table[b, j // page], j % page] = self.randn(self.hkv, width)
+            caches.append(cache)
+        return caches, table
+
+    def run(self, backend):
+        case = self.case
+        k, v = self.new
+        integers = {"dtype": torch.int32, "device": self.device}
+        where = {}
+        if case["page"]:
+            where["block_table"] = self.places.to(**integers)
+        elif case["picked"]:
+            where["cache_batch_idx"] = self.places[:, 0].to(**integers)
+        if case["leftpad"]:
+            where["cache_leftpad"] = torch.tensor(case["leftpad"], **integers)
+        if case["rotary"]:
+            where |= {
+                "rotary_cos": self.angles.cos().to(case["dtype"]),
+                "rotary_sin": self.angles.sin().to(case["dtype"]),
+            }
+            where["rotary_interleaved"] = case["rotary"] == "interleaved"
+        return flash_attn_with_kvcache(
+            self.q,
+            *self.caches,
+            k,
+            v,
+            cache_seqlens=torch.tensor(case["held"], **integers),
+            softmax_scale=case["scale"],
+            causal=case["causal"],
+            window_size=case["window"],
+            alibi_slopes=self.slopes,
+            num_splits=case["splits"],
+            sigmoid_bias=self.bias,
+            backend=backend,
+            **where,
+        )
+
+    def turn(self, x, places, dtype):
+        """(n, H, D) turned feature by feature."""
+        x, out = x.to(dtype), x.to(dtype).clone()
+        half = self.angles.shape[1]
+        cos, sin = (t.to(self.case["dtype"]).to(dtype) for t in (self.angles.cos(), self.angles.sin()))
+        for row, place in enumerate(places):
+            for i in range(half):
+                a, b = (2 * i, 2 * i + 1) if self.case["rotary"] == "interleaved" else (i, i + half)
+                out[row, :, a] = x[row, :, a] * cos[place, i] - x[row, :, b] * sin[place, i]
+                out[row, :, b] = x[row, :, a] * sin[place, i] + x[row, :, b] * cos[place, i]
+        return out
+
+    def bias_of(self, b):
+        """A number, (Hq,), or (1, N)."""
+        bias = self.bias
+        if not isinstance(bias, torch.Tensor):
+            return bias
+        if bias.dim() < 2:
+            return (bias if bias.dim() == 0 else bias[b]).expand(self.hq)
+        return bias[b if len(bias) > 1 else 0]
+
+    def expected(self, before, dtype):
+        """The output from the formula, and the caches afterwards, in a dtype."""
+        case, page = self.case, self.case["page"] or CAPACITY
+        caches, outs = [c.clone().to(dtype) for c in before], []
+        for b, held in enumerate(case["held"]):
+            q = self.q[b].to(dtype)
+            for cache, new in zip(caches, self.new, strict=True):
+                for i in range(case["new"]):
+                    row = new[b, i : i + 1].to(dtype)
+                    if cache is caches[0] and case["rotary"]:
+                        row = self.turn(row, [held + i], dtype).to(case["dtype"]).to(dtype)
+                    cache[self.places[b, (held + i) // page], (held + i) % page] = row[0]
+            if case["rotary"]:
+                apart = case["causal"] or case["window"] != (-1, -1)
+                q = self.turn(q, [held + i * apart for i in range(case["n"])], dtype).to(case["dtype"]).to(dtype)
+            total, first = held + case["new"], (case["leftpad"] or [0] * self.batch)[b]
+            k, v = (
+                torch.stack([c[self.places[b, j // page], j % page] for j in range(first, total)])
+                if total > first
+                else c[0, :0]
+                for c in caches
+            )
+            slopes = self.slopes if self.slopes is None or self.slopes.dim() == 1 else self.slopes[b]
+            bias = self.bias_of(b)
+            options = (dtype, case["causal"], case["window"], slopes)
+            if isinstance(bias, torch.Tensor) and bias.dim() == 2:  # one for each query
+                rows = [
+                    one_sequence(q, k, v, *options, bias[0, i].expand(self.hq), case["scale"])[i]
+                    for i in range(case["n"])
+                ]
+                outs.append(torch.stack(rows))
+            else:
+                outs.append(one_sequence(q, k, v, *options, bias, case["scale"]))
+        return torch.stack(outs), caches
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@fuzz
+@given(case=cases())
+def test_every_option(backend, case):
+    if backend == "triton" and case["dtype"] is torch.float64:
+        case["dtype"] = torch.float32
+    call = Call(case, device_of(backend))
+    before = [c.clone() for c in call.caches]
+    out = call.run(backend)
+    call_cpu = Call(case, "cpu")
+    truth, caches = call_cpu.expected([c.cpu() for c in before], torch.float64)
+    rough, _ = call_cpu.expected([c.cpu() for c in before], case["dtype"])
+    keys = max(case["held"]) + case["new"] + 1
+    magnitude = keys * 8 * (1 + max(1.0, truth.abs().max().item()))
+    if case["dtype"] in (torch.bfloat16, torch.float16):
+        magnitude /= 8
+    assert_as_good_as_formula(out.cpu(), truth, rough.to(case["dtype"]), magnitude)
+    for ours, theirs in zip(call.caches, caches, strict=True):
+        torch.testing.assert_close(
+            ours.cpu().double(), theirs.double(), rtol=torch.finfo(case["dtype"]).eps * 2, atol=1e-6, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["length first", "heads first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "keys"), [((2, 2), 4500), ((4, 1), 9000)])
+def test_long_caches(backend, layout, dtype, heads, keys):
+    """More than one piece, many splits; ALiBi beside none."""
+    hq, hkv = heads
+    g = torch.Generator().manual_seed(0)
+    device = device_of(backend)
+    for slopes in (None, torch.tensor([0.01, 0.02, 0.03, 0.04][:hq])):
+        q = torch.randn(2, 1, hq, 16, generator=g).to(dtype)
+        k, v = (torch.randn(2, keys, hkv, 16, generator=g).to(dtype) for _ in range(2))
+        if layout == "heads first":
+            k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
+        options = {"causal": True, "sigmoid_bias": -math.log(keys)}
+        lengths = torch.tensor([keys, keys - 900], dtype=torch.int32)
+        out = flash_attn_with_kvcache(
+            *(t.to(device) for t in (q, k, v)),
+            cache_seqlens=lengths.to(device),
+            alibi_slopes=None if slopes is None else slopes.to(device),
+            backend=backend,
+            **options,
+        ).cpu()
+        for b, n in enumerate(lengths.tolist()):
+            parts = (q[b], k[b, :n], v[b, :n])
+            truth, rough = (
+                one_sequence(*parts, t, True, (-1, -1), slopes, -math.log(keys), None) for t in (torch.float64, dtype)
+            )
+            assert_as_good_as_formula(out[b], truth, rough, 1.0)
+
+
+def test_results_repeat_bitwise_and_splits_only_add():
+    q, (k, v) = torch.randn(1, 1, 2, 16), torch.randn(2, 1, 500, 2, 16).unbind()
+    device = device_of("triton")
+    q, k, v = (t.to(device) for t in (q, k, v))
+
+    def run(splits):
+        return flash_attn_with_kvcache(q, k, v, sigmoid_bias=-6.0, num_splits=splits, backend="triton")
+
+    assert torch.equal(run(0), run(0))
+    for splits in (1, 2, 5, 100):
+        torch.testing.assert_close(run(splits), run(0))
+
+
+def test_a_decoded_sequence_is_the_whole_one():
+    """Token by token, in pages and not, gives what one causal call gives."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 40, 4, 8).unbind()
+    whole = flash.flash_attn_func(q, k, v, causal=True, sigmoid_bias=-3.0)
+    table = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32)
+    plain, paged = torch.zeros(2, 2, 48, 4, 8).unbind(), torch.zeros(2, 6, 16, 4, 8).unbind()
+    for start, stop in [(0, 7), *((i, i + 1) for i in range(7, 40))]:
+        new = (q[:, start:stop], k[:, start:stop], v[:, start:stop])
+        for caches, where in ((plain, {}), (paged, {"block_table": table})):
+            out = flash_attn_with_kvcache(
+                new[0], *caches, *new[1:], cache_seqlens=start, causal=True, sigmoid_bias=-3.0, **where
+            )
+            torch.testing.assert_close(out, whole[:, start:stop], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_compiled():
+    """Whole, with the cache changed in place, and without recompiling for other lengths."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 1, 2, 8).unbind()
+    caches = [torch.randn(2, 32, 2, 8) for _ in range(2)]
+    twins = [c.clone() for c in caches]
+
+    def step(lengths, *caches):
+        return flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, causal=True, sigmoid_bias=-2.0)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), torch.compiler.set_stance("default"):
+        for i in range(3):
+            lengths = torch.tensor([i, 9 + i])
+            torch.testing.assert_close(compiled(lengths, *caches), step(lengths, *twins))
+        for a, b in zip(caches, twins, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_ops_are_what_they_say():
+    q, cache = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 16, 2, 8)
+    lengths, bias = torch.tensor([3, 16]), torch.tensor(-2.0, dtype=torch.float64)
+    args = (q, cache[0], cache[1], lengths, bias, None, None, None, None, -1, 0, False, 0, "blocked")
+    torch.library.opcheck(torch.ops.sigattn.cached_forward.default, args)
+    new = torch.randn(2, 2, 1, 2, 8)
+    args = (cache[0], cache[1], new[0], new[1], torch.tensor([3, 15]), None)
+    torch.library.opcheck(torch.ops.sigattn.append_to_cache.default, args)
+
+
+class TestBadInput:
+    def call(self, **changes):
+        """A good call with some arguments changed, after which the cache must be as it was."""
+        torch.manual_seed(0)
+        made = {
+            "q": torch.randn(2, 1, 4, 8),
+            "k_cache": torch.randn(2, 16, 2, 8),
+            "v_cache": torch.randn(2, 16, 2, 8),
+            "k": torch.randn(2, 1, 2, 8),
+            "v": torch.randn(2, 1, 2, 8),
+            "cache_seqlens": torch.tensor([3, 5]),
+            "causal": True,
+            "sigmoid_bias": -2.0,
+            **changes,
+        }
+        before = [made[n].clone() for n in ("k_cache", "v_cache")]
+        try:
+            return flash_attn_with_kvcache(**made)
+        finally:
+            if "works" not in changes:
+                changed = any(not torch.equal(made[n], b) for n, b in zip(("k_cache", "v_cache"), before, strict=True))
+                assert changed == (changes == {})
+
+    def test_the_good_call(self):
+        assert self.call().shape == (2, 1, 4, 8)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"cache_seqlens": torch.tensor([3, 16])}, r"a cache of 16 keys for each sample cannot hold .* \[4, 17\]"),
+            ({"cache_seqlens": torch.tensor([-1, 3])}, r"cannot hold lengths \(new keys included\) of \[-1, 3\]"),
+            ({"cache_seqlens": None}, "cache_seqlens must say how many keys"),
+            ({"cache_seqlens": torch.tensor([3])}, r"cache_seqlens must be \(B,\) = \(2,\)"),
+            ({"cache_leftpad": torch.tensor([0, 9])}, r"cache_leftpad must lie in 0 … length; got \[0, 9\]"),
+            ({"cache_batch_idx": torch.tensor([0, 2])}, r"names pages \[2\], but the cache has pages 0 … 1"),
+            ({"block_table": torch.tensor([[0], [-1]])}, r"names pages \[-1\]"),
+            ({"block_table": torch.tensor([0, 1])}, r"block_table must be \(B, pages of each sample\)"),
+            ({"block_table": torch.tensor([[0], [1]]), "cache_batch_idx": torch.tensor([0, 1])}, "both name"),
+            ({"q": torch.zeros(3, 1, 4, 8), "k": None, "v": None}, "the cache must have q's batch size"),
+            ({"k": None}, "k and v are given together"),
+            ({"k": torch.zeros(2, 1, 4, 8), "v": torch.zeros(2, 1, 4, 8)}, "must have the cache's heads and head_dim"),
+            ({"v_cache": torch.zeros(2, 2, 16, 8)}, "k_cache and v_cache must have the same batch size, length"),
+            ({"softcap": 3.0}, "no meaning"),
+            ({"return_softmax_lse": True}, "no log-sum-exp"),
+            ({"num_splits": -1}, "num_splits"),
+            ({"rotary_cos": torch.ones(20, 4)}, "rotary_cos and rotary_sin must be floating-point tensors"),
+            ({"rotary_cos": torch.ones(5, 4), "rotary_sin": torch.ones(5, 4)}, "too few positions for places up to 5"),
+            ({"rotary_cos": torch.ones(9, 5), "rotary_sin": torch.ones(9, 5)}, "rotary_dim at most head_dim"),
+            ({"sigmoid_bias": torch.ones(2, 4, 3)}, r"\(B or 1, Hq or 1, N or 1\) = \(2 or 1, 4 or 1, 1 or 1\)"),
+            ({"backend": "cuda"}, "backend"),
+        ],
+    )
+    def test_values_and_shapes(self, changes, message):
+        with pytest.raises((ValueError, TypeError), match=message):
+            self.call(**changes)
+
+    @pytest.mark.parametrize("bias", [None, "-log n"])
+    def test_the_bias_must_be_given(self, bias):
+        with pytest.raises(TypeError, match="-log of the current length would change as the cache grows"):
+            self.call(sigmoid_bias=bias)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"cache_seqlens": torch.tensor([3.0, 5.0])},
+            {"block_table": torch.tensor([[0.0], [1.0]])},
+            {"k": torch.zeros(2, 1, 2, 8).double(), "v": torch.zeros(2, 1, 2, 8).double()},
+            {"q": torch.zeros(2, 1, 4, 8).half()},
+        ],
+    )
+    def test_types(self, changes):
+        with pytest.raises((TypeError, ValueError), match="flash_attn_with_kvcache: "):
+            self.call(**changes)
+
+    def test_no_gradient(self):
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            self.call(q=torch.zeros(2, 1, 4, 8, requires_grad=True))
+
+    def test_a_backend_that_cannot(self, monkeypatch):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        if not torch.cuda.is_available():
+            with pytest.raises(ValueError, match="backend 'triton' cannot serve"):
+                self.call(backend="triton", k=None, v=None)
