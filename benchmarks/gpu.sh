@@ -17,7 +17,7 @@ out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
-steps=${STEPS:-tests,accuracy,kernels,hybridnorm,tune}
+steps=${STEPS:-tests,accuracy,kernels,decode,hybridnorm,tune}
 tiny=${TRITON_INTERPRET:-0}
 
 if [[ -n $wheels ]]; then
@@ -48,10 +48,11 @@ if [[ $tiny == 1 ]]; then
     accuracy="lengths=(64, 256), queries=8, head_dim=16, dtypes=('float16', 'bfloat16', 'float32')"
     hybrid="lengths=(32, 64), heads=2, head_dim=16, rounds=1, round_seconds=0.0, dtype='float32'"
     tune="lengths=(64,), heads=1, head_dims=(16,), most_flops=1e6, rounds=1, round_seconds=0.0, most_candidates=2"
+    decode="contexts=(64,), batches=(2,), heads=2, kv_heads=1, head_dim=16, rounds=1, round_seconds=0.0, dtypes=('float32',)"
     training="kappas=(4,), seconds=2.0, steps=2, batch=1, upscale=1, layers=1"
     examples=3
 else
-    kernels="" accuracy="" hybrid="" tune="" training=""
+    kernels="" accuracy="" hybrid="" tune="" training="" decode="most_gib=40.0"
     examples=25
 fi
 
@@ -64,9 +65,11 @@ cat "$out/machine.txt"
 
 run='import sys; from pathlib import Path; from sigattn.bench import'
 step tests 150 env SIGATTN_FUZZ_EXAMPLES=$examples "$python" -m pytest -q -p no:cacheprovider --durations=5 \
-    tests/ops/test_triton.py tests/ops/test_correctness.py tests/ops/test_dropout.py tests/test_flash.py -k triton
+    tests/ops/test_triton.py tests/ops/test_correctness.py tests/ops/test_dropout.py tests/test_flash.py \
+    tests/test_flash_kvcache.py -k triton
 step accuracy 40 "$python" -c "$run accuracy as b; b.run(b.AccuracyBenchmark(results=Path('$out/accuracy'), $accuracy))"
 step kernels 210 "$python" -c "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/kernels'), seconds=170, $kernels))"
+step decode 60 "$python" -c "$run decode as b; b.run(b.DecodeBenchmark(results=Path('$out/decode.json'), $decode))"
 step hybridnorm 50 "$python" -c "$run hybridnorm as b; b.run(b.HybridNormBenchmark(results=Path('$out/hybridnorm'), $hybrid))"
 step tune 80 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/tune'), seconds=65, $tune))"
 # in a call of its own (STEPS=training): six minutes of training runs

@@ -142,12 +142,13 @@ def test_without_a_gpu_and_without_the_interpreter(monkeypatch):
 
 def test_the_script_runs_a_step(tmp_path):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "STEPS": "accuracy", "PYTHON": os.sys.executable}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "STEPS": "accuracy,decode", "PYTHON": os.sys.executable}
     done = subprocess.run(
         [root / "benchmarks/gpu.sh", tmp_path / "out"], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out/accuracy/accuracy.json").exists()
+    assert (tmp_path / "out/decode.json").exists()
     assert "accuracy: exit 0" in (tmp_path / "out/steps.log").read_text()
 
 

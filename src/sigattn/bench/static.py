@@ -27,7 +27,8 @@ from sigattn.ops.triton import tuning
 
 # Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
 SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS = 16, 128, 64, 128, 4096
-PRODUCTS = {tuning.FORWARD: 2, tuning.KEYS: 4, tuning.QUERIES: 3}
+PRODUCTS = {tuning.FORWARD: 2, tuning.KEYS: 4, tuning.QUERIES: 3, tuning.DECODE: 2}
+DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 SPECIAL = ("MUFU",)
@@ -132,10 +133,17 @@ def compile_kernel(kernel: str, architecture: int, dtype: str, head_dim: int, ca
     from triton.compiler import ASTSource
 
     from sigattn.ops.triton.backward import keys_kernel, queries_kernel
+    from sigattn.ops.triton.decode import decode_kernel
     from sigattn.ops.triton.forward import forward_kernel
 
-    function = {tuning.FORWARD: forward_kernel, tuning.KEYS: keys_kernel, tuning.QUERIES: queries_kernel}[kernel]
-    config = tuning.configuration(kernel, architecture, head_dim, 4 if dtype == "float32" else 2)
+    functions = {tuning.FORWARD: forward_kernel, tuning.KEYS: keys_kernel, tuning.QUERIES: queries_kernel}
+    function = {**functions, tuning.DECODE: decode_kernel}[kernel]
+    itemsize = 4 if dtype == "float32" else 2
+    if kernel == tuning.DECODE:
+        config = tuning.decoding(head_dim, itemsize, DECODED_ROWS)
+        constants = {"GROUP": DECODED_ROWS, **constants}
+    else:
+        config = tuning.configuration(kernel, architecture, head_dim, itemsize)
     values = {**_constants(config, dtype, head_dim, causal), **constants}
     signature, constexprs, attributes = _signature(function, ELEMENT[dtype], values)
     compiled = triton.compile(
@@ -179,7 +187,7 @@ def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -
         "ADD_QUERY",
         "NEED_BIAS",
     )
-    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS")
+    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "TABLE")
     needs = {"NEED_KEY": True, "NEED_VALUE": True, "NEED_QUERY": True, "NEED_MASK": "none"}
     sigmoid = {"SIGMOID": "exact" if dtype == "float32" else "accurate", "HAS_RIGHT": causal}
     return {**plain, **sizes, **blocks, **dict.fromkeys(off, False), **needs, **sigmoid}
@@ -198,7 +206,7 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
             signature[name], attributes[(at,)] = f"*{element}", [["tt.divisibility", 16]]
         elif name in _WIDE_TENSORS:
             signature[name] = "*fp32"
-        elif name in {"key_lengths", "starts_q", "starts_k"}:
+        elif name in {"key_lengths", "starts_q", "starts_k", "lengths", "first", "table"}:
             signature[name] = "*i32"
         elif name in _NUMBERS:
             signature[name] = "fp32"
@@ -206,7 +214,7 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
             signature[name] = "i64"
         elif re.fullmatch(r"\w+_[dms]", name):  # strides of the last dimension
             signature[name], constants[(at,)] = "constexpr", 1
-        elif re.fullmatch(r"(q|k|v|o|gq|gk|gv)_[bhn]", name):
+        elif re.fullmatch(r"(q|k|v|o|gq|gk|gv)_[bhnps]", name):
             signature[name], attributes[(at,)] = "i32", [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"

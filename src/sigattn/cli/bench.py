@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sigattn.bench import accuracy, cpu, hybridnorm, kernels, static, training, tune
+from sigattn.bench import accuracy, cpu, decode, hybridnorm, kernels, static, training, tune
 
 
 def bench_cpu(options: cpu.CpuBenchmark) -> None:
@@ -27,6 +27,11 @@ def bench_accuracy(options: accuracy.AccuracyBenchmark) -> None:
     accuracy.run(options)
 
 
+def bench_decode(options: decode.DecodeBenchmark) -> None:
+    """One new token against a cache of 1k to 1M keys, beside softmax and a plain copy: GB/s, on a GPU or a CPU."""
+    decode.run(options)
+
+
 def bench_hybridnorm(options: hybridnorm.HybridNormBenchmark) -> None:
     """From which length sigmoid attention with a LayerNorm after it beats softmax on this GPU."""
     hybridnorm.run(options)
@@ -47,6 +52,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "static": bench_static,
     "kernels": bench_kernels,
     "accuracy": bench_accuracy,
+    "decode": bench_decode,
     "hybridnorm": bench_hybridnorm,
     "tune": bench_tune,
     "training": bench_training,

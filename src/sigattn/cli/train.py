@@ -187,15 +187,23 @@ def generate(
     prompt: str = "The ",
     tokens: int = 200,
     temperature: float = 0.7,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    beams: int = 1,
+    stop: str = "",
     seed: int = 0,
 ) -> None:
-    """Let a language model of a run go on with a text.
+    """Let a language model of a run go on with a text. It ends where the tokenizer's end of a document comes.
 
     Args:
         folder: of the run.
         prompt: where it starts.
         tokens: how many more.
         temperature: of sampling; 0 for the likeliest token each time.
+        top_k: choose among so many of the likeliest tokens only.
+        top_p: choose among the likeliest tokens that together have this probability.
+        beams: above 1, beam search, which takes the likeliest of so many continuations; temperature is 0 then.
+        stop: end after this character, or what else is one token.
         seed: of sampling.
     """
     recipe, _, tokenizer_path = _recall(folder)
@@ -203,11 +211,29 @@ def generate(
     if not isinstance(model, LanguageModel):
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no language model")
     tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
-    start = list(prompt.encode()) if tokenizer is None else tokenizer.encode(prompt).ids
-    if not start or temperature < 0 or tokens < 0:
-        raise SettingsError("generate needs a prompt, and temperature and tokens of at least 0")
-    generator = torch.Generator().manual_seed(seed)
-    made = model.generate(torch.tensor([start]), tokens, temperature=temperature, generator=generator)[0].tolist()
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text).ids)
+
+    ends = encode(stop)
+    if len(ends) > 1:
+        raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")
+    if tokenizer is not None and (end := tokenizer.token_to_id(END)) is not None:
+        ends.append(end)
+    try:
+        (made,) = model.generate(
+            [torch.tensor(encode(prompt), dtype=torch.int64)],
+            tokens,
+            temperature=0.0 if beams > 1 else temperature,
+            top_k=top_k,
+            top_p=top_p,
+            beams=beams,
+            stop=ends,
+            generator=torch.Generator().manual_seed(seed),
+        )
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    made = made.tolist()
     print(bytes(made).decode(errors="replace") if tokenizer is None else tokenizer.decode(made))
 
 

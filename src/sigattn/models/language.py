@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigattn.models.generation import Choice, Sequences, sample, search
 from sigattn.models.transformer import Transformer, TransformerConfig, residual_stream
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
@@ -104,15 +105,31 @@ class LanguageModel(Transformer):
             raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.context}")
         x = residual_stream(self.embedding(tokens))  # (B, N, width)
         if self.position is not None:
-            x = self.position(x, first, None if documents is None else documents.position)
+            x = self.position(x, first, self._positions(tokens, first, cache, documents))
         for i, block in enumerate(self.blocks):
             x = self.run_block(block, x, cache=cache[i] if cache else None, documents=documents)
         weight = self.embedding.weight if self.output is None else self.output.weight
         return F.linear(self.norm(x), weight)
 
-    def new_cache(self) -> list[LayerCache]:
-        """An empty cache of keys and values for each layer."""
-        return [LayerCache(self.config.context) for _ in self.blocks]
+    @staticmethod
+    def _positions(
+        tokens: Tensor, first: int, cache: Sequence[LayerCache] | None, documents: Documents | None
+    ) -> Tensor | None:
+        """(B, N), where positions do not simply count from ``first``."""
+        if documents is not None:
+            return documents.position
+        if not cache or cache[0].first is None:
+            return None
+        places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        return (places - cache[0].first[:, None]).clamp(min=0)
+
+    def new_cache(self, first: Int[Tensor, " batch"] | None = None) -> list[LayerCache]:
+        """An empty cache of keys and values for each layer.
+
+        Args:
+            first: where each sample begins whose prompt is padded on the left; None where all begin at 0.
+        """
+        return [LayerCache(self.config.context, first) for _ in self.blocks]
 
     def loss(self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"]) -> Float[Tensor, ""]:
         """Mean cross-entropy of the next tokens, in nats."""
@@ -121,33 +138,68 @@ class LanguageModel(Transformer):
     @torch.no_grad()
     def generate(
         self,
-        prompt: Int[Tensor, "batch length"],
+        prompts: Int[Tensor, "batch length"] | Sequence[Tensor],
         new_tokens: int,
         *,
         temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        beams: int = 1,
+        length_penalty: float = 1.0,
+        stop: Sequence[int] = (),
         generator: torch.Generator | None = None,
-    ) -> Int[Tensor, "batch total"]:
-        """Continue a prompt of at least one token, sampling; 0 as temperature takes the likeliest token.
+    ) -> Int[Tensor, "batch total"] | list[Tensor]:
+        """Continue prompts of at least one token each.
 
-        Keys and values are kept from token to token. Past the context the model starts again from the last half of it.
+        Keys and values are kept from token to token, and dropout is off. Past the context the model starts again from
+        the last half of it.
+
+        Args:
+            prompts: (B, N), or a list of prompts of any lengths, (N,) each.
+            new_tokens: how many more of each, at most.
+            temperature: that logits are divided by; 0 for the likeliest token each time.
+            top_k: choose among so many of the likeliest tokens only.
+            top_p: choose among the likeliest tokens that together have this probability.
+            beams: above 1, beam search (with temperature=0): the likeliest of the continuations followed.
+            length_penalty: of beam search: the power of the length that log-probabilities are divided by.
+            stop: tokens after which a sequence ends.
+            generator: to sample with.
+
+        Returns:
+            Prompts and continuations: a list for a list, each ending with its stop token where it has one; (B, total)
+            for a tensor, where sequences that stopped early are filled up with their last token.
+
+        Raises:
+            ValueError: for an empty prompt, or numbers out of range.
         """
-        if prompt.shape[1] == 0 or temperature < 0:
+        choice = Choice(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            beams=beams,
+            length_penalty=length_penalty,
+            stop=tuple(stop),
+        )
+        rows = list(prompts)
+        if not rows or new_tokens < 0 or any(p.dim() != 1 or not len(p) for p in rows):
+            shapes = [tuple(p.shape) for p in rows]
             raise ValueError(
-                f"generate needs a prompt and temperature ≥ 0, got {tuple(prompt.shape)} and {temperature}"
+                f"generate needs a prompt of at least one token, and new_tokens ≥ 0: got {shapes} and {new_tokens}"
             )
-        tokens, context = prompt, self.config.context
-        cache, unseen = self.new_cache(), prompt[:, -context:]
-        for _ in range(new_tokens):
-            if cache[0].length + unseen.shape[1] > context:
-                cache, unseen = self.new_cache(), tokens[:, -max(1, context // 2) :]
-            logits = self(unseen, cache)[:, -1]
-            if temperature == 0:
-                unseen = logits.argmax(-1, keepdim=True)
+        training = self.training
+        self.eval()
+        try:
+            sequences = Sequences(self, self.new_cache, rows, self.config.context)
+            if beams > 1:
+                found = search(sequences, new_tokens, choice)
             else:
-                weights = torch.softmax(logits.float() / temperature, dim=-1)
-                unseen = torch.multinomial(weights, 1, generator=generator)
-            tokens = torch.cat((tokens, unseen), dim=1)
-        return tokens
+                found = sample(sequences, new_tokens, choice, generator)
+        finally:
+            self.train(training)
+        if not isinstance(prompts, Tensor):
+            return found
+        most = max(map(len, found))
+        return torch.stack([torch.cat((t, t[-1:].expand(most - len(t)))) for t in found])
 
 
 def _warn(c: LanguageModelConfig) -> None:

@@ -17,6 +17,7 @@ from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.nn.stability import warn_once
+from sigattn.ops.problem import log_length_bias
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.shapes import Float, Int
 
@@ -175,7 +176,7 @@ class Attention(nn.Module):
             x: where queries come from, and keys and values if there is no source.
             source: where keys and values come from, in cross-attention.
             key_lengths: how many keys each padded sample has.
-            cache: keys and values of what came before x, to which those of x are added.
+            cache: keys and values of what came before x, to which those of x are added. There is no dropout then.
             documents: several in a row of x, none of which may look into another.
         """
         if cache is not None and (not self.causal or self.activation == "performer"):
@@ -193,12 +194,12 @@ class Attention(nn.Module):
             query = self.bias.added_to(query)
         if isinstance(self.position, RotaryEmbedding):
             query = self.position(query, first)
-        if cache is not None:
-            key, value = cache.append(key, value)
         if self.temperature is not None:
             half = (self.temperature / 2).exp()  # on each side, so that 16 bits hold e^10 times a query
             query, key = query * half.to(query.dtype), key * half.to(key.dtype)
-        out = self._attend(query, key, value, key_lengths, first, documents)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        out = self._attend(query, key, value, key_lengths, first, documents, cache)
         result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
         return result
 
@@ -233,14 +234,20 @@ class Attention(nn.Module):
         key_lengths: Tensor | None,
         first: int,
         documents: Documents | None,
+        cache: LayerCache | None,
     ) -> Tensor:  # (B, Hq, N, D)
         queries, keys = query.shape[2], key.shape[2]
         bias: float | Tensor = 0.0
         if self.bias is not None and not isinstance(self.bias, QueryBias):
             bias = self.bias(queries, keys, first_query=first, lengths=key_lengths, device=query.device)
         slopes = self.position() if isinstance(self.position, Alibi) else None
-        dropout = self.dropout if self.training else 0.0
-        pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents)
+        dropout = self.dropout if self.training and cache is None else 0.0
+        begin = None if cache is None else cache.first
+        pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents, begin)
+        if begin is not None and isinstance(self.bias, VisibleKeysBias):
+            seen = pattern._replace(window=self.bias.window)
+            own = mechanism.visible_keys(queries, keys, seen, query.device).clamp(min=1)
+            pattern = pattern._replace(bias=log_length_bias(own))
         if self.activation == "performer":
             out: Tensor = self.performer(query, key, value, causal=self.causal, key_lengths=key_lengths)
         else:

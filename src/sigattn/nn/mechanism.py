@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.nn.documents import Documents
-from sigattn.ops import library, packed, reference, settings
+from sigattn.ops import cached, library, packed, reference, settings
 from sigattn.ops.attention import autocast, bias_operand, canonical, new_seed, sides, sigmoid_attention, two_sided
+from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import PackedProblem, Problem
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 
@@ -35,6 +36,7 @@ class Pattern(NamedTuple):
         dropout: probability of dropping a weight; 0 when not training.
         first_query: place of the first query beside the keys, when earlier keys come from a cache.
         documents: that no query looks out of; or None. Then causal, with neither cache nor padding.
+        first_key: (B,), where the keys of each sample begin, when a cache holds prompts padded on the left; or None.
     """
 
     causal: bool
@@ -45,6 +47,7 @@ class Pattern(NamedTuple):
     dropout: float
     first_query: int = 0
     documents: Documents | None = None
+    first_key: Tensor | None = None
 
     @property
     def sides(self) -> tuple[int, int] | None:
@@ -91,7 +94,9 @@ def visible_keys(queries: int, keys: int, pattern: Pattern, device: torch.device
         return seen[:, None, :, None].float()
     i = torch.arange(pattern.first_query, pattern.first_query + queries, device=device)
     window = keys + queries if pattern.window is None else pattern.window
-    first = (i - window).clamp(min=0)
+    first = (i - window).clamp(min=0)  # (N,)
+    if pattern.first_key is not None:
+        first = torch.maximum(first, pattern.first_key.to(device)[:, None])  # (B, N)
     last = i + (0 if pattern.causal else window)  # (N,)
     total = torch.tensor([keys], device=device) if pattern.key_lengths is None else pattern.key_lengths.to(device)
     last = torch.minimum(last, total[:, None] - 1)  # (B, N)
@@ -99,6 +104,8 @@ def visible_keys(queries: int, keys: int, pattern: Pattern, device: torch.device
 
 
 def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+    if p.first_key is not None or (p.first_query and query.shape[2] == 1):
+        return _sigmoid_of_cache(query, key, value, p)
     if p.documents is not None:
         return _sigmoid_of_documents(query, key, value, p, p.documents)
     if p.first_query:
@@ -116,6 +123,31 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
         alibi_slopes=p.slopes,
         key_lengths=p.key_lengths,
     )
+
+
+def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+    """A new token, or prompts of different lengths: what there are kernels for. (Causal, and without dropout.)"""
+    if library.autocasting(query.device.type):
+        query, key, value = (autocast(t) for t in (query, key, value))
+    bias = bias_operand(p.bias)
+    assert bias is not None
+    lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
+    left, right = sides(p.sides, p.causal)
+    problem = CachedProblem(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        lengths,
+        bias.squeeze(-1) if bias.dim() else bias,
+        p.first_key,
+        None,
+        None if p.slopes is None else two_sided(p.slopes),
+        None,
+        left,
+        right,
+        settings.is_fast(None),
+    )
+    return cached.call(problem, cached.choose(problem, None)).transpose(1, 2)
 
 
 def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern, documents: Documents) -> Tensor:
@@ -152,6 +184,9 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern,
 
 def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
     problem = _problem(query, key, value, p)
+    if p.first_key is not None:
+        j = torch.arange(key.shape[2], device=key.device)
+        problem = problem._replace(attn_mask=(j >= p.first_key[:, None])[:, None, None])
     with library.without_autocast(problem):
         return reference.attention(problem, activation)
 
@@ -189,7 +224,7 @@ def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
 
 def _softmax_mask(query: Tensor, key: Tensor, p: Pattern) -> Tensor | None:
     """What SDPA's own ``is_causal`` cannot say: windows, padding, caches and ALiBi; broadcastable to (B, Hq, N, M)."""
-    plain = p.window is None and p.key_lengths is None and p.slopes is None and p.documents is None
+    plain = all(x is None for x in (p.window, p.key_lengths, p.slopes, p.documents, p.first_key))
     if plain and not (p.causal and p.first_query):
         return None
     i = torch.arange(p.first_query, p.first_query + query.shape[2], device=query.device).unsqueeze(1)
@@ -199,6 +234,8 @@ def _softmax_mask(query: Tensor, key: Tensor, p: Pattern) -> Tensor | None:
         seen = seen & ((i - j).abs() <= p.window)
     if p.key_lengths is not None:
         seen = seen & (j < p.key_lengths.view(-1, 1, 1, 1).to(j.device))
+    if p.first_key is not None:
+        seen = seen & (j >= p.first_key[:, None, None, None].to(j.device))
     if p.documents is not None:
         seen = seen & p.documents.mask
     if p.slopes is None:

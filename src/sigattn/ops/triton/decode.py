@@ -13,13 +13,13 @@ import triton.language as tl
 from sigattn.ops.triton.tile import bias_terms, dot, narrow, shift_of, weights
 
 
-@triton.jit(do_not_specialize=["n", "pages", "table_width", "left", "right", "splits"])
+@triton.jit(do_not_specialize=["n", "pages", "page_size", "table_width", "left", "right", "splits"])
 def decode_kernel(
     query, key, value, out, lengths, first, table, bias, slopes, shift_pointer,
     q_b, q_n, q_h, q_d, k_p, k_n, k_h, k_d, v_p, v_n, v_h, v_d, o_s, o_b, o_n, o_h, o_d, table_b,
     bias_b, bias_h, bias_n, slopes_b, slopes_h, slopes_s,
-    n, kv_heads, pages, table_width, left, right, splits, z_scale, bias_value, shift_value,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    n, kv_heads, pages, page_size, table_width, left, right, splits, z_scale, bias_value, shift_value,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FIRST: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SHIFT: tl.constexpr, SIGMOID: tl.constexpr,
@@ -35,7 +35,7 @@ def decode_kernel(
     i = rows // GROUP
     h = h_kv * GROUP + rows % GROUP
 
-    length = tl.minimum(tl.load(lengths + b).to(tl.int32), table_width * PAGE)
+    length = tl.minimum(tl.load(lengths + b).to(tl.int32), table_width * page_size)
     begin = 0
     if FIRST:
         begin = tl.maximum(tl.load(first + b).to(tl.int32), 0)
@@ -71,8 +71,8 @@ def decode_kernel(
         valid = (columns >= begin) & (columns < to)
         page, slot = b + tl.zeros_like(columns), columns
         if TABLE:
-            page = tl.load(table + b * table_b + columns // PAGE, mask=valid, other=0).to(tl.int64)
-            slot = columns % PAGE
+            page = tl.load(table + b * table_b + columns // page_size, mask=valid, other=0).to(tl.int64)
+            slot = columns % page_size
             valid &= (page >= 0) & (page < pages)  # what a table should not name is not read
         key_at = key + page * k_p + slot.to(tl.int64) * k_n + h_kv.to(tl.int64) * k_h
         value_at = value + page * v_p + slot.to(tl.int64) * v_n + h_kv.to(tl.int64) * v_h

@@ -19,9 +19,9 @@ class Config(NamedTuple):
     stages: int
 
 
-FORWARD, KEYS, QUERIES = "forward", "keys", "queries"
+FORWARD, KEYS, QUERIES, DECODE = "forward", "keys", "queries", "decode"
 
-# Each table: by kernel and padded head size.
+# Each table (decoding has a rule instead): by kernel and padded head size.
 
 # 16-bit dtypes on Hopper (227 KiB of shared memory; wgmma wants 64 rows of a tile for each four warps, which at 256 the
 # kernel of the keys cannot give: dK and dV together fill the registers, and it works with mma.sync).

@@ -1,0 +1,221 @@
+"""``sigattn bench decode``: one new token against a cache, beside PyTorch's softmax, on a GPU or a CPU.
+
+Decoding reads the cache once and does little else, so what counts is bytes a second, beside those of a plain copy on
+the same machine. Each contestant is checked against float64 before it is timed, and what is wrong is not timed. Caches
+are (batch, length, heads, head_dim) as flash-attn has them, (batch, heads, length, head_dim), or pages.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigattn.bench import gpu, provenance
+from sigattn.flash import flash_attn_with_kvcache
+
+OURS, PAGED, SOFTMAX, FLEX = "sigattn", "sigattn, pages of 64", "softmax SDPA", "softmax FlexAttention"
+PAGE = 64
+LAYOUTS = ("length first", "heads first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBenchmark:
+    """What to measure.
+
+    Attributes:
+        contexts: keys in the cache. batches: samples.
+        heads, kv_heads, head_dim: of the model.
+        dtypes: "float32", "bfloat16", "float16".
+        most_gib: caches larger than this are left out.
+        threads: PyTorch's threads, on a CPU.
+        flex: whether FlexAttention takes part, on a GPU.
+        rounds: how often each contestant is timed. round_seconds: how long a round at least takes.
+        results: where to write the results as JSON.
+    """
+
+    contexts: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    most_gib: float = 8.0
+    threads: int = 2
+    flex: bool = True
+    rounds: int = 7
+    round_seconds: float = 0.01
+    results: Path = Path("benchmarks/results/decode.json")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One new query for each sample, (B, 1, Hq, D), and the keys and values, (B, M, Hkv, D) seen in one layout."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return 2 * self.key.numel() * self.key.element_size()
+
+
+def run(config: DecodeBenchmark) -> dict[str, Any]:
+    """Measure, print tables, write the results; gives what was written."""
+    console, device = Console(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    rows: list[dict[str, Any]] = []
+    try:
+        for dtype in config.dtypes:
+            for context in config.contexts:
+                for batch in config.batches:
+                    size = 2 * batch * context * config.kv_heads * config.head_dim * gpu.DTYPES[dtype].itemsize
+                    if size <= config.most_gib * 2**30:
+                        rows += measure(config, context, batch, gpu.DTYPES[dtype], device)
+            console.print(table(rows, dtype))
+    finally:
+        torch.set_num_threads(before)
+    described = provenance.describe("decode", asdict(config))
+    if device.type == "cuda":
+        described["device"] = torch.cuda.get_device_name()
+    report = {**described, "rows": rows}
+    provenance.write(config.results, report)
+    console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
+    return report
+
+
+def measure(
+    config: DecodeBenchmark, context: int, batch: int, dtype: torch.dtype, device: torch.device
+) -> list[dict[str, Any]]:
+    """All contestants on caches of one size: a row for each contestant and layout."""
+    generator = torch.Generator(device).manual_seed(context)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    rows = []
+    query = randn(batch, 1, config.heads, config.head_dim)
+    for layout in LAYOUTS:
+        shape = (batch, context, config.kv_heads, config.head_dim)
+        if layout == "heads first":
+            b, m, h, d = shape
+            key, value = (randn(b, h, m, d).transpose(1, 2) for _ in range(2))
+        else:
+            key, value = randn(*shape), randn(*shape)
+        cache = Cache(query, key, value)
+        attention = contestants(config, cache, layout)
+        errors = {name: check(name, call, cache) for name, call in attention.items()}
+        calls: dict[str, Callable[[], object]] = {**attention}
+        calls["copy"] = functools.partial(torch.empty_like(cache.key).copy_, cache.key)
+        with torch.no_grad():
+            for name, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds):
+                moved = cache.bytes  # a copy of the keys reads and writes as much as reading keys and values
+                rows.append(
+                    {
+                        "context": context,
+                        "batch": batch,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "layout": layout,
+                        "contestant": name,
+                        "median_ms": seconds * 1e3,
+                        "gigabytes_per_second": moved / seconds / 1e9,
+                        "softmax_time_over_this": ratios[SOFTMAX],
+                        "copy_time_over_this": ratios["copy"],
+                        "relative_error": errors.get(name),
+                    }
+                )
+    return rows
+
+
+def contestants(config: DecodeBenchmark, cache: Cache, layout: str) -> dict[str, Callable[[], Tensor]]:
+    """Who takes part: each gives (B, 1, Hq, D)."""
+    q, k, v = cache.query, cache.key, cache.value
+    bias = -math.log(k.shape[1])
+
+    def ours() -> Tensor:
+        return flash_attn_with_kvcache(q, k, v, causal=True, sigmoid_bias=bias)
+
+    def softmax() -> Tensor:
+        queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True).transpose(1, 2)
+
+    calls = {SOFTMAX: softmax, OURS: ours}
+    if layout == "length first" and k.shape[1] % PAGE == 0:
+        key_pages, value_pages = (t.reshape(-1, PAGE, *t.shape[2:]) for t in (k, v))
+        places = torch.arange(len(key_pages), device=k.device, dtype=torch.int32).view(len(k), -1)
+
+        def paged() -> Tensor:
+            return flash_attn_with_kvcache(
+                q, key_pages, value_pages, block_table=places, causal=True, sigmoid_bias=bias
+            )
+
+        calls[PAGED] = paged
+    if config.flex and q.is_cuda:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        compiled: Any = torch.compile(flex_attention)
+
+        def flex() -> Tensor:
+            queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
+            out: Tensor = compiled(queries, keys, values, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        calls[FLEX] = flex
+    return calls
+
+
+def check(name: str, call: Callable[[], Tensor], cache: Cache) -> float:
+    """The error of the first sample's first and last head against float64, relative to the largest value.
+
+    Raises:
+        RuntimeError: if it is beyond what the dtype explains; a wrong contestant is not timed.
+    """
+    heads = cache.query.shape[2]
+    group = heads // cache.key.shape[2]
+    with torch.no_grad():
+        out = call()
+    worst = 0.0
+    for h in (0, heads - 1):
+        q = cache.query[0, 0, h].double()
+        k, v = (t[0, :, h // group].double() for t in (cache.key, cache.value))
+        s = k @ q * q.shape[0] ** -0.5
+        p = s.softmax(0) if "softmax" in name else torch.sigmoid(s - math.log(len(k)))
+        expected = p @ v
+        worst = max(worst, ((out[0, 0, h].double() - expected).abs().max() / expected.abs().max()).item())
+    if not worst <= gpu.TOLERANCE[out.dtype]:
+        raise RuntimeError(f"{name} is wrong at {tuple(cache.key.shape)}, {out.dtype}: relative error {worst}")
+    return worst
+
+
+def table(rows: list[dict[str, Any]], dtype: str) -> Table:
+    """The rows of one dtype."""
+    result = Table(title=f"{dtype}: one token against a cache")
+    for column in ("context", "batch", "layout", "", "ms", "GB/s", "× softmax", "× copy", "error"):
+        result.add_column(column, justify="left" if column in ("layout", "") else "right")
+    for row in (r for r in rows if r["dtype"] == dtype):
+        error = row["relative_error"]
+        result.add_row(
+            f"{row['context']:,}",
+            str(row["batch"]),
+            row["layout"],
+            row["contestant"],
+            f"{row['median_ms']:.3f}",
+            f"{row['gigabytes_per_second']:.1f}",
+            f"{row['softmax_time_over_this']:.2f}",
+            f"{row['copy_time_over_this']:.2f}",
+            "" if error is None else f"{error:.1e}",
+            end_section=row["contestant"] == "copy",
+        )
+    return result

@@ -1,0 +1,36 @@
+"""The decoding benchmark at a tiny size: its rows, its check of the contestants, its results."""
+
+import json
+
+import pytest
+import torch
+
+from sigattn.bench import decode
+
+TINY = {"contexts": (64, 128), "batches": (2,), "heads": 4, "kv_heads": 2, "head_dim": 8, "rounds": 1}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh is the test on a GPU")
+def test_rows_and_results(tmp_path, capsys):
+    path = tmp_path / "decode.json"
+    config = decode.DecodeBenchmark(**TINY, dtypes=("float32", "bfloat16"), round_seconds=0.0, results=path)
+    rows = decode.run(config)["rows"]
+    found = {(r["context"], r["dtype"], r["layout"], r["contestant"]) for r in rows}
+    for dtype in ("float32", "bfloat16"):
+        for context in (64, 128):
+            for contestant in (decode.OURS, decode.SOFTMAX, "copy"):
+                assert (context, dtype, "heads first", contestant) in found
+            assert (context, dtype, "length first", decode.PAGED) in found
+    assert json.loads(path.read_text())["rows"] == rows
+    assert "one token against a cache" in capsys.readouterr().out
+
+
+def test_caches_that_are_too_large_are_left_out(tmp_path):
+    config = decode.DecodeBenchmark(**TINY, dtypes=("float32",), most_gib=1e-6, results=tmp_path / "x.json")
+    assert decode.run(config)["rows"] == []
+
+
+def test_a_wrong_contestant_is_not_timed():
+    cache = decode.Cache(torch.randn(1, 1, 2, 8), *torch.randn(2, 1, 16, 2, 8).unbind())
+    with pytest.raises(RuntimeError, match="sigattn is wrong"):
+        decode.check("sigattn", lambda: torch.zeros(1, 1, 2, 8), cache)

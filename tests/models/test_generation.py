@@ -1,0 +1,189 @@
+"""Generation: what is chosen, prompts of different lengths, stopping, beams, and the cache behind it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from sigattn.models.generation import Choice
+from sigattn.models.language import LanguageModel, LanguageModelConfig
+
+SMALL = {"vocabulary": 11, "context": 24, "layers": 2, "width": 24, "heads": 4}
+MODELS = [
+    {"position": "rope"},
+    {"position": "alibi", "kv_heads": 2},
+    {"position": "sincos"},
+    {"position": "rope", "bias": "log_visible", "structure": "hybrid"},
+    {"position": "alibi", "learn_bias": "head", "temperature": 0.5},
+    {"position": "rope", "activation": "softmax", "kv_heads": 1},
+    {"position": "alibi", "activation": "relu2", "length_power": 1.0},
+]
+
+
+def model_of(settings, **more):
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(**SMALL, **settings, **more))
+    with torch.no_grad():  # decided about its next token
+        model.embedding.weight.mul_(5)
+    return model.eval()
+
+
+def greedy(model, prompt, new_tokens):
+    """Without a cache, one whole forward a token."""
+    tokens = prompt
+    for _ in range(new_tokens):
+        tokens = torch.cat((tokens, model(tokens[None])[0, -1].argmax(-1, keepdim=True)))
+    return tokens
+
+
+@pytest.mark.parametrize("settings", MODELS, ids=str)
+def test_a_cache_changes_nothing(settings):
+    """Logits token by token, and in pieces, are those of one forward; padded on the left too."""
+    model = model_of(settings)
+    tokens = torch.randint(11, (3, 20))
+    begin = torch.tensor([0, 3, 7])
+    with torch.no_grad():
+        whole = model(tokens)
+        alone = [model(tokens[b : b + 1, n:])[0] for b, n in enumerate(begin.tolist())]
+        for pieces in ([20], [8, 12], [9, *[1] * 11], [8, 1, 4, 1, 6]):
+            cache, padded = model.new_cache(), model.new_cache(begin)
+            plain = torch.cat([model(t, cache) for t in tokens.split(pieces, 1)], 1)
+            torch.testing.assert_close(plain, whole, rtol=1e-4, atol=1e-4)
+            late = torch.cat([model(t, padded) for t in tokens.split(pieces, 1)], 1)
+            for b, n in enumerate(begin.tolist()):
+                torch.testing.assert_close(late[b, n:], alone[b], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", MODELS, ids=str)
+def test_prompts_of_any_lengths(settings):
+    model = model_of(settings)
+    prompts = [torch.randint(11, (n,)) for n in (3, 1, 9)]
+    found = model.generate(prompts, 12, temperature=0.0)
+    for prompt, row in zip(prompts, found, strict=True):
+        assert torch.equal(row, greedy(model, prompt, 12))
+
+
+def test_past_the_context_each_begins_again():
+    model = model_of({})
+    prompts = [torch.randint(11, (n,)) for n in (5, 20, 40)]
+    found = model.generate(prompts, 30, temperature=0.0)
+    assert [len(row) for row in found] == [35, 50, 70]
+    (alone,) = model.generate(prompts[2:], 30, temperature=0.0)
+    assert torch.equal(found[2], alone)  # the longest begins again where it would alone
+
+
+def test_stopping():
+    model = model_of({})
+    prompts = torch.randint(11, (4, 3))
+    free = model.generate(prompts, 15, temperature=0.0)
+    stop = int(free[0, 6])
+    found = model.generate(list(prompts), 15, temperature=0.0, stop=[stop])
+    for row, whole in zip(found, free, strict=True):
+        ends = (whole[3:] == stop).nonzero()
+        length = 3 + int(ends[0]) + 1 if len(ends) else 18
+        assert torch.equal(row, whole[:length])
+    filled = model.generate(prompts, 15, temperature=0.0, stop=[stop])
+    assert filled.shape[1] == max(map(len, found))
+    for row, short in zip(filled, found, strict=True):
+        assert torch.equal(row[: len(short)], short)
+        assert (row[len(short) :] == short[-1]).all()
+    assert model.generate(prompts, 0).tolist() == prompts.tolist()
+
+
+class TestChoice:
+    LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0]])
+
+    def drawn(self, **settings):
+        """How often each token is drawn."""
+        g = torch.Generator().manual_seed(0)
+        tokens = Choice(**settings).pick(self.LOGITS.expand(20_000, -1), g)
+        return torch.bincount(tokens, minlength=5) / 20_000
+
+    def test_temperature(self):
+        for t in (1.0, 0.5):
+            expected = (self.LOGITS[0] / t).softmax(0)
+            torch.testing.assert_close(self.drawn(temperature=t), expected, rtol=0, atol=0.015)
+        assert Choice(temperature=0.0).pick(self.LOGITS, None).item() == 4
+
+    def test_top_k(self):
+        expected = torch.tensor([2.0, 1.0, -torch.inf, -torch.inf, 3.0]).softmax(0)
+        torch.testing.assert_close(self.drawn(top_k=3), expected, rtol=0, atol=0.015)
+        torch.testing.assert_close(self.drawn(top_k=9), self.LOGITS[0].softmax(0), rtol=0, atol=0.015)
+
+    def test_top_p(self):
+        p = self.LOGITS[0].softmax(0)  # 0.234, 0.086, 0.032, 0.012, 0.636
+        assert self.drawn(top_p=0.6).tolist() == [0, 0, 0, 0, 1]
+        expected = torch.tensor([p[0], 0, 0, 0, p[4]]) / (p[0] + p[4])
+        torch.testing.assert_close(self.drawn(top_p=0.7), expected, rtol=0, atol=0.015)
+        torch.testing.assert_close(self.drawn(top_p=1.0), p, rtol=0, atol=0.015)
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"temperature": -1.0}, "temperature"),
+            ({"top_k": 0}, "top_k"),
+            ({"top_p": 0.0}, "top_p"),
+            ({"top_p": 1.5}, "top_p"),
+            ({"beams": 0}, "beams"),
+            ({"beams": 2}, "beam search does not sample"),
+            ({"beams": 2, "temperature": 0.0, "top_k": 3}, "beam search does not sample"),
+        ],
+        ids=str,
+    )
+    def test_out_of_range(self, settings, message):
+        with pytest.raises(ValueError, match=message):
+            model_of({}).generate([torch.tensor([1])], 1, **settings)
+
+
+class TestBeams:
+    def scores(self, model, prompt, continuations):
+        """Σ log p of continuations of one length, all in one forward."""
+        tokens = torch.cat((prompt.expand(len(continuations), -1), continuations), 1)
+        log_p = model(tokens).log_softmax(-1)[:, len(prompt) - 1 : -1]
+        return log_p.gather(2, continuations[..., None]).sum((1, 2))
+
+    @pytest.mark.parametrize("settings", MODELS[:2], ids=str)
+    def test_wide_enough_it_finds_the_likeliest_of_all(self, settings):
+        model = model_of(settings)
+        prompts = [torch.randint(11, (n,)) for n in (2, 5)]
+        found = model.generate(prompts, 3, temperature=0.0, beams=11**2)
+        everything = torch.tensor(list(itertools.product(range(11), repeat=3)))
+        with torch.no_grad():
+            for prompt, row in zip(prompts, found, strict=True):
+                best = everything[self.scores(model, prompt, everything).argmax()]
+                assert torch.equal(row[len(prompt) :], best)
+
+    def test_with_stop_tokens_and_a_length_penalty(self):
+        """Against all sequences that end at the stop token or at the limit."""
+        model = model_of({})
+        prompt, stop = torch.tensor([3, 1]), 4
+        others = [t for t in range(11) if t != stop]
+        ended = [[[*c, stop] for c in itertools.product(others, repeat=n)] for n in range(3)]
+        with torch.no_grad():
+            scores = {}
+            for group in (*ended, [list(c) for c in itertools.product(others, repeat=3)]):
+                values = self.scores(model, prompt, torch.tensor(group)).tolist()
+                scores |= dict(zip(map(tuple, group), values, strict=True))
+        for penalty in (0.0, 1.0, 3.0):
+            best = max(scores, key=lambda c: scores[c] / len(c) ** penalty)
+            (found,) = model.generate([prompt], 3, temperature=0.0, beams=200, stop=[stop], length_penalty=penalty)
+            assert tuple(found[2:].tolist()) == best
+
+    def test_one_beam_is_greedy(self):
+        model = model_of({})
+        prompt = torch.tensor([[3, 1, 2]])
+        assert torch.equal(
+            model.generate(prompt, 30, temperature=0.0), model.generate(prompt, 30, temperature=0.0, beams=1)
+        )
+        made = [model.generate(prompt, 12, temperature=0.0, beams=n)[:, 3:] for n in (1, 4)]
+        log_p = [self.scores(model, prompt[0], c).item() for c in made]
+        assert log_p[1] >= log_p[0] - 1e-4
+
+
+def test_dropout_is_off_and_training_goes_on():
+    model = model_of({}, dropout=0.5, feed_forward="gelu").train()
+    prompt = torch.tensor([[1, 2]])
+    assert torch.equal(model.generate(prompt, 9, temperature=0.0), model.generate(prompt, 9, temperature=0.0))
+    assert model.training
+    assert math.isfinite(model.loss(prompt, prompt).item())
