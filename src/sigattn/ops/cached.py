@@ -7,7 +7,7 @@ walking it in pieces needs a rescaling (Sect. 4). Nothing here has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ from sigattn.ops import blocked, triton
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.products import fused_unavailable
 
-PIECE = 4096  # keys worked on together where a batched product serves
-BY_HEAD_FROM = 2048  # keys from which bfloat16 heads that lie apart in memory are multiplied one by one
+# measured on a CPU (docs/log.md)
+TOGETHER = 1 << 20  # elements of K up to which samples are worked on together: beyond, they would leave the cache
+PIECE = 512  # keys worked on together, so that what was read or converted is still near
+BY_HEAD_FROM = 2048  # keys from which bfloat16 is multiplied as it is, a head at a time
 
 
 class CachedProblem(NamedTuple):
@@ -64,17 +66,6 @@ class CachedProblem(NamedTuple):
 # -- on a CPU, and wherever else there is no kernel --------------------------------------------------------------------
 
 
-class _Sample(NamedTuple):
-    """One sample, or several whose keys lie so that they can be seen as more heads of one."""
-
-    query: Tensor  # (H, R, D): key heads, and the rows of all queries that share them
-    key: Tensor  # (H, M, D)
-    value: Tensor  # (H, M, Dv)
-    bias: float | Tensor  # a number or (H, R, 1)
-    slopes: Tensor | None  # (H, R, 1)
-    place: int  # of the query, from the first of the keys
-
-
 def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
     """The output of sigmoid attention."""
     p = problem
@@ -84,7 +75,8 @@ def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
         return out
     lengths = p.lengths.tolist()
     firsts = [0] * batch if p.first is None else p.first.tolist()
-    if n == 1 and len(set(lengths)) == 1 and not any(firsts) and _one_after_another(p):
+    together = n == 1 and len(set(lengths)) == 1 and not any(firsts) and batch > 1 and _one_after_another(p)
+    if together and batch * lengths[0] * p.key.shape[2] * p.key.shape[3] <= TOGETHER:
         _one_query(p, slice(0, batch), firsts[0], lengths[0], out)
         return out
     for b, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
@@ -102,7 +94,7 @@ def _one_after_another(p: CachedProblem) -> bool:
     return p.table is None and apart and len(p.key) == len(p.query)
 
 
-def _pages(p: CachedProblem, cache: Tensor, b: int, first: int, stop: int) -> Tensor:  # (stop - first, Hkv, E)
+def _keys(p: CachedProblem, cache: Tensor, b: int, first: int, stop: int) -> Tensor:  # (stop - first, Hkv, E)
     """A sample's keys or values: a view where they lie in one page, else a copy."""
     page = cache.shape[1]
     if stop <= first:
@@ -111,9 +103,10 @@ def _pages(p: CachedProblem, cache: Tensor, b: int, first: int, stop: int) -> Te
         return cache[b, first:stop]
     start = first // page
     named = p.table[b, start : -(-stop // page)]
+    inside = slice(first - start * page, stop - start * page)
     if len(named) == 1:
-        return cache[int(named), first - start * page : stop - start * page]
-    return cache[named.long()].flatten(0, 1)[first - start * page : stop - start * page]
+        return cache[int(named), inside]
+    return cache.index_select(0, named).flatten(0, 1)[inside]
 
 
 def _of(t: Tensor, samples: slice) -> Tensor:
@@ -122,7 +115,7 @@ def _of(t: Tensor, samples: slice) -> Tensor:
 
 def _dense(p: CachedProblem, b: int, first: int, length: int) -> Problem:
     """A sample as a problem without a cache."""
-    key, value = (_pages(p, cache, b, first, length).transpose(0, 1).unsqueeze(0) for cache in (p.key, p.value))
+    key, value = (_keys(p, cache, b, first, length).transpose(0, 1).unsqueeze(0) for cache in (p.key, p.value))
     bias = p.bias if p.bias.dim() == 0 else _of(p.bias, slice(b, b + 1)).unsqueeze(-1)
     return Problem(
         p.query[b : b + 1].transpose(1, 2),
@@ -142,53 +135,57 @@ def _one_query(p: CachedProblem, samples: slice, first: int, length: int, out: T
     place = length - 1
     begin = first if p.left == UNLIMITED else max(first, place - p.left)
     stop = length if p.right == UNLIMITED else min(length, max(place + p.right + 1, begin))
-    if p.table is not None or samples.stop - samples.start == 1:
-        key, value = (_pages(p, cache, samples.start, begin, stop).transpose(0, 1) for cache in (p.key, p.value))
-    else:
-        key, value = (cache[samples, begin:stop].transpose(1, 2).flatten(0, 1) for cache in (p.key, p.value))
-    group = p.query.shape[2] // p.key.shape[2]
+    batch, group = samples.stop - samples.start, p.query.shape[2] // p.key.shape[2]
 
-    def by_key_head(t: Tensor) -> Tensor:  # (B or 1, Hq or 1) → (H, R, 1)
-        return t.expand(samples.stop - samples.start, p.query.shape[2]).reshape(-1, group, 1)
+    def by_key_head(t: Tensor) -> Tensor:  # (B or 1, Hq or 1) → (H, R, 1): H key heads, R query heads of each
+        return t.expand(batch, p.query.shape[2]).reshape(-1, group, 1).to(wide)
 
     wide = torch.promote_types(p.query.dtype, torch.float32)
-    bias = p.bias.item() if p.bias.dim() == 0 else by_key_head(_of(p.bias, samples)[..., 0]).to(wide)
-    slopes = None if p.alibi_slopes is None else by_key_head(_of(p.alibi_slopes, samples)[..., 0]).to(wide)
-    query = p.query[samples].reshape(len(key), group, -1)  # (H, R, D)
-    result = _attend(_Sample(query, key, value, bias, slopes, place - begin), p.scale_value)
-    out[samples] = result.view(out[samples].shape)
+    bias = p.bias.item() if p.bias.dim() == 0 else by_key_head(_of(p.bias, samples)[..., 0])
+    slopes = None if p.alibi_slopes is None else by_key_head(_of(p.alibi_slopes, samples)[..., 0])
+    query = p.query[samples].reshape(batch * p.key.shape[2], group, -1)  # (H, R, D)
+    total = query.new_zeros(*query.shape[:2], p.value.shape[3], dtype=wide)
+    for start, key, value in _pieces(p, samples, begin, stop):  # (H, C, D), (H, C, Dv)
+        by_head = key.shape[1] >= BY_HEAD_FROM
+        dtype = key.dtype if by_head else wide
+        # a number travels within the product: there it is never rounded to 16 bits
+        added = bias if slopes is None and not isinstance(bias, Tensor) else 0.0
+        logits = _product(query.to(dtype), key.to(dtype).mT, p.scale_value, added, by_head)  # (H, R, C)
+        if slopes is not None:
+            distance = (place - torch.arange(start, start + key.shape[1], device=key.device)).abs()
+            logits = logits.to(wide).add_(bias - slopes * distance)
+        elif isinstance(bias, Tensor):
+            logits = logits.to(wide).add_(bias)
+        total += _product(logits.sigmoid_().to(dtype), value.to(dtype), 1.0, 0.0, by_head)  # (H, R, Dv)
+    out[samples] = total.view(out[samples].shape)
 
 
-def _attend(s: _Sample, scale: float) -> Tensor:  # (H, R, Dv)
-    """Piece by piece, in float32 but for bfloat16 where the processor multiplies it."""
-    (heads, rows, _), keys = s.query.shape, s.key.shape[1]
-    wide = torch.promote_types(s.query.dtype, torch.float32)
-    own = s.query.dtype is torch.bfloat16 and fused_unavailable(s.query.device, torch.bfloat16) is None
-    dtype = torch.bfloat16 if own else wide
-    apart = s.key.stride(1) != s.key.shape[2] or s.value.stride(1) != s.value.shape[2]
-    by_head = own and apart and keys >= BY_HEAD_FROM
-    total = s.query.new_zeros(heads, rows, s.value.shape[2], dtype=wide)
-    query = s.query.to(dtype)
-    for start in range(0, keys, keys if by_head else PIECE):
-        stop = keys if by_head else min(start + PIECE, keys)
-        key, value = s.key[:, start:stop].to(dtype), s.value[:, start:stop].to(dtype)
-        logits = _product(query, key.mT, scale, s.bias if s.slopes is None else 0.0, by_head)  # (H, R, C)
-        if s.slopes is not None:
-            distance = (s.place - torch.arange(start, stop, device=key.device)).abs()
-            logits = logits.to(wide).add_(s.bias - s.slopes * distance)
-        elif isinstance(s.bias, Tensor):
-            logits = logits.to(wide).add_(s.bias)
-        total += _product(logits.sigmoid_().to(dtype), value, 1.0, 0.0, by_head)  # (H, R, Dv)
-    return total
+def _pieces(p: CachedProblem, samples: slice, begin: int, stop: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Where a piece begins, and its keys and values (H, C, ·)."""
+    size = PIECE
+    paged = p.table is not None and p.table.shape[1] > 1
+    own = p.query.dtype is torch.bfloat16 and fused_unavailable(p.query.device, torch.bfloat16) is None
+    if own and not paged and stop - begin >= BY_HEAD_FROM:
+        size = stop - begin
+    if p.table is None and samples.stop - samples.start > 1:
+        whole = [cache[samples, begin:stop].transpose(1, 2).flatten(0, 1) for cache in (p.key, p.value)]
+    elif not paged:
+        whole = [_keys(p, cache, samples.start, begin, stop).transpose(0, 1) for cache in (p.key, p.value)]
+    for start in range(begin, stop, size):
+        end = min(start + size, stop)
+        if paged:
+            key, value = (_keys(p, cache, samples.start, start, end).transpose(0, 1) for cache in (p.key, p.value))
+        else:
+            key, value = (t[:, start - begin : end - begin] for t in whole)
+        yield start, key, value
 
 
-def _product(a: Tensor, b: Tensor, alpha: float, bias: float | Tensor, by_head: bool) -> Tensor:
-    """``alpha · a b``, plus a bias that is a number: within the product, so that bfloat16 is rounded once."""
-    beta = 0.0 if isinstance(bias, Tensor) else bias
+def _product(a: Tensor, b: Tensor, alpha: float, bias: float, by_head: bool) -> Tensor:
+    """``alpha · a b + bias``, (H, R, ·) (H, ·, C) → (H, R, C)."""
     one = a.new_ones(1, 1, 1)
     if by_head:
-        return torch.stack([torch.addmm(one[0], x, y, beta=beta, alpha=alpha) for x, y in zip(a, b, strict=True)])
-    return torch.baddbmm(one, a, b, beta=beta, alpha=alpha)
+        return torch.stack([torch.addmm(one[0], x, y, beta=bias, alpha=alpha) for x, y in zip(a, b, strict=True)])
+    return torch.baddbmm(one, a, b, beta=bias, alpha=alpha)
 
 
 # -- the ops ----------------------------------------------------------------------------------------------------------
@@ -228,22 +225,23 @@ def check_places(lengths: Tensor, first: Tensor | None, table: Tensor | None, pa
     Raises:
         ValueError: naming what does not fit.
     """
-    if lengths.device.type != "cpu" or not len(lengths):
+    if lengths.device.type != "cpu" or not lengths.numel():
         return
-    begin = torch.zeros_like(lengths) if first is None else first
-    if (lengths < 0).any() or (lengths > capacity).any():
+    stops = lengths.tolist()
+    if min(stops) < 0 or max(stops) > capacity:
         raise ValueError(
-            f"a cache of {capacity} keys for each sample cannot hold lengths (new keys included) of {lengths.tolist()}"
+            f"a cache of {capacity} keys for each sample cannot hold lengths (new keys included) of {stops}"
         )
-    if first is not None and ((first < 0).any() or (first > lengths).any()):
-        raise ValueError(f"cache_leftpad must lie in 0 … length; got {first.tolist()} and lengths {lengths.tolist()}")
+    starts = [0] * len(stops) if first is None else first.tolist()
+    if first is not None and any(not 0 <= start <= stop for start, stop in zip(starts, stops, strict=True)):
+        raise ValueError(f"cache_leftpad must lie in 0 … length; got {starts} and lengths {stops}")
     if table is None:
         return
     page = capacity // max(table.shape[1], 1)
-    for row, start, stop in zip(table, begin.tolist(), lengths.tolist(), strict=True):
-        used = row[start // page : -(-stop // page)] if stop > start else row[:0]
-        if len(used) and (int(used.min()) < 0 or int(used.max()) >= pages):
-            raise ValueError(f"the table names pages {used.tolist()}, but the cache has pages 0 … {pages - 1}")
+    for row, start, stop in zip(table, starts, stops, strict=True):
+        used = row[start // page : -(-stop // page)].tolist() if stop > start else []
+        if used and (min(used) < 0 or max(used) >= pages):
+            raise ValueError(f"the table names pages {used}, but the cache has pages 0 … {pages - 1}")
 
 
 def _forward(*args: Any) -> Tensor:
