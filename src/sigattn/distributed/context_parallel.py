@@ -1,0 +1,365 @@
+"""Sigmoid attention over sequences that several processes share, forward and backward.
+
+A softmax must rescale what it has whenever further keys arrive. Here partial outputs over disjoint sets of keys simply
+add (Sect. 4), and so do partial gradients; which gives three ways to do the same:
+
+    ring     K and V travel round; while one part is worked on, the next is under way. In the backward pass their
+             gradients travel along.
+    gather   every process gathers K and V, and works on its own queries; the gradients of K and V are
+             reduce-scattered.
+    reduce   every process gathers Q and works on its own keys; the partial outputs are reduce-scattered. (No softmax
+             can do this with a plain sum.) Least traffic where queries are fewer than keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from sigattn.distributed import exchange
+from sigattn.distributed.placement import Placement, Segment, placement_of
+from sigattn.ops import checks, library
+from sigattn.ops.attention import autocast, bias_operand, sides, two_sided
+from sigattn.ops.gradients import Needs
+from sigattn.ops.problem import Problem, log_length_bias
+from sigattn.ops.settings import is_fast
+
+Strategy = Literal["ring", "gather", "reduce"]
+_NAME = "context_parallel_attention"
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mesh: DeviceMesh,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    bias: float | Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    length: int | None = None,
+    balanced: bool | None = None,
+    strategy: Strategy = "ring",
+    backend: str | None = None,
+) -> Tensor:
+    """Self-attention over a sequence whose positions are shared out over the processes of a mesh.
+
+    All processes of the mesh must call it together, each with its own part.
+
+    Args:
+        query: (B, Hq, n, D), this process's positions (``Placement.shard``).
+        key: (B, Hkv, n, D). value: (B, Hkv, n, Dv).
+        mesh: one-dimensional: the processes that share the sequence.
+        is_causal, scale, enable_gqa, window: as in ``sigattn.sigmoid_attention``, over the whole sequence.
+        bias: b: a number, or a tensor broadcastable to (B, Hq, n, 1) over this process's queries, with gradient. None
+            is -log of the *whole* length, or of each sample's under ``key_lengths``.
+        alibi_slopes: as in ``sigmoid_attention``. The gradients of bias and slopes are this process's share: what is
+            the same on all processes needs their sum, as for any parameter.
+        key_lengths: (B,), how many keys each padded sample has, of the whole sequence.
+        length: of the whole sequence; None where all processes have the same number of positions.
+        balanced: whether each process has a piece of the front and one of the back (``Placement``); None for is_causal.
+        strategy: "ring", "gather" or "reduce".
+        backend: as in ``sigmoid_attention``, but not "reference".
+
+    Returns:
+        (B, Hq, n, Dv), of this process's queries.
+
+    Raises:
+        ValueError: shapes or values that do not fit, or an unknown strategy.
+        TypeError: arguments of the wrong type.
+        RuntimeError: if another process is gone, or the group's timeout is over.
+    """
+    if isinstance(query, Tensor) and library.autocasting(query.device.type):
+        query, key, value = (autocast(t) for t in (query, key, value))
+    checks.operands(query, key, value, enable_gqa)
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"{_NAME}: strategy must be one of {get_args(Strategy)}, got {strategy!r}")
+    if mesh.ndim != 1:
+        raise ValueError(f"{_NAME}: the mesh must have one dimension, got {mesh.mesh_dim_names or mesh.shape}")
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(f"{_NAME}: queries and keys must be of the same positions; got "
+                         f"{checks.describe(query=query, key=key)}")  # fmt: skip
+    group = mesh.get_group()
+    placement = placement_of(query.shape[2], length, group, is_causal if balanced is None else balanced)
+    whole = key.new_empty(()).expand(*key.shape[:2], placement.length, key.shape[3])  # its shape is what is checked
+    checks.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
+    if key_lengths is not None:
+        checks.options(whole, whole, None, 0.0, None, None, None, key_lengths, None)
+    checks.choice("backend", backend, tuple(library.KERNELS), _NAME)
+    if strategy == "reduce" and isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] > 1:
+        raise ValueError(f'{_NAME}: a bias for each query needs strategy="ring" or "gather", got "reduce"')
+    left, right = sides(window, is_causal)
+    shared = _Shared(
+        placement, group, dist.get_rank(group), strategy, backend, scale, left, right, key_lengths, is_fast(None)
+    )
+    if bias is None:
+        bias = log_length_bias(placement.length)
+        if key_lengths is not None:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
+    slopes = None if alibi_slopes is None else two_sided(alibi_slopes)
+    out: Tensor = _ContextParallel.apply(query, key, value, bias_operand(bias), slopes, shared)
+    return out
+
+
+def traffic(
+    strategy: Strategy, placement: Placement, rank: int, elements: tuple[int, int, int], itemsize: int
+) -> tuple[int, int]:
+    """How many bytes a process sends, (forward, backward), by the formula.
+
+    With R processes and n of M positions one's own: ring and gather send K and V R - 1 times; reduce sends Q R - 1
+    times, and partial outputs for all M - n other positions. Backward, ring sends K and V as before and gradients of
+    all M positions (the last brings them home); gather K and V, and gradients of M - n; reduce Q and dO, and dQ of
+    M - n. Partial sums are in float32 or better.
+
+    Args:
+        elements: numbers of a position's query, of its key and value together, and of its output, over batch and heads.
+        itemsize: bytes of a number.
+    """
+    query, keys, output = elements
+    partial = max(itemsize, 4)
+    n, others = placement.size(rank), placement.ranks - 1
+    foreign = placement.length - n
+    if strategy == "ring":
+        passed = sum(placement.size((rank - step) % placement.ranks) for step in range(others))  # what came goes on
+        return passed * keys * itemsize, passed * keys * itemsize + placement.length * keys * partial
+    if strategy == "gather":
+        return others * n * keys * itemsize, others * n * keys * itemsize + foreign * keys * partial
+    forward = others * n * query * itemsize + foreign * output * partial
+    return forward, others * n * (query + output) * itemsize + foreign * query * partial
+
+
+class _Shared(NamedTuple):
+    """What is not a differentiable tensor."""
+
+    placement: Placement
+    group: ProcessGroup
+    rank: int
+    strategy: Strategy
+    backend: str | None
+    scale: float | None
+    left: int
+    right: int
+    key_lengths: Tensor | None
+    fast: bool
+
+    def sizes(self) -> list[int]:
+        return [self.placement.size(r) for r in range(self.placement.ranks)]
+
+    def shapes(self, own: Tensor) -> list[list[int]]:
+        """Of every process's counterpart of (B, H, n, E)."""
+        b, h, _, e = own.shape
+        return [[b, h, n, e] for n in self.sizes()]
+
+
+class _Ring:
+    """Tensors that go round: each process hands on what it got to the next one."""
+
+    def __init__(self, shared: _Shared) -> None:
+        self.shared, self.ranks = shared, shared.placement.ranks
+
+    def start(self, held: Sequence[Tensor], owner: int) -> exchange.Transfer:
+        """Send what belongs to ``owner`` on, and receive what belongs to the one before it."""
+        s = self.shared
+        n = s.placement.size((owner - 1) % self.ranks)
+        received = [t.new_empty(*t.shape[:2], n, t.shape[3]) for t in held]
+        to, source = (s.rank + 1) % self.ranks, (s.rank - 1) % self.ranks
+        return exchange.Transfer(held, received, to, source, s.group)
+
+
+def _pairs(shared: _Shared, queries: int, keys: int) -> list[tuple[slice, slice, Segment, Segment]]:
+    """The pieces of two processes' parts, each against each, that may see one another: places and positions."""
+
+    def pieces(rank: int) -> list[tuple[slice, Segment]]:
+        found, start = [], 0
+        for s in shared.placement.segments(rank):
+            found.append((slice(start, start + s.size), s))
+            start += s.size
+        return found
+
+    pairs = []
+    for rows, q in pieces(queries):
+        for columns, k in pieces(keys):
+            after = shared.right >= 0 and k.start > q.stop - 1 + shared.right
+            before = shared.left >= 0 and k.stop - 1 < q.start - shared.left
+            if q.size and k.size and not after and not before:
+                pairs.append((rows, columns, q, k))
+    return pairs
+
+
+class _Tensors(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    slopes: Tensor | None
+
+
+def _problem(shared: _Shared, t: _Tensors, rows: slice, columns: slice, q: Segment, k: Segment) -> Problem:
+    """One piece of queries against one piece of keys."""
+    bias = t.bias[:, :, rows] if t.bias.dim() and t.bias.shape[2] > 1 else t.bias
+    lengths = None if shared.key_lengths is None else (shared.key_lengths - k.start).clamp(0, k.size)
+    return Problem(
+        t.query[:, :, rows],
+        t.key[:, :, columns],
+        t.value[:, :, columns],
+        bias,
+        alibi_slopes=t.slopes,
+        key_lengths=lengths,
+        scale=shared.scale,
+        left=shared.left,
+        right=shared.right,
+        first_row=q.start - k.start,
+        fast=shared.fast,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _accumulate(shared: _Shared, out: Tensor, t: _Tensors, queries: int, keys: int) -> None:
+    """Add to (B, Hq, n, Dv) what one process's queries get from another's keys."""
+    for rows, columns, q, k in _pairs(shared, queries, keys):
+        problem = _problem(shared, t, rows, columns, q, k)
+        kernels = library.KERNELS[library.choose(problem, shared.backend)]
+        out[:, :, rows] += kernels.forward(problem)
+
+
+class _Sums(NamedTuple):
+    """Where gradients gather, in float32 or better."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    slopes: Tensor | None
+
+
+def _accumulate_gradients(shared: _Shared, sums: _Sums, t: _Tensors, grad_out: Tensor, queries: int, keys: int) -> None:
+    """The same of the gradients."""
+    needs = Needs(True, True, True, sums.bias is not None, alibi_slopes=sums.slopes is not None)
+    for rows, columns, q, k in _pairs(shared, queries, keys):
+        problem = _problem(shared, t, rows, columns, q, k)
+        kernels = library.KERNELS[library.choose(problem, shared.backend)]
+        g = kernels.backward(problem, grad_out[:, :, rows], needs)
+        for total, part, at in (
+            (sums.query, g.query, rows),
+            (sums.key, g.key, columns),
+            (sums.value, g.value, columns),
+        ):
+            assert part is not None
+            total[:, :, at] += part
+        if sums.bias is not None and g.bias is not None:
+            own = sums.bias[:, :, rows] if sums.bias.dim() and sums.bias.shape[2] > 1 else sums.bias
+            own += g.bias
+        if sums.slopes is not None and g.alibi_slopes is not None:
+            sums.slopes.add_(g.alibi_slopes)
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def _zeros(t: Tensor, length: int | None = None, width: int | None = None) -> Tensor:
+    """(B, H, length, width) of zeros in float32 or better, by default of t's own size."""
+    b, h, n, e = t.shape
+    return t.new_zeros(b, h, n if length is None else length, e if width is None else width, dtype=_wide(t))
+
+
+def _forward(shared: _Shared, t: _Tensors) -> Tensor:
+    ranks, rank = shared.placement.ranks, shared.rank
+    width = t.value.shape[3]
+    if shared.strategy == "reduce":
+        queries = exchange.gather(t.query, shared.shapes(t.query), shared.group)
+        partial = [_zeros(q, width=width) for q in queries]
+        for r, (q, out) in enumerate(zip(queries, partial, strict=True)):
+            _accumulate(shared, out, t._replace(query=q), r, rank)
+        return exchange.reduce_scatter(partial, shared.group)
+    out = _zeros(t.query, width=width)
+    if shared.strategy == "gather":
+        keys = exchange.gather(t.key, shared.shapes(t.key), shared.group)
+        values = exchange.gather(t.value, shared.shapes(t.value), shared.group)
+        for r in range(ranks):
+            _accumulate(shared, out, t._replace(key=keys[r], value=values[r]), rank, r)
+        return out
+    ring, held = _Ring(shared), (t.key, t.value)
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        transfer = ring.start(held, owner) if step < ranks - 1 else None
+        _accumulate(shared, out, t._replace(key=held[0], value=held[1]), rank, owner)
+        if transfer is not None:
+            held = tuple(transfer.wait())  # type: ignore[assignment]
+    return out
+
+
+def _backward(shared: _Shared, t: _Tensors, grad_out: Tensor, needs: Sequence[bool]) -> _Sums:
+    ranks, rank = shared.placement.ranks, shared.rank
+    bias = torch.zeros(t.bias.shape, dtype=_wide(t.query), device=t.bias.device) if needs[3] else None
+    slopes = torch.zeros_like(t.slopes, dtype=_wide(t.query)) if t.slopes is not None and needs[4] else None
+    sums = _Sums(_zeros(t.query), _zeros(t.key), _zeros(t.value), bias, slopes)
+    if shared.strategy == "reduce":
+        queries = exchange.gather(t.query, shared.shapes(t.query), shared.group)
+        grads = exchange.gather(grad_out, shared.shapes(grad_out), shared.group)
+        partial = [_zeros(q) for q in queries]
+        for r in range(ranks):
+            own = sums._replace(query=partial[r])
+            _accumulate_gradients(shared, own, t._replace(query=queries[r]), grads[r], r, rank)
+        return sums._replace(query=exchange.reduce_scatter(partial, shared.group))
+    if shared.strategy == "gather":
+        keys = exchange.gather(t.key, shared.shapes(t.key), shared.group)
+        values = exchange.gather(t.value, shared.shapes(t.value), shared.group)
+        grad_keys, grad_values = [_zeros(k) for k in keys], [_zeros(v) for v in values]
+        for r in range(ranks):
+            own = sums._replace(key=grad_keys[r], value=grad_values[r])
+            _accumulate_gradients(shared, own, t._replace(key=keys[r], value=values[r]), grad_out, rank, r)
+        key = exchange.reduce_scatter(grad_keys, shared.group)
+        return sums._replace(key=key, value=exchange.reduce_scatter(grad_values, shared.group))
+    return _backward_round(shared, t, grad_out, sums)
+
+
+def _backward_round(shared: _Shared, t: _Tensors, grad_out: Tensor, sums: _Sums) -> _Sums:
+    """K and V go round once more, and what each process has to say of them follows one step behind."""
+    ranks, rank = shared.placement.ranks, shared.rank
+    ring, held = _Ring(shared), (t.key, t.value)
+    arriving: exchange.Transfer | None = None
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        transfer = ring.start(held, owner) if step < ranks - 1 else None
+        own = (_zeros(held[0]), _zeros(held[1]))
+        now = sums._replace(key=own[0], value=own[1])
+        _accumulate_gradients(shared, now, t._replace(key=held[0], value=held[1]), grad_out, rank, owner)
+        if arriving is not None:
+            for mine, theirs in zip(own, arriving.wait(), strict=True):
+                mine += theirs
+        arriving = ring.start(own, owner)
+        if transfer is not None:
+            held = tuple(transfer.wait())  # type: ignore[assignment]
+    assert arriving is not None
+    key, value = arriving.wait()
+    return sums._replace(key=key, value=value)
+
+
+class _ContextParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, slopes: Any, shared: _Shared) -> Any:
+        ctx.save_for_backward(query, key, value, bias, slopes)
+        ctx.shared = shared
+        with torch.autocast(query.device.type, enabled=False):
+            return _forward(shared, _Tensors(query, key, value, bias, slopes)).to(query.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        t = _Tensors(*ctx.saved_tensors)
+        with torch.autocast(t.query.device.type, enabled=False):
+            sums = _backward(ctx.shared, t, grad_out, ctx.needs_input_grad)
+        pairs = zip(sums, t, strict=True)
+        return (*(None if g is None or like is None else g.to(like.dtype) for g, like in pairs), None)

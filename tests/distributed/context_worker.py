@@ -1,0 +1,150 @@
+"""Run by torchrun: attention over shared sequences, on every process against the whole on one.
+
+torchrun --nproc-per-node=3 context_worker.py attention
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from sigattn import sigmoid_attention
+from sigattn.distributed import exchange
+from sigattn.distributed.context_parallel import context_parallel_attention, traffic
+from sigattn.distributed.placement import Placement
+
+CASES = [
+    {},
+    {"is_causal": True},
+    {"is_causal": True, "balanced": False, "heads": (4, 2)},
+    {"is_causal": True, "n": 37, "bias": -2.0},
+    {"n": 5, "bias": "head"},
+    {"is_causal": True, "n": 41, "bias": "query", "window": (6, -1)},
+    {"window": (5, 3), "n": 29, "balanced": True, "scale": 0.3},
+    {"alibi": True, "is_causal": True, "n": 26},
+    {"alibi": True, "bias": "head", "heads": (4, 1)},
+    {"lengths": True, "n": 33},
+    {"lengths": True, "is_causal": True, "bias": -1.0},
+    {"dtype": torch.float32, "is_causal": True, "n": 64},
+    {"dtype": torch.bfloat16, "is_causal": True, "n": 64, "heads": (4, 2)},
+]
+
+
+def check(mesh, case, strategy):
+    """Outputs, all gradients, and what was sent."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    n, (hq, hkv) = case.get("n", 24), case.get("heads", (2, 2))
+    dtype = case.get("dtype", torch.float64)
+    g = torch.Generator().manual_seed(n)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+
+    causal = case.get("is_causal", False)
+    placement = Placement(n, ranks, case.get("balanced", causal))
+    q, k, v, grad = randn(2, hq, n, 8), randn(2, hkv, n, 8), randn(2, hkv, n, 6), randn(2, hq, n, 6)
+    bias = case.get("bias")
+    per_query = bias == "query"
+    if isinstance(bias, str):
+        bias = (randn(1, hq, 1, 1) if bias == "head" else randn(2, 1, n, 1)) - 1
+    slopes = randn(hq).abs() / 8 if case.get("alibi") else None
+    options = {"is_causal": causal, "scale": case.get("scale"), "enable_gqa": True, "window": case.get("window")}
+    options["key_lengths"] = torch.tensor([n, n // 2]) if case.get("lengths") else None
+
+    def leaves(shard):
+        given = [placement.shard(t, rank, 2) if shard else t for t in (q, k, v)]
+        own = [t.clone().requires_grad_() for t in given]
+        b = bias
+        if isinstance(b, torch.Tensor):
+            b = (placement.shard(b, rank, 2) if shard and per_query else b).clone().requires_grad_()
+        return own, b, None if slopes is None else slopes.clone().requires_grad_()
+
+    (wq, wk, wv), whole_bias, whole_slopes = leaves(False)
+    wide = [t.double() if isinstance(t, torch.Tensor) else t for t in (wq, wk, wv, whole_bias, whole_slopes)]
+    whole = sigmoid_attention(*wide[:3], bias=wide[3], alibi_slopes=wide[4], backend="reference", **options)
+    whole.backward(grad.double())
+    (lq, lk, lv), own_bias, own_slopes = leaves(True)
+    with exchange.counting() as forward:
+        out = context_parallel_attention(
+            lq, lk, lv, mesh=mesh, bias=own_bias, alibi_slopes=own_slopes, length=n, strategy=strategy,
+            balanced=case.get("balanced"), **options,
+        )  # fmt: skip
+    with exchange.counting() as backward:
+        out.backward(placement.shard(grad, rank, 2))
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2}[dtype]
+
+    def same(ours, theirs, what):
+        assert ours.dtype == dtype, (what, ours.dtype)
+        torch.testing.assert_close(
+            ours.double(), theirs.double(), rtol=tolerance, atol=tolerance * 3, msg=lambda m: f"{what} {case}: {m}"
+        )
+
+    same(out, placement.shard(whole.detach(), rank, 2), "output")
+    for name, ours, theirs in (("query", lq, wq), ("key", lk, wk), ("value", lv, wv)):
+        same(ours.grad, placement.shard(theirs.grad, rank, 2), name)
+    for name, ours, theirs in (("bias", own_bias, whole_bias), ("slopes", own_slopes, whole_slopes)):
+        if isinstance(ours, torch.Tensor):
+            total = ours.grad.double()
+            if per_query and name == "bias":
+                same(ours.grad, placement.shard(theirs.grad, rank, 2), name)
+                continue
+            dist.all_reduce(total)
+            same(total.to(dtype), theirs.grad, name)
+    elements = (2 * hq * 8, 2 * hkv * 14, 2 * hq * 6)
+    expected = traffic(strategy, placement, rank, elements, q.element_size())
+    assert (forward.bytes, backward.bytes) == expected, (strategy, case, forward, backward, expected)
+    assert torch.equal(placement.unshard(placement.shard(q, rank, 2), mesh.get_group(), 2), q)
+
+
+def attention(mesh):
+    """All cases, each way."""
+    for strategy in ("ring", "gather", "reduce"):
+        for case in CASES:
+            if strategy == "reduce" and case.get("bias") == "query":
+                with pytest.raises(ValueError, match="needs strategy"):
+                    check(mesh, case, strategy)
+                continue
+            check(mesh, case, strategy)
+
+
+def refused(mesh):
+    """What does not fit is refused on every process, before anything is sent."""
+    q = torch.randn(1, 2, 6, 4)
+    for change, message in [
+        ({"length": 100}, "share them out by Placement.shard and pass length"),
+        ({"strategy": "star"}, "strategy must be one of"),
+        ({"bias": torch.ones(3, 1, 1, 1)}, "bias"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            context_parallel_attention(q, q, q, mesh=mesh, **change)
+    with pytest.raises(ValueError, match="must be of the same positions"):
+        context_parallel_attention(q[:, :, :3], q, q, mesh=mesh)
+
+
+def dying(mesh):
+    """One process leaves in the middle; the others must say so."""
+    q = torch.randn(1, 2, 8, 4)
+    context_parallel_attention(q, q, q, mesh=mesh)
+    if mesh.get_local_rank() == 1:
+        os._exit(0)
+    start = time.time()
+    try:
+        for _ in range(3):
+            context_parallel_attention(q, q, q, mesh=mesh)
+    except RuntimeError as error:
+        print(f"error after {time.time() - start:.1f} s: {str(error)[:60]}", file=sys.stderr, flush=True)
+        os._exit(7)
+    raise AssertionError("nobody missed it")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    {"attention": attention, "refused": refused, "dying": dying}[sys.argv[1]](mesh)
+    dist.destroy_process_group()
