@@ -308,7 +308,7 @@ def test_compiled():
 def test_ops_are_what_they_say():
     q, cache = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 16, 2, 8)
     lengths, bias = torch.tensor([3, 16]), torch.tensor(-2.0, dtype=torch.float64)
-    args = (q, cache[0], cache[1], lengths, bias, None, None, None, None, -1, 0, False, 0, "blocked")
+    args = (q, cache[0], cache[1], lengths, bias, None, None, None, None, -1, 0, False, 0, None, "blocked")
     torch.library.opcheck(torch.ops.sigattn.cached_forward.default, args)
     new = torch.randn(2, 2, 1, 2, 8)
     args = (cache[0], cache[1], new[0], new[1], torch.tensor([3, 15]), None)

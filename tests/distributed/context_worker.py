@@ -15,8 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sigattn import sigmoid_attention
 from sigattn.distributed import exchange
-from sigattn.distributed.context_parallel import context_parallel_attention, traffic
+from sigattn.distributed.context_parallel import Share, context_parallel_attention, shared, traffic
 from sigattn.distributed.placement import Placement
+from sigattn.distributed.sharded_cache import sharded_cache_attention
+from sigattn.flash import flash_attn_with_kvcache
+from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.ops import cached
 
 CASES = [
     {},
@@ -112,6 +116,74 @@ def attention(mesh):
             check(mesh, case, strategy)
 
 
+MODELS = [
+    {"position": "rope", "kv_heads": 2},
+    {"position": "alibi", "learn_bias": "head", "temperature": 0.3},
+    {"position": "sincos", "bias": "log_visible", "structure": "hybrid"},
+    {"position": "rope", "bias": "log_batch", "length_power": 0.5},
+]
+
+
+def models(mesh):
+    """Logits and gradients of a language model whose sequences are shared."""
+    for settings in MODELS:
+        for strategy in ("ring", "gather"):
+            torch.manual_seed(0)
+            config = LanguageModelConfig(vocabulary=13, context=29, layers=2, width=32, heads=4, **settings)
+            model = LanguageModel(config).double()
+            tokens = torch.randint(13, (2, 29))
+            whole = model(tokens)
+            expected = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
+            share = Share(mesh, Placement(29, mesh.size(), balanced=True), strategy)
+            with shared(model, share), model.watching():
+                part = model(share.part(tokens))
+                gradients = torch.autograd.grad(part.square().sum(), list(model.parameters()))
+            torch.testing.assert_close(part, share.part(whole), rtol=1e-5, atol=1e-6)
+            for (name, _), ours, theirs in zip(model.named_parameters(), gradients, expected, strict=True):
+                total = ours.clone()
+                dist.all_reduce(total)
+                torch.testing.assert_close(total, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            assert torch.equal(model(tokens), whole)
+    with shared(model, share), pytest.raises(ValueError, match="share sequences in sigmoid self-attention without"):
+        model(share.part(tokens), cache=model.new_cache())
+
+
+def cache(mesh):
+    """A shared cache filled token by token, beside one that a process has alone."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    capacity = 5
+    for options in (
+        {},
+        {"window_size": (4, 0)},
+        {"alibi_slopes": torch.tensor([0.1, 0.3, 0.2, 0.4])},
+        {"causal": False},
+    ):
+        for backend in cached.KERNELS:
+            torch.manual_seed(0)
+            dtype = torch.float32 if backend == "triton" else torch.float64
+            alone = [torch.full((2, capacity * ranks, 2, 8), torch.nan, dtype=dtype) for _ in range(2)]
+            mine = [torch.full((2, capacity, 2, 8), torch.nan, dtype=dtype) for _ in range(2)]
+            lengths = torch.zeros(2, dtype=torch.int64)
+            for new in (1, 1, 4, 1, 3, 1):
+                q, k, v = torch.randn(2, new, 4, 8, dtype=dtype), *torch.randn(2, 2, new, 2, 8, dtype=dtype).unbind()
+                more = {"causal": True, "sigmoid_bias": -1.5, "cache_seqlens": lengths, **options}
+                whole = flash_attn_with_kvcache(q, *alone, k, v, **more)
+                with exchange.counting() as sent:
+                    shared_out = sharded_cache_attention(q, *mine, k, v, mesh=mesh, backend=backend, **more)
+                torch.testing.assert_close(shared_out, whole, rtol=1e-4, atol=1e-5)
+                assert sent.messages == 1
+                lengths = lengths + torch.tensor([new, new])
+            for own, all_of_it in zip(mine, alone, strict=True):
+                expected = all_of_it[:, rank * capacity : (rank + 1) * capacity]
+                torch.testing.assert_close(own, expected, equal_nan=True)
+    before = [t.clone() for t in mine]
+    with pytest.raises(ValueError, match="cannot hold lengths"):
+        sharded_cache_attention(
+            q, *mine, k, v, mesh=mesh, cache_seqlens=torch.tensor([3, capacity * ranks]), sigmoid_bias=-1.0
+        )
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(mine, before, strict=True))
+
+
 def refused(mesh):
     """What does not fit is refused on every process, before anything is sent."""
     q = torch.randn(1, 2, 6, 4)
@@ -144,7 +216,9 @@ def dying(mesh):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    os.environ["TRITON_INTERPRET"] = "1"
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    {"attention": attention, "refused": refused, "dying": dying}[sys.argv[1]](mesh)
+    {"attention": attention, "models": models, "cache": cache, "refused": refused, "dying": dying}[sys.argv[1]](mesh)
+    dist.barrier()
     dist.destroy_process_group()

@@ -20,6 +20,8 @@ WAYS = {
     "accumulated": {"parallel": "ddp", "accumulate": 2},
     "accumulated-fsdp": {"parallel": "fsdp", "accumulate": 2},
     "tensor": {"tensor_parallel": 2},
+    "context": {"context_parallel": 2},
+    "context-fsdp": {"context_parallel": 2, "parallel": "fsdp", "context_strategy": "gather"},
 }
 
 
@@ -58,6 +60,9 @@ def runs(tmp_path_factory):
     worker.run([job(f"one-{kind}", kind) for kind in ("language", "rope", "vision", "contrast", "teacher")])
     shared = [job(f"2-{way}", training=training) for way, training in WAYS.items()]
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
+    again = {"context_parallel": 2, "accumulate": 2, "checkpoint_activations": True}
+    shared += [job("2-rope-context", "rope", training=again)]
+    shared += [job("2-vision-context", "vision", training={"context_parallel": 2})]
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
     shared += [job("2-contrast", "contrast"), job("2-teacher", "teacher")]
     shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]
@@ -68,6 +73,8 @@ def runs(tmp_path_factory):
     mixed = {"tensor_parallel": 2, "parallel": "fsdp"}
     four = [job(f"4-{way}", training=training) for way, training in WAYS.items() if way in ("ddp", "fsdp")]
     four += [job("4-mixed", training=mixed), job("4-uneven", training={"tensor_parallel": 3})]
+    four += [job("4-context", training={"context_parallel": 2, "parallel": "fsdp"})]
+    four += [job("4-context-tensor", training={"context_parallel": 2, "tensor_parallel": 2})]
     four += [job("resumed", resume=True, stop_after=3, training={"parallel": "fsdp"})]
     launch(4, four)
     worker.run([job("resumed", resume=True)])
@@ -102,7 +109,7 @@ def test_half_precision_is_near(runs, kind):
     assert rows(runs / f"2-half-{kind}")[0]["loss"] != rows(runs / f"one-{kind}")[0]["loss"]
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "mixed"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "mixed", "context", "context-tensor"])
 def test_four_processes(runs, way):
     same(runs / f"4-{way}", runs / "one-language")
 

@@ -187,7 +187,7 @@ def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -
         "ADD_QUERY",
         "NEED_BIAS",
     )
-    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "TABLE")
+    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE")
     needs = {"NEED_KEY": True, "NEED_VALUE": True, "NEED_QUERY": True, "NEED_MASK": "none"}
     sigmoid = {"SIGMOID": "exact" if dtype == "float32" else "accurate", "HAS_RIGHT": causal}
     return {**plain, **sizes, **blocks, **dict.fromkeys(off, False), **needs, **sigmoid}
@@ -206,7 +206,7 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
             signature[name], attributes[(at,)] = f"*{element}", [["tt.divisibility", 16]]
         elif name in _WIDE_TENSORS:
             signature[name] = "*fp32"
-        elif name in {"key_lengths", "starts_q", "starts_k", "lengths", "first", "table"}:
+        elif name in {"key_lengths", "starts_q", "starts_k", "lengths", "ends", "first", "table"}:
             signature[name] = "*i32"
         elif name in _NUMBERS:
             signature[name] = "fp32"

@@ -13,11 +13,13 @@ add (Sect. 4), and so do partial gradients; which gives three ways to do the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -110,6 +112,72 @@ def context_parallel_attention(
     slopes = None if alibi_slopes is None else two_sided(alibi_slopes)
     out: Tensor = _ContextParallel.apply(query, key, value, bias_operand(bias), slopes, shared)
     return out
+
+
+@dataclass(frozen=True)
+class Share:
+    """A process's share of sequences of one length, as ``sigattn.nn.Attention`` asks for it.
+
+    Attributes:
+        mesh: the processes that share. placement: who has what. strategy: see the module.
+    """
+
+    mesh: DeviceMesh
+    placement: Placement
+    strategy: Strategy = "ring"
+
+    @property
+    def length(self) -> int:
+        """Of the whole sequence."""
+        return self.placement.length
+
+    def positions(self, device: torch.device) -> Tensor:
+        """(n,) integers."""
+        return self.placement.positions(self.mesh.get_local_rank(), device)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This process's part of (B, N, …)."""
+        return self.placement.shard(whole, self.mesh.get_local_rank())
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        window: tuple[int, int] | None,
+        bias: float | Tensor,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        """``context_parallel_attention``."""
+        return context_parallel_attention(
+            query,
+            key,
+            value,
+            mesh=self.mesh,
+            is_causal=is_causal,
+            enable_gqa=True,
+            bias=bias,
+            window=window,
+            alibi_slopes=alibi_slopes,
+            length=self.length,
+            balanced=self.placement.balanced,
+            strategy=self.strategy,
+        )
+
+
+@contextmanager
+def shared(module: nn.Module, share: Share | None) -> Iterator[None]:
+    """Within, the layers of a module that can work on a share of each sequence (``share``) do."""
+    layers: list[Any] = [m for m in module.modules() if share is not None and "share" in vars(m)]
+    try:
+        for layer in layers:
+            layer.share = share
+        yield
+    finally:
+        for layer in layers:
+            layer.share = None
 
 
 def traffic(

@@ -25,8 +25,11 @@ class Processes:
 
     Attributes:
         rank, count: of all processes. device: this one's.
-        mesh: all processes, as (data, tensor); None for a single one.
-        data_rank, data_count: of the processes, or groups of them, that see different data.
+        mesh: all processes, as (data, tensor); None for a single one. Those along "data" see different samples, or
+            different parts of the same ones.
+        data_rank, data_count: of the processes, or groups of them, that see different samples.
+        tensor_count: processes that share each layer.
+        context: the processes that share each sequence; None where none do.
     """
 
     rank: int = 0
@@ -35,6 +38,8 @@ class Processes:
     mesh: DeviceMesh | None = None
     data_rank: int = 0
     data_count: int = 1
+    tensor_count: int = 1
+    context: DeviceMesh | None = None
 
     @property
     def first(self) -> bool:
@@ -46,32 +51,55 @@ class Processes:
         """This process's part of the data."""
         return self.data_rank, self.data_count
 
-    def arranged(self, tensor: int) -> Processes:
-        """The same processes, in groups of so many that share each layer.
+    @property
+    def context_count(self) -> int:
+        """Processes that share each sequence."""
+        return 1 if self.context is None else self.context.size()
+
+    @property
+    def replicas(self) -> int:
+        """Processes whose gradients are averaged: those with different samples or parts of them."""
+        return self.data_count * self.context_count
+
+    def arranged(self, tensor: int, context: int = 1) -> Processes:
+        """The same processes, in groups of so many that share each layer, and so many that share each sequence.
 
         Raises:
             ValueError: if groups do not divide the processes.
         """
-        if self.count % tensor:
-            raise ValueError(f"tensor_parallel={tensor} does not divide the {self.count} processes")
+        if self.count % (tensor * context):
+            shared = f" and context_parallel={context} do" if context > 1 else " does"
+            raise ValueError(f"tensor_parallel={tensor}{shared} not divide the {self.count} processes")
         if self.count == 1:
             return self
-        mesh = init_device_mesh(self.device.type, (self.count // tensor, tensor), mesh_dim_names=("data", "tensor"))
-        return replace(self, mesh=mesh, data_rank=mesh.get_local_rank("data"), data_count=self.count // tensor)
+        data, kind = self.count // (tensor * context), self.device.type
+        mesh = init_device_mesh(kind, (data * context, tensor), mesh_dim_names=("data", "tensor"))
+        shared = None
+        if context > 1:
+            shared = init_device_mesh(kind, (data, context, tensor), mesh_dim_names=("batch", "context", "tensor"))
+        return replace(
+            self,
+            mesh=mesh,
+            data_rank=mesh.get_local_rank("data") // context,
+            data_count=data,
+            tensor_count=tensor,
+            context=None if shared is None else shared["context"],
+        )
 
     def sum(self, value: Tensor) -> Tensor:
-        """Over the processes with different data."""
-        if self.data_count > 1 and self.mesh is not None:
+        """Over the processes with different samples or parts of them."""
+        if self.replicas > 1 and self.mesh is not None:
             value = value.clone()
             dist.all_reduce(value, group=self.mesh.get_group("data"))
         return value
 
     def whole_norm(self, norm: Tensor) -> Tensor:
-        """Norms over all heads, from those over this process's heads."""
-        if self.mesh is None or self.count == self.data_count:
-            return norm
+        """Norms over all heads and positions, from those over this process's."""
         square = norm.square()
-        dist.all_reduce(square, group=self.mesh.get_group("tensor"))
+        if self.mesh is not None and self.tensor_count > 1:
+            dist.all_reduce(square, group=self.mesh.get_group("tensor"))
+        if self.context is not None:
+            dist.all_reduce(square, group=self.context.get_group())
         return square.sqrt()
 
     def any(self, value: bool) -> bool:
@@ -123,12 +151,11 @@ def distribute(module: nn.Module, processes: Processes, parallel: str, precision
         raise ValueError(f'parallel must be "ddp" or "fsdp", got {parallel!r}')
     if processes.mesh is None:
         return module
-    tensor = processes.count // processes.data_count
-    if tensor > 1:
+    if processes.tensor_count > 1:
         _share_layers(module, processes.mesh["tensor"])
-    if processes.data_count == 1:
+    if processes.replicas == 1:
         return module
-    if parallel == "fsdp" or tensor > 1:
+    if parallel == "fsdp" or processes.tensor_count > 1:
         narrow = torch.bfloat16 if precision == "bfloat16" else None
         # inputs stay as they are: autocast narrows what products need, and the residual stream keeps float32
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -156,7 +183,7 @@ def gradient_norm(module: nn.Module, processes: Processes) -> Tensor:
 
     A norm's scale within a shared attention layer has seen this process's heads only.
     """
-    if processes.mesh is not None and processes.count > processes.data_count:
+    if processes.mesh is not None and processes.tensor_count > 1:
         group = processes.mesh.get_group("tensor")
         for part in module.modules():
             split: Any = getattr(part, "SPLIT", ())

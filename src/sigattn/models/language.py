@@ -20,6 +20,7 @@ from sigattn.nn.feedforward import FeedForward
 from sigattn.nn.initialization import Initialization, initialize
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
+from sigattn.nn.share import SequenceShare
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
 
@@ -77,6 +78,7 @@ class LanguageModel(Transformer):
         self.position = SinusoidalEmbedding(config.width) if config.position == "sincos" else None
         self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.layers))
         self.norm = make_norm(config.norm, config.width)
+        self.share: SequenceShare | None = None  # as in ``Attention``
         self.output = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.reset_parameters()
 
@@ -111,11 +113,12 @@ class LanguageModel(Transformer):
         weight = self.embedding.weight if self.output is None else self.output.weight
         return F.linear(self.norm(x), weight)
 
-    @staticmethod
     def _positions(
-        tokens: Tensor, first: int, cache: Sequence[LayerCache] | None, documents: Documents | None
+        self, tokens: Tensor, first: int, cache: Sequence[LayerCache] | None, documents: Documents | None
     ) -> Tensor | None:
         """(B, N), where positions do not simply count from ``first``."""
+        if self.share is not None:
+            return self.share.positions(tokens.device).expand(tokens.shape)
         if documents is not None:
             return documents.position
         if not cache or cache[0].first is None:

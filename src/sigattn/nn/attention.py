@@ -16,6 +16,7 @@ from sigattn.nn.mechanism import ELEMENTWISE, Activation, Pattern
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
+from sigattn.nn.share import SequenceShare
 from sigattn.nn.stability import warn_once
 from sigattn.ops.problem import log_length_bias
 from sigattn.ops.statistics import AttentionStatistics
@@ -57,6 +58,7 @@ class Attention(nn.Module):
         attention_norm: (B,), the Frobenius norm of the last forward's attention output, before output norm and
             projection: its mean over the batch is what the paper's Figs. 4-7 plot.
         statistics: ``sigattn.attention_statistics`` of the last forward, in memory linear in the length.
+        share: where several processes share each sequence, this one's part (``sigattn.distributed``); else None.
 
     Raises:
         ValueError: if width, heads and kv_heads do not divide, or arguments do not suit one another.
@@ -109,6 +111,7 @@ class Attention(nn.Module):
         if activation == "performer":
             count = math.ceil(self.head_dim * math.log(self.head_dim + 1))
             self.performer = PerformerFeatures(self.head_dim, performer_features or count)
+        self.share: SequenceShare | None = None
         self.watch: Watch = "nothing"
         self.attention_norm: Tensor | None = None
         self.statistics: AttentionStatistics | None = None
@@ -184,6 +187,8 @@ class Attention(nn.Module):
                 f"a cache needs causal attention, and keys that stay what they were: got causal={self.causal}, "
                 f"activation={self.activation!r}"
             )
+        if self.share is not None:
+            self._check_share(alone=source is None and key_lengths is None and cache is None and documents is None)
         if documents is not None:
             self._check_documents(alone=source is None and key_lengths is None and cache is None)
         first = 0 if cache is None else cache.length
@@ -193,7 +198,7 @@ class Attention(nn.Module):
         if isinstance(self.bias, QueryBias):
             query = self.bias.added_to(query)
         if isinstance(self.position, RotaryEmbedding):
-            query = self.position(query, first)
+            query = self.position(query, first, self._positions(query))
         if self.temperature is not None:
             half = (self.temperature / 2).exp()  # on each side, so that 16 bits hold e^10 times a query
             query, key = query * half.to(query.dtype), key * half.to(key.dtype)
@@ -202,6 +207,33 @@ class Attention(nn.Module):
         out = self._attend(query, key, value, key_lengths, first, documents, cache)
         result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
         return result
+
+    def _positions(self, x: Tensor) -> Tensor | None:
+        """Of this process's part, where others have the rest of the sequence."""
+        return None if self.share is None else self.share.positions(x.device)
+
+    def _attend_shared(
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, share: SequenceShare
+    ) -> Tensor:  # (B, Hq, n, D)
+        bias = pattern.bias
+        if isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == share.length > 1:
+            bias = bias.index_select(-2, share.positions(bias.device))  # one for each query
+        return share.attend(
+            query,
+            key,
+            value,
+            is_causal=pattern.causal,
+            window=pattern.sides,
+            bias=bias,
+            alibi_slopes=pattern.slopes,
+        )
+
+    def _check_share(self, *, alone: bool) -> None:
+        if not alone or self.activation != "sigmoid" or (self.dropout and self.training):
+            raise ValueError(
+                "processes share sequences in sigmoid self-attention without padding, cache, documents or dropout: got "
+                f"one of those, or activation={self.activation!r}, or dropout={self.dropout}"
+            )
 
     def _check_documents(self, *, alone: bool) -> None:
         if not alone or not self.causal or self.activation == "performer":
@@ -220,7 +252,7 @@ class Attention(nn.Module):
         key, value = self._by_head(self.key(source)), self._by_head(self.value(source))
         key = self.key_norm(key)
         if isinstance(self.position, RotaryEmbedding):
-            key = self.position(key, first)
+            key = self.position(key, first, self._positions(key))
         return key, value
 
     def _by_head(self, x: Tensor) -> Tensor:  # (B, N, H · D) → (B, H, N, D)
@@ -238,6 +270,8 @@ class Attention(nn.Module):
     ) -> Tensor:  # (B, Hq, N, D)
         queries, keys = query.shape[2], key.shape[2]
         bias: float | Tensor = 0.0
+        if self.share is not None:
+            queries = keys = self.share.length
         if self.bias is not None and not isinstance(self.bias, QueryBias):
             bias = self.bias(queries, keys, first_query=first, lengths=key_lengths, device=query.device)
         slopes = self.position() if isinstance(self.position, Alibi) else None
@@ -248,16 +282,20 @@ class Attention(nn.Module):
             seen = pattern._replace(window=self.bias.window)
             own = mechanism.visible_keys(queries, keys, seen, query.device).clamp(min=1)
             pattern = pattern._replace(bias=log_length_bias(own))
-        if self.activation == "performer":
-            out: Tensor = self.performer(query, key, value, causal=self.causal, key_lengths=key_lengths)
+        if self.share is not None:
+            out: Tensor = self._attend_shared(query, key, value, pattern, self.share)
+        elif self.activation == "performer":
+            out = self.performer(query, key, value, causal=self.causal, key_lengths=key_lengths)
         else:
             out = mechanism.attend(self.activation, query, key, value, pattern)
         if self.length_power:
             n = mechanism.visible_keys(queries, keys, pattern, query.device).clamp(min=1)
+            if self.share is not None:
+                n = n[:, :, self.share.positions(n.device)]
             out = out * (n**-self.length_power).to(out.dtype)
         if self.watch != "nothing":
             self.attention_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
-        if self.watch == "everything":
+        if self.watch == "everything" and self.share is None:
             self.statistics = mechanism.statistics(self.activation, query, key, value, pattern)
         return out
 

@@ -36,11 +36,15 @@ class RotaryEmbedding(nn.Module):
         self.frequencies.copy_(_frequencies(self.frequencies, self.base))
 
     def forward(
-        self, x: Float[Tensor, "batch heads length head_dim"], first_position: int = 0
+        self,
+        x: Float[Tensor, "batch heads length head_dim"],
+        first_position: int = 0,
+        positions: Int[Tensor, " length"] | None = None,
     ) -> Float[Tensor, "batch heads length head_dim"]:
-        """Turn queries or keys at positions first_position, first_position + 1, … in x's dtype."""
-        positions = torch.arange(first_position, first_position + x.shape[2], device=x.device, dtype=torch.float32)
-        angles = positions[:, None] * self.frequencies  # (length, head_dim / 2)
+        """Turn queries or keys at positions first_position, first_position + 1, …, or at those given, in x's dtype."""
+        if positions is None:
+            positions = torch.arange(first_position, first_position + x.shape[2], device=x.device)
+        angles = positions.float()[:, None] * self.frequencies  # (length, head_dim / 2)
         cos, sin = angles.cos(), angles.sin()
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

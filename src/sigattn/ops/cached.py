@@ -29,13 +29,15 @@ class CachedProblem(NamedTuple):
 
     Attributes:
         query: (B, N, Hq, D). key: (P, page, Hkv, D). value: (P, page, Hkv, Dv).
-        lengths: (B,) integers, where each sample's keys end; its last query stands beside its last key.
+        lengths: (B,) integers, where each sample's keys end.
         bias: 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1).
         first: (B,) integers, where each sample's keys begin; None for 0.
         table: (B, pages) integers, the pages of each sample, in order; None where sample b has page b alone.
         alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
         scale, left, right, fast: as in ``Problem``.
         splits: into how many parts GPU kernels cut the keys; 0 lets them choose.
+        ends: (B,) integers, one beyond the place of each sample's last query, which may lie anywhere beside the keys;
+            None for lengths, the last query beside the last key.
     """
 
     query: Tensor
@@ -51,6 +53,7 @@ class CachedProblem(NamedTuple):
     right: int = UNLIMITED
     fast: bool = False
     splits: int = 0
+    ends: Tensor | None = None
 
     @property
     def scale_value(self) -> float:
@@ -75,15 +78,18 @@ def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
         return out
     lengths = p.lengths.tolist()
     firsts = [0] * batch if p.first is None else p.first.tolist()
-    together = n == 1 and len(set(lengths)) == 1 and not any(firsts) and batch > 1 and _one_after_another(p)
+    ends = lengths if p.ends is None else p.ends.tolist()
+    together = (
+        n == 1 and len(set(lengths)) == len(set(ends)) == 1 and not any(firsts) and batch > 1 and _one_after_another(p)
+    )
     if together and batch * lengths[0] * p.key.shape[2] * p.key.shape[3] <= TOGETHER:
-        _one_query(p, slice(0, batch), firsts[0], lengths[0], out)
+        _one_query(p, slice(0, batch), firsts[0], lengths[0], ends[0] - 1, out)
         return out
-    for b, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+    for b, (first, length, end) in enumerate(zip(firsts, lengths, ends, strict=True)):
         if n == 1:
-            _one_query(p, slice(b, b + 1), first, length, out)
+            _one_query(p, slice(b, b + 1), first, length, end - 1, out)
         else:
-            out[b] = blocked.forward(_dense(p, b, first, length))[0].transpose(0, 1)
+            out[b] = blocked.forward(_dense(p, b, first, length, end))[0].transpose(0, 1)
     return out
 
 
@@ -113,7 +119,7 @@ def _of(t: Tensor, samples: slice) -> Tensor:
     return t if len(t) == 1 else t[samples]
 
 
-def _dense(p: CachedProblem, b: int, first: int, length: int) -> Problem:
+def _dense(p: CachedProblem, b: int, first: int, length: int, end: int) -> Problem:
     """A sample as a problem without a cache."""
     key, value = (_keys(p, cache, b, first, length).transpose(0, 1).unsqueeze(0) for cache in (p.key, p.value))
     bias = p.bias if p.bias.dim() == 0 else _of(p.bias, slice(b, b + 1)).unsqueeze(-1)
@@ -126,15 +132,15 @@ def _dense(p: CachedProblem, b: int, first: int, length: int) -> Problem:
         scale=p.scale,
         left=p.left,
         right=p.right,
-        first_row=length - p.query.shape[1] - first,
+        first_row=end - p.query.shape[1] - first,
     )
 
 
-def _one_query(p: CachedProblem, samples: slice, first: int, length: int, out: Tensor) -> None:
+def _one_query(p: CachedProblem, samples: slice, first: int, length: int, place: int, out: Tensor) -> None:
     """The only query of a sample, or of several of one length: what decoding spends its time on."""
-    place = length - 1
     begin = first if p.left == UNLIMITED else max(first, place - p.left)
-    stop = length if p.right == UNLIMITED else min(length, max(place + p.right + 1, begin))
+    stop = length if p.right == UNLIMITED else min(length, place + p.right + 1)
+    begin = min(begin, max(stop, first))
     batch, group = samples.stop - samples.start, p.query.shape[2] // p.key.shape[2]
 
     def by_key_head(t: Tensor) -> Tensor:  # (B or 1, Hq or 1) → (H, R, 1): H key heads, R query heads of each
@@ -208,8 +214,8 @@ KERNELS = {
 _library = torch.library.Library("sigattn", "FRAGMENT")
 _library.define(
     "cached_forward(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor bias, Tensor? first, "
-    "Tensor? table, Tensor? alibi_slopes, float? scale, int left, int right, bool fast, SymInt splits, str backend) "
-    "-> Tensor",
+    "Tensor? table, Tensor? alibi_slopes, float? scale, int left, int right, bool fast, SymInt splits, Tensor? ends, "
+    "str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(

@@ -31,6 +31,9 @@ class TrainConfig:
         parallel: how many processes share the work: "ddp" (a copy of the model each) or "fsdp" (each a part of it).
         tensor_parallel: processes that share each layer of a language model; what is left of the processes is shared
             out as ``parallel`` says.
+        context_parallel: processes that share each sequence of a sigmoid language model, for contexts that one cannot
+            hold. (Validation has whole sequences.)
+        context_strategy: how they do: "ring", "gather" or "reduce" (``sigattn.distributed.context_parallel``).
         validate_every: steps between validations; the last step always validates.
         validation_batch: samples (seconds of speech) that each process judges at a time.
         checkpoint_every: steps between checkpoints. keep: how many of them are kept.
@@ -60,6 +63,8 @@ class TrainConfig:
     compile: bool = False
     parallel: Literal["ddp", "fsdp"] = "ddp"
     tensor_parallel: int = 1
+    context_parallel: int = 1
+    context_strategy: Literal["ring", "gather", "reduce"] = "ring"
     validate_every: int = 50
     validation_batch: int = 64
     checkpoint_every: int = 50
@@ -79,6 +84,7 @@ class TrainConfig:
             "checkpoint_every",
             "keep",
             "tensor_parallel",
+            "context_parallel",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -16,8 +16,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sigattn.data.dataset import Batch, Data
 from sigattn.distributed import sharding
+from sigattn.distributed.context_parallel import Share, shared
+from sigattn.distributed.placement import Placement
 from sigattn.distributed.sharding import Processes
 from sigattn.models import saving
+from sigattn.models.language import LanguageModelConfig
 from sigattn.models.transformer import Transformer, watching
 from sigattn.nn.attention import Attention
 from sigattn.train import checkpoint
@@ -30,7 +33,15 @@ from sigattn.train.schedule import factor
 Row = dict[str, Any]
 
 # settings that may change when a run is resumed
-FREE = {"parallel", "tensor_parallel", "accumulate", "compile", "checkpoint_activations"}
+FREE = {
+    "parallel",
+    "tensor_parallel",
+    "context_parallel",
+    "context_strategy",
+    "accumulate",
+    "compile",
+    "checkpoint_activations",
+}
 FREE |= {"wandb", "keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every"}
 
 
@@ -143,6 +154,16 @@ def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folde
     return run.validate()
 
 
+def _check_context(model: Any, config: TrainConfig) -> None:
+    """Only what looks along the sequence by sigmoid attention alone can be shared out along it."""
+    if config.context_parallel == 1:
+        return
+    if not isinstance(model, LanguageModelConfig) or model.activation != "sigmoid":
+        raise ValueError(f"context_parallel is for language models with sigmoid attention, got {model}")
+    if config.compile:
+        raise ValueError("context_parallel with compile has not been made to work: say --training.no-compile")
+
+
 @dataclass
 class _Run:
     """What a run is made of."""
@@ -164,8 +185,9 @@ class _Run:
         if config.compile:
             module.compile()
         width = getattr(model, "width", None) or model.encoder.width
-        processes = processes.arranged(config.tensor_parallel)
-        if config.parallel != "fsdp" or processes.data_count == 1 or config.tensor_parallel > 1:
+        processes = processes.arranged(config.tensor_parallel, config.context_parallel)
+        _check_context(model, config)
+        if config.parallel != "fsdp" or processes.replicas == 1 or config.tensor_parallel > 1:
             module = module.to(processes.device)  # else a device only ever holds its part and one whole block
         module = sharding.distribute(module, processes, config.parallel, config.precision)
         average = None
@@ -221,29 +243,43 @@ class _Run:
 
         Gives that mean, and the mean norm of the watched layers' outputs (None without such layers).
         """
-        own = len(batch[0])
-        total = self.processes.sum(torch.tensor(float(own), device=self.processes.device))
+        share = self._share(batch)
+        if share is not None:  # this process's positions of each sequence
+            part = share.placement.size(share.mesh.get_local_rank()) / share.length
+            batch = tuple(share.part(t) for t in batch)
+        else:
+            part = 1.0
+        own = torch.tensor(float(len(batch[0])), device=self.processes.device)
+        total = self.processes.sum(own) / self.processes.context_count
         pieces = [t.chunk(self.config.accumulate) for t in batch]
         count = len(pieces[0])
         mean = torch.zeros((), device=self.processes.device)
         norms: list[Tensor] = []
         for i, piece in enumerate(zip(*pieces, strict=True)):
-            share = len(piece[0]) / total
+            weight = part * len(piece[0]) / total
             with (
                 sharding.synchronised(self.module, i == count - 1),
+                shared(self.module, share),
                 torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
             ):
                 loss = self.task.loss(self.module, piece)
             norms += [layer.attention_norm for layer in watched if layer.attention_norm is not None]
             # processes average their gradients, where their losses are to be added
-            with sharding.synchronised(self.module, i == count - 1):
-                (loss * share * self.processes.data_count).backward()
-            mean += loss.detach() * share
+            with sharding.synchronised(self.module, i == count - 1), shared(self.module, share):
+                (loss * weight * self.processes.replicas).backward()
+            mean += loss.detach() * weight
         mean = self.processes.sum(mean)
         if not norms:
             return mean, None
         each = self.processes.whole_norm(torch.cat(norms))
         return mean, self.processes.sum(each.sum()) / self.processes.sum(torch.full_like(each[0], len(each)))
+
+    def _share(self, batch: Batch) -> Share | None:
+        """This process's share of the batch's sequences, where processes share them."""
+        mesh = self.processes.context
+        if mesh is None:
+            return None
+        return Share(mesh, Placement(batch[0].shape[1], mesh.size(), balanced=True), self.config.context_strategy)
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:

@@ -15,13 +15,13 @@ from sigattn.ops.triton.tile import bias_terms, dot, narrow, shift_of, weights
 
 @triton.jit(do_not_specialize=["n", "pages", "page_size", "table_width", "left", "right", "splits"])
 def decode_kernel(
-    query, key, value, out, lengths, first, table, bias, slopes, shift_pointer,
+    query, key, value, out, lengths, ends, first, table, bias, slopes, shift_pointer,
     q_b, q_n, q_h, q_d, k_p, k_n, k_h, k_d, v_p, v_n, v_h, v_d, o_s, o_b, o_n, o_h, o_d, table_b,
     bias_b, bias_h, bias_n, slopes_b, slopes_h, slopes_s,
     n, kv_heads, pages, page_size, table_width, left, right, splits, z_scale, bias_value, shift_value,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FIRST: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
+    FIRST: tl.constexpr, ENDS: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SHIFT: tl.constexpr, SIGMOID: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -39,13 +39,16 @@ def decode_kernel(
     begin = 0
     if FIRST:
         begin = tl.maximum(tl.load(first + b).to(tl.int32), 0)
-    place = length - n + i  # the last query beside the last key
+    end = length  # the last query beside the last key
+    if ENDS:
+        end = tl.load(ends + b).to(tl.int32)
+    place = end - n + i
     start, stop = begin, length
     if HAS_LEFT:
-        start = tl.maximum(begin, length - n + row_start // GROUP - left)
+        start = tl.maximum(begin, end - n + row_start // GROUP - left)
     if HAS_RIGHT:
         last = tl.minimum((row_start + BLOCK_M - 1) // GROUP, n - 1)
-        stop = tl.minimum(length, length - n + last + right + 1)
+        stop = tl.minimum(length, end - n + last + right + 1)
     start = start // BLOCK_N * BLOCK_N
     each = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), BLOCK_N), splits) * BLOCK_N
     from_ = start + split * each

@@ -1,0 +1,64 @@
+"""Shared sequences, in 2, 3 and 4 processes (context_worker.py), and who has which positions."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sigattn.distributed.placement import Placement
+from tests.distributed import context_worker
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+
+def launch(processes, what):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
+    command += ["--monitor-interval=0.1", str(Path(context_worker.__file__)), what]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_attention(processes):
+    """Every option and way, outputs, gradients and bytes sent, even and uneven shares."""
+    done = launch(processes, "attention")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("what", ["models", "refused", "cache"])
+def test_three_processes(what):
+    done = launch(3, what)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_process_that_dies_is_missed():
+    start = time.time()
+    done = launch(3, "dying")
+    assert time.time() - start < 60
+    assert "error after" in done.stderr
+    assert "nobody missed it" not in done.stderr
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_every_position_is_someones(balanced):
+    for length in (1, 5, 16, 37):
+        for ranks in (1, 2, 3, 4, 7):
+            placement = Placement(length, ranks, balanced)
+            sizes = [placement.size(r) for r in range(ranks)]
+            everything = torch.cat([placement.positions(r) for r in range(ranks)])
+            assert sorted(everything.tolist()) == list(range(length))
+            assert max(sizes) - min(sizes) <= 2
+            whole = torch.arange(2 * length).view(2, length)
+            for r in range(ranks):
+                assert torch.equal(placement.shard(whole, r)[0], placement.positions(r))
+
+
+def test_balanced_shares_have_the_same_to_do():
+    """Pairs that a causal mask lets be seen."""
+    placement = Placement(64, 4, True)
+    work = [int((placement.positions(r) + 1).sum()) for r in range(4)]
+    assert max(work) == min(work)
+    plain = Placement(64, 4, False)
+    assert int((plain.positions(3) + 1).sum()) > 6 * int((plain.positions(0) + 1).sum())
