@@ -7,7 +7,15 @@ import torch
 
 from sigattn.bench import decode
 
-TINY = {"contexts": (64, 128), "batches": (2,), "heads": 4, "kv_heads": 2, "head_dim": 8, "rounds": 1}
+TINY = {
+    "contexts": (64, 128),
+    "batches": (2,),
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "rounds": 1,
+    "generation": False,
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh is the test on a GPU")
@@ -23,6 +31,13 @@ def test_rows_and_results(tmp_path, capsys):
             assert (context, dtype, "length first", decode.PAGED) in found
     assert json.loads(path.read_text())["rows"] == rows
     assert "one token against a cache" in capsys.readouterr().out
+
+
+def test_generation(tmp_path):
+    config = decode.DecodeBenchmark(contexts=(), rounds=1, round_seconds=0.0, results=tmp_path / "x.json")
+    rows = decode.run(config)["generation"]
+    assert [(r["prompt"], r["mechanism"]) for r in rows[:2]] == [(64, "sigmoid"), (64, "softmax")]
+    assert all(r["tokens_per_second"] > 0 for r in rows)
 
 
 def test_caches_that_are_too_large_are_left_out(tmp_path):

@@ -222,3 +222,4 @@ if __name__ == "__main__":
     {"attention": attention, "models": models, "cache": cache, "refused": refused, "dying": dying}[sys.argv[1]](mesh)
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # PyTorch's own threads sometimes abort a process that ends in order (docs/log.md)

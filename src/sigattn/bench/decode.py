@@ -22,6 +22,8 @@ from torch.nn import functional as F
 
 from sigattn.bench import gpu, provenance
 from sigattn.flash import flash_attn_with_kvcache
+from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.nn.cache import LayerCache
 
 OURS, PAGED, SOFTMAX, FLEX = "sigattn", "sigattn, pages of 64", "softmax SDPA", "softmax FlexAttention"
 PAGE = 64
@@ -39,6 +41,7 @@ class DecodeBenchmark:
         most_gib: caches larger than this are left out.
         threads: PyTorch's threads, on a CPU.
         flex: whether FlexAttention takes part, on a GPU.
+        generation: whether a language model generates as well, sigmoid beside its softmax twin.
         rounds: how often each contestant is timed. round_seconds: how long a round at least takes.
         results: where to write the results as JSON.
     """
@@ -52,6 +55,7 @@ class DecodeBenchmark:
     most_gib: float = 8.0
     threads: int = 2
     flex: bool = True
+    generation: bool = True
     rounds: int = 7
     round_seconds: float = 0.01
     results: Path = Path("benchmarks/results/decode.json")
@@ -90,7 +94,14 @@ def run(config: DecodeBenchmark) -> dict[str, Any]:
     described = provenance.describe("decode", asdict(config))
     if device.type == "cuda":
         described["device"] = torch.cuda.get_device_name()
-    report = {**described, "rows": rows}
+    generated = generation(config, device) if config.generation else []
+    for row in generated:
+        console.print(
+            f"{row['mechanism']}, {row['prompt']:,} tokens before: {row['tokens_per_second']:.1f} tokens/s "
+            f"({row['softmax_time_over_this']:.2f} × softmax)",
+            highlight=False,
+        )
+    report = {**described, "rows": rows, "generation": generated}
     provenance.write(config.results, report)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
     return report
@@ -137,6 +148,48 @@ def measure(
                     }
                 )
     return rows
+
+
+def generation(config: DecodeBenchmark, device: torch.device) -> list[dict[str, Any]]:
+    """Tokens a second of a language model (8 layers of 512, 8 heads of which 2 for keys), after prompts of lengths."""
+    rows = []
+    for prompt in (64, 1024, 8192):
+        calls: dict[str, Callable[[], object]] = {}
+        for mechanism in ("sigmoid", "softmax"):
+            torch.manual_seed(0)
+            model = LanguageModel(
+                LanguageModelConfig(
+                    layers=8,
+                    width=512,
+                    heads=8,
+                    kv_heads=2,
+                    context=prompt + 2048,
+                    position="rope",
+                    activation="sigmoid" if mechanism == "sigmoid" else "softmax",
+                )
+            ).to(device)
+            with torch.no_grad():
+                cache, tokens = model.new_cache(), torch.randint(256, (1, prompt), device=device)
+                model.eval()(tokens, cache)
+            calls[mechanism] = functools.partial(_next_token, model, cache, tokens[:, -1:])
+        for mechanism, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds):
+            rows.append(
+                {
+                    "prompt": prompt,
+                    "mechanism": mechanism,
+                    "tokens_per_second": 1 / seconds,
+                    "softmax_time_over_this": ratios["softmax"],
+                }
+            )
+    return rows
+
+
+@torch.no_grad()
+def _next_token(model: LanguageModel, cache: list[LayerCache], token: Tensor) -> None:
+    """One step, after which the cache is as it was."""
+    model(token, cache)
+    for layer in cache:
+        layer.length -= 1
 
 
 def contestants(config: DecodeBenchmark, cache: Cache, layout: str) -> dict[str, Callable[[], Tensor]]:

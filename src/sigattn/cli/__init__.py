@@ -12,6 +12,7 @@ try:
     from sigattn.bench.provenance import BenchmarkError
     from sigattn.cli.bench import BENCHMARKS
     from sigattn.cli.demo import run_demo
+    from sigattn.cli.ecosystem import export, lm_eval
     from sigattn.cli.recipes import compare_all, list_recipes, show_norms
     from sigattn.cli.theory import run_theory
     from sigattn.cli.train import evaluate, generate, make_tokenizer, pack_tokens, probe, run_train
@@ -45,6 +46,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate,
     "generate": generate,
     "probe": probe,
+    "export": export,
+    "lm-eval": lm_eval,
     "tokenizer": make_tokenizer,
     "pack": pack_tokens,
     "norms": show_norms,

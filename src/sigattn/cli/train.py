@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +13,12 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sigattn.cli.runs import language_model, recall, remember
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
 from sigattn.data.tokens import END, load_tokenizer, pack, train_tokenizer
 from sigattn.distributed.sharding import leave, processes
 from sigattn.models import saving
-from sigattn.models.language import LanguageModel
 from sigattn.models.vision import VisionTransformer
 from sigattn.recipes import loading
 from sigattn.recipes.demo import SettingsError
@@ -27,7 +26,6 @@ from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find
 from sigattn.train import loop, metrics
-from sigattn.train.config import TrainConfig
 from sigattn.train.loop import Interrupted, Row
 
 EVERY = 20  # steps between plain lines
@@ -85,7 +83,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     try:
         data = loading.load(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
         if first:
-            _remember(folder, recipe, name, options)
+            remember(folder, recipe, name, options)
         with _Display(console, recipe, first) as display:
             loop.train(
                 recipe.task, recipe.model, recipe.training, data, folder, resume=options.resume, on_row=display.update
@@ -140,33 +138,6 @@ class _Display:
             self.console.print(f"step {done} {text}", soft_wrap=True, highlight=False)
 
 
-def _remember(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
-    """What was trained on what, for the commands below."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {n: None if getattr(options, n) is None else str(getattr(options, n)) for n in ("data", "tokenizer")}
-    settings: Any = (recipe.model, recipe.task, recipe.training)
-    model, task, training = (dataclasses.asdict(s) for s in settings)
-    about = {"recipe": name, **paths, "model": model, "task": task, "training": training}
-    (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
-
-
-def _recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
-    """The recipe, the data's and the tokenizer's place of a run.
-
-    Raises:
-        DataError: if the folder holds no run.
-    """
-    try:
-        about = json.loads((folder / "run.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise DataError(f"{folder} holds no run of sigattn train: {error}") from error
-    recipe = find(about["recipe"])
-    training = TrainConfig(**{**about["training"], "betas": tuple(about["training"]["betas"])})
-    model, task = saving.from_dict(type(recipe.model), about["model"]), type(recipe.task)(**about["task"])
-    paths = [None if about[n] is None else Path(about[n]) for n in ("data", "tokenizer")]
-    return dataclasses.replace(recipe, model=model, task=task, training=training), paths[0], paths[1]
-
-
 def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None) -> None:
     """Metrics of a run's last checkpoint on the held-out data.
 
@@ -174,7 +145,7 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
         folder: of the run.
         data: instead of what it was trained on; TED-LIUM's root gives a speech model's errors by duration.
     """
-    recipe, path, tokenizer = _recall(folder)
+    recipe, path, tokenizer = recall(folder)
     for part, source in loading.held_out(recipe, data or path, tokenizer=tokenizer).items():
         found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
         for key, value in found.items():
@@ -206,10 +177,7 @@ def generate(
         stop: end after this character, or what else is one token.
         seed: of sampling.
     """
-    recipe, _, tokenizer_path = _recall(folder)
-    model = saving.load(folder / "model")
-    if not isinstance(model, LanguageModel):
-        raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no language model")
+    model, tokenizer_path = language_model(folder)
     tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
 
     def encode(text: str) -> list[int]:
@@ -247,7 +215,7 @@ def probe(
         data: a folder with train/CLASS and val/CLASS; the run's own, or handwritten digits, if none is named.
         fine_tuning: train the whole model further as well (on the handwritten digits).
     """
-    recipe, path, _ = _recall(folder)
+    recipe, path, _ = recall(folder)
     model = saving.load(folder / "model")
     if not isinstance(model, VisionTransformer):
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no vision transformer")

@@ -68,8 +68,8 @@ class Processes:
             ValueError: if groups do not divide the processes.
         """
         if self.count % (tensor * context):
-            shared = f" and context_parallel={context} do" if context > 1 else " does"
-            raise ValueError(f"tensor_parallel={tensor}{shared} not divide the {self.count} processes")
+            both = f" and context_parallel={context} do" if context > 1 else " does"
+            raise ValueError(f"tensor_parallel={tensor}{both} not divide the {self.count} processes")
         if self.count == 1:
             return self
         data, kind = self.count // (tensor * context), self.device.type

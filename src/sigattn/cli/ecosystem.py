@@ -1,0 +1,86 @@
+"""``sigattn export`` and ``sigattn lm-eval``: trained language models in other people's tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sigattn.cli.runs import language_model
+from sigattn.data.tokens import END, load_tokenizer
+from sigattn.recipes.demo import SettingsError
+
+
+def export(folder: Annotated[Path, tyro.conf.Positional], save: Annotated[Path, tyro.conf.Positional], /) -> None:
+    """Write a run's language model into a folder that transformers loads (AutoModelForCausalLM).
+
+    Args:
+        folder: of the run.
+        save: the folder to write.
+    """
+    transformers_model: Any = _optional("transformers_model", "transformers")
+    model, tokenizer = language_model(folder)
+    end = None
+    if tokenizer is not None and load_tokenizer(tokenizer).token_to_id(END) is not None:
+        end = END
+    transformers_model.export(model, save, tokenizer, end)
+    print(f"{save}: import sigattn.integrations.transformers_model, then AutoModelForCausalLM.from_pretrained")
+
+
+def lm_eval(
+    folder: Annotated[Path, tyro.conf.Positional],
+    /,
+    tasks: tuple[str, ...] = (),
+    include: Path | None = None,
+    limit: int | None = None,
+    batch: int = 8,
+) -> None:
+    """Evaluate a run's language model by lm-evaluation-harness: the paper's nine tasks, or those named.
+
+    Args:
+        folder: of the run.
+        tasks: names of the harness's tasks; none for ARC easy and challenge, HellaSwag, PIQA, SciQ, WinoGrande and
+            LAMBADA, and with one example TriviaQA and WebQuestions.
+        include: folder of further tasks (YAML).
+        limit: samples of each task.
+        batch: sequences at a time.
+    """
+    harness: Any = _optional("lm_eval", "lm_eval")
+    model, path = language_model(folder)
+    tokenizer = None if path is None else load_tokenizer(path)
+    end = None if tokenizer is None else tokenizer.token_to_id(END)
+    try:
+        found = harness.evaluate(
+            harness.SigattnLM(model, tokenizer, batch, end or 0), tasks, include=include, limit=limit
+        )
+    except (ValueError, ConnectionError) as error:
+        raise SettingsError(" ".join(str(error).split())) from error
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("task", "metric", "value", "± standard error"):
+        table.add_column(column)
+    for task, metrics in found.items():
+        for name, value in metrics.items():
+            if not name.endswith("_stderr"):
+                spread = metrics.get(f"{name}_stderr")
+                table.add_row(task, name, f"{value:.4g}", "" if spread is None else f"{spread:.2g}")
+    Console().print(table)
+    (folder / "lm_eval.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _optional(module: str, package: str) -> Any:
+    """An integration, imported when it is asked for.
+
+    Raises:
+        SettingsError: if what it integrates with is not installed.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(f"sigattn.integrations.{module}")
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"this needs {error.name}: pip install {package}") from error

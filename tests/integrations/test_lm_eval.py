@@ -1,0 +1,109 @@
+"""Our models in lm-evaluation-harness: scores against a plain forward, and a task of our own, without a network."""
+
+import json
+
+import pytest
+import torch
+
+lm_eval = pytest.importorskip("lm_eval")
+
+from sigattn.integrations import lm_eval as harness  # noqa: E402
+from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TASK = """
+task: toy_local
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {path}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+"""
+
+
+class Request:
+    def __init__(self, *args):
+        self.args = args
+
+
+@pytest.fixture
+def lm():
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(context=32, layers=2, width=32, heads=4))
+    with torch.no_grad():
+        model.embedding.weight.mul_(5)
+    return harness.SigattnLM(model, batch=3)
+
+
+def scored(model, context, continuation):
+    tokens = torch.tensor([[*context.encode(), *continuation.encode()]])
+    log_p = model(tokens[:, :-1]).log_softmax(-1)[0]
+    n = len(continuation.encode())
+    wanted, before = tokens[0, -n:], log_p[-n:]
+    return before.gather(1, wanted[:, None]).sum().item(), bool((before.argmax(-1) == wanted).all())
+
+
+def test_likelihoods(lm):
+    pairs = [("a cat", " sat"), ("the", " dog is here"), ("x", "y"), ("one two", " three")]
+    found = lm.loglikelihood([Request(*p) for p in pairs], disable_tqdm=True)
+    for (value, greedy), pair in zip(found, pairs, strict=True):
+        expected, best = scored(lm.model, *pair)
+        assert value == pytest.approx(expected, rel=1e-4)
+        assert greedy == best
+    (row,) = lm.model.generate([torch.tensor(list(b"a cat"))], 3, temperature=0.0)
+    tail = bytes(row[5:].tolist()).decode(errors="replace")
+    if "\ufffd" not in tail and not tail.startswith(" "):
+        assert lm.loglikelihood([Request("a cat", tail)], disable_tqdm=True)[0][1]
+    long = lm.loglikelihood([Request("z" * 100 + "abc", "de")], disable_tqdm=True)[0][0]
+    assert long == pytest.approx(scored(lm.model, "z" * 28 + "abc", "de")[0], rel=1e-4)  # the last 33 tokens
+    with pytest.raises(ValueError, match="does not fit in a context of 32"):
+        lm.loglikelihood([Request("a", "b" * 40)], disable_tqdm=True)
+
+
+def test_rolling(lm):
+    text = "the quick brown fox jumps over the lazy dog, and so on and on"
+    (found,) = lm.loglikelihood_rolling([Request(text)], disable_tqdm=True)
+    first = scored(lm.model, "\0", text[:32])[0]
+    tokens = torch.tensor([list(text.encode())[-33:]])
+    log_p = lm.model(tokens[:, :-1]).log_softmax(-1)[0]
+    rest = len(text) - 32
+    second = log_p[-rest:].gather(1, tokens[0, -rest:, None]).sum().item()
+    assert found == pytest.approx(first + second, rel=1e-4)
+
+
+def test_generation_stops(lm):
+    (free,) = lm.generate_until([Request("a cat", {"until": [], "max_gen_toks": 20})])
+    (row,) = lm.model.generate([torch.tensor(list(b"a cat"))], 20, temperature=0.0, stop=[0])
+    made = row[5:].tolist()
+    made = made[: made.index(0)] if 0 in made else made
+    assert free == bytes(made).decode(errors="replace")
+    if len(free) > 2:
+        (cut,) = lm.generate_until([Request("a cat", {"until": [free[2]], "max_gen_toks": 20})])
+        assert cut == free.split(free[2])[0]
+
+
+def test_a_local_task(lm, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rows = [{"question": f"{i} and", "choices": [" x", " yy", " z"], "answer": i % 3} for i in range(9)]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "toy.yaml").write_text(TASK.format(path=tmp_path / "rows.json"))
+    found = harness.evaluate(lm, ["toy_local"], include=tmp_path)
+    right = 0
+    for row in rows:
+        scores = [scored(lm.model, row["question"], c)[0] for c in row["choices"]]
+        right += scores.index(max(scores)) == row["answer"]
+    assert found["toy_local"]["acc"] == pytest.approx(right / 9)
+    with pytest.raises(ValueError, match="knows no task nosuch"):
+        harness.evaluate(lm, ["nosuch"], include=tmp_path)
+
+
+def test_the_papers_tasks_are_known():
+    manager = lm_eval.tasks.TaskManager()
+    assert set(harness.PAPER) <= set(manager.all_tasks)

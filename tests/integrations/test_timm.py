@@ -1,0 +1,74 @@
+"""Sigmoid attention in timm's vision transformers."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+timm = pytest.importorskip("timm")
+
+from sigattn.integrations.timm import attention_layer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SMALL = {"img_size": 32, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
+MODELS = {
+    "vit_tiny_patch16_224": {**SMALL, "patch_size": 8, "qk_norm": True, "init_values": 1e-4},
+    "deit3_small_patch16_224": {**SMALL, "patch_size": 8},
+    "naflexvit_base_patch16_gap": {"num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 8},
+}
+
+
+def answered(model, x, bias):
+    """The same model with timm's own layers and the formula in place of its softmax."""
+
+    def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+        b = -torch.tensor(float(k.shape[2])).log() if bias == "log_visible" else bias
+        return torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 + b) @ v
+
+    own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, formula
+    try:
+        return model(x)
+    finally:
+        F.scaled_dot_product_attention = own
+
+
+@pytest.mark.parametrize("bias", ["log_visible", 0.0, -2.0])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, bias):
+    torch.manual_seed(0)
+    ours = timm.create_model(name, attn_layer=attention_layer(bias), **MODELS[name]).eval()
+    plain = timm.create_model(name, **MODELS[name]).eval()
+    plain.load_state_dict(ours.state_dict())  # the same names
+    x = torch.randn(2, 3, 32, 32)
+    expected = answered(plain, x, bias)
+    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+    ours(x).square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+
+
+def test_hybrid_norm_is_on_the_branch():
+    torch.manual_seed(0)
+    layer = attention_layer(0.0, "hybrid")(48, num_heads=3)
+    out = layer(torch.randn(2, 7, 48))
+    torch.testing.assert_close(out.mean(-1), torch.zeros(2, 7), rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.std(-1, unbiased=False), torch.ones(2, 7), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks(causal):
+    """Bool and added masks hide keys and are not counted in -log n."""
+    torch.manual_seed(0)
+    layer = attention_layer()(48, num_heads=3).eval()
+    x = torch.randn(2, 7, 48)
+    seen = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    seen[1, ..., 4:] = False
+    added = torch.zeros(2, 1, 1, 7).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for mask in (seen.expand(2, 1, 7, 7), added.expand(2, 1, 7, 7)):
+        out = layer(x, mask, causal)
+        torch.testing.assert_close(out[1:, :4], layer(x[1:, :4], is_causal=causal), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out[:1], layer(x[:1], is_causal=causal), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arguments", [("-log n",), (True,), (0.0, "post")], ids=str)
+def test_refused(arguments):
+    with pytest.raises((ValueError, TypeError), match="attention_layer"):
+        attention_layer(*arguments)

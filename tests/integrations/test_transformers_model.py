@@ -1,0 +1,109 @@
+"""Our language model among transformers' own."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from sigattn.data.tokens import END, train_tokenizer  # noqa: E402
+from sigattn.integrations import transformers_model  # noqa: E402
+from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
+from sigattn.nn.documents import Documents  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SMALL = {"vocabulary": 30, "context": 64, "layers": 2, "width": 32, "heads": 4}
+MODELS = [{"position": "alibi", "kv_heads": 2}, {"tied": False, "bias": "log_visible"}, {"position": "sincos"}]
+
+
+def model_of(settings):
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(**SMALL, **settings)).eval()
+    with torch.no_grad():
+        model.embedding.weight.mul_(5)
+    return model
+
+
+@pytest.mark.parametrize("settings", MODELS, ids=str)
+def test_loaded_by_name_and_generating(settings, tmp_path):
+    model = model_of(settings)
+    transformers_model.export(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(1, 30, (2, 7))
+    torch.testing.assert_close(loaded(ids).logits, model(ids))
+    expected = model.generate(ids, 12, temperature=0.0)
+    common = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    padding = torch.tensor([[0, 0, 0], [0, 1, 1]])
+    padded = torch.cat([torch.tensor([[0, 0, 0], [0, 4, 5]]), ids], 1)
+    mask = torch.cat([padding, torch.ones_like(ids)], 1)
+    late = model.generate([ids[0], padded[1, 1:]], 12, temperature=0.0)
+    for how in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(loaded.generate(ids, attention_mask=torch.ones_like(ids), **common, **how), expected), how
+        found = loaded.generate(padded, attention_mask=mask, **common, **how)
+        assert torch.equal(found[0, 3:], late[0]), how
+        assert torch.equal(found[1, 1:], late[1]), how
+    beams = loaded.generate(ids, attention_mask=torch.ones_like(ids), **common, num_beams=4)
+    assert torch.equal(beams, model.generate(ids, 12, temperature=0.0, beams=4))
+
+
+def test_training():
+    """Loss and gradients; padding on the right; documents; checkpointed blocks."""
+    model = model_of({})
+    wrapped = transformers_model.wrap(model).train()
+    ids = torch.randint(1, 30, (2, 9))
+    labels = ids.clone()
+    labels[0, 6:] = -100
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    loss = wrapped(ids, attention_mask=mask, labels=labels).loss
+    logits = model(ids)[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    wrapped.gradient_checkpointing_enable()
+    assert wrapped.is_gradient_checkpointing
+    again = torch.autograd.grad(wrapped(ids, labels=labels).loss, list(model.parameters()))
+    wrapped.gradient_checkpointing_disable()
+    for a, b in zip(gradients, again, strict=True):
+        torch.testing.assert_close(a, b)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    documents = Documents(
+        torch.tensor([[0] * 3 + [1] * 6, [0] * 9]), positions, torch.tensor([0, 3, 9, 18], dtype=torch.int32)
+    )
+    torch.testing.assert_close(wrapped(ids, position_ids=positions).logits, model(ids, documents=documents))
+    assert wrapped(ids, logits_to_keep=2).logits.shape == (2, 2, 30)
+
+
+def test_refused():
+    wrapped = transformers_model.wrap(model_of({})).train()
+    ids = torch.randint(1, 30, (1, 5))
+    with pytest.raises(ValueError, match="pad on the right to train"):
+        wrapped(ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
+    with pytest.raises(ValueError, match="nothing in between"):
+        wrapped.eval()(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
+    with pytest.raises(ValueError, match=r"attention_mask must be \(B, N\)"):
+        wrapped(ids, attention_mask=torch.ones(1, 1, 5, 5))
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        wrapped.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def test_a_tokenizer_goes_along(tmp_path):
+    (tmp_path / "text.txt").write_text("a cat and a dog " * 20)
+    tokenizer = train_tokenizer(tmp_path / "text.txt", 270, tmp_path / "t.json")
+    model = LanguageModel(LanguageModelConfig(**{**SMALL, "vocabulary": 270}))
+    transformers_model.export(model, tmp_path / "out", tmp_path / "t.json", END)
+    loaded, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+    )
+    assert theirs("a cat").input_ids == tokenizer.encode("a cat").ids
+    assert loaded.config.eos_token_id == tokenizer.token_to_id(END) == theirs.eos_token_id
+    batch = theirs(["a cat and", "a"], return_tensors="pt", padding=True)
+    assert batch.attention_mask[1, 0] == 0  # on the left
+    assert loaded.generate(**batch, max_new_tokens=4, do_sample=False).shape[0] == 2
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "sigattn"
+    assert "sigattn.integrations.transformers_model" in sys.modules

@@ -1,0 +1,44 @@
+"""Whole models through torch.export, and through AOTInductor into a package that runs by itself."""
+
+import shutil
+
+import pytest
+import torch
+
+from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
+from tests.ops.cases import COMPILER_NOISE
+
+pytestmark = [pytest.mark.usefixtures("unchecked"), *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE)]
+LANGUAGE = {"vocabulary": 50, "context": 64, "layers": 2, "width": 32, "heads": 4}
+
+
+@pytest.mark.parametrize("settings", [{"position": "alibi"}, {"bias": "log_visible", "structure": "hybrid"}], ids=str)
+def test_a_language_model_of_any_length(settings):
+    model = LanguageModel(LanguageModelConfig(**LANGUAGE, **settings)).eval()
+    lengths = {1: torch.export.Dim("n", min=2, max=64)}
+    exported = torch.export.export(model, (torch.randint(50, (2, 20)),), dynamic_shapes=(lengths,)).module()
+    for n in (3, 20, 61):
+        tokens = torch.randint(50, (2, n))
+        torch.testing.assert_close(exported(tokens), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_vision_transformer():
+    config = VisionTransformerConfig(
+        layers=2, width=32, heads=4, image_size=8, patch=4, channels=1, classes=10, layer_scale=0.1
+    )
+    model = VisionTransformer(config).eval()
+    images = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), model(images))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++")
+def test_ahead_of_time(tmp_path):
+    model = LanguageModel(LanguageModelConfig(**LANGUAGE, position="alibi")).eval()
+    lengths = {1: torch.export.Dim("n", min=2, max=64)}
+    exported = torch.export.export(model, (torch.randint(50, (2, 20)),), dynamic_shapes=(lengths,))
+    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for n in (5, 33):
+        tokens = torch.randint(50, (2, n))
+        torch.testing.assert_close(package(tokens), model(tokens), rtol=1e-4, atol=1e-5)
