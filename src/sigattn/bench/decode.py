@@ -165,6 +165,7 @@ def generation(config: DecodeBenchmark, device: torch.device) -> list[dict[str, 
                     kv_heads=2,
                     context=prompt + 2048,
                     position="rope",
+                    structure="hybrid",
                     activation="sigmoid" if mechanism == "sigmoid" else "softmax",
                 )
             ).to(device)

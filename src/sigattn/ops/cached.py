@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sigattn.ops import blocked, triton
+from sigattn.ops import blocked, library, triton
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.products import fused_unavailable
 
 # measured on a CPU (docs/log.md)
 TOGETHER = 1 << 20  # elements of K up to which samples are worked on together: beyond, they would leave the cache
-PIECE = 512  # keys worked on together, so that what was read or converted is still near
+PIECE = 1 << 19  # elements of K worked on together, so that what was read or converted is still near
 BY_HEAD_FROM = 2048  # keys from which bfloat16 is multiplied as it is, a head at a time
 
 
@@ -151,8 +151,9 @@ def _one_query(p: CachedProblem, samples: slice, first: int, length: int, place:
     slopes = None if p.alibi_slopes is None else by_key_head(_of(p.alibi_slopes, samples)[..., 0])
     query = p.query[samples].reshape(batch * p.key.shape[2], group, -1)  # (H, R, D)
     total = query.new_zeros(*query.shape[:2], p.value.shape[3], dtype=wide)
-    for start, key, value in _pieces(p, samples, begin, stop):  # (H, C, D), (H, C, Dv)
-        by_head = key.shape[1] >= BY_HEAD_FROM
+    own = p.query.dtype is torch.bfloat16 and fused_unavailable(p.query.device, torch.bfloat16) is None
+    by_head = own and stop - begin >= BY_HEAD_FROM and not _paged(p)
+    for start, key, value in _pieces(p, samples, begin, stop, whole=by_head):  # (H, C, D), (H, C, Dv)
         dtype = key.dtype if by_head else wide
         # a number travels within the product: there it is never rounded to 16 bits
         added = bias if slopes is None and not isinstance(bias, Tensor) else 0.0
@@ -166,23 +167,28 @@ def _one_query(p: CachedProblem, samples: slice, first: int, length: int, place:
     out[samples] = total.view(out[samples].shape)
 
 
-def _pieces(p: CachedProblem, samples: slice, begin: int, stop: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Where a piece begins, and its keys and values (H, C, ·)."""
-    size = PIECE
-    paged = p.table is not None and p.table.shape[1] > 1
-    own = p.query.dtype is torch.bfloat16 and fused_unavailable(p.query.device, torch.bfloat16) is None
-    if own and not paged and stop - begin >= BY_HEAD_FROM:
+def _paged(p: CachedProblem) -> bool:
+    return p.table is not None and p.table.shape[1] > 1
+
+
+def _pieces(
+    p: CachedProblem, samples: slice, begin: int, stop: int, *, whole: bool
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Where a piece begins, and its keys and values (H, C, ·); all in one where they are wanted whole."""
+    size = max(PIECE // max(p.key.shape[2] * p.key.shape[3] * (samples.stop - samples.start), 1), 64)
+    paged = _paged(p)
+    if whole:
         size = stop - begin
     if p.table is None and samples.stop - samples.start > 1:
-        whole = [cache[samples, begin:stop].transpose(1, 2).flatten(0, 1) for cache in (p.key, p.value)]
+        everything = [cache[samples, begin:stop].transpose(1, 2).flatten(0, 1) for cache in (p.key, p.value)]
     elif not paged:
-        whole = [_keys(p, cache, samples.start, begin, stop).transpose(0, 1) for cache in (p.key, p.value)]
+        everything = [_keys(p, cache, samples.start, begin, stop).transpose(0, 1) for cache in (p.key, p.value)]
     for start in range(begin, stop, size):
         end = min(start + size, stop)
         if paged:
             key, value = (_keys(p, cache, samples.start, start, end).transpose(0, 1) for cache in (p.key, p.value))
         else:
-            key, value = (t[:, start - begin : end - begin] for t in whole)
+            key, value = (t[:, start - begin : end - begin] for t in everything)
         yield start, key, value
 
 
@@ -321,5 +327,8 @@ def choose(problem: CachedProblem, backend: str | None) -> str:
 
 def call(problem: CachedProblem, backend: str) -> Tensor:
     """Run a problem on a backend."""
+    tensors = (problem.query, problem.key, problem.value, problem.lengths)
+    if not torch.compiler.is_compiling() and library.nobody_watches(tensors):
+        return _forward(*problem, backend)  # the op would only cost its 20 µs
     out: Tensor = torch.ops.sigattn.cached_forward.default(*problem, backend)
     return out

@@ -223,7 +223,7 @@ def call(problem: Problem, backend: str) -> Tensor:
     else:
         refuse_tangents(tensors[:_DIFFERENTIABLE])
     recorded = torch._C._are_functorch_transforms_active() or wants_gradient(tensors[:_DIFFERENTIABLE])
-    if not recorded and not torch.compiler.is_compiling() and _nobody_watches(tensors):
+    if not recorded and not torch.compiler.is_compiling() and nobody_watches(tensors):
         check_lengths(problem)
         return _run_forward(problem, KERNELS[backend])
     args = (*tensors, p.scale, p.left, p.right, p.dropout_p, p.first_row, p.fast, p.deterministic, backend)
@@ -242,7 +242,7 @@ def wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _nobody_watches(tensors: Sequence[Tensor | None]) -> bool:
+def nobody_watches(tensors: Sequence[Tensor | None]) -> bool:
     """Whether the op itself, 4 µs, may be left out: plain tensors, and no mode that traces or counts."""
     plain = all(t is None or ((type(t) is Tensor or type(t) is torch.nn.Parameter) and not t.is_meta) for t in tensors)
     return plain and torch._C._len_torch_dispatch_stack() == 0
