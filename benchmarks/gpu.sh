@@ -48,7 +48,7 @@ if [[ $tiny == 1 ]]; then
     accuracy="lengths=(64, 256), queries=8, head_dim=16, dtypes=('float16', 'bfloat16', 'float32')"
     hybrid="lengths=(32, 64), heads=2, head_dim=16, rounds=1, round_seconds=0.0, dtype='float32'"
     tune="lengths=(64,), heads=1, head_dims=(16,), most_flops=1e6, rounds=1, round_seconds=0.0, most_candidates=2"
-    decode="contexts=(64,), batches=(2,), heads=2, kv_heads=1, head_dim=16, rounds=1, round_seconds=0.0, dtypes=('float32',), generation=False"
+    decode="contexts=(64,), batches=(2,), heads=2, kv_heads=1, head_dim=16, rounds=1, round_seconds=0.0, dtypes=('float32',), prompts=()"
     training="kappas=(4,), seconds=2.0, steps=2, batch=1, upscale=1, layers=1"
     examples=3
 else

@@ -20,7 +20,11 @@ DOCUMENTS = [f"document {i}: " + "abc " * (i % 5) for i in range(60)]
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A data set as the Hub lays it out, in a folder."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     folder = tmp_path / "hub"
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": d}) for d in DOCUMENTS))

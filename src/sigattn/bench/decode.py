@@ -41,7 +41,7 @@ class DecodeBenchmark:
         most_gib: caches larger than this are left out.
         threads: PyTorch's threads, on a CPU.
         flex: whether FlexAttention takes part, on a GPU.
-        generation: whether a language model generates as well, sigmoid beside its softmax twin.
+        prompts: lengths after which a language model makes a token, sigmoid beside its softmax twin.
         rounds: how often each contestant is timed. round_seconds: how long a round at least takes.
         results: where to write the results as JSON.
     """
@@ -55,7 +55,7 @@ class DecodeBenchmark:
     most_gib: float = 8.0
     threads: int = 2
     flex: bool = True
-    generation: bool = True
+    prompts: tuple[int, ...] = (64, 1024, 8192)
     rounds: int = 7
     round_seconds: float = 0.01
     results: Path = Path("benchmarks/results/decode.json")
@@ -94,7 +94,7 @@ def run(config: DecodeBenchmark) -> dict[str, Any]:
     described = provenance.describe("decode", asdict(config))
     if device.type == "cuda":
         described["device"] = torch.cuda.get_device_name()
-    generated = generation(config, device) if config.generation else []
+    generated = generation(config, device)
     for row in generated:
         console.print(
             f"{row['mechanism']}, {row['prompt']:,} tokens before: {row['tokens_per_second']:.1f} tokens/s "
@@ -153,7 +153,7 @@ def measure(
 def generation(config: DecodeBenchmark, device: torch.device) -> list[dict[str, Any]]:
     """Tokens a second of a language model (8 layers of 512, 8 heads of which 2 for keys), after prompts of lengths."""
     rows = []
-    for prompt in (64, 1024, 8192):
+    for prompt in config.prompts:
         calls: dict[str, Callable[[], object]] = {}
         for mechanism in ("sigmoid", "softmax"):
             torch.manual_seed(0)

@@ -14,9 +14,11 @@ try:
     from sigattn.cli.demo import run_demo
     from sigattn.cli.ecosystem import export, lm_eval
     from sigattn.cli.recipes import compare_all, list_recipes, show_norms
+    from sigattn.cli.reproduce import reproduce
     from sigattn.cli.theory import run_theory
     from sigattn.cli.train import evaluate, generate, make_tokenizer, pack_tokens, probe, run_train
     from sigattn.data.dataset import DataError
+    from sigattn.experiments.experiment import ExperimentError
     from sigattn.models.saving import ModelError
     from sigattn.recipes.demo import SettingsError
     from sigattn.recipes.registry import RecipeError
@@ -52,6 +54,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "pack": pack_tokens,
     "norms": show_norms,
     "compare": compare_all,
+    "reproduce": reproduce,
     "info": show_info,
     "theory": run_theory,
     "bench": bench,
@@ -65,6 +68,7 @@ ERRORS = (
     RecipeError,
     SettingsError,
     BenchmarkError,
+    ExperimentError,
 )
 
 

@@ -10,7 +10,6 @@ it. Runs that are finished are not done again: the command can be stopped and re
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import statistics
 import sysconfig
@@ -28,7 +27,7 @@ from sigattn.data.images import Digits
 from sigattn.data.text import ByteText, TextData
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
-from sigattn.recipes import loading
+from sigattn.recipes import intervals, loading
 from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
@@ -179,7 +178,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     for title in dict.fromkeys(r["entry"] for r in results):
         pair = [[r for r in results if r["entry"] == title and r["mechanism"] == m] for m in MECHANISMS]
         values = [[r["value"] for r in runs] for runs in pair]
-        cells = [title, *(_mean(v) for v in values), difference(*values)]
+        cells = [title, *(intervals.spread(v) for v in values), difference(*values)]
         for keys in (("gradient_spikes", "loss_spikes"), ("first_attention_norm", "last_attention_norm")):
             arrow = " → " if "norm" in keys[0] else ", "
             both = [arrow.join(f"{statistics.mean(r[k] for r in runs):,.3g}" for k in keys) for runs in pair]
@@ -189,24 +188,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mean(values: Sequence[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4g}{spread}"
-
-
-# two-sided 95 % points of Student's distribution, by degrees of freedom
-_STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
-
-
 def difference(first: Sequence[float], second: Sequence[float]) -> str:
-    """Second - first with its 95 % interval, and whether that holds 0."""
-    delta = statistics.mean(second) - statistics.mean(first)
-    if min(len(first), len(second)) < 2:
-        return f"{delta:+.3g}"
-    parts = [statistics.variance(v) / len(v) for v in (first, second)]
-    error = math.sqrt(sum(parts))
-    if error == 0:
-        return f"{delta:+.3g}"
-    freedom = sum(parts) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True) if p)
-    margin = _STUDENT.get(max(1, math.floor(freedom)), 1.96 if freedom > 10 else 2.23) * error
-    return f"{delta:+.3g} ± {margin:.2g}{'' if abs(delta) <= margin else ' *'}"
+    """Second - first with its 95 % interval, and a star where that does not hold 0."""
+    delta, margin = intervals.welch(first, second)
+    return intervals.interval(delta, margin) + ("" if abs(delta) <= margin else " *")

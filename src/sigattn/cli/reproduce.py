@@ -1,0 +1,73 @@
+"""``sigattn reproduce``: the paper's experiments."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sigattn.bench import provenance
+from sigattn.experiments import pages
+from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting
+from sigattn.experiments.registry import EXPERIMENTS, find
+
+
+def reproduce(
+    name: Annotated[str | None, tyro.conf.Positional] = None,
+    /,
+    scale: Scale = "small",
+    seeds: int = 3,
+    folder: Path = Path("runs/reproduce"),
+    workers: int = 2,
+    all: bool = False,  # noqa: A002  (the flag's name)
+    list: bool = False,  # noqa: A002
+) -> None:
+    """Run an experiment of the paper, and write its data, figure and page. What is done is not done again.
+
+    Args:
+        name: an experiment; --list shows them.
+        scale: "smoke" (seconds), "small" (minutes on 2 cores) or "paper".
+        seeds: of each training run.
+        folder: for runs, data and pages.
+        workers: runs at a time, a thread each.
+        all: run every experiment, one after another.
+        list: show what there is.
+    """
+    console = Console()
+    if list or (name is None and not all):
+        _list(console)
+        return
+    if seeds < 1 or workers < 1:
+        raise ExperimentError(f"seeds and workers must be at least 1, got {seeds} and {workers}")
+    place = folder / scale
+    for experiment in EXPERIMENTS.values() if all else (find(name or ""),):
+        console.print(f"{experiment.name}: {experiment.title} ({experiment.place})", highlight=False)
+        start = time.perf_counter()
+        own = place / experiment.name
+        own.mkdir(parents=True, exist_ok=True)
+        setting = Setting(scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers)
+        result = experiment.run(setting)
+        about = provenance.describe("reproduce", {"scale": scale, "seeds": seeds})
+        pages.write(own, experiment, setting, result, about)
+        for finding in result.findings:
+            console.print(f"  {finding.verdict}: {finding.claim} ({finding.seen})", soft_wrap=True, highlight=False)
+        console.print(
+            f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", soft_wrap=True, highlight=False
+        )
+    written = pages.read(place)
+    console.print(f"{pages.index(place, written)}: {pages.counts(written)}", soft_wrap=True, highlight=False)
+
+
+def _list(console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("experiment", "what", "in the paper", *SCALES, "hardware for paper"):
+        table.add_column(column)
+    for e in EXPERIMENTS.values():
+        minutes = (e.minutes.get(s) for s in SCALES)
+        table.add_row(e.name, e.title, e.place, *("days" if m is None else f"{m:g} min" for m in minutes), e.hardware)
+    console.print(table)

@@ -1,0 +1,161 @@
+"""The sum of the k numbers pointed out, by an MLP and by one layer of softmax or sigmoid attention (App. G.6).
+
+    sigattn reproduce k-summation --scale small             (--scale paper: a GPU, or some hours on a CPU)
+    sigattn reproduce attention-evolution --scale small
+
+Expected: the loss grows with k, alike for both mechanisms. Over training the weights of sigmoid attention end less
+sparse than softmax's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sigattn.data.synthetic import KSummation
+from sigattn.experiments import drawing, sweep
+from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
+from sigattn.models import saving
+from sigattn.models.sequence import SequenceModel
+from sigattn.recipes import intervals
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import find
+from sigattn.tasks.k_summation import KSummationTask
+
+
+def base(setting: Setting, k: int, **model: Any) -> Recipe:
+    """The recipe with fewer steps."""
+    recipe = find("k-summation")
+    recipe = replace(recipe.with_transformer(**model), task=KSummationTask(k=k))
+    steps = setting.of(6, 1500, recipe.training.steps)
+    return replace(
+        recipe,
+        training=replace(
+            recipe.training, steps=steps, batch=setting.of(8, 64, 256), validate_every=steps, checkpoint_every=steps
+        ),
+    )
+
+
+def run(setting: Setting) -> Result:
+    """Three architectures over k."""
+    ks = setting.of((1, 2), (1, 4, 10, 16), (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20))
+    wanted = {}
+    for k in ks:
+        wanted[f"sigmoid, {k}"] = base(setting, k)
+        wanted[f"softmax, {k}"] = base(setting, k).softmax()
+        wanted[f"mlp, {k}"] = base(setting, k, kind="mlp")
+    found = sweep.train_all(setting, sweep.jobs(wanted, setting.seeds))
+    losses = {n: [[o.final["loss"] for o in found[f"{n}, {k}"]] for k in ks] for n in ("softmax", "sigmoid", "mlp")}
+    picture, axes = drawing.figure(1, width=6.0, height=4.0)
+    for name, values in losses.items():
+        drawing.band(axes[0], ks, values, name, drawing.STYLE[name])
+    axes[0].set(yscale="log", xlabel="k of n = 40", ylabel="held-out squared error")
+    axes[0].legend(frameon=False)
+    rows = [(str(k), *(intervals.spread(losses[n][i]) for n in losses)) for i, k in enumerate(ks)]
+    apart = [intervals.welch([math.log(x) for x in losses["softmax"][i]], [math.log(x) for x in losses["sigmoid"][i]])
+             for i in range(len(ks))]  # fmt: skip
+    same = sum(abs(delta) <= margin for delta, margin in apart)
+    grow, margin = intervals.welch(losses["sigmoid"][0], losses["sigmoid"][-1])
+    findings = [
+        Finding(
+            "The loss grows with k.",
+            "agrees" if grow > margin else "differs" if -grow > margin else "not shown",
+            f"sigmoid, k = {ks[-1]} less k = {ks[0]}: {intervals.interval(grow, margin)}",
+        ),
+        Finding(
+            "Sigmoid scales with k as softmax does.",
+            "agrees" if same == len(ks) else "differs",
+            f"within the 95 % interval of log loss at {same} of {len(ks)} values of k; log(sigmoid / softmax) "
+            + ", ".join(intervals.interval(*a) for a in apart),
+        ),
+    ]
+    data = [{"model": n, "k": k, "losses": losses[n][i]} for n in losses for i, k in enumerate(ks)]
+    return Result(("k", "softmax", "sigmoid", "MLP"), rows, findings, data, picture)
+
+
+def run_evolution(setting: Setting) -> Result:
+    """Norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
+    recipe = base(setting, 1, heads=1)
+    steps = recipe.training.steps
+    every = max(1, steps // 10)
+    samples = next(iter(KSummation(held_out=40).validation(40)))[0]
+    data: list[dict[str, Any]] = []
+    for mechanism in ("softmax", "sigmoid"):
+        own = recipe if mechanism == "sigmoid" else recipe.softmax()
+        for seed in range(setting.seeds):
+            for step in range(0, steps + 1, every):
+                model = _model_after(setting, own, mechanism, seed, step)
+                report = model.attention_report(samples)[0]
+                data.append(
+                    {
+                        "mechanism": mechanism,
+                        "seed": seed,
+                        "step": step,
+                        "sparsity": report.hoyer_sparsity.mean().item(),
+                        "norm": report.output_norm.mean().item(),
+                        "row_mass": report.row_mass_mean.mean().item(),
+                    }
+                )
+            setting.show(f"{mechanism}, seed {seed}")
+    picture, axes = drawing.figure(3)
+    for axis, key in zip(axes, ("norm", "sparsity", "row_mass"), strict=True):
+        for mechanism in ("softmax", "sigmoid"):
+            at = sorted({r["step"] for r in data})
+            values = [[r[key] for r in data if (r["mechanism"], r["step"]) == (mechanism, s)] for s in at]
+            drawing.band(axis, at, values, mechanism, drawing.STYLE[mechanism])
+        axis.set(xlabel="step", title={"norm": "‖P V‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}[key])
+    axes[0].legend(frameon=False)
+    last = max(r["step"] for r in data)
+    ends = {
+        m: [r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, last)] for m in ("softmax", "sigmoid")
+    }
+    delta, margin = intervals.welch(ends["softmax"], ends["sigmoid"])
+    findings = [
+        Finding(
+            "At the end of training sigmoid attention is less sparse than softmax.",
+            "agrees" if -delta > margin else "differs" if delta > margin else "not shown",
+            f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}",
+        )
+    ]
+    rows = [(m, intervals.spread([r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, 0)]),
+             intervals.spread(ends[m])) for m in ends]  # fmt: skip
+    return Result(("", "sparsity, first", "sparsity, last"), rows, findings, data, picture)
+
+
+def _model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, steps: int) -> SequenceModel:
+    """The model as it is after so many steps: a run of its own, whose first steps are those of a longer one."""
+    if not steps:
+        torch.manual_seed(seed)
+        model = saving.build(recipe.model)
+        assert isinstance(model, SequenceModel)
+        return model.eval()
+    part = replace(recipe, training=replace(recipe.training, steps=steps))
+    folder = setting.folder / "runs" / f"{mechanism}-{seed}-{steps}"
+    if not (folder / "done.json").exists():
+        sweep.train_one(folder, sweep.Job(mechanism, part, seed))
+    model = saving.load(folder / "model")
+    assert isinstance(model, SequenceModel)
+    return model
+
+
+EXPERIMENT = Experiment(
+    "k-summation",
+    "k-summation with an MLP, softmax and sigmoid attention",
+    'Fig. "final_loss_k_summation", App. G.6',
+    run,
+    {"smoke": 0.2, "small": 4.0, "paper": None},
+    "1 GPU",
+    "four values of k, batch 64, 1,500 steps: no training converges",
+)
+EVOLUTION = Experiment(
+    "attention-evolution",
+    "How attention weights change over training",
+    'Figs. "attn_evolve", "attn_metric_evolve", App. G.6',
+    run_evolution,
+    {"smoke": 0.2, "small": 3.0, "paper": None},
+    "1 GPU",
+    "batch 64, up to 1,500 steps; each point is a run of its own that ends there (its learning rate is constant)",
+)

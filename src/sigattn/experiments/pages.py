@@ -1,0 +1,112 @@
+"""From results to pages: one Markdown page and picture for each experiment, and one HTML index of them all."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sigattn.experiments.experiment import Experiment, Result, Setting
+from sigattn.recipes import report
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a page says, as it is kept beside it.
+
+    Attributes:
+        name, title, place: of the experiment. scale, seeds: of the run. findings: claim, verdict and what was seen.
+        columns, rows: the table. differs: how this scale differs from the paper's. picture: whether there is one.
+    """
+
+    name: str
+    title: str
+    place: str
+    scale: str
+    seeds: int
+    differs: str
+    columns: list[str]
+    rows: list[list[str]]
+    findings: list[dict[str, str]]
+    picture: bool
+    provenance: dict[str, Any]
+
+
+def write(
+    folder: Path, experiment: Experiment, setting: Setting, result: Result, provenance: dict[str, Any]
+) -> Written:
+    """Leave data.jsonl, page.json, figure.svg, figure.png and page.md in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in result.data))
+    written = Written(
+        experiment.name,
+        experiment.title,
+        experiment.place,
+        setting.scale,
+        setting.seeds,
+        experiment.differs if setting.scale != "paper" else "",
+        list(result.columns),
+        [list(row) for row in result.rows],
+        [asdict(f) for f in result.findings],
+        result.figure is not None,
+        provenance,
+    )
+    if result.figure is not None:
+        result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
+        result.figure.savefig(folder / "figure.png", dpi=110)
+    (folder / "page.json").write_text(json.dumps(asdict(written), indent=1) + "\n")
+    (folder / "page.md").write_text(markdown(written))
+    return written
+
+
+def read(folder: Path) -> list[Written]:
+    """What is there, in order of names."""
+    return [Written(**json.loads(path.read_text())) for path in sorted(folder.glob("*/page.json"))]
+
+
+def markdown(w: Written) -> str:
+    """A page."""
+    lines = [f"# {w.title}", "", f"{w.place}. Scale: {w.scale}, seeds: {w.seeds}.", ""]
+    if w.differs:
+        lines += [f"Differs from the paper's set-up: {w.differs}.", ""]
+    lines += [f"- **{f['verdict']}**: {f['claim']} ({f['seen']})" for f in w.findings]
+    if w.picture:
+        lines += ["", f"![{w.title}](figure.svg)"]
+    lines += ["", "| " + " | ".join(c or " " for c in w.columns) + " |", "|" + "---|" * len(w.columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in w.rows]
+    about = w.provenance
+    lines += ["", f"`sigattn reproduce {w.name} --scale {w.scale} --seeds {w.seeds}`, {about['date']}, commit "
+              f"{about['commit'][:12]}, {about['device']}, torch {about['versions']['torch']}."]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def counts(written: Sequence[Written]) -> str:
+    """How many findings agree, differ, and could not be shown."""
+    found = Counter(f["verdict"] for w in written for f in w.findings)
+    return ", ".join(f"{found[v]} {v}" for v in ("agrees", "differs", "not shown"))
+
+
+def index(folder: Path, written: Sequence[Written]) -> Path:
+    """One HTML page of everything."""
+    parts = []
+    for w in written:
+        findings = "".join(
+            f"<li><b>{html.escape(f['verdict'])}</b>: {html.escape(f['claim'])} <i>{html.escape(f['seen'])}</i></li>"
+            for f in w.findings
+        )
+        picture = (folder / w.name / "figure.svg").read_text() if w.picture else ""
+        head = "".join(f"<th>{html.escape(c)}</th>" for c in w.columns)
+        rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in w.rows)
+        differs = f"<p>Differs from the paper's set-up: {html.escape(w.differs)}.</p>" if w.differs else ""
+        parts.append(
+            f"<h2>{html.escape(w.title)}</h2><p>{html.escape(w.place)}. Scale: {w.scale}, seeds: {w.seeds}.</p>"
+            f"{differs}<ul>{findings}</ul>{picture[picture.find('<svg') :]}<table><tr>{head}</tr>{rows}</table>"
+        )
+    path = folder / "index.html"
+    introduction = f"Experiments of Ramapuram et al. (ICLR 2025), run again. Findings: {counts(written)}."
+    path.write_text(report.page("Sigmoid attention: the paper's experiments", introduction, "".join(parts)))
+    return path

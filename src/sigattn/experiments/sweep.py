@@ -1,0 +1,115 @@
+"""Many small training runs side by side, each in a folder of its own; those that are finished are not done again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sigattn.data.dataset import Data
+from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.experiments.experiment import Setting
+from sigattn.models.language import LanguageModelConfig
+from sigattn.recipes import loading
+from sigattn.recipes.recipe import Recipe
+from sigattn.train import loop, metrics
+from sigattn.train.loop import NonFiniteLossError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run.
+
+    Attributes:
+        name: of its kind, also its folder's. recipe: what is trained. seed: of weights and data.
+    """
+
+    name: str
+    recipe: Recipe
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        rows: a step each. final: metrics at the end, without "validation_". diverged: whether it ended in a loss that
+            is not finite.
+    """
+
+    rows: list[dict[str, Any]]
+    final: dict[str, float]
+    diverged: bool
+
+    def mean_of_last(self, key: str = "loss", share: float = 0.1) -> float:
+        """Over the last part of the steps."""
+        values = [row[key] for row in self.rows if key in row]
+        values = values[-max(1, round(share * len(values))) :]
+        return float(sum(values) / len(values))
+
+
+def jobs(recipes: dict[str, Recipe], seeds: int) -> list[Job]:
+    """Each recipe with each seed."""
+    return [Job(name, recipe, seed) for seed in range(seeds) for name, recipe in recipes.items()]
+
+
+def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome]]:
+    """The outcomes of each kind, by seed."""
+    todo = [job for job in wanted if not _done(setting, job).exists()]
+    if todo:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(setting.workers, len(todo)), mp_context=context) as pool:
+            futures = {pool.submit(train_one, _folder(setting, job), job): job for job in todo}
+            for i, future in enumerate(as_completed(futures), 1):
+                future.result()
+                setting.show(f"{i} of {len(todo)} runs: {futures[future].name}, seed {futures[future].seed}")
+    found: dict[str, list[Outcome]] = {}
+    for job in wanted:
+        about = json.loads(_done(setting, job).read_text())
+        rows = metrics.read(_folder(setting, job) / "metrics.jsonl")
+        found.setdefault(job.name, []).append(Outcome(rows, about["final"], about["diverged"]))
+    return found
+
+
+def train_one(folder: Path, job: Job) -> None:
+    """A run, and a file that says it is done."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*Ramapuram")
+    training = replace(job.recipe.training, seed=job.seed)
+    diverged = False
+    try:
+        loop.train(job.recipe.task, job.recipe.model, training, data_of(job.recipe), folder, resume=True)
+    except NonFiniteLossError:
+        diverged = True
+    except Exception:
+        traceback.print_exc()
+        raise
+    rows = metrics.read(folder / "metrics.jsonl")
+    last = rows[-1] if rows else {}
+    final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
+    (folder / "done.json").write_text(json.dumps({"final": final, "diverged": diverged}) + "\n")
+
+
+def data_of(recipe: Recipe) -> Data:
+    """What a recipe trains on here: CPython's documentation for language, what is drawn for the synthetic problems."""
+    if isinstance(recipe.model, LanguageModelConfig):
+        return TextData(ByteText.split(load_text(), recipe.model.context), recipe.model.context, held_out=64)
+    return loading.load(recipe, None)
+
+
+def _folder(setting: Setting, job: Job) -> Path:
+    name = "".join(c if c.isalnum() or c in ".-" else "-" for c in job.name)
+    return setting.folder / "runs" / name / str(job.seed)
+
+
+def _done(setting: Setting, job: Job) -> Path:
+    return _folder(setting, job) / "done.json"

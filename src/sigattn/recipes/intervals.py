@@ -1,0 +1,44 @@
+"""Means of seeds and differences between them, with 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+# two-sided 95 % points of Student's distribution, by degrees of freedom from 1 on
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_NORMAL = 1.960
+
+
+def student(freedom: float) -> float:
+    """The point for any degrees of freedom from 1 on: between whole ones, linear in their inverse."""
+    whole = min(math.floor(freedom), len(_STUDENT))
+    low = _STUDENT[whole - 1]
+    if whole == len(_STUDENT):
+        return _NORMAL + (low - _NORMAL) * whole / freedom
+    share = (1 / whole - 1 / freedom) / (1 / whole - 1 / (whole + 1))
+    return low + share * (_STUDENT[whole] - low)
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Mean of the second less mean of the first, and half the width of its 95 % interval (infinite for one seed)."""
+    delta = statistics.mean(second) - statistics.mean(first)
+    if min(len(first), len(second)) < 2:
+        return delta, math.inf
+    parts = [statistics.variance(v) / len(v) for v in (first, second)]
+    if not sum(parts):
+        return delta, 0.0
+    freedom = sum(parts) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True))
+    return delta, student(max(freedom, 1.0)) * math.sqrt(sum(parts))
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation."""
+    mean = f"{statistics.mean(values):.4g}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
+
+
+def interval(delta: float, margin: float) -> str:
+    """A difference as text."""
+    return f"{delta:+.3g}" if math.isinf(margin) else f"{delta:+.3g} ± {margin:.2g}"

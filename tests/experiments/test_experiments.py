@@ -1,0 +1,109 @@
+"""Every experiment at its smallest scale, from the registry; what is written; statistics; the command."""
+
+import json
+import math
+import statistics
+
+import pytest
+
+from sigattn import cli
+from sigattn.experiments import lr_sensitivity, pages, sweep
+from sigattn.experiments.experiment import SCALES, ExperimentError, Setting
+from sigattn.experiments.registry import EXPERIMENTS, find
+from sigattn.recipes import intervals
+
+ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
+
+
+@pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_smoke(name, tmp_path):
+    """It runs, says something of each claim, and leaves a page with picture and data; again, it trains nothing."""
+    lines = []
+    setting = Setting("smoke", 2, tmp_path / name, lines.append)
+    result = find(name).run(setting)
+    assert result.findings
+    assert all(f.verdict in ("agrees", "differs", "not shown") and f.seen for f in result.findings)
+    assert all(len(row) == len(result.columns) for row in result.rows)
+    written = pages.write(tmp_path / name, find(name), setting, result, ABOUT)
+    assert pages.read(tmp_path) == [written]
+    text = (tmp_path / name / "page.md").read_text()
+    assert all(f.claim in text for f in result.findings)
+    if result.figure is not None:
+        assert (tmp_path / name / "figure.svg").stat().st_size > 1000
+        assert (tmp_path / name / "figure.png").stat().st_size > 1000
+    rows = [json.loads(line) for line in (tmp_path / name / "data.jsonl").read_text().splitlines()]
+    assert rows == json.loads(json.dumps(list(result.data)))
+    index = pages.index(tmp_path, [written]).read_text()
+    assert written.title in index
+    assert pages.counts([written]).split(",")[0] in index
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / name).rglob("metrics.jsonl")}
+    again = find(name).run(setting)
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert list(again.data) == list(result.data)
+
+
+def test_all_of_them_say_what_they_take():
+    for experiment in EXPERIMENTS.values():
+        assert set(experiment.minutes) == set(SCALES)
+        small = experiment.minutes["small"]
+        assert small is not None
+        assert small <= 8
+
+
+class TestStatistics:
+    def test_welch(self):
+        """Against SciPy's interval of the difference of means."""
+        scipy_stats = pytest.importorskip("scipy.stats")
+        for first, second in (
+            ([1.0, 2.0, 4.0], [5.0, 5.5, 7.0, 6.0]),
+            ([1.0, 1.1], [3.0, 9.0, 2.0]),
+            ([1.0, 2.0] * 20, [3.0, 5.0] * 9),
+        ):
+            delta, margin = intervals.welch(first, second)
+            assert delta == pytest.approx(statistics.mean(second) - statistics.mean(first))
+            found = scipy_stats.ttest_ind(second, first, equal_var=False).confidence_interval(0.95)
+            assert margin == pytest.approx((found.high - found.low) / 2, rel=0.01)
+
+    def test_one_seed_shows_nothing(self):
+        assert intervals.welch([1.0], [2.0]) == (1.0, math.inf)
+        assert intervals.interval(1.0, math.inf) == "+1"
+        assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
+
+    def test_sensitivity(self):
+        """By hand: losses above the start count as the start, and so do those that diverged."""
+        assert lr_sensitivity.sensitivity([2.0, 3.0, 9.0, math.inf], 5.0) == pytest.approx((0 + 1 + 3 + 3) / 4)
+
+
+def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
+    setting = Setting("smoke", 1, tmp_path)
+    recipe = lr_sensitivity.base(setting, 1).with_transformer(qk_norm="none")
+    (job,) = sweep.jobs(lr_sensitivity.at_rates(recipe, "wild", [1e30]), 1)
+    (outcome,) = sweep.train_all(setting, [job])[job.name]
+    assert outcome.diverged
+    assert lr_sensitivity.losses_of([outcome]) == [math.inf]
+
+
+class TestCommand:
+    def test_list(self, capsys):
+        cli.main(["reproduce", "--list"])
+        said = capsys.readouterr().out
+        assert all(name[:8] in said for name in EXPERIMENTS)
+
+    def test_one(self, capsys, tmp_path):
+        cli.main(["reproduce", "flops", "--scale", "smoke", "--folder", str(tmp_path)])
+        said = capsys.readouterr().out
+        assert "agrees" in said
+        assert (tmp_path / "smoke" / "flops" / "page.md").exists()
+        assert (tmp_path / "smoke" / "index.html").exists()
+
+    @pytest.mark.parametrize("arguments", [["nosuch"], ["flops", "--seeds", "0"]])
+    def test_mistakes(self, arguments, capsys):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["reproduce", *arguments])
+        assert stop.value.code == 2
+        assert "sigattn: " in capsys.readouterr().err
+
+    def test_names(self):
+        with pytest.raises(ExperimentError, match="no experiment is called 'x'"):
+            find("x")
