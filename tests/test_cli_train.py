@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from sigattn import cli
+from sigattn.models.saving import load
 from sigattn.recipes import compare
 from sigattn.recipes.registry import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
+from tests.integrations.tasks import TASK
 from tests.test_cli import failure
 
 QUICK = ["--training.steps", "6", "--training.batch", "8", "--training.validate-every", "6"]
@@ -35,6 +37,15 @@ class TestTrain:
         text = said(capsys, "generate", run, "--prompt", "A class ", "--tokens", "50")
         assert text.startswith("A class ")
         assert text == said(capsys, "generate", run, "--prompt", "A class ", "--tokens", "50")
+        options = ["--tokens", "9", "--prompt", "A "]
+        assert len(said(capsys, "generate", run, *options, "--top-k", "5", "--top-p", "0.9")) >= 4
+        assert said(capsys, "generate", run, *options, "--beams", "3").startswith("A ")
+        stopped = said(capsys, "generate", run, *options, "--temperature", "0", "--stop", text[8])
+        assert stopped.startswith("A ")
+        _, message = failure(["generate", run, "--stop", "two"], capsys)
+        assert "--stop must be one token, and 'two' has 3" in message
+        _, message = failure(["generate", run, "--top-p", "2"], capsys)
+        assert "top_p must lie in (0, 1]" in message
         code, message = failure(["probe", run], capsys)
         assert code == 2
         assert "LanguageModel (lm-1b-2k-tiny), no vision transformer" in message
@@ -60,7 +71,27 @@ class TestTrain:
         assert stop.value.code == 130
         assert "the same command with --resume" in capsys.readouterr().out
 
-    def test_a_tokenizer(self, tmp_path, capsys):
+    @staticmethod
+    def check_ecosystem(tmp_path, run, capsys, monkeypatch):
+        """The same run among transformers' models and in the evaluation harness."""
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        pytest.importorskip("lm_eval")
+        assert "AutoModelForCausalLM" in said(capsys, "export", run, str(tmp_path / "theirs"))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+        tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")("the cat", return_tensors="pt")
+        ours = load(tmp_path / "run" / "model")
+        torch.testing.assert_close(theirs(**tokens).logits, ours(tokens.input_ids))
+        rows = [{"question": "the cat", "choices": [" sat", " dog"], "answer": 0}] * 4
+        (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+        (tmp_path / "toy.yaml").write_text(TASK.format(path=tmp_path / "rows.json"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        said(capsys, "lm-eval", run, "--tasks", "toy_local", "--include", str(tmp_path))
+        assert json.loads((tmp_path / "run" / "lm_eval.json").read_text())["toy_local"]["acc"] in (0, 1)
+        _, message = failure(["lm-eval", run, "--tasks", "nosuch"], capsys)
+        assert "knows no task nosuch" in message
+
+    def test_a_tokenizer(self, tmp_path, capsys, monkeypatch):
         text = tmp_path / "text.txt"
         text.write_text("the cat sat on the mat, and the dog too. " * 400)
         out = said(capsys, "tokenizer", "--data", str(text), "--save", str(tmp_path / "t.json"), "--vocabulary", "300")
@@ -70,6 +101,7 @@ class TestTrain:
         cli.main(["train", "lm-kappa-1", "--tiny", "--folder", run, *QUICK, *options, "--model.context", "16"])
         capsys.readouterr()
         assert said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5").startswith("the cat")
+        self.check_ecosystem(tmp_path, run, capsys, monkeypatch)
         code, message = failure(["pack", "--data", str(text), "--tokenizer", "x", "--save", "y"], capsys)
         assert code == 2
         assert "ends in .bin" in message

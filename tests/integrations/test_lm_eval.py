@@ -9,23 +9,9 @@ lm_eval = pytest.importorskip("lm_eval")
 
 from sigattn.integrations import lm_eval as harness  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
+from tests.integrations.tasks import TASK  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-TASK = """
-task: toy_local
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {path}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list:
-  - metric: acc
-"""
 
 
 class Request:

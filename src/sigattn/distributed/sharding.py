@@ -95,6 +95,8 @@ class Processes:
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         """Norms over all heads and positions, from those over this process's."""
+        if self.tensor_count == self.context_count == 1:
+            return norm
         square = norm.square()
         if self.mesh is not None and self.tensor_count > 1:
             dist.all_reduce(square, group=self.mesh.get_group("tensor"))

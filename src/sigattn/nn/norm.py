@@ -101,7 +101,23 @@ class StochasticDepth(nn.Module):
         return x * keep / (1 - self.probability)
 
 
-class MaskedBatchNorm(nn.BatchNorm1d):
+class BatchNorm(nn.BatchNorm1d):
+    """PyTorch's, for those that find mean and variance in another way."""
+
+    @torch.no_grad()
+    def remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Move the running statistics; the variance is the unbiased one, as PyTorch's."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.num_batches_tracked.add_(1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        unbiased = variance * count / (count - 1).clamp(min=1)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+
+
+class MaskedBatchNorm(BatchNorm):
     """Batch normalisation of padded sequences: padding counts neither in the mean nor in the variance."""
 
     def forward(
@@ -120,18 +136,6 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         mean = (wide * valid).sum((0, 2)) / count  # (channels,)
         centred = (wide - mean[:, None]) * valid
         variance = centred.square().sum((0, 2)) / count
-        self._remember(mean.detach(), variance.detach(), count)
+        self.remember(mean.detach(), variance.detach(), count)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         return (centred * scale[:, None] + self.bias[:, None]).to(x.dtype)
-
-    @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Move the running statistics; the variance is the unbiased one, as PyTorch's."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
-        self.num_batches_tracked.add_(1)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        unbiased = variance * count / (count - 1).clamp(min=1)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)

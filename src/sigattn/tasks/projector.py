@@ -6,7 +6,7 @@ import itertools
 
 from torch import nn
 
-from sigattn.distributed.batch_norm import SharedBatchNorm
+from sigattn.tasks.batch_norm import SharedBatchNorm
 
 
 def projector(widths: list[int]) -> nn.Sequential:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
+from sigattn.nn.norm import BatchNorm
 
-class SharedBatchNorm(nn.BatchNorm1d):
+
+class SharedBatchNorm(BatchNorm):
     """``BatchNorm1d`` of (B, C) whose mean and variance, while training, are those of all processes' samples together.
 
     So that what is learned does not depend on how many processes share a batch. With one process it is the same.
@@ -24,22 +26,11 @@ class SharedBatchNorm(nn.BatchNorm1d):
         count, mean = total[0], total[1:] / total[0]
         centred = x - mean
         variance = _Sum.apply(centred.square().sum(0)) / count  # (C,): twice round, for one pass would cancel
-        self._remember(mean.detach(), variance.detach(), count.detach())
+        self.remember(mean.detach(), variance.detach(), count.detach())
         out = centred * torch.rsqrt(variance + self.eps)
         if self.affine:
             out = out * self.weight + self.bias
         return out.to(input.dtype)
-
-    @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Move the running statistics; the variance is the unbiased one, as PyTorch's."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
-        self.num_batches_tracked.add_(1)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), self.momentum)
 
 
 class _Sum(torch.autograd.Function):
