@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from sigattn.experiments import closed_form, k_summation, lr_sensitivity, pair_repeat, position_ablation
+from sigattn.experiments import (
+    closed_form,
+    k_summation,
+    lr_sensitivity,
+    norm_structure,
+    pair_repeat,
+    position_ablation,
+    vision_ablations,
+)
 from sigattn.experiments.experiment import Experiment, ExperimentError
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -14,6 +22,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         position_ablation.EXPERIMENT,
         lr_sensitivity.EXPERIMENT,
         lr_sensitivity.BIAS,
+        vision_ablations.EXPERIMENT,
+        norm_structure.EXPERIMENT,
         k_summation.EXPERIMENT,
         k_summation.EVOLUTION,
         pair_repeat.EXPERIMENT,
