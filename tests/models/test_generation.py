@@ -8,6 +8,8 @@ import torch
 
 from sigattn.models.generation import Choice
 from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.nn.attention import Attention
+from sigattn.nn.cache import LayerCache
 
 SMALL = {"vocabulary": 11, "context": 24, "layers": 2, "width": 24, "heads": 4}
 MODELS = [
@@ -187,3 +189,20 @@ def test_dropout_is_off_and_training_goes_on():
     assert torch.equal(model.generate(prompt, 9, temperature=0.0), model.generate(prompt, 9, temperature=0.0))
     assert model.training
     assert math.isfinite(model.loss(prompt, prompt).item())
+
+
+def test_padding_on_both_sides_is_refused_and_on_the_right_counts():
+    """key_lengths beside a cache hide keys, token by token too."""
+    torch.manual_seed(0)
+    layer = Attention(24, 4, bias=-2.0, activation="sigmoid")
+    x, lengths = torch.randn(2, 6, 24), torch.tensor([6, 3])
+    with torch.no_grad():
+        whole = layer(x, key_lengths=lengths)
+        cache = LayerCache(8)
+        steps = torch.cat(
+            [layer(x[:, i : i + 1], key_lengths=lengths.clamp(max=i + 1), cache=cache) for i in range(6)], 1
+        )
+        torch.testing.assert_close(steps[0], whole[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(steps[1], whole[1], rtol=1e-4, atol=1e-5)
+        with pytest.raises(ValueError, match="cannot have padding on the right"):
+            layer(x, key_lengths=lengths, cache=LayerCache(8, torch.tensor([1, 0])))

@@ -40,7 +40,8 @@ def curves(axes: Any, runs: Sequence[Sequence[float]], label: str, colour: str, 
     """The mean of several runs over the steps, smoothed, and their range."""
     steps = min(len(r) for r in runs)
     smoothed = [smooth(r[:steps], window) for r in runs]
-    x = list(range(1, steps + 1))
-    at = list(zip(*smoothed, strict=True))
+    every = max(1, steps // 150)  # as many points as can be told apart
+    x = list(range(1, steps + 1))[::every]
+    at = list(zip(*smoothed, strict=True))[::every]
     axes.plot(x, [statistics.mean(v) for v in at], color=colour, label=label, linewidth=1.4)
     axes.fill_between(x, [min(v) for v in at], [max(v) for v in at], color=colour, alpha=0.15, linewidth=0)

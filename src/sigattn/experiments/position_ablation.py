@@ -66,7 +66,8 @@ def run(setting: Setting) -> Result:
                 {"position": name, "mechanism": mechanism, "seed": s, "loss": loss, "first_norm": a, "last_norm": b}
                 for s, (loss, a, b) in enumerate(zip(finals, first, last, strict=True))
             ]
-        axes[i].set_title(name)
+        bias = recipes(setting)[f"sigmoid, {name}"].transformer.bias
+        axes[i].set_title(f"{name.partition(',')[0]}, b = {bias:g}")
         axes[len(POSITIONS) + i].set_yscale("log")
         axes[len(POSITIONS) + i].set_xlabel("step")
         findings.append(_finding(name, pair))

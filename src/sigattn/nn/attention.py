@@ -187,6 +187,8 @@ class Attention(nn.Module):
                 f"a cache needs causal attention, and keys that stay what they were: got causal={self.causal}, "
                 f"activation={self.activation!r}"
             )
+        if cache is not None and cache.first is not None and key_lengths is not None:
+            raise ValueError("a cache of prompts padded on the left cannot have padding on the right (key_lengths) too")
         if self.share is not None:
             self._check_share(alone=source is None and key_lengths is None and cache is None and documents is None)
         if documents is not None:

@@ -104,7 +104,7 @@ def visible_keys(queries: int, keys: int, pattern: Pattern, device: torch.device
 
 
 def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
-    if p.first_key is not None or (p.first_query and query.shape[2] == 1):
+    if p.first_key is not None or (p.first_query and query.shape[2] == 1 and p.key_lengths is None):
         return _sigmoid_of_cache(query, key, value, p)
     if p.documents is not None:
         return _sigmoid_of_documents(query, key, value, p, p.documents)
