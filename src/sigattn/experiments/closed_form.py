@@ -48,8 +48,8 @@ def run_regularity(setting: Setting) -> Result:
         Finding(
             "With b = -log n, sigmoid's norms are lower than softmax's, with and without hybrid-norm.",
             "agrees" if lower == len(trials) else "differs",
-            f"in {lower} of {len(trials)} trials (weights of standard deviation 0.02; with variance 1/d it is the other "
-            "way round without hybrid-norm, docs/paper-notes.md)",
+            f"in {lower} of {len(trials)} trials (weights of standard deviation 0.02; with variance 1/d it is the "
+            "other way round without hybrid-norm, docs/paper-notes.md)",
         ),
     ]
     return Result(("", "", *(f"n = {n}" for n in lengths)), rows, findings, data, picture)
