@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import traceback
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from sigattn.data.dataset import Data
 from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.experiments.experiment import Setting
 from sigattn.models.language import LanguageModelConfig
-from sigattn.recipes import loading
+from sigattn.recipes import loading, workers
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import loop, metrics
 from sigattn.train.loop import NonFiniteLossError
@@ -66,9 +65,8 @@ def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome
     """The outcomes of each kind, by seed."""
     todo = [job for job in wanted if not _done(setting, job).exists()]
     if todo:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(setting.workers, len(todo)), mp_context=context) as pool:
-            futures = {pool.submit(train_one, _folder(setting, job), job): job for job in todo}
+        with workers.pool(min(setting.workers, len(todo))) as processes:
+            futures = {processes.submit(train_one, _folder(setting, job), job): job for job in todo}
             for i, future in enumerate(as_completed(futures), 1):
                 future.result()
                 setting.show(f"{i} of {len(todo)} runs: {futures[future].name}, seed {futures[future].seed}")

@@ -10,13 +10,12 @@ it. Runs that are finished are not done again: the command can be stopped and re
 from __future__ import annotations
 
 import json
-import multiprocessing
 import statistics
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from sigattn.data.images import Digits
 from sigattn.data.text import ByteText, TextData
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
-from sigattn.recipes import intervals, loading
+from sigattn.recipes import intervals, loading, workers
 from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
@@ -89,9 +88,8 @@ def run(options: Compare, show: Callable[[str], None]) -> str:
     entries = [e for e in ENTRIES if options.only in e.title and (options.speech or e.needs != "speech")]
     jobs = [(e, m, s) for e in entries for s in range(options.seeds) for m in MECHANISMS]
     jobs = [job for job in jobs if not _result_file(options, *job).exists()]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
-        futures = {pool.submit(_one, options, *job): job for job in jobs}
+    with workers.pool(options.workers) as processes:
+        futures = {processes.submit(_one, options, *job): job for job in jobs}
         for i, future in enumerate(as_completed(futures), 1):
             entry, mechanism, seed = futures[future]
             result = future.result()

@@ -1,0 +1,42 @@
+"""Worker processes end with the process that started them, also when it is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+CODE = """
+import os, sys, time
+from sigattn.recipes.workers import pool
+
+def work(_):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    with pool(2) as processes:
+        list(processes.map(work, range(2)))
+"""
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_killed(tmp_path):
+    (tmp_path / "parent.py").write_text(CODE)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, text=True)
+    workers = [int(parent.stdout.readline()) for _ in range(2)]
+    assert all(alive(pid) for pid in workers)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.time() + 20
+    while any(alive(pid) for pid in workers) and time.time() < deadline:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pid in workers)
