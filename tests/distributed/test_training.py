@@ -57,11 +57,14 @@ def runs(tmp_path_factory):
     def job(name, kind="language", **more):
         return {"folder": str(root / name), "kind": kind, **more}
 
+    closely = {"statistics_every": 2}
+    worker.run([job("one-closely", training=closely)])
     worker.run([job(f"one-{kind}", kind) for kind in ("language", "rope", "vision", "contrast", "teacher")])
     shared = [job(f"2-{way}", training=training) for way, training in WAYS.items()]
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
     again = {"context_parallel": 2, "accumulate": 2, "checkpoint_activations": True}
     shared += [job("2-rope-context", "rope", training=again)]
+    shared += [job("2-closely", training={**closely, "parallel": "fsdp"})]
     shared += [job("2-vision-context", "vision", training={"context_parallel": 2})]
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
     shared += [job("2-contrast", "contrast"), job("2-teacher", "teacher")]
@@ -98,6 +101,11 @@ def test_a_vision_transformer(runs):
 def test_samples_of_other_processes_count_too(runs, run):
     """InfoNCE over the gathered batch, and batch norm over all samples, with their gradients; and BYOL's teacher."""
     same(runs / f"2-{run}", runs / f"one-{run.removesuffix('-fsdp')}")
+
+
+def test_statistics_of_all_processes(runs):
+    same(runs / "2-closely", runs / "one-closely")
+    assert "row_mass" in rows(runs / "2-closely")[2]
 
 
 @pytest.mark.parametrize("kind", ["vision", "rope"])

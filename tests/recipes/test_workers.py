@@ -5,6 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 CODE = """
 import os, sys, time

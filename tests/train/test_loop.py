@@ -278,6 +278,23 @@ def test_a_second_ctrl_c_does_not_wait():
     assert signal.getsignal(signal.SIGINT) == previous
 
 
+def test_statistics_of_the_weights_every_few_steps(tmp_path, text):
+    """Against the model's own report at the first step; nothing else changes."""
+    train(MODEL, replace(TRAIN, statistics_every=5), text, tmp_path / "closely")
+    train(MODEL, TRAIN, text, tmp_path / "plainly")
+    rows = metrics.read(tmp_path / "closely" / "metrics.jsonl")
+    assert [r["step"] for r in rows if "row_mass" in r] == [0, 5, 10]
+    names = {"row_mass", "hoyer_sparsity", "max_logit"}
+    plain = [{k: v for k, v in r.items() if k not in names} for r in numbers(tmp_path / "closely")]
+    assert plain == numbers(tmp_path / "plainly")
+    torch.manual_seed(TRAIN.seed)
+    report = LanguageModel(MODEL).attention_report(text.batch(0, TRAIN.batch, TRAIN.seed)[0])
+    for name, key in (("row_mass", "row_mass_mean"), ("hoyer_sparsity", "hoyer_sparsity")):
+        expected = torch.stack([getattr(r, key).mean() for r in report]).mean().item()
+        assert rows[0][name] == pytest.approx(expected, rel=1e-4)
+    assert rows[0]["max_logit"] == pytest.approx(max(r.max_logit.max().item() for r in report), rel=1e-4)
+
+
 def test_weights_and_biases_get_the_same_rows(tmp_path, text, monkeypatch):
     """Against a stand-in for wandb: the same run, each row once, and the same run again when resumed."""
     runs = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+from sigattn.ops.statistics import AttentionStatistics
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,19 @@ class Processes:
         if self.context is not None:
             dist.all_reduce(square, group=self.context.get_group())
         return square.sqrt()
+
+    def statistics(self, found: Sequence[AttentionStatistics]) -> dict[str, float]:
+        """Of attention layers' weights, over all processes: means over heads and samples, and the largest logit."""
+        means = [
+            torch.stack([getattr(s, n).float().mean() for s in found]) for n in ("row_mass_mean", "hoyer_sparsity")
+        ]
+        mean = torch.stack(means).mean(1)  # (2,)
+        largest = torch.stack([s.max_logit.float().max() for s in found]).max()
+        if self.count > 1:
+            dist.all_reduce(mean)
+            mean /= self.count
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return {"row_mass": mean[0].item(), "hoyer_sparsity": mean[1].item(), "max_logit": largest.item()}
 
     def any(self, value: bool) -> bool:
         """Whether it holds on some process."""

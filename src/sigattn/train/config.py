@@ -38,6 +38,8 @@ class TrainConfig:
         validation_batch: samples (seconds of speech) that each process judges at a time.
         checkpoint_every: steps between checkpoints. keep: how many of them are kept.
         watch_every: steps between looks at the attention layers (norm of their outputs); 0 for none.
+        statistics_every: steps between closer looks, at the mass of the rows of weights, the largest logit and the
+            Hoyer sparsity (``sigattn.attention_statistics``; a second pass of the attention); 0 for none.
         wandb: a project of Weights & Biases to send metrics to as well; None for none.
         seed: of the initial weights, of the order of the data and of all that is drawn.
     """
@@ -70,6 +72,7 @@ class TrainConfig:
     checkpoint_every: int = 50
     keep: int = 2
     watch_every: int = 1
+    statistics_every: int = 0
     wandb: str | None = None
     seed: int = 0
 
@@ -88,7 +91,14 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "watch_every", "weight_decay", "learning_rate", "final_learning_rate"):
+        for name in (
+            "warmup_steps",
+            "watch_every",
+            "statistics_every",
+            "weight_decay",
+            "learning_rate",
+            "final_learning_rate",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.ema is not None and not 0 < self.ema < 1:

@@ -42,7 +42,7 @@ FREE = {
     "compile",
     "checkpoint_activations",
 }
-FREE |= {"wandb", "keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every"}
+FREE |= {"wandb", "keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every", "statistics_every"}
 
 
 @runtime_checkable
@@ -216,8 +216,10 @@ class _Run:
         torch.manual_seed((config.seed * 1_000_003 + step) * 4099 + self.processes.data_rank)
         batch = tuple(t.to(device, non_blocking=True) for t in batch)
         watch = bool(config.watch_every) and step % config.watch_every == 0
-        with watching(self.module, "norm" if watch else "nothing") as layers:
-            loss, attention_norm = self._backward(batch, layers if watch else [])
+        closely = bool(config.statistics_every) and step % config.statistics_every == 0
+        with watching(self.module, "everything" if closely else "norm" if watch else "nothing") as layers:
+            loss, attention_norm = self._backward(batch, layers if watch or closely else [])
+            statistics = [layer.statistics for layer in layers if closely and layer.statistics is not None]
         norm = sharding.gradient_norm(self.module, self.processes)
         measured, gradient_norm = loss.item(), norm.item()
         if not math.isfinite(measured) or not math.isfinite(gradient_norm):
@@ -235,6 +237,7 @@ class _Run:
         row: Row = {"step": step, "loss": measured, "learning_rate": rate, "gradient_norm": gradient_norm}
         if attention_norm is not None:
             row["attention_norm"] = attention_norm.item()
+        row |= self.processes.statistics(statistics) if statistics else {}
         row["samples_per_second"] = config.batch / (time.perf_counter() - start)
         return row
 
