@@ -78,10 +78,19 @@ class TestStatistics:
 def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = lr_sensitivity.base(setting, 1).with_transformer(qk_norm="none")
-    (job,) = sweep.jobs(lr_sensitivity.at_rates(recipe, "wild", [1e30]), 1)
+    (job,) = sweep.jobs(lr_sensitivity.at_rates(recipe, "wild", [1e30]), setting)
     (outcome,) = sweep.train_all(setting, [job])[job.name]
     assert outcome.diverged
     assert lr_sensitivity.losses_of([outcome]) == [math.inf]
+
+
+def test_the_papers_scale_does_not_train_on_other_text(tmp_path):
+    for name in ("position-ablation", "lr-sensitivity", "constant-bias"):
+        with pytest.raises(ExperimentError, match="C4's realnews"):
+            find(name).run(Setting("paper", 1, tmp_path))
+    for name in ("vision-ablations", "norm-structure"):
+        with pytest.raises(ExperimentError, match="run sigattn train"):
+            find(name).run(Setting("paper", 1, tmp_path))
 
 
 class TestCommand:

@@ -24,6 +24,8 @@ def reproduce(
     seeds: int = 3,
     folder: Path = Path("runs/reproduce"),
     workers: int = 2,
+    data: Path | None = None,
+    tokenizer: Path | None = None,
     all: bool = False,  # noqa: A002  (the flag's name)
     list: bool = False,  # noqa: A002
 ) -> None:
@@ -35,6 +37,8 @@ def reproduce(
         seeds: of each training run.
         folder: for runs, data and pages.
         workers: runs at a time, a thread each.
+        data: for language models, as sigattn train has it; none for CPython's documentation (not at the paper's scale).
+        tokenizer: for text.
         all: run every experiment, one after another.
         list: show what there is.
     """
@@ -50,7 +54,7 @@ def reproduce(
         start = time.perf_counter()
         own = place / experiment.name
         own.mkdir(parents=True, exist_ok=True)
-        setting = Setting(scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers)
+        setting = Setting(scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer)
         result = experiment.run(setting)
         about = provenance.describe("reproduce", {"scale": scale, "seeds": seeds})
         pages.write(own, experiment, setting, result, about)
@@ -69,5 +73,7 @@ def _list(console: Console) -> None:
         table.add_column(column)
     for e in EXPERIMENTS.values():
         minutes = (e.minutes.get(s) for s in SCALES)
-        table.add_row(e.name, e.title, e.place, *("days" if m is None else f"{m:g} min" for m in minutes), e.hardware)
+        table.add_row(
+            e.name, e.title, e.place, *("not known" if m is None else f"{m:g} min" for m in minutes), e.hardware
+        )
     console.print(table)

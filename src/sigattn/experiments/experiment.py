@@ -26,6 +26,8 @@ class Setting:
         scale: "smoke" (seconds), "small" (at most 8 minutes on 2 cores) or "paper".
         seeds: of each training run. folder: for runs and data, kept so that an interrupted command goes on.
         show: called with a line for each thing done. workers: runs at a time, a thread each.
+        data: tokens or text for the language models (as ``sigattn train --data``); None for CPython's documentation as
+            bytes, which the paper's scale does not take. tokenizer: for text.
     """
 
     scale: Scale
@@ -33,6 +35,8 @@ class Setting:
     folder: Path
     show: Callable[[str], None] = lambda _: None
     workers: int = 2
+    data: Path | None = None
+    tokenizer: Path | None = None
 
     def of(self, smoke: Any, small: Any, paper: Any) -> Any:
         """The value for the scale."""

@@ -47,7 +47,7 @@ def run(setting: Setting) -> Result:
         wanted[f"sigmoid, {k}"] = base(setting, k)
         wanted[f"softmax, {k}"] = base(setting, k).softmax()
         wanted[f"mlp, {k}"] = base(setting, k, kind="mlp")
-    found = sweep.train_all(setting, sweep.jobs(wanted, setting.seeds))
+    found = sweep.train_all(setting, sweep.jobs(wanted, setting))
     losses = {n: [[o.final["loss"] for o in found[f"{n}, {k}"]] for k in ks] for n in ("softmax", "sigmoid", "mlp")}
     picture, axes = drawing.figure(1, width=6.0, height=4.0)
     for name, values in losses.items():

@@ -58,7 +58,7 @@ def measure(
     """Each variant's losses, (rate, seed), and its sensitivity for each seed; and the rates."""
     rates = setting.of((1e-3, 1e-1), RATES, RATES)
     wanted = {k: v for name, recipe in variants.items() for k, v in at_rates(recipe, name, rates).items()}
-    found = sweep.train_all(setting, sweep.jobs(wanted, setting.seeds))
+    found = sweep.train_all(setting, sweep.jobs(wanted, setting))
     losses = {name: [losses_of(found[f"{name}, {r:g}"]) for r in rates] for name in variants}
     # runs of one variant and seed start alike, whatever their rate
     starts = {name: [o.rows[0]["loss"] for o in found[f"{name}, {rates[0]:g}"]] for name in variants}

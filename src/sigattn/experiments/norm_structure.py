@@ -43,7 +43,7 @@ def run(setting: Setting) -> Result:
     )  # fmt: skip
     recipe = replace(recipe.with_transformer(context=setting.of(32, 256, None)), training=training)
     wanted = {name: recipe.with_transformer(**changes) for name, changes in CHANGES.items()}
-    found = sweep.train_all(setting, sweep.jobs(wanted, setting.seeds))
+    found = sweep.train_all(setting, sweep.jobs(wanted, setting))
     bits = {name: [o.final["bits"] for o in found[name]] for name in CHANGES}
     picture, axes = drawing.figure(2, width=5.4, height=4.0)
     for name, colour in zip(CHANGES, (*COLOURS, "#56b4e9", "#e69f00"), strict=True):

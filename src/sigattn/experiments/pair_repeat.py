@@ -40,7 +40,7 @@ def run(setting: Setting) -> Result:
         "softmax": recipe.softmax(),
         "mlp": recipe.with_transformer(kind="mlp"),
     }
-    jobs = sweep.jobs(wanted, setting.seeds)
+    jobs = sweep.jobs(wanted, setting)
     found = sweep.train_all(setting, jobs)
     lengths = setting.of((5, 14), tuple(range(5, 23)), tuple(range(5, 23)))
     data = []

@@ -48,7 +48,7 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
 
 def run(setting: Setting) -> Result:
     """Train all, compare losses and norms."""
-    found = sweep.train_all(setting, sweep.jobs(recipes(setting), setting.seeds))
+    found = sweep.train_all(setting, sweep.jobs(recipes(setting), setting))
     picture, axes = drawing.figure(len(POSITIONS), 2)
     rows, findings, data = [], [], []
     for i, name in enumerate(POSITIONS):

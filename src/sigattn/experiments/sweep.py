@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from sigattn.data.dataset import Data
-from sigattn.data.text import ByteText, TextData, load_text
-from sigattn.experiments.experiment import Setting
+from sigattn.experiments.experiment import ExperimentError, Setting
 from sigattn.models.language import LanguageModelConfig
 from sigattn.recipes import loading, workers
 from sigattn.recipes.recipe import Recipe
@@ -29,11 +28,14 @@ class Job:
 
     Attributes:
         name: of its kind, also its folder's. recipe: what is trained. seed: of weights and data.
+        data, tokenizer: of a language model, as ``Setting`` has them.
     """
 
     name: str
     recipe: Recipe
     seed: int
+    data: Path | None = None
+    tokenizer: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,23 @@ class Outcome:
         return float(sum(values) / len(values))
 
 
-def jobs(recipes: dict[str, Recipe], seeds: int) -> list[Job]:
-    """Each recipe with each seed."""
-    return [Job(name, recipe, seed) for seed in range(seeds) for name, recipe in recipes.items()]
+def jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
+    """Each recipe with each seed.
+
+    Raises:
+        ExperimentError: at the paper's scale, without data for language models.
+    """
+    language = any(isinstance(r.model, LanguageModelConfig) for r in recipes.values())
+    if setting.scale == "paper" and language and setting.data is None:
+        raise ExperimentError(
+            "the paper's scale trains language models on C4's realnews: sigattn tokenizer and sigattn pack --data "
+            "hf:allenai/c4:realnewslike make a file of tokens; name it with --data"
+        )
+    return [
+        Job(name, recipe, seed, setting.data, setting.tokenizer)
+        for seed in range(setting.seeds)
+        for name, recipe in recipes.items()
+    ]
 
 
 def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome]]:
@@ -85,7 +101,7 @@ def train_one(folder: Path, job: Job) -> None:
     training = replace(job.recipe.training, seed=job.seed)
     diverged = False
     try:
-        loop.train(job.recipe.task, job.recipe.model, training, data_of(job.recipe), folder, resume=True)
+        loop.train(job.recipe.task, job.recipe.model, training, data_of(job), folder, resume=True)
     except NonFiniteLossError:
         diverged = True
     except Exception:
@@ -97,11 +113,11 @@ def train_one(folder: Path, job: Job) -> None:
     (folder / "done.json").write_text(json.dumps({"final": final, "diverged": diverged}) + "\n")
 
 
-def data_of(recipe: Recipe) -> Data:
-    """What a recipe trains on here: CPython's documentation for language, what is drawn for the synthetic problems."""
-    if isinstance(recipe.model, LanguageModelConfig):
-        return TextData(ByteText.split(load_text(), recipe.model.context), recipe.model.context, held_out=64)
-    return loading.load(recipe, None)
+def data_of(job: Job) -> Data:
+    """What a run trains on: what was named, CPython's documentation, or what is drawn for the synthetic problems."""
+    if not isinstance(job.recipe.model, LanguageModelConfig):
+        return loading.load(job.recipe, None)
+    return loading.load(job.recipe, job.data, tokenizer=job.tokenizer)
 
 
 def _folder(setting: Setting, job: Job) -> Path:

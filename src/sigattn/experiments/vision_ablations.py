@@ -51,7 +51,7 @@ def run(setting: Setting) -> Result:
     recipe = replace(recipe, training=training)
     names = setting.of(("sigmoid", "softmax", "sigmoid, neither"), tuple(CHANGES), None)
     found = sweep.train_all(
-        setting, sweep.jobs({name: recipe.with_transformer(**CHANGES[name]) for name in names}, setting.seeds)
+        setting, sweep.jobs({name: recipe.with_transformer(**CHANGES[name]) for name in names}, setting)
     )
     top1 = {name: [o.final["top1"] for o in found[name]] for name in names}
     picture, (axis,) = drawing.figure(1, width=7.0, height=4.2)
