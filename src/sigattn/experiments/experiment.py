@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import matplotlib.figure
 
+from sigattn.recipes.intervals import Verdict
+
 Scale = Literal["smoke", "small", "paper"]
-Verdict = Literal["agrees", "differs", "not shown"]
 SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")
 
 

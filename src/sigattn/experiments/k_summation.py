@@ -67,7 +67,7 @@ def run(setting: Setting) -> Result:
         ),
         Finding(
             "Sigmoid scales with k as softmax does.",
-            "agrees" if same == len(ks) else "differs",
+            intervals.worst([intervals.equal(*a, 0.5) for a in apart]),
             f"within the 95 % interval of log loss at {same} of {len(ks)} values of k; log(sigmoid / softmax) "
             + ", ".join(intervals.interval(*a) for a in apart),
         ),
@@ -134,8 +134,9 @@ def _model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, st
         return model.eval()
     part = replace(recipe, training=replace(recipe.training, steps=steps))
     folder = setting.folder / "runs" / f"{mechanism}-{seed}-{steps}"
-    if not (folder / "done.json").exists():
-        sweep.train_one(folder, sweep.Job(mechanism, part, seed))
+    job = sweep.Job(mechanism, part, seed)
+    if not sweep.is_done(folder, job):
+        sweep.train_one(folder, job)
     model = saving.load(folder / "model")
     assert isinstance(model, SequenceModel)
     return model

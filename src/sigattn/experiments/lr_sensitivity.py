@@ -106,7 +106,7 @@ def run(setting: Setting) -> Result:
     findings.append(
         Finding(
             "LayerScale hardly changes sigmoid's sensitivity in language.",
-            "agrees" if abs(delta) <= max(margin, 0.1) else "differs",
+            intervals.equal(delta, margin, 0.1),
             f"with - without {intervals.interval(delta, margin)} nats",
         )
     )

@@ -70,7 +70,7 @@ def _compare(bits: dict[str, list[float]], beside: str, name: str, claim: str, *
     seen = f"bits, ({name}) less ({beside}): {intervals.interval(delta, margin)}"
     if worse:
         return Finding(claim, "agrees" if delta > margin else "differs" if -delta > margin else "not shown", seen)
-    return Finding(claim, "agrees" if delta <= margin else "differs", seen)
+    return Finding(claim, intervals.equal(delta, margin, 0.1), seen)
 
 
 EXPERIMENT = Experiment(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from sigattn.recipes import loading, workers
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import loop, metrics
 from sigattn.train.loop import NonFiniteLossError
+
+DONE, BEGUN = "done.json", "settings.txt"
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,8 @@ def jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
 
 
 def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome]]:
-    """The outcomes of each kind, by seed."""
-    todo = [job for job in wanted if not _done(setting, job).exists()]
+    """The outcomes of each kind, by seed. What was done with other settings is done again."""
+    todo = [job for job in wanted if not is_done(_folder(setting, job), job)]
     if todo:
         with workers.pool(min(setting.workers, len(todo))) as processes:
             futures = {processes.submit(train_one, _folder(setting, job), job): job for job in todo}
@@ -88,15 +92,34 @@ def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome
                 setting.show(f"{i} of {len(todo)} runs: {futures[future].name}, seed {futures[future].seed}")
     found: dict[str, list[Outcome]] = {}
     for job in wanted:
-        about = json.loads(_done(setting, job).read_text())
+        about = json.loads((_folder(setting, job) / DONE).read_text())
         rows = metrics.read(_folder(setting, job) / "metrics.jsonl")
         found.setdefault(job.name, []).append(Outcome(rows, about["final"], about["diverged"]))
     return found
 
 
+def is_done(folder: Path, job: Job) -> bool:
+    """Whether a folder holds this run, finished."""
+    try:
+        found: str = json.loads((folder / DONE).read_text())["settings"]
+    except (OSError, json.JSONDecodeError, KeyError):
+        return False
+    return found == settings_of(job)
+
+
+def settings_of(job: Job) -> str:
+    """Tells a run from one with other settings."""
+    return hashlib.sha256(repr((job.recipe.model, job.recipe.task, job.recipe.training, job.seed)).encode()).hexdigest()
+
+
 def train_one(folder: Path, job: Job) -> None:
-    """A run, and a file that says it is done."""
+    """A run, and a file that says it is done. What is left of a run with other settings makes way."""
     torch.set_num_threads(1)
+    begun = folder / BEGUN
+    if folder.exists() and (not begun.exists() or begun.read_text() != settings_of(job)):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    begun.write_text(settings_of(job))
     warnings.filterwarnings("ignore", ".*Ramapuram")
     training = replace(job.recipe.training, seed=job.seed)
     diverged = False
@@ -110,7 +133,8 @@ def train_one(folder: Path, job: Job) -> None:
     rows = metrics.read(folder / "metrics.jsonl")
     last = rows[-1] if rows else {}
     final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
-    (folder / "done.json").write_text(json.dumps({"final": final, "diverged": diverged}) + "\n")
+    about = {"final": final, "diverged": diverged, "settings": settings_of(job)}
+    (folder / DONE).write_text(json.dumps(about) + "\n")
 
 
 def data_of(job: Job) -> Data:
@@ -123,7 +147,3 @@ def data_of(job: Job) -> Data:
 def _folder(setting: Setting, job: Job) -> Path:
     name = "".join(c if c.isalnum() or c in ".-" else "-" for c in job.name)
     return setting.folder / "runs" / name / str(job.seed)
-
-
-def _done(setting: Setting, job: Job) -> Path:
-    return _folder(setting, job) / "done.json"

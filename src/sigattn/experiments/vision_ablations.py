@@ -86,7 +86,7 @@ def _seen(top1: dict[str, list[float]], name: str, beside: str) -> tuple[float, 
 
 def _same(top1: dict[str, list[float]], name: str, beside: str, claim: str) -> Finding:
     delta, margin, seen = _seen(top1, name, beside)
-    return Finding(claim, "agrees" if abs(delta) <= margin else "differs", seen)
+    return Finding(claim, intervals.equal(delta, margin, 0.03), seen)
 
 
 def _lower(top1: dict[str, list[float]], name: str, beside: str, claim: str) -> Finding:

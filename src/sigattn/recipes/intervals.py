@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
 # two-sided 95 % points of Student's distribution, by degrees of freedom from 1 on
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -31,6 +32,21 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
         return delta, 0.0
     freedom = sum(parts) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True))
     return delta, student(max(freedom, 1.0)) * math.sqrt(sum(parts))
+
+
+Verdict = Literal["agrees", "differs", "not shown"]
+
+
+def equal(delta: float, margin: float, within: float) -> Verdict:
+    """What a claim of equality may be said to be: "not shown" where the interval is wider than what would matter."""
+    if abs(delta) > margin:
+        return "differs"
+    return "agrees" if margin <= within else "not shown"
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """Of several that must all hold."""
+    return "differs" if "differs" in verdicts else "not shown" if "not shown" in verdicts else "agrees"
 
 
 def spread(values: Sequence[float]) -> str:
