@@ -3,11 +3,12 @@
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from sigattn import cli
-from sigattn.experiments import lr_sensitivity, pages, sweep
+from sigattn.experiments import k_summation, lr_sensitivity, pages, sweep
 from sigattn.experiments.experiment import SCALES, ExperimentError, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find
 from sigattn.recipes import intervals
@@ -70,6 +71,13 @@ class TestStatistics:
         assert intervals.interval(1.0, math.inf) == "+1"
         assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
 
+    def test_equality_is_claimed_where_it_is_seen(self):
+        assert intervals.equal(0.1, 0.2, 0.3) == "agrees"
+        assert intervals.equal(0.1, 0.5, 0.3) == "not shown"
+        assert intervals.equal(-0.3, 0.2, 0.3) == "differs"
+        assert intervals.worst(["agrees", "not shown"]) == "not shown"
+        assert intervals.worst(["differs", "not shown"]) == "differs"
+
     def test_sensitivity(self):
         """By hand: losses above the start count as the start, and so do those that diverged."""
         assert lr_sensitivity.sensitivity([2.0, 3.0, 9.0, math.inf], 5.0) == pytest.approx((0 + 1 + 3 + 3) / 4)
@@ -82,6 +90,15 @@ def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
     (outcome,) = sweep.train_all(setting, [job])[job.name]
     assert outcome.diverged
     assert lr_sensitivity.losses_of([outcome]) == [math.inf]
+
+
+def test_a_run_with_other_settings_is_done_again(tmp_path):
+    setting = Setting("smoke", 1, tmp_path)
+    recipe = k_summation.base(setting, 1)
+    shorter = replace(recipe, training=replace(recipe.training, steps=2))
+    (first,) = sweep.train_all(setting, [sweep.Job("same name", shorter, 0)])["same name"]
+    (second,) = sweep.train_all(setting, [sweep.Job("same name", recipe, 0)])["same name"]
+    assert (len(first.rows), len(second.rows)) == (2, recipe.training.steps)
 
 
 def test_the_papers_scale_does_not_train_on_other_text(tmp_path):
