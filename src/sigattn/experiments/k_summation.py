@@ -9,8 +9,11 @@ sparse than softmax's.
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,17 +62,21 @@ def run(setting: Setting) -> Result:
              for i in range(len(ks))]  # fmt: skip
     same = sum(abs(delta) <= margin for delta, margin in apart)
     grow, margin = intervals.welch(losses["sigmoid"][0], losses["sigmoid"][-1])
+    # who always says 0 has an error of k
+    idle = [k for i, k in enumerate(ks) if statistics.mean(losses["sigmoid"][i] + losses["softmax"][i]) > k / 2]
+    but = f"; neither has learned k = {', '.join(map(str, idle))} by then (error above k / 2)" if idle else ""
     findings = [
         Finding(
             "The loss grows with k.",
-            "agrees" if grow > margin else "differs" if -grow > margin else "not shown",
-            f"sigmoid, k = {ks[-1]} less k = {ks[0]}: {intervals.interval(grow, margin)}",
+            "not shown" if idle else "agrees" if grow > margin else "differs" if -grow > margin else "not shown",
+            f"sigmoid, k = {ks[-1]} less k = {ks[0]}: {intervals.interval(grow, margin)}{but}",
         ),
         Finding(
             "Sigmoid scales with k as softmax does.",
-            intervals.worst([intervals.equal(*a, 0.5) for a in apart]),
+            "not shown" if idle else intervals.worst([intervals.equal(*a, 0.5) for a in apart]),
             f"within the 95 % interval of log loss at {same} of {len(ks)} values of k; log(sigmoid / softmax) "
-            + ", ".join(intervals.interval(*a) for a in apart),
+            + ", ".join(intervals.interval(*a) for a in apart)
+            + but,
         ),
     ]
     data = [{"model": n, "k": k, "losses": losses[n][i]} for n in losses for i, k in enumerate(ks)]
@@ -113,16 +120,27 @@ def run_evolution(setting: Setting) -> Result:
         m: [r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, last)] for m in ("softmax", "sigmoid")
     }
     delta, margin = intervals.welch(ends["softmax"], ends["sigmoid"])
+    errors = [
+        json.loads((_evolution_folder(setting, m, s, last) / sweep.DONE).read_text())["final"]["loss"]
+        for m in ends
+        for s in range(setting.seeds)
+    ]
+    idle = statistics.mean(errors) > 0.5  # who always says 0 has an error of 1
     findings = [
         Finding(
             "At the end of training sigmoid attention is less sparse than softmax.",
-            "agrees" if -delta > margin else "differs" if delta > margin else "not shown",
-            f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}",
+            "not shown" if idle else "agrees" if -delta > margin else "differs" if delta > margin else "not shown",
+            f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}; squared error by then "
+            f"{statistics.mean(errors):.2g}" + (", so the problem is not learned yet" if idle else ""),
         )
     ]
     rows = [(m, intervals.spread([r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, 0)]),
              intervals.spread(ends[m])) for m in ends]  # fmt: skip
     return Result(("", "sparsity, first", "sparsity, last"), rows, findings, data, picture)
+
+
+def _evolution_folder(setting: Setting, mechanism: str, seed: int, steps: int) -> Path:
+    return setting.folder / "runs" / f"{mechanism}-{seed}-{steps}"
 
 
 def _model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, steps: int) -> SequenceModel:
@@ -133,7 +151,7 @@ def _model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, st
         assert isinstance(model, SequenceModel)
         return model.eval()
     part = replace(recipe, training=replace(recipe.training, steps=steps))
-    folder = setting.folder / "runs" / f"{mechanism}-{seed}-{steps}"
+    folder = _evolution_folder(setting, mechanism, seed, steps)
     job = sweep.Job(mechanism, part, seed)
     if not sweep.is_done(folder, job):
         sweep.train_one(folder, job)
