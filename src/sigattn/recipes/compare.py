@@ -189,4 +189,6 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 def difference(first: Sequence[float], second: Sequence[float]) -> str:
     """Second - first with its 95 % interval, and a star where that does not hold 0."""
     delta, margin = intervals.welch(first, second)
+    if not margin:  # seeds that do not differ have no interval
+        return f"{delta:+.3g}"
     return intervals.interval(delta, margin) + ("" if abs(delta) <= margin else " *")
