@@ -91,20 +91,20 @@ def counts(written: Sequence[Written]) -> str:
 
 
 def index(folder: Path, written: Sequence[Written]) -> Path:
-    """One HTML page of everything."""
+    """One HTML page of everything, its pictures beside it."""
     parts = []
     for w in written:
         findings = "".join(
             f"<li><b>{html.escape(f['verdict'])}</b>: {html.escape(f['claim'])} <i>{html.escape(f['seen'])}</i></li>"
             for f in w.findings
         )
-        picture = (folder / w.name / "figure.svg").read_text() if w.picture else ""
+        picture = f'<img src="{w.name}/figure.svg" alt="{html.escape(w.title)}" width="100%">' if w.picture else ""
         head = "".join(f"<th>{html.escape(c)}</th>" for c in w.columns)
         rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in w.rows)
         differs = f"<p>Differs from the paper's set-up: {html.escape(w.differs)}.</p>" if w.differs else ""
         parts.append(
             f"<h2>{html.escape(w.title)}</h2><p>{html.escape(w.place)}. Scale: {w.scale}, seeds: {w.seeds}.</p>"
-            f"{differs}<ul>{findings}</ul>{picture[picture.find('<svg') :]}<table><tr>{head}</tr>{rows}</table>"
+            f"{differs}<ul>{findings}</ul>{picture}<table><tr>{head}</tr>{rows}</table>"
         )
     path = folder / "index.html"
     introduction = f"Experiments of Ramapuram et al. (ICLR 2025), run again. Findings: {counts(written)}."
