@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigattn.ops import cached, checks, flash_checks
+from sigattn.ops import cached, checks, flash_checks, one_query
 from sigattn.ops.attention import bias_operand, sides, two_sided
 from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import UNLIMITED
@@ -87,6 +88,12 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, sigmoid_bias=-6.9).shape
     torch.Size([2, 1, 4, 64])
     """
+    unusual = (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sigmoid_precision)
+    plain = window_size == (-1, -1) and not (softcap or num_splits or return_softmax_lse or backend)
+    if plain and all(x is None for x in unusual):
+        light = _light(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
+        if light is not None:
+            return light
     _refuse(softcap, return_softmax_lse)
     flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
     batch, n = q.shape[:2]
@@ -138,6 +145,46 @@ def flash_attn_with_kvcache(
         num_splits,
     )
     return cached.call(problem, cached.choose(problem, backend))
+
+
+def _light(
+    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, scale: Any, bias: Any
+) -> Tensor | None:  # (B, 1, Hq, Dv)
+    """One token against few keys, as many for each sample, on a CPU; None where this is another or a faulty call."""
+    tensors = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
+    if torch.compiler.is_compiling() or not all(type(t) is Tensor and t.dim() == 4 for t in tensors):
+        return None
+    (batch, n, heads, width), (held, capacity, key_heads, _), dtype = q.shape, k_cache.shape, q.dtype
+    if isinstance(lengths, Tensor):
+        lengths = _only(lengths, batch)
+    old = capacity if lengths is None and k is None else lengths
+    fit = n == 1 and held == batch and k_cache.shape[3] == width and v_cache.shape[:3] == k_cache.shape[:3]
+    if k is not None or v is not None:
+        fit = fit and k is not None and v is not None and k.shape == (batch, 1, key_heads, width)
+        fit = fit and v.shape == (batch, 1, key_heads, v_cache.shape[3])
+    alike = dtype.is_floating_point and all(t.dtype is dtype and t.device.type == "cpu" for t in tensors)
+    numbers = type(bias) is float and (scale is None or type(scale) is float) and type(old) is int
+    wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    some = 0 not in (heads, key_heads, width, v_cache.shape[3])
+    if not (fit and alike and numbers and some and not wants) or heads % key_heads:
+        return None
+    new = 0 if k is None else 1
+    stop = old + new
+    if not (0 <= old and 0 < stop <= capacity) or batch * stop * key_heads * width > one_query.FEW:
+        return None
+    if not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
+        return None
+    if k is not None:
+        k_cache[:, old:stop], v_cache[:, old:stop] = k, v
+    return one_query.attend(q, k_cache[:, :stop], v_cache[:, :stop], bias, width**-0.5 if scale is None else scale)
+
+
+def _only(lengths: Tensor, batch: int) -> Any:
+    """The one value of (B,) integers on the CPU, or something that is no number."""
+    if lengths.shape != (batch,) or lengths.device.type != "cpu" or lengths.dtype not in (torch.int32, torch.int64):
+        return lengths
+    values = lengths.tolist()
+    return values[0] if values and values.count(values[0]) == batch else lengths
 
 
 def _refuse(softcap: float, return_softmax_lse: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.nn.documents import Documents
-from sigattn.ops import cached, library, packed, reference, settings
+from sigattn.ops import cached, library, one_query, packed, reference, settings
 from sigattn.ops.attention import autocast, bias_operand, canonical, new_seed, sides, sigmoid_attention, two_sided
 from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import PackedProblem, Problem
@@ -129,6 +129,12 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> 
     """A new token, or prompts of different lengths: what there are kernels for. (Causal, and without dropout.)"""
     if library.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
+    everything = p.slopes is None and p.first_key is None and (p.window is None or p.window >= key.shape[2] - 1)
+    if everything and query.shape[2] == 1 and isinstance(p.bias, float):
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        out = one_query.attend(q, k, v, p.bias, query.shape[3] ** -0.5)
+        if out is not None:
+            return out.transpose(1, 2)
     bias = bias_operand(p.bias)
     assert bias is not None
     lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
