@@ -170,7 +170,7 @@ def _light(
         return None
     new = 0 if k is None else 1
     stop = old + new
-    if not (old >= 0 and 0 < stop <= capacity) or batch * stop * key_heads * width > one_query.FEW:
+    if not (old >= 0 and 0 < stop <= capacity) or stop * key_heads * width > one_query.FEW:
         return None
     if not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
         return None

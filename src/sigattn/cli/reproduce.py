@@ -26,6 +26,7 @@ def reproduce(
     workers: int = 2,
     data: Path | None = None,
     tokenizer: Path | None = None,
+    speech: Path | None = None,
     all: bool = False,  # noqa: A002  (the flag's name)
     list: bool = False,  # noqa: A002
 ) -> None:
@@ -39,7 +40,8 @@ def reproduce(
         workers: runs at a time, a thread each.
         data: for language models, as sigattn train has it; none for CPython's documentation (not at the paper's scale).
         tokenizer: for text.
-        all: run every experiment, one after another.
+        speech: the Free Spoken Digit Dataset, a folder or its .tar.gz.
+        all: run every experiment, one after another; those that need recordings only with --speech.
         list: show what there is.
     """
     console = Console()
@@ -50,11 +52,16 @@ def reproduce(
         raise ExperimentError(f"seeds and workers must be at least 1, got {seeds} and {workers}")
     place = folder / scale
     for experiment in EXPERIMENTS.values() if all else (find(name or ""),):
+        if all and experiment.needs == "speech" and speech is None and scale != "smoke":
+            console.print(f"{experiment.name}: left out without --speech", highlight=False)
+            continue
         console.print(f"{experiment.name}: {experiment.title} ({experiment.place})", highlight=False)
         start = time.perf_counter()
         own = place / experiment.name
         own.mkdir(parents=True, exist_ok=True)
-        setting = Setting(scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer)
+        setting = Setting(
+            scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer, speech
+        )
         result = experiment.run(setting)
         about = provenance.describe("reproduce", {"scale": scale, "seeds": seeds})
         pages.write(own, experiment, setting, result, about)

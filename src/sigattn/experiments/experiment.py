@@ -29,6 +29,7 @@ class Setting:
         show: called with a line for each thing done. workers: runs at a time, a thread each.
         data: tokens or text for the language models (as ``sigattn train --data``); None for CPython's documentation as
             bytes, which the paper's scale does not take. tokenizer: for text.
+        speech: recordings, the spoken digits as a folder or .tar.gz; None to do without, which only "smoke" can.
     """
 
     scale: Scale
@@ -38,6 +39,7 @@ class Setting:
     workers: int = 2
     data: Path | None = None
     tokenizer: Path | None = None
+    speech: Path | None = None
 
     def of(self, smoke: Any, small: Any, paper: Any) -> Any:
         """The value for the scale."""
@@ -81,6 +83,7 @@ class Experiment:
         name: on the command line. title: in a few words. place: where in the paper.
         run: does it. minutes: about how long on 2 cores, by scale; None where it is not a matter of minutes.
         hardware: for the paper's scale. differs: how "small" differs from the paper's set-up.
+        needs: "speech" if it cannot do without recordings.
     """
 
     name: str
@@ -90,3 +93,4 @@ class Experiment:
     minutes: dict[Scale, float | None] = field(default_factory=dict)
     hardware: str = "2 CPU cores"
     differs: str = ""
+    needs: str = ""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from sigattn.experiments import (
+    bias_rules,
     closed_form,
+    dropped_keys,
     k_summation,
+    language_ablations,
     lr_sensitivity,
-    norm_structure,
     pair_repeat,
     position_ablation,
+    sigma_accuracy,
+    speech,
+    speed,
+    train_losses,
     vision_ablations,
 )
 from sigattn.experiments.experiment import Experiment, ExperimentError
@@ -19,14 +25,26 @@ EXPERIMENTS: dict[str, Experiment] = {
         closed_form.FLOPS,
         closed_form.REGULARITY,
         closed_form.NORMS,
+        train_losses.EXPERIMENT,
         position_ablation.EXPERIMENT,
         lr_sensitivity.EXPERIMENT,
         lr_sensitivity.BIAS,
         vision_ablations.EXPERIMENT,
-        norm_structure.EXPERIMENT,
+        vision_ablations.LAYERSCALE_FREE,
+        vision_ablations.RELAXATIONS,
+        speech.BIAS,
+        speech.STRUCTURE,
+        language_ablations.EXPERIMENT,
+        language_ablations.POWER,
         k_summation.EXPERIMENT,
         k_summation.EVOLUTION,
         pair_repeat.EXPERIMENT,
+        speed.ATTENTION,
+        speed.CROSSING,
+        speed.VIT,
+        sigma_accuracy.EXPERIMENT,
+        bias_rules.EXPERIMENT,
+        dropped_keys.EXPERIMENT,
     )
 }
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from sigattn.data.dataset import Data
+from sigattn.experiments import tones
 from sigattn.experiments.experiment import ExperimentError, Setting
 from sigattn.models.language import LanguageModelConfig
+from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes import loading, workers
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import loop, metrics
@@ -32,7 +34,7 @@ class Job:
 
     Attributes:
         name: of its kind, also its folder's. recipe: what is trained. seed: of weights and data.
-        data, tokenizer: of a language model, as ``Setting`` has them.
+        data: of a language model, as ``Setting`` has it, or a speech model's recordings. tokenizer: for text.
     """
 
     name: str
@@ -74,11 +76,30 @@ def jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
             "the paper's scale trains language models on C4's realnews: sigattn tokenizer and sigattn pack --data "
             "hf:allenai/c4:realnewslike make a file of tokens; name it with --data"
         )
+    speech = any(isinstance(r.model, SpeechModelConfig) for r in recipes.values())
+    recordings = speech_of(setting) if speech else None
     return [
-        Job(name, recipe, seed, setting.data, setting.tokenizer)
+        Job(name, recipe, seed, recordings)
+        if isinstance(recipe.model, SpeechModelConfig)
+        else Job(name, recipe, seed, setting.data, setting.tokenizer)
         for seed in range(setting.seeds)
         for name, recipe in recipes.items()
     ]
+
+
+def speech_of(setting: Setting) -> Path:
+    """The recordings; at the smallest scale, where none are named, tones that stand for digits.
+
+    Raises:
+        ExperimentError: if they are needed.
+    """
+    if setting.speech is not None:
+        return setting.speech
+    if setting.scale == "smoke":
+        return tones.write(setting.folder / "tones")
+    raise ExperimentError(
+        "this experiment needs recordings: name the Free Spoken Digit Dataset (a folder, or its .tar.gz) with --speech"
+    )
 
 
 def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome]]:
@@ -139,6 +160,8 @@ def train_one(folder: Path, job: Job) -> None:
 
 def data_of(job: Job) -> Data:
     """What a run trains on: what was named, CPython's documentation, or what is drawn for the synthetic problems."""
+    if isinstance(job.recipe.model, SpeechModelConfig):
+        return loading.load(job.recipe, job.data)
     if not isinstance(job.recipe.model, LanguageModelConfig):
         return loading.load(job.recipe, None)
     return loading.load(job.recipe, job.data, tokenizer=job.tokenizer)
@@ -147,3 +170,8 @@ def data_of(job: Job) -> Data:
 def _folder(setting: Setting, job: Job) -> Path:
     name = "".join(c if c.isalnum() or c in ".-" else "-" for c in job.name)
     return setting.folder / "runs" / name / str(job.seed)
+
+
+def model_of(setting: Setting, job: Job) -> Path:
+    """Where the trained model is."""
+    return _folder(setting, job) / "model"

@@ -12,7 +12,7 @@ from sigattn.nn import mechanism
 from sigattn.nn.bias import AttentionBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, as_bias
 from sigattn.nn.cache import LayerCache
 from sigattn.nn.documents import Documents
-from sigattn.nn.mechanism import ELEMENTWISE, Activation, Pattern
+from sigattn.nn.mechanism import ELEMENTWISE, Activation, Compute, Pattern
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
@@ -59,6 +59,8 @@ class Attention(nn.Module):
             projection: its mean over the batch is what the paper's Figs. 4-7 plot.
         statistics: ``sigattn.attention_statistics`` of the last forward, in memory linear in the length.
         share: where several processes share each sequence, this one's part (``sigattn.distributed``); else None.
+        compute: makes the output of queries, keys and values, for all but Performer; ``mechanism.attend``, unless one
+            who studies other ways puts his own there.
 
     Raises:
         ValueError: if width, heads and kv_heads do not divide, or arguments do not suit one another.
@@ -112,6 +114,7 @@ class Attention(nn.Module):
             count = math.ceil(self.head_dim * math.log(self.head_dim + 1))
             self.performer = PerformerFeatures(self.head_dim, performer_features or count)
         self.share: SequenceShare | None = None
+        self.compute: Compute = mechanism.attend
         self.watch: Watch = "nothing"
         self.attention_norm: Tensor | None = None
         self.statistics: AttentionStatistics | None = None
@@ -289,7 +292,7 @@ class Attention(nn.Module):
         elif self.activation == "performer":
             out = self.performer(query, key, value, causal=self.causal, key_lengths=key_lengths)
         else:
-            out = mechanism.attend(self.activation, query, key, value, pattern)
+            out = self.compute(self.activation, query, key, value, pattern)
         if self.length_power:
             n = mechanism.visible_keys(queries, keys, pattern, query.device).clamp(min=1)
             if self.share is not None:

@@ -55,6 +55,11 @@ class Pattern(NamedTuple):
         return None if self.window is None else (self.window, self.window)
 
 
+# What makes an output of queries, keys and values. An attention layer's ``compute`` is ``attend``; who studies other
+# ways of computing it may put one there.
+Compute = Callable[[Activation, Tensor, Tensor, Tensor, Pattern], Tensor]
+
+
 def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
     """(B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, D) → (B, Hq, N, D), for all but Performer."""
     return _ATTEND[activation](activation, query, key, value, pattern)
@@ -109,7 +114,7 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
     if p.documents is not None:
         return _sigmoid_of_documents(query, key, value, p, p.documents)
     if p.first_query:
-        problem = _problem(query, key, value, p)
+        problem = problem_of(query, key, value, p)
         return library.call(problem, library.choose(problem, None))
     return sigmoid_attention(
         query,
@@ -189,7 +194,7 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern,
 
 
 def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
-    problem = _problem(query, key, value, p)
+    problem = problem_of(query, key, value, p)
     if p.first_key is not None:
         j = torch.arange(key.shape[2], device=key.device)
         problem = problem._replace(attn_mask=(j >= p.first_key[:, None])[:, None, None])
@@ -197,7 +202,8 @@ def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: 
         return reference.attention(problem, activation)
 
 
-def _problem(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem:
+def problem_of(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem:
+    """The operator's canonical problem."""
     if library.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     return canonical(

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import library
+from sigattn.ops.products import keep_memory_warm
 
-FEW = 1 << 19  # elements of K: beyond, the general way is faster, which walks a cache in pieces (docs/log.md)
+# measured on a CPU (docs/log.md)
+FEW = 1 << 19  # elements of a sample's K: beyond, the general way is faster, which walks a cache in pieces
+COPIED = 1 << 16  # up to which samples are worked on together even if their heads must be copied side by side for that
 _ONE = {dtype: torch.ones(1, 1, 1, dtype=dtype) for dtype in (torch.float32, torch.float64)}
 
 
@@ -23,11 +26,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
         bias: b. scale: the factor of Q Kᵀ.
     """
     batch, keys, key_heads, width = key.shape
-    few = 0 < keys * batch * key_heads * width <= FEW
-    if not few or query.device.type != "cpu" or not library.nobody_watches((query, key, value)):
+    sample = keys * key_heads * width
+    if not 0 < sample <= FEW or query.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    if torch.compiler.is_compiling():
+    if not library.nobody_watches((query, key, value)):
         return None
+    keep_memory_warm()
+    together = FEW // sample if sample <= COPIED or (_is_folded(key) and _is_folded(value)) else 1
+    if batch <= together:
+        return _attend(query, key, value, bias, scale)
+    out = query.new_empty(batch, 1, query.shape[2], value.shape[3])
+    for start in range(0, batch, together):
+        part = slice(start, start + together)
+        out[part] = _attend(query[part], key[part], value[part], bias, scale)
+    return out
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor:
+    batch, _, key_heads, width = key.shape
     heads = batch * key_heads
     q, k, v = query.reshape(heads, -1, width), _by_head(key, heads), _by_head(value, heads)
     if q.dtype not in _ONE:
@@ -37,9 +53,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
     return out if out.dtype is query.dtype else out.to(query.dtype)
 
 
-def _by_head(t: Tensor, heads: int) -> Tensor:  # (B, M, Hkv, E) → (B · Hkv, M, E)
-    batch, keys, key_heads, width = t.shape
-    sample, place, head, feature = t.stride()
-    if batch == 1 or sample == key_heads * head:
-        return t.as_strided((heads, keys, width), (head, place, feature))
+def _is_folded(t: Tensor) -> bool:
+    """Whether samples and heads of (B, M, H, E) are one dimension in memory, as where a layer keeps them by head."""
+    return t.stride(0) == t.shape[2] * t.stride(2)
+
+
+def _by_head(t: Tensor, heads: int) -> Tensor:  # (B, M, H, E) → (B · H, M, E)
+    batch, keys, _, width = t.shape
+    if batch == 1 or _is_folded(t):
+        return t.as_strided((heads, keys, width), (t.stride(2), t.stride(1), t.stride(3)))
     return t.transpose(1, 2).reshape(heads, keys, width)

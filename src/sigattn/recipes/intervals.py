@@ -44,6 +44,11 @@ def equal(delta: float, margin: float, within: float) -> Verdict:
     return "agrees" if margin <= within else "not shown"
 
 
+def beyond(delta: float, margin: float) -> Verdict:
+    """What a claim that delta is positive may be said to be."""
+    return "agrees" if delta > margin else "differs" if -delta > margin else "not shown"
+
+
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
     """Of several that must all hold."""
     return "differs" if "differs" in verdicts else "not shown" if "not shown" in verdicts else "agrees"

@@ -1,0 +1,113 @@
+"""Variants of one recipe beside each other: what many tables of the paper are."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import matplotlib.figure
+
+from sigattn.experiments import drawing, sweep
+from sigattn.experiments.experiment import Finding, Result, Setting
+from sigattn.recipes import intervals
+from sigattn.recipes.recipe import Recipe
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says of one variant beside another.
+
+    Attributes:
+        text: in our words. name, beside: of the variants.
+        says: the metric of ``name`` is "same" as, "higher" or "lower" than that of ``beside``.
+        within: how wide an interval may be that is still called the same.
+    """
+
+    text: str
+    name: str
+    says: Literal["same", "higher", "lower"]
+    beside: str
+    within: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Variants of one recipe.
+
+    Attributes:
+        base: the recipe at a scale. variants: by name, which fields of the blocks they change.
+        metric: of the task, at the end of training. label: it in words.
+        claims: left out where a variant is. smoke: the variants of the smallest scale; None for all.
+        curves: whether to draw losses and attention norms over the steps, instead of the metric of each seed.
+    """
+
+    base: Callable[[Setting], Recipe]
+    variants: dict[str, dict[str, Any]]
+    metric: str
+    label: str
+    claims: Sequence[Claim]
+    smoke: tuple[str, ...] | None = None
+    curves: bool = False
+
+    def __call__(self, setting: Setting) -> Result:
+        """Train all, compare."""
+        names = self.smoke if setting.scale == "smoke" and self.smoke else tuple(self.variants)
+        recipe = self.base(setting)
+        wanted = {name: recipe.with_transformer(**self.variants[name]) for name in names}
+        found = sweep.train_all(setting, sweep.jobs(wanted, setting))
+        values = {name: [o.final[self.metric] for o in found[name]] for name in names}
+        findings = [judge(claim, values) for claim in self.claims if {claim.name, claim.beside} <= set(names)]
+        picture = curves(found) if self.curves else dots(values, self.label)
+        rows = [(name, intervals.spread(values[name])) for name in names]
+        data = [{"variant": name, self.metric: values[name]} for name in names]
+        return Result(("variant", self.label), rows, findings, data, picture)
+
+
+def judge(claim: Claim, values: dict[str, list[float]]) -> Finding:
+    """A claim by the metrics of each variant's seeds."""
+    delta, margin = intervals.welch(values[claim.beside], values[claim.name])
+    seen = f"({claim.name}) less ({claim.beside}): {intervals.interval(delta, margin)}"
+    if claim.says == "same":
+        return Finding(claim.text, intervals.equal(delta, margin, claim.within), seen)
+    if claim.says == "lower":
+        delta = -delta
+    return Finding(claim.text, intervals.beyond(delta, margin), seen)
+
+
+def dots(values: dict[str, list[float]], label: str) -> matplotlib.figure.Figure:
+    """Each seed a dot, the mean a bar."""
+    picture, (axis,) = drawing.figure(1, width=7.0, height=1.0 + 0.25 * len(values))
+    for i, (name, found) in enumerate(values.items()):
+        kind = next((k for k in ("softmax", "sigmoid") if k in name), "mlp")
+        axis.plot(found, [i] * len(found), "o", ms=4, color=drawing.STYLE[kind], alpha=0.6)
+        axis.plot([statistics.mean(found)], [i], "|", ms=14, color=drawing.STYLE[kind])
+    axis.set_yticks(range(len(values)), list(values))
+    axis.invert_yaxis()
+    axis.set_xlabel(f"{label}: each seed, and the mean")
+    return picture
+
+
+def curves(found: dict[str, list[sweep.Outcome]]) -> matplotlib.figure.Figure:
+    """Losses and attention norms over the steps."""
+    picture, axes = drawing.figure(2, width=5.4, height=4.0)
+    for name, colour in zip(found, COLOURS, strict=False):
+        drawing.curves(axes[0], [[r["loss"] for r in o.rows] for o in found[name]], name, colour)
+        norms = [[r["attention_norm"] for r in o.rows] for o in found[name]]
+        drawing.curves(axes[1], norms, name, colour, window=1)
+    axes[0].set(xlabel="step", ylabel="training loss, nats")
+    axes[1].set(xlabel="step", ylabel="‖P V‖", yscale="log")
+    axes[0].legend(frameon=False, fontsize=8)
+    return picture
+
+
+def shortened(recipe: Recipe, steps: int, batch: int) -> Recipe:
+    """The recipe with so many steps, judged at their end."""
+    training = replace(
+        recipe.training, steps=steps, batch=batch, warmup_steps=steps // 10, validate_every=steps,
+        checkpoint_every=steps,
+    )  # fmt: skip
+    return replace(recipe, training=training)

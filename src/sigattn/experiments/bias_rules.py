@@ -1,0 +1,111 @@
+"""Beyond the paper: a bias fixed at the training length, or -log of the keys that each query sees, in causal models.
+
+    sigattn reproduce bias-rules --scale small
+
+Under a causal mask query i sees i + 1 keys, yet the paper's b is -log n for all of them. The other rule follows the
+visible keys, as the mass of a row then is about 1 everywhere; at lengths beyond the training's, the first rule keeps
+the bias it was trained with and the second goes on falling.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.experiments import drawing, sweep
+from sigattn.experiments.ablation import COLOURS, shortened
+from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
+from sigattn.models import saving
+from sigattn.models.language import LanguageModel
+from sigattn.recipes import intervals
+from sigattn.recipes.registry import find
+from sigattn.tasks.language import LanguageModelling
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "softmax": {"activation": "softmax"},
+    "sigmoid, b = -log of the training length": {},
+    "sigmoid, b = -log of the visible keys": {"bias": "log_visible"},
+}
+SOFTMAX, FIXED, VISIBLE = VARIANTS
+
+
+def run(setting: Setting) -> Result:
+    """Train all with ALiBi, judge them at other lengths."""
+    context = setting.of(32, 128, 2048)
+    recipe = find("lm-1b-2k-tiny").with_transformer(context=context)
+    recipe = shortened(recipe, setting.of(4, 400, 3000), setting.of(2, 16, 16))
+    wanted = sweep.jobs({n: recipe.with_transformer(**VARIANTS[n]) for n in VARIANTS}, setting)
+    sweep.train_all(setting, wanted)
+    lengths = [context // 4, context, 2 * context, 4 * context, 8 * context]
+    if setting.scale == "smoke":
+        lengths = lengths[1:3]
+    data = []
+    for job in wanted:
+        model = saving.load(sweep.model_of(setting, job))
+        assert isinstance(model, LanguageModel)
+        for length in lengths:
+            bits = bits_at(model, setting, context, length)
+            data.append({"variant": job.name, "seed": job.seed, "length": length, "bits": bits})
+            setting.show(f"{job.name}, seed {job.seed}, {length} tokens: {bits:.3f}")
+    values = {
+        (name, n): [r["bits"] for r in data if (r["variant"], r["length"]) == (name, n)]
+        for name in VARIANTS
+        for n in lengths
+    }
+    picture, (axis,) = drawing.figure(1, width=6.4, height=4.0)
+    for name, colour in zip(VARIANTS, COLOURS, strict=False):
+        drawing.band(axis, lengths, [values[name, n] for n in lengths], name, colour)
+    axis.axvline(context, color="#999999", linestyle=":", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel=f"tokens (trained on {context})", ylabel="held-out bits a byte")
+    axis.legend(frameon=False, fontsize=8)
+    longest = lengths[-1]
+    here, there = (intervals.welch(values[FIXED, n], values[VISIBLE, n]) for n in (context, longest))
+    grown = {name: intervals.welch(values[name, context], values[name, longest]) for name in VARIANTS}
+    findings = [
+        Finding(
+            "At the training length both rules are as good.",
+            intervals.equal(*here, 0.05),
+            f"bits, visible keys less fixed: {intervals.interval(*here)}",
+        ),
+        Finding(
+            f"At {longest // context} times the training length the fixed bias is as good as -log of the visible keys.",
+            intervals.equal(*there, 0.05),
+            f"bits, visible keys less fixed: {intervals.interval(*there)}",
+        ),
+        Finding(
+            "With ALiBi and a fixed bias, sigmoid goes on to longer texts as softmax does.",
+            intervals.equal(grown[FIXED][0] - grown[SOFTMAX][0], math.hypot(grown[FIXED][1], grown[SOFTMAX][1]), 0.1),
+            ", ".join(f"{name}: {intervals.interval(*grown[name])}" for name in VARIANTS)
+            + f" bits from {context} to {longest} tokens",
+        ),
+    ]
+    rows = [(name, *(intervals.spread(values[name, n]) for n in lengths)) for name in VARIANTS]
+    return Result(("variant", *(f"n = {n}" for n in lengths)), rows, findings, data, picture)
+
+
+def bits_at(model: LanguageModel, setting: Setting, context: int, length: int) -> float:
+    """Held-out bits of windows of a length, with the bias that the model was trained with."""
+    config = model.config
+    if config.activation == "sigmoid" and config.bias is None:
+        config = replace(config, bias=-math.log(context))
+    longer = saving.build(replace(config, context=length))
+    longer.load_state_dict(model.state_dict())
+    text = TextData(ByteText.split(load_text(setting.data), length), length, held_out=setting.of(2, 16, 64))
+    with torch.no_grad():
+        return LanguageModelling().evaluate(longer.eval(), text.validation(4))["bits"]
+
+
+EXPERIMENT = Experiment(
+    "bias-rules",
+    "Beyond the paper: a fixed bias, or one that follows the visible keys",
+    "Sect. 2 and App. E choose b = -log n",
+    run,
+    {"smoke": 0.2, "small": 5.0, "paper": None},
+    "1 GPU",
+    "2 layers of 64, trained on 128 bytes, 400 steps",
+)

@@ -1,0 +1,22 @@
+"""Measurements that are not made again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def once(path: Path, settings: dict[str, Any], measure: Callable[[], Any]) -> Any:
+    """What ``measure`` gives, as JSON has it: from the file if it is there with these settings, else made and kept."""
+    try:
+        found = json.loads(path.read_text())
+        if found["settings"] == json.loads(json.dumps(settings)):
+            return found["value"]
+    except (OSError, json.JSONDecodeError, KeyError):
+        pass
+    value = measure()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"settings": settings, "value": value}) + "\n")
+    return json.loads(path.read_text())["value"]

@@ -1,0 +1,107 @@
+"""Language models: where norms stand, with and without a bias; and n^(-α) in place of a bias.
+
+    sigattn reproduce norm-structure --scale small          (--scale paper: 64 GPUs of 80 GB, RedPajama)
+    sigattn reproduce length-power --scale small            (--scale paper: 1 GPU of 80 GB, --data: C4's realnews)
+
+Expected at 2,048 tokens: pre-norm with ALiBi and a bias equals softmax; without a bias, RoPE falls behind (46.0 on
+average, against 50.6); hybrid-norm stands in for the bias. Output divided by n or √n: slightly worse than b = -log n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sigattn.experiments.ablation import Ablation, Claim, shortened
+from sigattn.experiments.experiment import Experiment, ExperimentError, Setting
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import find
+
+NORMS: dict[str, dict[str, Any]] = {
+    "softmax, pre, ALiBi": {"activation": "softmax"},
+    "sigmoid, pre, ALiBi, b = -log n": {},
+    "sigmoid, pre, RoPE, b = -log n": {"position": "rope"},
+    "sigmoid, pre, RoPE, b = 0": {"position": "rope", "bias": 0.0},
+    "softmax, hybrid, ALiBi": {"activation": "softmax", "structure": "hybrid"},
+    "sigmoid, hybrid, ALiBi, b = 0": {"structure": "hybrid", "bias": 0.0},
+}
+SOFTMAX, PRE, ROPE, BARE, SOFT_HYBRID, HYBRID = NORMS
+
+POWERS: dict[str, dict[str, Any]] = {
+    "softmax": {"activation": "softmax", "bias": None},
+    "sigmoid, b = -log n": {},
+    "sigmoid, n^-1": {"bias": 0.0, "length_power": 1.0},
+    "sigmoid, n^-0.5": {"bias": 0.0, "length_power": 0.5},
+}
+
+
+def of_norms(setting: Setting) -> Recipe:
+    """The 1B model's small form.
+
+    Raises:
+        ExperimentError: at the paper's scale.
+    """
+    if setting.scale == "paper":
+        raise ExperimentError(
+            "norm-structure at the paper's scale trains six models of 1B parameters: run sigattn train lm-1b-2k --data "
+            "REDPAJAMA with --model.structure, --model.position and --model.bias, then sigattn lm-eval"
+        )
+    recipe = find("lm-1b-2k-tiny").with_transformer(context=setting.of(32, 256, None))
+    return shortened(recipe, setting.of(4, 300, None), setting.of(2, 16, None))
+
+
+def of_one_block(setting: Setting) -> Recipe:
+    """The one-block model of Figs. 4-7, with ALiBi."""
+    recipe = find("lm-realnews").with_transformer(position="alibi", bias="log_context")
+    if setting.scale == "paper":
+        return recipe
+    context, steps = setting.of((32, 6), (256, 300), None)
+    small = shortened(
+        recipe.with_transformer(vocabulary=256, context=context, width=128, heads=4, hidden=512), steps, 8
+    )
+    return replace(
+        small, training=replace(small.training, precision="float32", learning_rate=2e-3, final_learning_rate=0.05)
+    )
+
+
+EXPERIMENT = Experiment(
+    "norm-structure",
+    "Pre-norm and hybrid-norm in language models",
+    'Table "lm_norm_ablations", App. G.3',
+    Ablation(
+        of_norms,
+        NORMS,
+        "bits",
+        "held-out bits a byte",
+        (
+            Claim("Pre-norm sigmoid with ALiBi and -log n equals softmax at 2,048 tokens.", PRE, "same", SOFTMAX, 0.1),
+            Claim("With RoPE and pre-norm, leaving out the bias makes sigmoid worse.", BARE, "higher", ROPE),
+            Claim("Hybrid-norm in place of a bias reaches softmax.", HYBRID, "same", SOFTMAX, 0.1),
+            Claim("Hybrid-norm without a bias equals pre-norm with one.", HYBRID, "same", PRE, 0.1),
+        ),
+        curves=True,
+    ),
+    {"smoke": 0.2, "small": 6.0, "paper": None},
+    "64 GPUs of 80 GB",
+    "2 layers of 64 instead of 1B parameters, 256 bytes, 300 steps; held-out bits instead of nine evaluations",
+)
+POWER = Experiment(
+    "length-power",
+    "Output divided by n or √n, or a bias of -log n",
+    'Figs. "no_scaling", "seq_len_scaling", "sqrt_scaling", App. G.1',
+    Ablation(
+        of_one_block,
+        POWERS,
+        "loss",
+        "held-out loss, nats",
+        (
+            Claim("n^-1 is slightly worse than b = -log n.", "sigmoid, n^-1", "higher", "sigmoid, b = -log n"),
+            Claim("n^-0.5 is slightly worse than b = -log n.", "sigmoid, n^-0.5", "higher", "sigmoid, b = -log n"),
+            Claim("b = -log n equals softmax.", "sigmoid, b = -log n", "same", "softmax", 0.1),
+        ),
+        curves=True,
+    ),
+    {"smoke": 0.2, "small": 4.0, "paper": None},
+    "1 GPU of 80 GB",
+    "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 300 steps instead of 65,536",
+)

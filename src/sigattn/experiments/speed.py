@@ -1,0 +1,331 @@
+"""Speed: attention alone, with a norm after it, and in a vision transformer, on the device at hand (App. FlashSigmoid).
+
+    sigattn reproduce attention-times | norm-crossing | vit-times       (--scale paper: 1 GPU of 80 GB)
+
+Expected on an H100, sigmoid over FlashAttention-2's softmax: 17 % less time forward, 7 % forward and backward; with a
+LayerNorm it is ahead from T* = 1,024 (causal) to 10,000 tokens on; a ViT gains 4 to 8 % in inference and 3 to 4 % in
+training, as the kernels' gain and their share of the whole predict. Peers here: PyTorch's own softmax attention, whose
+kernel on a GPU is FlashAttention-2 or cuDNN's. ``sigattn bench kernels`` races more of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import sigattn
+from sigattn.bench import gpu
+from sigattn.bench.contestants import Options
+from sigattn.experiments import drawing, kept
+from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
+from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
+from sigattn.recipes.intervals import Verdict
+
+HEADS, HEAD_DIM = 12, 64  # the paper's
+Mechanism = Literal["softmax", "sigmoid"]
+MECHANISMS: tuple[Mechanism, ...] = ("softmax", "sigmoid")
+PASSES = ("forward", "forward and backward")
+TOKENS = {4096: 64, 8100: 90, 10_000: 100}  # side of the images, in patches of one pixel
+
+
+def device(setting: Setting) -> tuple[torch.device, torch.dtype]:
+    """A GPU in bfloat16, or but for the paper's scale a CPU in float32.
+
+    Raises:
+        ExperimentError: at the paper's scale, without a GPU.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.bfloat16
+    if setting.scale == "paper":
+        raise ExperimentError("speed at the paper's scale is measured on a GPU, and there is none")
+    return torch.device("cpu"), torch.float32
+
+
+def attend(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """(B, H, n, D) each."""
+    if mechanism == "softmax":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return sigattn.sigmoid_attention(q, k, v, is_causal=causal, bias=-math.log(k.shape[2]))
+
+
+def problem_of(setting: Setting, n: int, causal: bool, heads: int = HEADS) -> gpu.Inputs:
+    """Random query, key, value and the output's gradient, (1, H, n, D) each."""
+    place, dtype = device(setting)
+    generator = torch.Generator().manual_seed(n)
+    made = [torch.randn(1, heads, n, HEAD_DIM, generator=generator).to(place, dtype) for _ in range(4)]
+    return gpu.Inputs(made[0], made[1], made[2], made[3], Options(-math.log(n), causal, None))
+
+
+def check(mechanism: Mechanism, problem: gpu.Inputs) -> None:
+    """Against float64, before it is timed.
+
+    Raises:
+        RuntimeError: if it is wrong.
+    """
+    q, k, v = gpu.leaves(problem)
+    out = attend(mechanism, q, k, v, problem.options.causal)
+    gradients = torch.autograd.grad(out, (q, k, v), problem.grad_out)
+    error, worst = gpu.errors(problem, mechanism == "softmax", out.detach(), gradients)
+    assert worst is not None
+    if not max(error, worst) <= gpu.TOLERANCE[out.dtype]:
+        raise RuntimeError(f"{mechanism} attention is wrong at {tuple(q.shape)}: relative error {max(error, worst)}")
+
+
+def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, layers: int = 1) -> list[dict[str, Any]]:
+    """Seconds of both mechanisms, forward, and forward and backward."""
+    problem = problem_of(setting, n, causal, heads)
+    for mechanism in MECHANISMS:
+        check(mechanism, problem)
+
+    def forward(mechanism: Mechanism) -> None:
+        with torch.no_grad():
+            for _ in range(layers):
+                attend(mechanism, problem.query, problem.key, problem.value, causal)
+
+    def both(mechanism: Mechanism) -> None:
+        for _ in range(layers):
+            q, k, v = gpu.leaves(problem)
+            torch.autograd.grad(attend(mechanism, q, k, v, causal), (q, k, v), problem.grad_out)
+
+    found = []
+    for which, call in zip(PASSES, (forward, both), strict=True):
+        calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in MECHANISMS}
+        for name, seconds, ratios in gpu.race(calls, setting.of(1, 5, 9), setting.of(0.0, 0.02, 0.02)):
+            found.append(
+                {"n": n, "causal": causal, "pass": which, "mechanism": name, "ms": seconds * 1e3,
+                 "time_over_softmax": 1 / ratios["softmax"]}
+            )  # fmt: skip
+    return found
+
+
+def run_attention(setting: Setting) -> Result:
+    """Both passes, full and causal, over the length."""
+    lengths = setting.of((32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096, 16_384, 32_768, 78_000))
+    rows = [
+        r
+        for n in lengths
+        for causal in (False, True)
+        for r in _once(setting, f"attention-{n}-{causal}", functools.partial(time_attention, setting, n, causal))
+    ]
+    picture, axes = drawing.figure(2, width=5.0, height=3.8)
+    cells, findings = [], []
+    for axis, causal in zip(axes, (False, True), strict=True):
+        for which, colour in zip(PASSES, (drawing.STYLE["sigmoid"], drawing.STYLE["softmax"]), strict=True):
+            gains = [100 * (1 - _ratio(rows, n, causal, which)) for n in lengths]
+            axis.plot(lengths, gains, marker="o", ms=4, color=colour, label=which)
+            cells.append(("causal" if causal else "full", which, *(f"{g:+.0f} %" for g in gains)))
+            mean = statistics.mean(gains)
+            paper = 17.0 if which == PASSES[0] else 6.0
+            findings.append(
+                Finding(
+                    f"{'Causal' if causal else 'Full'} attention, {which}: sigmoid takes less time than softmax, "
+                    f"averaged over n (about {paper:.0f} % less in the paper).",
+                    "not shown" if setting.scale == "smoke" else "agrees" if mean > 0 else "differs",
+                    f"{mean:.0f} % less on {_device(setting)}, {'causal' if causal else 'full'}; "
+                    f"at the longest {gains[-1]:.0f} %",
+                )
+            )
+        axis.axhline(0, color="#999", linewidth=0.8)
+        axis.set(xscale="log", xlabel="tokens n", title="causal" if causal else "full")
+    axes[0].set_ylabel("time saved beside softmax, %")
+    axes[0].legend(frameon=False)
+    return Result(("", "", *(f"n = {n:,}" for n in lengths)), cells, findings, rows, picture)
+
+
+def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[dict[str, Any]]:
+    """Forward times of sigmoid attention with a LayerNorm after it, and of softmax without."""
+    problem = problem_of(setting, n, causal)
+    width, q = HEADS * HEAD_DIM, problem.query
+    weight = torch.ones(width, device=q.device, dtype=q.dtype) if affine else None
+    shift = torch.zeros(width, device=q.device, dtype=q.dtype) if affine else None
+
+    def normed() -> None:
+        out = attend("sigmoid", q, problem.key, problem.value, causal)
+        F.layer_norm(out.transpose(1, 2).flatten(2), (width,), weight, shift)
+
+    def softmax() -> None:
+        attend("softmax", q, problem.key, problem.value, causal)
+
+    with torch.no_grad():
+        raced = list(gpu.race({"softmax": softmax, "normed": normed}, setting.of(1, 5, 9), setting.of(0.0, 0.02, 0.02)))
+    return [
+        {"n": n, "causal": causal, "affine": affine, "ms": seconds * 1e3, "time_over_softmax": 1 / ratios["softmax"]}
+        for name, seconds, ratios in raced
+        if name == "normed"
+    ]
+
+
+def run_crossing(setting: Setting) -> Result:
+    """T*, the length from which sigmoid and a norm are always faster than softmax."""
+    lengths = setting.of(
+        (32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 576, 1024, 2048, 5184, 10_000, 16_384, 60_000)
+    )
+    rows, cells, found = [], [], {}
+    for causal in (False, True):
+        for affine in (True, False):
+            own = [
+                r
+                for n in lengths
+                for r in _once(
+                    setting,
+                    f"normed-{n}-{causal}-{affine}",
+                    functools.partial(time_normed, setting, n, causal, affine),
+                )
+            ]
+            rows += own
+            start = crossing([(r["n"], r["time_over_softmax"]) for r in own])
+            found[causal, affine] = start
+            after = [100 * (1 - r["time_over_softmax"]) for r in own if start is not None and r["n"] >= start]
+            names = ("causal" if causal else "full", "with" if affine else "without")
+            cells.append(
+                (*names, "–" if start is None else f"{start:,}", f"{statistics.mean(after):.1f} %" if after else "–")
+            )
+    seen = ", ".join(f"{c[0]}, {c[1]} affine: {c[2]}" for c in cells)
+    everywhere: Verdict = "agrees" if all(v is not None for v in found.values()) else "differs"
+    findings = [
+        Finding(
+            "There is a length T* from which sigmoid with a LayerNorm after it is faster than softmax.",
+            "not shown" if setting.scale == "smoke" else everywhere,
+            f"on {_device(setting)}: {seen}",
+        )
+    ]
+    return Result(("", "affine projection", "T*", "mean gain from there on"), cells, findings, rows)
+
+
+def crossing(ratios: list[tuple[int, float]]) -> int | None:
+    """The least n from which on every time over softmax's is below 1."""
+    start = None
+    for n, ratio in sorted(ratios, reverse=True):
+        if ratio >= 1:
+            break
+        start = n
+    return start
+
+
+def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
+    """Milliseconds of both mechanisms: the whole model's inference and training step, and attention alone."""
+    place, dtype = device(setting)
+    layers, heads = setting.of((1, 1), (2, 3), (12, 12))
+    models = {}
+    for mechanism in MECHANISMS:
+        torch.manual_seed(0)
+        config = VisionTransformerConfig(
+            image_size=side, patch=1, layers=layers, width=heads * HEAD_DIM, heads=heads, activation=mechanism
+        )
+        models[mechanism] = VisionTransformer(config).to(place)
+    image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)).to(place)
+    label = torch.zeros(1, dtype=torch.int64, device=place)
+
+    def inference(mechanism: Mechanism) -> None:
+        with torch.no_grad(), torch.autocast(place.type, dtype, enabled=dtype is not torch.float32):
+            models[mechanism](image)
+
+    def training(mechanism: Mechanism) -> None:
+        with torch.autocast(place.type, dtype, enabled=dtype is not torch.float32):
+            loss = F.cross_entropy(models[mechanism](image), label)
+        loss.backward()
+        models[mechanism].zero_grad()
+
+    n = models["sigmoid"].config.tokens
+    found: dict[str, Any] = {"tokens": tokens, "n": n, "layers": layers}
+    alone = time_attention(setting, n, False, heads, layers)
+    for name, call, which in (("inference", inference, PASSES[0]), ("training", training, PASSES[1])):
+        calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in MECHANISMS}
+        for contestant, seconds, ratios in gpu.race(calls, setting.of(1, 5, 9), 0.0):
+            found[f"{name}_{contestant}_ms"] = seconds * 1e3
+            if contestant == "sigmoid":
+                found[f"{name}_saved"] = 1 - 1 / ratios["softmax"]
+        for r in (r for r in alone if r["pass"] == which):
+            found[f"{name}_{r['mechanism']}_attention_ms"] = r["ms"]
+    return found
+
+
+def run_vit(setting: Setting) -> Result:
+    """Kernels and wall clock, and the formula that ties them: s = (τ_sm - τ_σ) / (τ_sm + τ)."""
+    sides = setting.of({16: 4}, TOKENS, TOKENS)
+    data = [
+        _once(setting, f"vit-{tokens}", functools.partial(time_vit, setting, tokens, side))
+        for tokens, side in sides.items()
+    ]
+    rows, wide = [], 0.0
+    faster = True
+    for r in data:
+        for name in ("inference", "training"):
+            soft, sigm = (r[f"{name}_{m}_attention_ms"] for m in MECHANISMS)
+            whole = r[f"{name}_softmax_ms"]
+            predicted = (soft - sigm) / whole
+            saved = r[f"{name}_saved"]
+            wide = max(wide, abs(predicted - saved))
+            faster = faster and saved > 0
+            kernel, wall = f"{soft:.3g} → {sigm:.3g} ({sigm / soft - 1:+.0%})", f"{whole:.3g} ({-saved:+.1%})"
+            rows.append((f"{r['tokens']:,}", name, kernel, wall, f"{soft / whole:.0%}", f"{-predicted:+.1%}"))
+    findings = [
+        Finding(
+            "A vision transformer gains from the faster kernel in inference and in training.",
+            "not shown" if setting.scale == "smoke" else "agrees" if faster else "differs",
+            f"on {_device(setting)}: " + ", ".join(f"{row[0]} tokens, {row[1]}: {row[3]}" for row in rows),
+        ),
+        Finding(
+            "The kernels' gain and their share of the whole predict the gain of the whole.",
+            "not shown" if setting.scale == "smoke" else "agrees" if wide < 0.05 else "differs",
+            f"within {100 * wide:.1f} points of the measured gain",
+        ),
+    ]
+    columns = ("tokens", "", "attention, softmax → sigmoid, ms", "whole, softmax, ms (sigmoid)", "share", "predicted")
+    return Result(columns, rows, findings, data)
+
+
+def _once(setting: Setting, name: str, measure: Callable[[], Any]) -> Any:
+    setting.show(name)
+    about = {"scale": setting.scale, "device": _device(setting), "torch": torch.__version__}
+    return kept.once(setting.folder / "measured" / f"{name}.json", about, measure)
+
+
+def _device(setting: Setting) -> str:
+    place, dtype = device(setting)
+    name = torch.cuda.get_device_name() if place.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
+    return f"{name}, {str(dtype).removeprefix('torch.')}"
+
+
+def _ratio(rows: list[dict[str, Any]], n: int, causal: bool, which: str) -> float:
+    chosen = [r for r in rows if (r["n"], r["causal"], r["pass"], r["mechanism"]) == (n, causal, which, "sigmoid")]
+    (row,) = chosen
+    ratio: float = row["time_over_softmax"]
+    return ratio
+
+
+_GPU = "1 GPU of 80 GB"
+ATTENTION = Experiment(
+    "attention-times",
+    "Time of attention, forward and backward, over the length",
+    'Figs. 3, "h100-softmax-sigmoid-fwd-bwd", App. FlashSigmoid',
+    run_attention,
+    {"smoke": 0.1, "small": 2.0, "paper": 2.0},
+    _GPU,
+    "the device at hand, a CPU where there is no GPU, in float32, up to 8,192 tokens",
+)
+CROSSING = Experiment(
+    "norm-crossing",
+    "From which length sigmoid with a LayerNorm is faster than softmax",
+    "The table of T*, App. Practitioner's Guide",
+    run_crossing,
+    {"smoke": 0.1, "small": 2.0, "paper": 2.0},
+    _GPU,
+    "the device at hand, a CPU where there is no GPU, in float32, up to 8,192 tokens",
+)
+VIT = Experiment(
+    "vit-times",
+    "A vision transformer at 4,096 to 10,000 tokens",
+    'Fig. "ComparisonsOfFlashesOnH100", App. FlashSigmoid',
+    run_vit,
+    {"smoke": 0.1, "small": 4.0, "paper": 3.0},
+    _GPU,
+    "one image on the device at hand instead of epochs on 32 GPUs; on a CPU 2 layers of 192 in float32",
+)
