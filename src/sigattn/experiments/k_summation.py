@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def run_evolution(setting: Setting) -> Result:
         own = recipe if mechanism == "sigmoid" else recipe.softmax()
         for seed in range(setting.seeds):
             for step in range(0, steps + 1, every):
-                model = _model_after(setting, own, mechanism, seed, step)
+                model = model_after(setting, own, mechanism, seed, step)
                 report = model.attention_report(samples)[0]
                 data.append(
                     {
@@ -120,18 +121,14 @@ def run_evolution(setting: Setting) -> Result:
         m: [r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, last)] for m in ("softmax", "sigmoid")
     }
     delta, margin = intervals.welch(ends["softmax"], ends["sigmoid"])
-    errors = [
-        json.loads((_evolution_folder(setting, m, s, last) / sweep.DONE).read_text())["final"]["loss"]
-        for m in ends
-        for s in range(setting.seeds)
-    ]
-    idle = statistics.mean(errors) > 0.5  # who always says 0 has an error of 1
+    error = error_after(setting, tuple(ends), last)
+    idle = error > 0.5  # who always says 0 has an error of 1
     findings = [
         Finding(
             "At the end of training sigmoid attention is less sparse than softmax.",
             "not shown" if idle else "agrees" if -delta > margin else "differs" if delta > margin else "not shown",
             f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}; squared error by then "
-            f"{statistics.mean(errors):.2g}" + (", so the problem is not learned yet" if idle else ""),
+            f"{error:.2g}" + (", so the problem is not learned yet" if idle else ""),
         )
     ]
     rows = [(m, intervals.spread([r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, 0)]),
@@ -143,7 +140,13 @@ def _evolution_folder(setting: Setting, mechanism: str, seed: int, steps: int) -
     return setting.folder / "runs" / f"{mechanism}-{seed}-{steps}"
 
 
-def _model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, steps: int) -> SequenceModel:
+def error_after(setting: Setting, mechanisms: Sequence[str], steps: int) -> float:
+    """The mean squared error of the runs that end after so many steps."""
+    folders = (_evolution_folder(setting, m, s, steps) for m in mechanisms for s in range(setting.seeds))
+    return statistics.mean(json.loads((f / sweep.DONE).read_text())["final"]["loss"] for f in folders)
+
+
+def model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, steps: int) -> SequenceModel:
     """The model as it is after so many steps: a run of its own, whose first steps are those of a longer one."""
     if not steps:
         torch.manual_seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sigattn.experiments import (
+    attention_maps,
     bias_rules,
     closed_form,
     dropped_keys,
@@ -38,6 +39,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         language_ablations.POWER,
         k_summation.EXPERIMENT,
         k_summation.EVOLUTION,
+        attention_maps.EXPERIMENT,
         pair_repeat.EXPERIMENT,
         speed.ATTENTION,
         speed.CROSSING,

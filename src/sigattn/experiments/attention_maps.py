@@ -1,0 +1,118 @@
+"""The attention weights of single samples over training: k = 1, n = 40 summation, one layer, one head (App. G.6).
+
+    sigattn reproduce attention-maps --scale small          (--scale paper: 1 GPU)
+
+Expected: a 2 × 2 structure of blocks for both mechanisms, for either half of the input means something else; at the end
+sigmoid's upper left block, where the numbers look at the numbers, is less sparse than softmax's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigattn.data.synthetic import KSummation
+from sigattn.experiments import drawing, k_summation
+from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
+from sigattn.models.sequence import SequenceModel
+from sigattn.nn import mechanism
+from sigattn.nn.attention import Attention
+from sigattn.nn.mechanism import Pattern
+from sigattn.ops import reference
+from sigattn.recipes import intervals
+
+SAMPLES = 8
+COLOUR_MAPS = {"softmax": "Greys", "sigmoid": "Blues"}
+
+
+def weights_of(model: SequenceModel, samples: Tensor) -> Tensor:  # (B, n, n)
+    """The weights of the first layer's first head."""
+    (layer, *_) = (m for m in model.modules() if isinstance(m, Attention))
+    found: list[Tensor] = []
+
+    def attend(activation: Any, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+        problem = mechanism.problem_of(query, key, value, pattern)
+        found.append(reference.attention_weights(problem, activation)[:, 0])
+        return mechanism.attend(activation, query, key, value, pattern)
+
+    layer.compute = attend
+    try:
+        with torch.no_grad():
+            model(samples)
+    finally:
+        layer.compute = mechanism.attend
+    return found[0]
+
+
+def hoyer(weights: Tensor) -> float:
+    """The mean over rows of (√n - ‖p‖₁ / ‖p‖₂) / (√n - 1)."""
+    root = weights.shape[-1] ** 0.5
+    ratio = weights.sum(-1) / weights.norm(dim=-1).clamp(min=1e-12)
+    return ((root - ratio) / (root - 1)).mean().item()
+
+
+def run(setting: Setting) -> Result:
+    """Maps of eight samples at some steps, in pairs; and the sparsity of the upper left block."""
+    recipe = k_summation.base(setting, 1, heads=1)
+    steps = recipe.training.steps
+    at = sorted({0, steps // 4, steps // 2, steps})
+    samples = next(iter(KSummation(held_out=40).validation(40)))[0]
+    maps: dict[tuple[str, int], Tensor] = {}
+    data: list[dict[str, Any]] = []
+    for name in COLOUR_MAPS:
+        own = recipe if name == "sigmoid" else recipe.softmax()
+        for seed in range(setting.seeds):
+            for step in at:
+                weights = weights_of(k_summation.model_after(setting, own, name, seed, step), samples)
+                half = weights.shape[-1] // 2
+                if seed == 0:
+                    maps[name, step] = weights[:SAMPLES]
+                blocks = {"upper_left": hoyer(weights[:, :half, :half]), "whole": hoyer(weights)}
+                data.append({"mechanism": name, "seed": seed, "step": step, **blocks})
+            setting.show(f"{name}, seed {seed}")
+    picture, axes = drawing.figure(2 * SAMPLES, len(at), width=0.9, height=1.0)
+    for i, step in enumerate(at):
+        for j in range(SAMPLES):
+            for k, (name, colours) in enumerate(COLOUR_MAPS.items()):
+                axis = axes[i * 2 * SAMPLES + 2 * j + k]
+                axis.imshow(maps[name, step][j], cmap=colours, vmin=0, vmax=float(maps[name, step].max()))
+                axis.set(xticks=[], yticks=[])
+                axis.grid(visible=False)
+        axes[i * 2 * SAMPLES].set_ylabel(f"step {step}", fontsize=7)
+    last = {
+        name: [r["upper_left"] for r in data if (r["mechanism"], r["step"]) == (name, steps)] for name in COLOUR_MAPS
+    }
+    delta, margin = intervals.welch(last["softmax"], last["sigmoid"])
+    idle = k_summation.error_after(setting, tuple(COLOUR_MAPS), steps) > 0.5  # who always says 0 has an error of 1
+    findings = [
+        Finding(
+            "At the end, where numbers look at numbers, sigmoid attention is less sparse than softmax.",
+            "not shown" if idle else intervals.beyond(-delta, margin),
+            f"Hoyer sparsity of the upper left block, sigmoid - softmax: {intervals.interval(delta, margin)}"
+            + ("; the problem is not learned by then" if idle else ""),
+        )
+    ]
+    rows = [
+        (
+            name,
+            *(
+                intervals.spread([r["upper_left"] for r in data if (r["mechanism"], r["step"]) == (name, s)])
+                for s in at
+            ),
+        )
+        for name in COLOUR_MAPS
+    ]
+    return Result(("sparsity, upper left", *(f"step {s}" for s in at)), rows, findings, data, picture)
+
+
+EXPERIMENT = Experiment(
+    "attention-maps",
+    "Attention weights of eight samples over training",
+    'Fig. "attn_by_sample", App. G.6',
+    run,
+    {"smoke": 0.2, "small": 3.0, "paper": None},
+    "1 GPU",
+    "batch 64, up to 400 steps; each row of maps is a run of its own that ends there",
+)
