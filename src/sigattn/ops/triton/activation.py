@@ -5,6 +5,8 @@ measured ones):
 
     accurate   1 MUFU, 8 others   3.3e-5 at every P; ex2, then 1/d on the FMA units: for half precision, whose own
                                   rounding is 5e-4 (float16) and 4e-3 (bfloat16)
+    paired     1 MUFU, 7 others   the same, 1/a = b · 1/(ab): one reciprocal for two neighbours, more registers; P is
+                                  1e-18 below that
     exact      2 MUFU, 2 others   2e-7; ex2, then a division: for float32
     fast       1 MUFU, 2 others   unbounded as P → 0, for the error is absolute; tanh.approx, as in the paper's kernel
                                   (App. F); NVIDIA only
@@ -36,7 +38,7 @@ def reciprocal(d):
 
 @triton.jit
 def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
-    """P, or P · 2^shift where SHIFT holds; z float32. KIND: "accurate", "exact" or "fast"."""
+    """P, or P · 2^shift where SHIFT holds; z float32. KIND: "accurate", "paired", "exact" or "fast"."""
     if KIND == "fast":
         tanh = tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [z * -0.34657359027997264], dtype=tl.float32, is_pure=True, pack=1
@@ -50,7 +52,14 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
             one = unit
         else:
             one = 1.0
-        if KIND == "accurate":
+        if KIND == "paired":
+            # neighbours, which a thread holds both of, share one reciprocal; the product of two must stay finite
+            z = tl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL)
+            d = one + tl.exp2(z)
+            a, b = tl.split(tl.reshape(d, (d.shape[0], d.shape[1] // 2, 2)))
+            r = reciprocal(a * b)
+            p = tl.reshape(tl.join(r * b, r * a), d.shape)
+        elif KIND == "accurate":
             # 2^z must stay finite and its inverse normal; P is below 1e-36 where this changes it
             z = tl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)
             p = reciprocal(one + tl.exp2(z))

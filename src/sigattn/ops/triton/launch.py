@@ -149,6 +149,11 @@ def _sigmoid(p: Any) -> str:
     return "exact" if p.query.dtype is torch.float32 else "accurate"
 
 
+def form(asked: str, tuned: str) -> str:
+    """The form of σ: what is tuned is one of the accurate ones; who asks for another gets that."""
+    return tuned if asked == "accurate" else asked
+
+
 def _precision(t: Tensor) -> str:
     return "tf32" if t.dtype is torch.float32 and t.is_cuda and tf32_is_allowed() else "ieee"
 
@@ -218,7 +223,7 @@ def _run(kernel: Any, launch: Launch, config: tuning.Config, programs: int, **ar
     device = launch.problem.query.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](
-            **launch.arguments,
+            **{**launch.arguments, "SIGMOID": form(launch.arguments["SIGMOID"], config.sigmoid)},
             **arguments,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -244,6 +249,10 @@ def forward(problem: Problem | PackedProblem) -> Tensor:
     out = problem.query.new_zeros(*problem.query.shape[:2], s.dv) if s.packed else new_output(problem.query, s.dv)
     if not out.numel():
         return out
+    if _specialised(launch, tuning.FORWARD):
+        from sigattn.ops.triton import launch_hopper
+
+        return launch_hopper.forward(launch, out)
     config = launch.config(tuning.FORWARD)
     programs = _tiles(s.n, config.block_m) * s.batch * s.heads
     _run(forward_kernel, launch, config, programs, out=out, **_named("o", "bhnd", s.strides(out)))
@@ -264,11 +273,31 @@ def backward(problem: Problem | PackedProblem, grad_out: Tensor, needs: Needs) -
         needs.query and not (sums or p.deterministic) and architecture(p.query.device) in tuning.ADD_QUERY_ATOMICALLY
     )
     query = torch.zeros_like(p.query, dtype=torch.float32) if atomic else None
-    key, value = _of_keys(launch, needs, query)
+    key: Tensor | None
+    value: Tensor | None
+    if needs.key and needs.value and query is None and _specialised(launch, tuning.KEYS, grad_out):
+        from sigattn.ops.triton import launch_hopper
+
+        key, value = launch_hopper.keys(launch, grad_out)
+    else:
+        key, value = _of_keys(launch, needs, query)
     if query is not None:
         return Gradients(query.to(p.query.dtype), key, value, None, None, None)
+    if needs.query and not sums and _specialised(launch, tuning.QUERIES, grad_out):
+        from sigattn.ops.triton import launch_hopper
+
+        return Gradients(launch_hopper.queries(launch, grad_out), key, value, None, None, None)
     query, bias, mask, slopes = _of_queries(launch, needs)
     return Gradients(query, key, value, bias, mask, slopes)
+
+
+def _specialised(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> bool:
+    """Whether a Hopper kernel takes this on."""
+    if kernel not in tuning.SPECIALISED:
+        return False
+    from sigattn.ops.triton import launch_hopper
+
+    return launch_hopper.unavailable(launch, grad_out) is None
 
 
 def _of_keys(launch: Launch, needs: Needs, query: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

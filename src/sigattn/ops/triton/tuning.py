@@ -11,12 +11,28 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """A tile of ``block_m`` queries and ``block_n`` keys; warps of a program; tiles in flight."""
+    """A tile of ``block_m`` queries and ``block_n`` keys; warps of a program; tiles in flight.
+
+    sigmoid: the form of σ in 16 bits, "accurate" or "paired" (activation.py).
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    sigmoid: str = "accurate"
+
+
+class HopperConfig(NamedTuple):
+    """Of the kernels in hopper.py and hopper_backward.py: rows of a tile that is walked, tiles in flight.
+
+    ahead: whether S of the next tile is issued before σ of this one (forward). sigmoid: as in ``Config``.
+    """
+
+    block: int
+    stages: int
+    ahead: bool = True
+    sigmoid: str = "accurate"
 
 
 FORWARD, KEYS, QUERIES, DECODE = "forward", "keys", "queries", "decode"
@@ -154,6 +170,16 @@ _OTHER: dict[str, dict[int, Config]] = {
 ADD_QUERY_ATOMICALLY: frozenset[int] = frozenset()
 
 
+# The specialised kernels (docs/speed.md), by head size. They were compiled and simulated, never run: none is used
+# until ``sigattn bench tune`` has shown it to be right and faster, and its name is in SPECIALISED.
+HOPPER: dict[str, dict[int, HopperConfig]] = {
+    FORWARD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, ahead=False)},
+    KEYS: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
+    QUERIES: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
+}
+SPECIALISED: frozenset[str] = frozenset()
+
+
 def padded(width: int) -> int:
     """The size that a head of this width takes in a kernel: a power of two, at least what a product needs."""
     return max(16, 1 << (width - 1).bit_length())
@@ -187,4 +213,26 @@ def candidates(kernel: str, width: int) -> list[Config]:
     shapes = [(128, 128), (128, 64), (64, 128), (64, 64), (128, 256), (256, 64)]
     if padded(width) >= 256:
         shapes = [(128, 64), (64, 64), (64, 32), (32, 64)]
-    return [Config(m, n, warps, stages) for m, n in shapes for warps in (4, 8) for stages in (2, 3, 4)]
+    return [
+        Config(m, n, warps, stages, sigmoid)
+        for sigmoid in ("accurate", "paired")
+        for m, n in shapes
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+    ]
+
+
+def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
+    """What is worth measuring of the specialised kernels; none for heads that they do not serve."""
+    if width not in HOPPER[kernel]:
+        return []
+    ahead = (True, False) if kernel == FORWARD else (True,)
+    return [
+        HopperConfig(block, stages, a, sigmoid)
+        for sigmoid in ("accurate", "paired")
+        for a in ahead
+        for block in (64, 128)
+        for stages in (2, 3)
+        # beyond these, registers or shared memory do not suffice
+        if block * width <= (8192 if a and kernel == FORWARD else 16384 if kernel == FORWARD else 8192)
+    ]

@@ -1,0 +1,249 @@
+"""The backward kernels for Hopper in Gluon: what ``backward.py`` does, with the roles of ``hopper.py``.
+
+    dV = Pᵀ dO     dP = dO Vᵀ     dS = P ∘ (1 − P) ∘ dP     dQ = scale · dS K     dK = scale · dSᵀ Q
+
+``hopper_keys_kernel``: each group of four warps has 64 keys and walks the queries; tiles stand as (keys, queries), so
+P and dS are in registers as the second products want them, and nothing is transposed. ``hopper_queries_kernel``: each
+has 64 queries and walks the keys. Seven products instead of five, added in a fixed order. σ runs while dP's product
+does, and dS's while dV's does; what is left open is filled by the other group. Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sigattn.ops.triton.hopper import weights
+
+
+@gluon.jit
+def produce_pairs(
+    first, second, ring, other_ring, full, empty, b, h, group, tiles, start, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    BYTES: gl.constexpr,
+):  # fmt: skip
+    """Bring tiles of two tensors, rows from ``start`` on, of ``group`` heads one after another, a ring each."""
+    for step in range(group * tiles):
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+        mbarrier.expect(full.index(stage), 2 * BYTES)
+        place = [b, h + step // tiles, start + step % tiles * BLOCK, 0]
+        tma.async_copy_global_to_shared(first, place, full.index(stage), ring.index(stage))
+        tma.async_copy_global_to_shared(second, place, full.index(stage), other_ring.index(stage))
+
+
+@gluon.jit
+def transposed(ring, stage, ROWS: gl.constexpr, D: gl.constexpr):
+    """A tile as the second factor of a product over features, (D, ROWS)."""
+    return ring.index(stage).reshape([ROWS, D]).permute([1, 0])
+
+
+@gluon.jit
+def consume_queries(
+    grad_key, grad_value, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The gradients dK and dV of one group's 64 keys."""
+    keys, values, ring, grads_ring, own_full, full, empty = shared
+    b, h_kv, column_start, first_row, first_query, steps, tiles, edges = place
+    z_scale, z_bias, unit, lower, out_scale, logit_scale = scalars
+    tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    my_keys, my_values = keys.index(GROUP_OF_WARPS), values.index(GROUP_OF_WARPS)
+    k, v = my_keys.reshape([ROWS, D]), my_values.reshape([ROWS, D])
+    start = column_start + GROUP_OF_WARPS * ROWS
+    j = start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
+    rows = gl.arange(0, BLOCK, gl.SliceLayout(0, tile_layout))
+    empty_tile = gl.zeros([ROWS, BLOCK], gl.float32, tile_layout)
+    acc_k = gl.zeros([ROWS, D], gl.float32, out_layout)
+    acc_v = gl.zeros([ROWS, D], gl.float32, out_layout)
+    mbarrier.wait(own_full.index(GROUP_OF_WARPS), 0)
+    for step in range(steps):
+        stage = step % STAGES
+        tile = step % tiles
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        products = warpgroup_mma(k, transposed(ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, transposed(grads_ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(1, deps=[products])
+        i = first_row + first_query + tile * BLOCK + rows
+        # tiles stand transposed here: rows are keys, columns queries; so -j and -i are compared
+        p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, CAUSAL, SIGMOID)  # (keys, queries)
+        operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
+        grads = grads_ring.index(stage).reshape([BLOCK, D])
+        dv = warpgroup_mma(operand, grads, acc_v, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (p - p * p * unit) * dp * lower
+        operand_ds = gl.convert_layout(ds.to(grad_key.dtype), operand_layout)
+        dk = warpgroup_mma(operand_ds, ring.index(stage).reshape([BLOCK, D]), acc_k, is_async=True)
+        acc_v, acc_k = warpgroup_mma_wait(0, deps=[dv, dk])
+        mbarrier.arrive(empty.index(stage))
+    # the places of the keys and values are free now: they take the gradients
+    k.store((acc_k * logit_scale).to(grad_key.dtype))
+    v.store((acc_v * out_scale).to(grad_value.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(grad_key, [b, h_kv, start, 0], my_keys)
+    tma.async_copy_shared_to_global(grad_value, [b, h_kv, start, 0], my_values)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["n", "keys", "first_row"])
+def hopper_keys_kernel(
+    query, key, value, grad_out, grad_key, grad_value, n, keys, heads, first_row, z_scale, z_bias, unit, lower,
+    out_scale, logit_scale,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    SIGMOID: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """The gradients dK and dV of 128 keys of one key head."""
+    dtype: gl.constexpr = query.dtype
+    own_tiles = gl.cdiv(keys, 2 * ROWS)
+    program = gl.program_id(0)
+    column_start = program % own_tiles * 2 * ROWS  # under a causal mask the first keys have the most to do
+    kv_heads = heads // GROUP
+    b, h_kv = program // own_tiles // kv_heads, program // own_tiles % kv_heads
+    first_query = 0
+    edges = 0
+    if CAUSAL:
+        first_query = gl.minimum(gl.maximum(column_start - first_row, 0) // BLOCK * BLOCK, n)
+        # tiles of queries that do not all see the last of these keys
+        edges = gl.maximum(gl.cdiv(column_start + 2 * ROWS - 1 - first_row - first_query, BLOCK), 0)
+    tiles = gl.cdiv(n - first_query, BLOCK)
+    own_keys = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], key.layout)
+    own_values = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], value.layout)
+    ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], query.layout)
+    grads_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], grad_out.layout)
+    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for g in gl.static_range(2):
+        mbarrier.init(own_full.index(g), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    fence_async_shared()
+    for g in gl.static_range(2):
+        place = [b, h_kv, column_start + g * ROWS, 0]
+        mbarrier.expect(own_full.index(g), 2 * ROWS * D * 2)
+        tma.async_copy_global_to_shared(key, place, own_full.index(g), own_keys.index(g))
+        tma.async_copy_global_to_shared(value, place, own_full.index(g), own_values.index(g))
+    shared = (own_keys, own_values, ring, grads_ring, own_full, full, empty)
+    where = (b, h_kv, column_start, first_row, first_query, GROUP * tiles, gl.maximum(tiles, 1), edges)
+    scalars = (z_scale, z_bias, unit, lower, out_scale, logit_scale)
+    bytes_of_tile: gl.constexpr = BLOCK * D * 2
+    gl.warp_specialize(
+        [
+            (consume_queries, (grad_key, grad_value, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES, CAUSAL,
+                               SIGMOID, ROWS)),
+            (consume_queries, (grad_key, grad_value, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES, CAUSAL,
+                               SIGMOID, ROWS)),
+            (produce_pairs, (query, grad_out, ring, grads_ring, full, empty, b, h_kv * GROUP, GROUP, tiles, first_query,
+                             BLOCK, STAGES, bytes_of_tile)),
+        ],
+        [4, 4],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def consume_keys(
+    grad_query, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The gradient dQ of one group's 64 queries."""
+    queries, grads, ring, values_ring, own_full, full, empty = shared
+    b, h, row_start, first_row, tiles, full_tiles = place
+    z_scale, z_bias, unit, lower, logit_scale = scalars
+    tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    mine = queries.index(GROUP_OF_WARPS)
+    q, do = mine.reshape([ROWS, D]), grads.index(GROUP_OF_WARPS).reshape([ROWS, D])
+    start = row_start + GROUP_OF_WARPS * ROWS
+    i = first_row + start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
+    columns = gl.arange(0, BLOCK, gl.SliceLayout(0, tile_layout))
+    empty_tile = gl.zeros([ROWS, BLOCK], gl.float32, tile_layout)
+    acc = gl.zeros([ROWS, D], gl.float32, out_layout)
+    mbarrier.wait(own_full.index(GROUP_OF_WARPS), 0)
+    for tile in range(tiles):
+        stage = tile % STAGES
+        mbarrier.wait(full.index(stage), tile // STAGES & 1)
+        products = warpgroup_mma(q, transposed(ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
+        dp = warpgroup_mma(do, transposed(values_ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(1, deps=[products])
+        p = weights(
+            products, z_scale, z_bias, unit, i, tile * BLOCK + columns, tile >= full_tiles, CAUSAL, SIGMOID
+        )  # (queries, keys)  # fmt: skip
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        ds = (p - p * p * unit) * dp * lower  # keys beyond the last have v = 0, and so no gradient
+        operand = gl.convert_layout(ds.to(grad_query.dtype), operand_layout)
+        dq = warpgroup_mma(operand, ring.index(stage).reshape([BLOCK, D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(empty.index(stage))
+    q.store((acc * logit_scale).to(grad_query.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(grad_query, [b, h, start, 0], mine)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["n", "keys", "first_row"])
+def hopper_queries_kernel(
+    query, key, value, grad_out, grad_query, n, keys, heads, first_row, z_scale, z_bias, unit, lower, logit_scale,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    SIGMOID: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """The gradient dQ of 128 queries of one head."""
+    dtype: gl.constexpr = query.dtype
+    tiles_of_rows = gl.cdiv(n, 2 * ROWS)
+    program = gl.program_id(0)
+    head = program // tiles_of_rows
+    row_tile = program % tiles_of_rows
+    if CAUSAL:  # the last queries have the most to do: they go first
+        row_tile = tiles_of_rows - 1 - row_tile
+    row_start = row_tile * 2 * ROWS
+    b, h = head // heads, head % heads
+    tiles = gl.cdiv(keys, BLOCK)
+    full_tiles = tiles
+    if CAUSAL:
+        last = first_row + gl.minimum(row_start + 2 * ROWS, n)
+        tiles = gl.cdiv(gl.minimum(keys, last), BLOCK)
+        full_tiles = (first_row + row_start + 1) // BLOCK
+    queries = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout)
+    grads = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], grad_out.layout)
+    ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], key.layout)
+    values_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], value.layout)
+    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for g in gl.static_range(2):
+        mbarrier.init(own_full.index(g), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    fence_async_shared()
+    for g in gl.static_range(2):
+        place = [b, h, row_start + g * ROWS, 0]
+        mbarrier.expect(own_full.index(g), 2 * ROWS * D * 2)
+        tma.async_copy_global_to_shared(query, place, own_full.index(g), queries.index(g))
+        tma.async_copy_global_to_shared(grad_out, place, own_full.index(g), grads.index(g))
+    shared = (queries, grads, ring, values_ring, own_full, full, empty)
+    where = (b, h, row_start, first_row, tiles, full_tiles)
+    scalars = (z_scale, z_bias, unit, lower, logit_scale)
+    bytes_of_tile: gl.constexpr = BLOCK * D * 2
+    gl.warp_specialize(
+        [
+            (consume_keys, (grad_query, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES, CAUSAL, SIGMOID,
+                            ROWS)),
+            (consume_keys, (grad_query, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES, CAUSAL, SIGMOID,
+                            ROWS)),
+            (produce_pairs, (key, value, ring, values_ring, full, empty, b, h // GROUP, 1, tiles, 0, BLOCK, STAGES,
+                             bytes_of_tile)),
+        ],
+        [4, 4],
+        [REGISTERS, 24],
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""From a problem to the Hopper kernels: which they serve, their descriptors, the launches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigattn.ops.problem import UNLIMITED, PackedProblem
+from sigattn.ops.triton import launch, tuning
+from sigattn.ops.triton.launch import Launch
+
+REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: what a multiprocessor has for 384
+
+
+def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
+    """Why the kernels cannot serve a problem, or None."""
+    p, s, a = prepared.problem, prepared.shape, prepared.arguments
+    if launch.architecture(p.query.device) != 90:
+        return "they are for compute capability 9.0"
+    if isinstance(p, PackedProblem) or a["MASK"] != "none" or a["SLOPES"] or a["LENGTHS"] or a["DROPOUT"]:
+        return "they take neither packed sequences nor masks, ALiBi, key lengths or dropout"
+    if a["BIAS"] != "number" or p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
+        return "they take a number as bias, and no window but the causal"
+    if p.query.dtype not in (torch.float16, torch.bfloat16) or s.d != s.dv or s.d not in tuning.HOPPER[tuning.FORWARD]:
+        return "they are for 16 bits and heads of 64 or 128, values included"
+    if not (s.n and s.m) or p.first_row < 0:
+        return "there is nothing to do, or nothing to see"
+    if p.query.dtype is torch.float16 and a["SIGMOID"] == "fast":
+        return "their fast form has no powers of two for float16"
+    if any(is_far(t) for t in (p.query, p.key, p.value, grad_out) if t is not None):
+        return "the copy engine wants dense rows, and strides of multiples of 16 bytes"
+    return None
+
+
+def is_far(t: Tensor) -> bool:
+    """Whether a tensor lies so that the copy engine cannot serve it."""
+    steps = [stride * t.element_size() % 16 for stride in t.stride()[:-1]]
+    return t.stride(-1) != 1 or any(steps) or t.data_ptr() % 16 != 0 or min(t.stride()) < 1
+
+
+def new_like(t: Tensor) -> Tensor:
+    """A dense tensor of this size."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
+def descriptor(t: Tensor, rows: int) -> Any:
+    """A tensor (B, H, N, D) for the copy engine, in tiles of some rows of one head."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, t.shape[-1]], layout)
+
+
+def scalars(prepared: Launch) -> dict[str, float]:
+    """Numbers of all kernels. In float16, powers of two for weights and dS as in activation.py and tile.py."""
+    a = prepared.arguments
+    shift = a["shift_value"] if a["SHIFT"] != "none" else 0.0
+    return {
+        "z_scale": a["z_scale"],
+        "z_bias": a["bias_value"] - shift,
+        "unit": math.ldexp(1.0, -int(shift)),
+        "shift": shift,
+        "own_shift": min(shift, 7.0) if a["SHIFT"] != "none" else 0.0,
+    }
+
+
+def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
+    s, a, numbers = prepared.shape, prepared.arguments, scalars(prepared)
+    return {
+        **{name: numbers[name] for name in ("z_scale", "z_bias", "unit")},
+        "n": s.n,
+        "keys": s.m,
+        "heads": s.heads,
+        "first_row": a["first_row"],
+        "GROUP": a["GROUP"],
+        "D": s.d,
+        "STAGES": config.stages,
+        "CAUSAL": prepared.problem.right == 0,
+        "SIGMOID": launch.form(a["SIGMOID"], config.sigmoid),
+        "ROWS": 64,
+        "REGISTERS": REGISTERS,
+        "num_warps": 4,
+    }
+
+
+def run(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
+    """Start a kernel."""
+    with torch.cuda.device(device):
+        kernel[(programs,)](**arguments)
+
+
+def _programs(rows: int, heads: int) -> int:
+    return -(-rows // 128) * heads
+
+
+def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
+    """The output, in ``out`` if the copy engine can write there."""
+    from sigattn.ops.triton.hopper import hopper_forward_kernel
+
+    p, s, config = prepared.problem, prepared.shape, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
+    if is_far(out):
+        out = new_like(out)
+    run(
+        hopper_forward_kernel,
+        _programs(s.n, s.batch * s.heads),
+        p.query.device,
+        query=descriptor(p.query, 64),
+        key=descriptor(p.key, config.block),
+        value=descriptor(p.value, config.block),
+        out=descriptor(out, 64),
+        **_shared(prepared, config),
+        out_scale=scalars(prepared)["unit"],
+        BLOCK_N=config.block,
+        AHEAD=config.ahead,
+    )
+    return out
+
+
+def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]:
+    config, p, numbers = tuning.HOPPER[kernel][prepared.shape.d], prepared.problem, scalars(prepared)
+    own = {"key", "value"} if kernel == tuning.KEYS else {"query", "grad_out"}
+    tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
+    return {
+        **{name: descriptor(t, 64 if name in own else config.block) for name, t in tensors.items()},
+        **_shared(prepared, config),
+        "lower": 2.0 ** (numbers["own_shift"] - numbers["shift"]),
+        "logit_scale": p.scale_value * 2.0 ** -numbers["own_shift"],
+        "BLOCK": config.block,
+    }
+
+
+def keys(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of key and value, (B, Hkv, M, D)."""
+    from sigattn.ops.triton.hopper_backward import hopper_keys_kernel
+
+    p, s = prepared.problem, prepared.shape
+    grad_key, grad_value = new_like(p.key), new_like(p.value)
+    run(
+        hopper_keys_kernel,
+        _programs(s.m, s.batch * s.kv_heads),
+        p.query.device,
+        **_backward(prepared, grad_out, tuning.KEYS),
+        grad_key=descriptor(grad_key, 64),
+        grad_value=descriptor(grad_value, 64),
+        out_scale=scalars(prepared)["unit"],
+    )
+    return grad_key, grad_value
+
+
+def queries(prepared: Launch, grad_out: Tensor) -> Tensor:
+    """The gradient of query, (B, Hq, N, D)."""
+    from sigattn.ops.triton.hopper_backward import hopper_queries_kernel
+
+    p, s = prepared.problem, prepared.shape
+    grad_query = new_like(p.query)
+    run(
+        hopper_queries_kernel,
+        _programs(s.n, s.batch * s.heads),
+        p.query.device,
+        **_backward(prepared, grad_out, tuning.QUERIES),
+        grad_query=descriptor(grad_query, 64),
+    )
+    return grad_query

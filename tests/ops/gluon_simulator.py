@@ -1,0 +1,367 @@
+"""Runs a Gluon kernel as Python, in whatever order a GPU might: partitions, copy engine and tensor cores side by side.
+
+A kernel's functions are taken as they are and given another ``gl``. What is asynchronous on the GPU happens here at a
+moment that a seeded generator chooses, as late as its wait allows or earlier: a product reads shared memory when it
+happens, not when it is issued. So a place overwritten too early, a barrier waited for in the wrong phase, or a value
+used before its wait shows as a wrong number, an error or a deadlock. Fresh memory is NaN.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class DeadlockError(Exception):
+    """Everybody waits, and nothing is under way."""
+
+
+class Value:
+    """A tensor in registers."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    shape = property(lambda self: list(self.data.shape))
+    dtype = property(lambda self: self.data.dtype)
+    type = types.SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        return Value(self.data.contiguous().view(dtype) if bitcast else self.data.to(dtype))
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+    def __getitem__(self, at: Any) -> Value:
+        return Value(self.data[at])
+
+
+def _raw(x: Any) -> Any:
+    if isinstance(x, Pending):
+        raise AssertionError("the result of a product is used before it was waited for")
+    return x.data if isinstance(x, Value) else x
+
+
+def _binary(name: str) -> Callable[..., Any]:
+    def operator(self: Value, other: Any) -> Value:
+        return Value(getattr(self.data, name)(_raw(other)))
+
+    return operator
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "le", "lt", "ge", "truediv"):
+    setattr(Value, f"__{_name}__", _binary(f"__{_name}__"))
+
+
+class Shared:
+    """A place in shared memory; all views of an allocation see the same memory."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def index(self, i: int) -> Shared:
+        assert 0 <= i < self.data.shape[0], f"place {i} of {self.data.shape[0]}"
+        return Shared(self.data[i])
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.data.view(shape))
+
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def store(self, value: Value) -> None:
+        self.data.copy_(_raw(value))
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self) -> None:
+        self.count = self.left = self.bytes = self.phase = 0
+
+    def settle(self) -> None:
+        assert self.left >= 0, "more arrivals than the barrier was made for"
+        if self.left == 0 and self.bytes == 0:
+            self.left, self.phase = self.count, self.phase ^ 1
+
+
+class Barriers(Shared):
+    """An array of them."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i: int) -> Any:
+        assert 0 <= i < len(self.all)
+        return self.all[i]
+
+
+class Pending:
+    """A product under way: the tensor cores' accumulator."""
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self.run, self.data = run, None
+
+    def finish(self) -> None:
+        if self.data is None:
+            self.data = self.run()
+
+
+class Descriptor:
+    """A tensor for the copy engine."""
+
+    def __init__(self, tensor: torch.Tensor, block: list[int]) -> None:
+        self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, None
+
+    def read(self, at: list[int]) -> torch.Tensor:
+        out = torch.zeros(self.block, dtype=self.dtype)
+        there, here = self._overlap(at)
+        out[here] = self.tensor[there]
+        return out
+
+    def write(self, at: list[int], data: torch.Tensor) -> None:
+        there, here = self._overlap(at)
+        self.tensor[there] = data[here]
+
+    def _overlap(self, at: list[int]) -> tuple[Any, Any]:
+        sizes = [max(0, min(b, n - a)) for a, b, n in zip(at, self.block, self.tensor.shape, strict=True)]
+        return tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True)), tuple(slice(0, s) for s in sizes)
+
+
+def _is_kernel(f: Any) -> bool:
+    return type(f).__name__ in ("GluonJITFunction", "SimpleNamespace") and hasattr(f, "fn")
+
+
+class Simulator:
+    """One program of a kernel at a time.
+
+    Args:
+        seed: of the order in which things happen. lazy: what is asynchronous waits until it must happen.
+    """
+
+    def __init__(self, seed: int, *, lazy: bool) -> None:
+        self.random, self.lazy = random.Random(seed), lazy
+        self.actions: list[Callable[[], None]] = []  # copies under way
+        self.program = 0
+        self.turn = threading.Condition()
+        self.running: int | None = None
+        self.waiting: dict[int, Callable[[], bool]] = {}
+        self.failed: BaseException | None = None
+        self.products: dict[int, list[Pending]] = {}
+
+    # -- whose turn it is ---------------------------------------------------------------------------------------------
+
+    def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Let others go on; come back when it is this one's turn and it is ready."""
+        me = threading.get_ident()
+        with self.turn:
+            if me not in self.products:  # before partitions are split
+                while not ready():
+                    self._act_or_fail()
+                return
+            self.waiting[me] = ready
+            self._next()
+            self.turn.wait_for(lambda: self.running == me or self.failed)
+            if self.failed:
+                raise SystemExit
+            del self.waiting[me]
+
+    def _next(self) -> None:
+        self.running = None
+        while self.running is None and self.failed is None:
+            if self.actions and not self.lazy and self.random.random() < 0.5:
+                self._act_or_fail()
+            able = [t for t, ready in self.waiting.items() if ready()]
+            if able:
+                self.running = self.random.choice(able)
+            elif self.waiting:
+                try:
+                    self._act_or_fail()
+                except DeadlockError as error:
+                    self.failed = error
+            else:
+                break
+        self.turn.notify_all()
+
+    def _act_or_fail(self) -> None:
+        if not self.actions:
+            raise DeadlockError("everybody waits, and nothing is under way")
+        self.actions.pop(self.random.randrange(len(self.actions)))()
+
+    def split(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Run the partitions side by side, to their ends."""
+
+        def body(function: Any, arguments: tuple[Any, ...]) -> None:
+            me = threading.get_ident()
+            try:
+                with self.turn:
+                    self.products[me] = []
+                    self.waiting[me] = lambda: len(self.products) == len(parts) or started.is_set()
+                    if len(self.products) == len(parts):
+                        started.set()
+                        self._next()
+                    self.turn.wait_for(lambda: self.running == me or self.failed)
+                    self.waiting.pop(me, None)
+                if not self.failed:
+                    function(*arguments)
+            except SystemExit:
+                pass
+            except BaseException as error:
+                self.failed = self.failed or error
+            with self.turn:
+                if self.running == me:
+                    self._next()
+                self.turn.notify_all()
+
+        started = threading.Event()
+        threads = [threading.Thread(target=body, args=part, daemon=True) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "the simulation does not end"
+        assert self.failed or all(p.data is not None for own in self.products.values() for p in own)
+        self.products = {}
+        if self.failed:
+            raise self.failed
+
+    # -- what kernels call --------------------------------------------------------------------------------------------
+
+    def wait(self, barrier: Barrier, phase: int) -> None:
+        self.pause(lambda: barrier.phase != phase)
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        barrier.bytes += size
+        barrier.left -= 1
+        barrier.settle()
+        self.pause()
+
+    def arrive(self, barrier: Barrier, count: int = 1, pred: bool = True) -> None:
+        if pred:
+            barrier.left -= count
+            barrier.settle()
+        self.pause()
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.left = count
+
+    def load(self, descriptor: Descriptor, at: list[int], barrier: Barrier, place: Shared) -> None:
+        def copy() -> None:
+            data = descriptor.read(at)
+            place.data.copy_(data)
+            barrier.bytes -= data.numel() * data.element_size()
+            barrier.settle()
+
+        self.actions.append(copy)
+        self.pause()
+
+    def store(self, descriptor: Descriptor, at: list[int], place: Shared) -> None:
+        self.actions.append(lambda: descriptor.write(at, place.data))
+        self.pause()
+
+    def store_wait(self, _: int) -> None:
+        self.pause(lambda: not self.actions)
+
+    def mma(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+        assert is_async
+        start = acc if isinstance(acc, Value) else None
+        if start is None and use_acc:
+            assert isinstance(acc, Pending)
+            assert acc.data is not None, "an accumulator under way goes into another product"
+        left = a.data  # of registers; of shared memory it is a view, read when the product happens
+
+        def run() -> torch.Tensor:
+            product = left.float() @ b.data.float()
+            return product + (acc.data if use_acc else 0)
+
+        result = Pending(run)
+        own = self.products[threading.get_ident()]
+        own.append(result)
+        if not self.lazy:
+            for p in own[: self.random.randrange(len(own) + 1)]:
+                p.finish()
+        self.pause()
+        return result
+
+    def mma_wait(self, outstanding: int, deps: list[Any]) -> Any:
+        own = self.products[threading.get_ident()]
+        for p in own[: len(own) - outstanding]:
+            p.finish()
+        self.products[threading.get_ident()] = own[len(own) - outstanding :]
+        open_ones = own[len(own) - outstanding :]
+        found = [Value(d.data) if isinstance(d, Pending) and d not in open_ones else d for d in deps]
+        self.pause()
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def allocate(self, dtype: torch.dtype, shape: list[int], _: Any = None) -> Shared:
+        if dtype is torch.int64:
+            return Barriers(shape[0])
+        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+
+    def namespace(self) -> dict[str, Any]:
+        """What a kernel's module has, simulated."""
+
+        def unary(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
+            return lambda x: Value(f(_raw(x)))
+
+        def least(a: Any, b: Any) -> Any:
+            return Value(_raw(a).clamp(max=b)) if isinstance(a, Value) else min(a, b)
+
+        gl = types.SimpleNamespace(
+            constexpr=lambda x: x,
+            int32=torch.int32,
+            int64=torch.int64,
+            float32=torch.float32,
+            program_id=lambda _: self.program,
+            cdiv=lambda a, b: -(-a // b),
+            minimum=least,
+            maximum=max,
+            static_range=range,
+            static_assert=lambda condition: None,
+            exp2=unary(torch.exp2),
+            zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
+            arange=lambda start, stop, layout: Value(torch.arange(start, stop)),
+            where=lambda c, a, b: Value(torch.where(_raw(c), _raw(a), _raw(b))),
+            reshape=lambda x, shape: Value(_raw(x).reshape(shape)),
+            split=lambda x: tuple(Value(t) for t in _raw(x).unbind(-1)),
+            join=lambda a, b: Value(torch.stack((_raw(a), _raw(b)), -1)),
+            trans=lambda x: Value(_raw(x).mT),
+            convert_layout=lambda x, layout, assert_trivial=False: Value(_raw(x)),
+            allocate_shared_memory=self.allocate,
+            warp_specialize=lambda parts, warps, registers: self.split(parts),
+            NVMMADistributedLayout=lambda *_: None,
+            SliceLayout=lambda *_: None,
+            DotOperandLayout=lambda *_: None,
+        )
+        mbarrier = types.SimpleNamespace(
+            init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive, MBarrierLayout=lambda: None
+        )
+        tma = types.SimpleNamespace(
+            async_copy_global_to_shared=self.load, async_copy_shared_to_global=self.store, store_wait=self.store_wait
+        )
+        return {
+            "gl": gl,
+            "mbarrier": mbarrier,
+            "tma": tma,
+            "warpgroup_mma": self.mma,
+            "warpgroup_mma_init": lambda x: x,
+            "warpgroup_mma_wait": self.mma_wait,
+            "fence_async_shared": self.pause,
+        }
+
+    def run(self, module: Any, kernel: str, programs: int, **arguments: Any) -> None:
+        """A kernel of a module, program after program."""
+        simulated = self.namespace()
+        names = {**vars(module), **simulated}
+        for f in [f for f in vars(module).values() if _is_kernel(f)]:  # with what each of them calls
+            for name, called in f.fn.__globals__.items():
+                if _is_kernel(called) and name not in simulated:
+                    names[name] = types.FunctionType(called.fn.__code__, names, name, called.fn.__defaults__)
+        for self.program in range(programs):
+            names[kernel](**arguments)
+            assert not self.actions, "copies are under way at the end of the program"

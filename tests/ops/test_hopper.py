@@ -1,0 +1,178 @@
+"""The Hopper kernels as they would be launched, simulated: right whatever the order in which their parts run."""
+
+import inspect
+import math
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from sigattn.ops.gradients import Needs
+from sigattn.ops.problem import UNLIMITED, Problem
+from sigattn.ops.triton import hopper, hopper_backward, launch, launch_hopper, tuning
+from sigattn.ops.triton.tuning import HopperConfig
+from tests.ops import gluon_simulator
+from tests.ops.truth import assert_as_good_as_formula
+
+ORDERS = [(seed, lazy) for seed in range(2) for lazy in (True, False)]
+# queries, keys: tiles that are full and not, one and many, keys that no query sees, queries that see few
+SIZES = [(130, 130), (200, 330), (64, 1), (1, 257), (300, 70)]
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Every order of events; gives a list of configurations to run with."""
+
+    def run(kernel, programs, device, *, num_warps, **arguments):
+        module = next(m for m in simulated.modules if hasattr(m, kernel.fn.__name__))
+        simulator = gluon_simulator.Simulator(simulated.order[0], lazy=simulated.order[1])
+        simulator.run(module, kernel.fn.__name__, programs, **arguments)
+        simulated.started.append(kernel.fn.__name__)
+
+    simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward], started=[])
+    new_like = launch_hopper.new_like
+    monkeypatch.setattr(launch, "architecture", lambda device: 90)
+    monkeypatch.setattr(tuning, "SPECIALISED", frozenset(tuning.HOPPER))
+    monkeypatch.setattr(launch_hopper, "run", run)
+    monkeypatch.setattr(launch_hopper, "new_like", lambda t: new_like(t).fill_(torch.nan))
+    monkeypatch.setattr(
+        launch_hopper, "descriptor", lambda t, rows: gluon_simulator.Descriptor(t, [1, 1, rows, t.shape[-1]])
+    )
+    return simulated
+
+
+def problem_of(n, keys, causal, dtype, d=64, heads=2, key_heads=1):
+    g = torch.Generator().manual_seed(n + keys)
+    q, grad = torch.randn(2, 1, heads, n, d, generator=g).to(dtype).unbind()
+    # (B, M, H, D) in memory, as projections give them
+    k, v = torch.randn(2, 1, keys, key_heads, d, generator=g).to(dtype).transpose(2, 3).unbind()
+    first_row = keys - n if causal and keys > n else 0
+    bias = torch.tensor(-math.log(keys), dtype=torch.float64)
+    return Problem(q, k, v, bias, right=0 if causal else UNLIMITED, first_row=first_row), grad
+
+
+def formula(p, dtype):
+    q, k, v = (t.to(dtype) for t in (p.query, p.key, p.value))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    weights = torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 + p.bias.item())
+    return (weights.tril(p.first_row) if p.right == 0 else weights) @ v
+
+
+def gradients(p, grad, dtype):
+    leaves = [t.detach().to(dtype, copy=True).requires_grad_() for t in (p.query, p.key, p.value)]
+    out = formula(p._replace(query=leaves[0], key=leaves[1], value=leaves[2]), dtype)
+    return torch.autograd.grad(out, leaves, grad.to(dtype))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (HopperConfig(64, 2), torch.bfloat16),
+        (HopperConfig(128, 3, ahead=False), torch.bfloat16),
+        (HopperConfig(64, 3, sigmoid="paired"), torch.float16),
+    ],
+)
+def test_forward(simulated, monkeypatch, causal, size, config, dtype):
+    monkeypatch.setitem(tuning.HOPPER, tuning.FORWARD, {64: config})
+    p, _ = problem_of(*size, causal, dtype)
+    truth, rough = formula(p, torch.float64), formula(p, dtype)
+    for simulated.order in ORDERS:
+        assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0)
+    assert set(simulated.started) == {"hopper_forward_kernel"}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(HopperConfig(64, 2), torch.bfloat16), (HopperConfig(128, 3, sigmoid="paired"), torch.float16)],
+)
+def test_backward(simulated, monkeypatch, causal, size, config, dtype):
+    for kernel in (tuning.KEYS, tuning.QUERIES):
+        monkeypatch.setitem(tuning.HOPPER, kernel, {64: config})
+    p, grad = problem_of(*size, causal, dtype)
+    truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
+    for simulated.order in ORDERS:
+        found = launch.backward(p, grad, Needs(True, True, True))
+        for name, t, r in zip(("query", "key", "value"), truth, rough, strict=True):
+            assert_as_good_as_formula(getattr(found, name), t, r, max(1.0, t.abs().max().item()), name)
+    assert set(simulated.started) == {"hopper_keys_kernel", "hopper_queries_kernel"}
+
+
+def test_the_tables(simulated):
+    """Every configuration in the tables, at both head sizes."""
+    for d in (64, 128):
+        p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
+        assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
+        found = launch.backward(p, grad, Needs(True, True, True))
+        for mine, t, r in zip(
+            found[:3], gradients(p, grad, torch.float64), gradients(p, grad, torch.bfloat16), strict=True
+        ):
+            assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()))
+
+
+def test_what_they_do_not_serve(simulated):
+    p, _ = problem_of(130, 130, True, torch.bfloat16)
+    assert launch_hopper.unavailable(launch.prepare(p)) is None
+    others = [
+        p._replace(query=p.query.float(), key=p.key.float(), value=p.value.float()),
+        p._replace(left=5),
+        p._replace(bias=torch.zeros(1, 2, 1, 1)),
+        p._replace(alibi_slopes=torch.ones(1, 2, 2)),
+        p._replace(attn_mask=torch.ones(1, 1, 130, 130, dtype=torch.bool)),
+        p._replace(key_lengths=torch.tensor([100])),
+        p._replace(seed=torch.tensor(0), dropout_p=0.5),
+        p._replace(value=p.value[..., :32]),
+        p._replace(query=p.query.mT.contiguous().mT),
+        p._replace(key=p.key.expand(1, 1, 130, 64)[:, :, :1].expand(1, 1, 130, 64)),
+    ]
+    for other in others:
+        assert launch_hopper.unavailable(launch.prepare(other)) is not None
+
+
+def test_nobody_uses_them_before_they_were_measured():
+    assert not tuning.SPECIALISED
+
+
+class TestTheSimulator:
+    """What it is for: mistakes of these kinds do not pass."""
+
+    def wrong(self, simulated, monkeypatch, old, new):
+        """In how many orders of events the kernel with a line changed gives a wrong result."""
+        source = inspect.getsource(hopper)
+        assert old in source
+        source = (
+            source.replace(old, new).replace("@gluon.jit", "@plain").replace("from __future__ import annotations", "")
+        )
+        module = types.ModuleType("changed")
+        vars(module)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(module)["plain"]
+        exec(compile(source, "changed", "exec"), vars(module))
+        simulated.modules = [module]
+        monkeypatch.setitem(tuning.HOPPER, tuning.FORWARD, {64: HopperConfig(64, 2)})
+        p, _ = problem_of(256, 256, False, torch.bfloat16)
+        truth = formula(p, torch.float64)
+        count = 0
+        for simulated.order in ORDERS:
+            count += not torch.allclose(launch.forward(p).double(), truth, atol=0.05)
+        return count
+
+    def test_the_kernel_as_it_is(self, simulated, monkeypatch):
+        assert self.wrong(simulated, monkeypatch, "turn ^ 1", "turn ^ 1") == 0
+
+    def test_a_place_overwritten_too_early(self, simulated, monkeypatch):
+        with pytest.raises(AssertionError, match="more arrivals|wrong in"):
+            found = self.wrong(simulated, monkeypatch, "mbarrier.wait(k_empty.index(stage), turn ^ 1)\n", "\n")
+            assert not found, f"wrong in {found} orders"
+
+    def test_a_place_never_given_back(self, simulated, monkeypatch):
+        with pytest.raises(gluon_simulator.DeadlockError):
+            self.wrong(simulated, monkeypatch, "        mbarrier.arrive(v_empty.index(stage))\n", "")
+
+    def test_a_value_used_before_its_wait(self, simulated, monkeypatch):
+        line = "        products = warpgroup_mma_wait(0, deps=[following])\n"
+        with pytest.raises(TypeError, match="Pending"):
+            self.wrong(simulated, monkeypatch, line, "        products = following\n")
