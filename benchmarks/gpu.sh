@@ -6,8 +6,10 @@
 #     benchmarks/gpu.sh OUT [WHEELS]
 #
 # OUT: folder for results and logs. WHEELS: folder of wheels of peers (triton-sigmoid, flash-attn, …) to compare with.
-# STEPS=tests,kernels,… does some of the steps only; STEPS=training, which also needs scikit-learn, tensorboard and
-# safetensors, is done only where it is named. With TRITON_INTERPRET=1 and no GPU, it tries itself at tiny sizes.
+# STEPS=tests,kernels,… does some of the steps only. Two groups are done only where they are named, in calls of their
+# own: STEPS=hopper, the Hopper kernels in Gluon (tests, memory checks, every configuration beside the portable kernels,
+# then the kernels' benchmark with them), seven minutes; STEPS=training, which also needs scikit-learn, tensorboard and
+# safetensors, six. With TRITON_INTERPRET=1 and no GPU, it tries itself at tiny sizes.
 set -uo pipefail
 
 out=${1:?usage: benchmarks/gpu.sh OUT [WHEELS]}
@@ -72,6 +74,17 @@ step kernels 200 "$python" -c "$run kernels as b; b.run(b.KernelBenchmark(result
 step decode 50 "$python" -c "$run decode as b; b.run(b.DecodeBenchmark(results=Path('$out/decode.json'), $decode))"
 step hybridnorm 50 "$python" -c "$run hybridnorm as b; b.run(b.HybridNormBenchmark(results=Path('$out/hybridnorm'), $hybrid))"
 step tune 70 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/tune'), seconds=55, $tune))"
+if [[ ,$steps, == *,hopper,* ]]; then
+    steps=$steps,hopper_tests,hopper_sanitize,hopper_tune,hopper_kernels
+    step hopper_tests 90 "$python" -m pytest -q -p no:cacheprovider tests/ops/test_hopper.py -k "on_a_gpu or table"
+    if command -v compute-sanitizer >/dev/null; then
+        step hopper_sanitize 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -x -p no:cacheprovider \
+            tests/ops/test_hopper.py -k "on_a_gpu and 130"
+    fi
+    step hopper_tune 70 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/hopper_tune'), seconds=60, specialised=True, $tune))"
+    step hopper_kernels 200 env SIGATTN_SPECIALISED=forward,keys,queries "$python" -c \
+        "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/hopper_kernels'), seconds=160, alibi=False, $kernels))"
+fi
 # in a call of its own (STEPS=training): six minutes of training runs
 step training 400 "$python" -c "$run training as b; b.run(b.TrainingBenchmark(results=Path('$out/training'), $training))"
 rm -rf "$out/.peers"

@@ -97,3 +97,24 @@ def test_every_option_compiles():
     cases = [(k, 90, "float16", 64, True, o) for o in options for k in KERNELS]
     cases += [(k, 90, "float32", 64, True, {"PRECISION": "tf32"}) for k in KERNELS]
     assert len(compiled(cases)) == len(cases)
+
+
+HOPPER = """
+import dataclasses, json
+from sigattn.bench import static_hopper
+for report in static_hopper.compile_all((64, 128)):
+    print(json.dumps(dataclasses.asdict(report)))
+"""
+
+
+def test_hopper_kernels():
+    """Tensor cores asynchronous (it raises if not), nothing spilled to speak of, masks at the edges alone."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", HOPPER], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for report in map(json.loads, done.stdout.splitlines()):
+        what = {k: v for k, v in report.items() if k != "loops"}
+        assert report["spills"] <= 8, what  # a few addresses, outside the loop
+        assert report["shared"] <= SHARED[90], what
+        assert report["tensor_instructions"] == "HGMMA", what
+        assert report["loops"][0]["special"] <= 1.05, what

@@ -170,9 +170,9 @@ _NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
 
 
 def _small_blocks(kernel, *_):
-    """Tiles of different sizes in each kernel, so that what fits one border does not fit the other."""
+    """Tiles of other sizes in each kernel, so that what fits one border does not fit the other; the other form of σ."""
     blocks = {tuning.FORWARD: (32, 16), tuning.KEYS: (16, 32), tuning.QUERIES: (16, 16)}
-    return tuning.Config(*blocks[kernel], 4, 1)
+    return tuning.Config(*blocks[kernel], 4, 1, "paired")
 
 
 # The ways of the Triton backend: the tile sizes of an architecture (in the interpreter, of the smallest), or small ones

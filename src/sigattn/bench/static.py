@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.bench import provenance
+from sigattn.bench import provenance, static_hopper
 from sigattn.ops.triton import tuning
 
 # Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
@@ -111,9 +111,11 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
         for kernel in PRODUCTS
         for causal in (False, True)
     ]
+    if 90 in config.architectures and "bfloat16" in config.dtypes:
+        reports += static_hopper.compile_all(d for d in config.head_dims if d in tuning.HOPPER[tuning.FORWARD])
     rows = [_row(r) for r in reports]
     console = Console()
-    console.width = max(console.width, 112)  # the table has no columns to spare
+    console.width = max(console.width, 126)  # the table has no columns to spare
     for architecture in config.architectures:
         console.print(table(reports, architecture))
     if config.results is not None:
@@ -151,8 +153,22 @@ def compile_kernel(kernel: str, architecture: int, dtype: str, head_dim: int, ca
         target=GPUTarget("cuda", architecture, 32),
         options={"num_warps": config.warps, "num_stages": config.stages},
     )
-    registers, code = _disassemble(compiled.asm["cubin"])
     scores = config.block_m * config.block_n / (32 * config.warps)
+    return read(compiled, scores, kernel, architecture, dtype, head_dim, causal, config)
+
+
+def read(
+    compiled: Any,
+    scores: float,
+    kernel: str,
+    architecture: int,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    config: tuning.Config,
+) -> Report:
+    """What is in the machine code; ``scores`` of a tile are a thread's."""
+    registers, code = _disassemble(compiled.asm["cubin"])
     loops = sorted((_loop(body, scores) for body in _loops(code)), key=lambda loop: (loop.selects, loop.all))
     if not loops:
         raise RuntimeError(f"the compiler made nothing of {kernel} on sm_{architecture}, D = {head_dim}, {config}")
@@ -272,8 +288,13 @@ def _loop(body: list[str], scores: float) -> Loop:
     return Loop(special, fma, alu, tensor, len(heads) / scores, per_score(("ISETP", "FSETP", "SEL", "FSEL")))
 
 
+def products_of(kernel: str) -> int:
+    """Of two matrices, for each tile."""
+    return PRODUCTS[kernel.partition(",")[0]]
+
+
 def _row(r: Report) -> dict[str, Any]:
-    cycles = [loop.cycles(PRODUCTS[r.kernel], r.head_dim) for loop in r.loops]
+    cycles = [loop.cycles(products_of(r.kernel), r.head_dim) for loop in r.loops]
     return {
         **{k: v for k, v in asdict(r).items() if k != "loops"},
         "config": r.config._asdict(),
@@ -293,7 +314,7 @@ def table(reports: list[Report], architecture: int) -> Table:
         result.add_column(column, justify="left" if column in ("kernel", "mask") else "right", no_wrap=True)
     for r in (r for r in reports if r.architecture == architecture):
         loop = r.loops[0]
-        cycles = loop.cycles(PRODUCTS[r.kernel], r.head_dim)
+        cycles = loop.cycles(products_of(r.kernel), r.head_dim)
         result.add_row(
             r.kernel if r.dtype == "bfloat16" else f"{r.kernel} {r.dtype}",
             str(r.head_dim),

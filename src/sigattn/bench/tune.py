@@ -20,7 +20,7 @@ from rich.table import Table
 from sigattn.bench import gpu, provenance
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import launch, tuning
+from sigattn.ops.triton import launch, launch_hopper, tuning
 
 PASSES = {tuning.FORWARD: None, tuning.KEYS: Needs(False, True, True), tuning.QUERIES: Needs(True, False, False)}
 FUSED = "keys, adding dQ"  # against both kernels of the backward together
@@ -35,6 +35,7 @@ class TuneBenchmark:
         dtype: "bfloat16" or "float16".
         most_flops: of a forward pass; decides the batch.
         most_candidates: of each kernel, beside the one in force; None is all.
+        specialised: measure the Hopper kernels (docs/speed.md) instead of tile shapes, beside the kernel in force.
         rounds, round_seconds: as in ``sigattn bench kernels``.
         seconds: when to stop; what was not reached is named in the results.
         results: folder for the results (JSON).
@@ -46,6 +47,7 @@ class TuneBenchmark:
     dtype: str = "bfloat16"
     most_flops: float = 5e11
     most_candidates: int | None = None
+    specialised: bool = False
     rounds: int = 3
     round_seconds: float = 0.004
     seconds: float = 300.0
@@ -61,7 +63,7 @@ def run(config: TuneBenchmark) -> dict[str, Any]:
     for n in config.lengths:
         for d in config.head_dims:
             for causal in (False, True):
-                for kernel in (*PASSES, FUSED):
+                for kernel in PASSES if config.specialised else (*PASSES, FUSED):
                     if time.perf_counter() - start > config.seconds:
                         left_out.append([n, d, causal, kernel])
                         continue
@@ -86,7 +88,11 @@ def measure(config: TuneBenchmark, n: int, d: int, causal: bool, kernel: str) ->
     in_force = tuning.configuration
     architecture = launch.architecture(given.query.device)
     own = in_force(tuning.KEYS if kernel == FUSED else kernel, architecture, d, given.query.element_size())
-    configs = [own, *(c for c in tuning.candidates(kernel, d) if c != own)]
+    configs: list[tuning.Config | tuning.HopperConfig] = [own]
+    if config.specialised:
+        configs += tuning.hopper_candidates(kernel, d)
+    else:
+        configs += [c for c in tuning.candidates(kernel, d) if c != own]
     if config.most_candidates is not None:
         configs = configs[: 1 + config.most_candidates]
     calls: dict[str, Callable[[], Any]] = {}
@@ -100,14 +106,14 @@ def measure(config: TuneBenchmark, n: int, d: int, causal: bool, kernel: str) ->
         try:
             result = call()
         except Exception as error:  # too much shared memory, or the compiler gives up: that is an answer
-            rejected[str(tuple(candidate))] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            rejected[_name(candidate)] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
             continue
         expected = result if expected is None else expected
         difference = ((result - expected).abs().max() / expected.abs().max()).item()
         if not difference < gpu.TOLERANCE[given.query.dtype]:
-            rejected[str(tuple(candidate))] = f"another result: {difference:.1e}"
+            rejected[_name(candidate)] = f"another result: {difference:.1e}"
             continue
-        calls[str(tuple(candidate))] = call
+        calls[_name(candidate)] = call
     raced = sorted(gpu.race(calls, config.rounds, config.round_seconds), key=lambda found: found[1])
     first = next(iter(calls))
     place = {"n": n, "head_dim": d, "causal": causal, "kernel": kernel, "batch": batch}
@@ -128,20 +134,29 @@ def _call(
     problem: Problem,
     given: gpu.Inputs,
     needs: Needs | None,
-    candidate: tuning.Config | None,
+    candidate: tuning.Config | tuning.HopperConfig | None,
     replaced: str,
     fused: bool,
 ) -> Callable[[], torch.Tensor]:
     """A pass with one kernel's tile shape replaced; gives one of its results in float32."""
 
     def call() -> torch.Tensor:
-        in_force, atomic = tuning.configuration, tuning.ADD_QUERY_ATOMICALLY
+        in_force, atomic, special = tuning.configuration, tuning.ADD_QUERY_ATOMICALLY, tuning.SPECIALISED
+        tables = tuning.HOPPER
 
         def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> tuning.Config:
-            if kernel == replaced and candidate is not None:
+            if kernel == replaced and isinstance(candidate, tuning.Config):
                 return candidate
             return in_force(kernel, architecture, width, itemsize)
 
+        if isinstance(candidate, tuning.HopperConfig):
+            prepared = launch.prepare(problem)
+            if (reason := launch_hopper.unavailable(prepared, given.grad_out)) is not None:
+                raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
+            tuning.SPECIALISED = frozenset([replaced])
+            tuning.HOPPER = {**tables, replaced: {problem.query.shape[-1]: candidate}}
+        else:
+            tuning.SPECIALISED = frozenset()
         tuning.configuration = configuration
         tuning.ADD_QUERY_ATOMICALLY = frozenset([launch.architecture(problem.query.device)] if fused else [])
         try:
@@ -152,15 +167,21 @@ def _call(
             assert found is not None
             return found.float()
         finally:
-            tuning.configuration, tuning.ADD_QUERY_ATOMICALLY = in_force, atomic
+            tuning.configuration, tuning.ADD_QUERY_ATOMICALLY, tuning.SPECIALISED = in_force, atomic, special
+            tuning.HOPPER = tables
 
     return call
+
+
+def _name(candidate: tuning.Config | tuning.HopperConfig) -> str:
+    kind = "Gluon " if isinstance(candidate, tuning.HopperConfig) else ""
+    return kind + ", ".join(str(part) for part in candidate)
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     """The ten fastest."""
     result = Table(title=title)
-    for column in ("queries, keys, warps, stages", "ms", "× in force"):
+    for column in ("queries, keys, warps, stages, σ", "ms", "× in force"):
         result.add_column(column, justify="right")
     for r in [r for r in rows if "ms" in r][:10]:
         mark = " (in force)" if r["in_force"] else ""

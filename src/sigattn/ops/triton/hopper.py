@@ -35,8 +35,12 @@ def reciprocal(d):
 
 
 @gluon.jit
-def weights(products, z_scale, z_bias, unit, i, j, edge, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr):
-    """P, or P · 2^shift (in z_bias and unit), from Q Kᵀ; 0 where key j lies after place i, if this is an edge."""
+def weights(products, z_scale, z_bias, unit, i, j, edge, SIGMOID: gl.constexpr):
+    """P, or P · 2^shift (in z_bias and unit), from Q Kᵀ; 0 where key j lies after place i, if this is an edge.
+
+    The branch is there without a causal mask too, where it is never taken: the assembler moves nothing over it. Without
+    it, half of σ ended up behind the wait for the products that it should overlap with.
+    """
     z = products * z_scale + z_bias
     if SIGMOID == "fast":
         tanh = gl.inline_asm_elementwise(
@@ -52,9 +56,8 @@ def weights(products, z_scale, z_bias, unit, i, j, edge, CAUSAL: gl.constexpr, S
     else:
         gl.static_assert(SIGMOID == "accurate")
         p = reciprocal(unit + gl.exp2(gl.minimum(z, 120.0)))
-    if CAUSAL:
-        if edge:
-            p = gl.where(j[None, :] <= i[:, None], p, 0.0)
+    if edge:
+        p = gl.where(j[None, :] <= i[:, None], p, 0.0)
     return p
 
 
@@ -86,7 +89,7 @@ def produce(
 @gluon.jit
 def consume(
     out, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One group's 64 queries against all their keys."""
     queries, keys_ring, values_ring, q_full, k_full, k_empty, v_full, v_empty = shared
@@ -112,7 +115,7 @@ def consume(
         after = gl.minimum(1, tiles - 1)
         mbarrier.wait(k_full.index(after), 0)
         following = warpgroup_mma(q, keys_of(keys_ring, after, D, BLOCK_N), empty, use_acc=False, is_async=True)
-    p = weights(products, z_scale, z_bias, unit, i, columns, full_tiles < 1, CAUSAL, SIGMOID)
+    p = weights(products, z_scale, z_bias, unit, i, columns, full_tiles < 1, SIGMOID)
     operand = gl.convert_layout(p.to(out.dtype), weights_layout)
     if AHEAD:
         products = warpgroup_mma_wait(0, deps=[following])
@@ -132,7 +135,7 @@ def consume(
             products = warpgroup_mma_wait(1, deps=[following])
             mbarrier.arrive(k_empty.index(after % STAGES))
         p = weights(
-            products, z_scale, z_bias, unit, i, tile * BLOCK_N + columns, tile >= full_tiles, CAUSAL, SIGMOID
+            products, z_scale, z_bias, unit, i, tile * BLOCK_N + columns, tile >= full_tiles, SIGMOID
         )  # fmt: skip
         following_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
         if AHEAD:
@@ -172,7 +175,7 @@ def hopper_forward_kernel(
     row_start = row_tile * BLOCK_M
     b, h = head // heads, head % heads
     tiles = gl.cdiv(keys, BLOCK_N)
-    full_tiles = tiles
+    full_tiles = tiles + first_row  # all, but the compiler does not know that first_row is 0 or more (``weights``)
     if CAUSAL:
         last = first_row + gl.minimum(row_start + BLOCK_M, n)
         tiles = gl.maximum(gl.cdiv(gl.minimum(keys, last), BLOCK_N), 1)
@@ -203,8 +206,8 @@ def hopper_forward_kernel(
     bytes_of_tile: gl.constexpr = BLOCK_N * D * 2
     gl.warp_specialize(
         [
-            (consume, (out, shared, place, scalars, gl.constexpr(0), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, ROWS, AHEAD)),
-            (consume, (out, shared, place, scalars, gl.constexpr(1), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, ROWS, AHEAD)),
+            (consume, (out, shared, place, scalars, gl.constexpr(0), D, BLOCK_N, STAGES, SIGMOID, ROWS, AHEAD)),
+            (consume, (out, shared, place, scalars, gl.constexpr(1), D, BLOCK_N, STAGES, SIGMOID, ROWS, AHEAD)),
             (
                 produce,
                 (

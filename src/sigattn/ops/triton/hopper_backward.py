@@ -47,7 +47,7 @@ def transposed(ring, stage, ROWS: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def consume_queries(
     grad_key, grad_value, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of one group's 64 keys."""
     keys, values, ring, grads_ring, own_full, full, empty = shared
@@ -74,7 +74,7 @@ def consume_queries(
         products = warpgroup_mma_wait(1, deps=[products])
         i = first_row + first_query + tile * BLOCK + rows
         # tiles stand transposed here: rows are keys, columns queries; so -j and -i are compared
-        p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, CAUSAL, SIGMOID)  # (keys, queries)
+        p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID)  # (keys, queries)
         operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
         grads = grads_ring.index(stage).reshape([BLOCK, D])
         dv = warpgroup_mma(operand, grads, acc_v, is_async=True)
@@ -108,7 +108,7 @@ def hopper_keys_kernel(
     kv_heads = heads // GROUP
     b, h_kv = program // own_tiles // kv_heads, program // own_tiles % kv_heads
     first_query = 0
-    edges = 0
+    edges = gl.minimum(first_row, 0)  # 0, but the compiler does not know that
     if CAUSAL:
         first_query = gl.minimum(gl.maximum(column_start - first_row, 0) // BLOCK * BLOCK, n)
         # tiles of queries that do not all see the last of these keys
@@ -138,9 +138,9 @@ def hopper_keys_kernel(
     bytes_of_tile: gl.constexpr = BLOCK * D * 2
     gl.warp_specialize(
         [
-            (consume_queries, (grad_key, grad_value, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES, CAUSAL,
+            (consume_queries, (grad_key, grad_value, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES,
                                SIGMOID, ROWS)),
-            (consume_queries, (grad_key, grad_value, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES, CAUSAL,
+            (consume_queries, (grad_key, grad_value, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES,
                                SIGMOID, ROWS)),
             (produce_pairs, (query, grad_out, ring, grads_ring, full, empty, b, h_kv * GROUP, GROUP, tiles, first_query,
                              BLOCK, STAGES, bytes_of_tile)),
@@ -153,7 +153,7 @@ def hopper_keys_kernel(
 @gluon.jit
 def consume_keys(
     grad_query, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The gradient dQ of one group's 64 queries."""
     queries, grads, ring, values_ring, own_full, full, empty = shared
@@ -177,7 +177,7 @@ def consume_keys(
         dp = warpgroup_mma(do, transposed(values_ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
         products = warpgroup_mma_wait(1, deps=[products])
         p = weights(
-            products, z_scale, z_bias, unit, i, tile * BLOCK + columns, tile >= full_tiles, CAUSAL, SIGMOID
+            products, z_scale, z_bias, unit, i, tile * BLOCK + columns, tile >= full_tiles, SIGMOID
         )  # (queries, keys)  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = (p - p * p * unit) * dp * lower  # keys beyond the last have v = 0, and so no gradient
@@ -208,7 +208,7 @@ def hopper_queries_kernel(
     row_start = row_tile * 2 * ROWS
     b, h = head // heads, head % heads
     tiles = gl.cdiv(keys, BLOCK)
-    full_tiles = tiles
+    full_tiles = tiles + first_row  # all, but the compiler does not know that first_row is 0 or more (``weights``)
     if CAUSAL:
         last = first_row + gl.minimum(row_start + 2 * ROWS, n)
         tiles = gl.cdiv(gl.minimum(keys, last), BLOCK)
@@ -237,9 +237,9 @@ def hopper_queries_kernel(
     bytes_of_tile: gl.constexpr = BLOCK * D * 2
     gl.warp_specialize(
         [
-            (consume_keys, (grad_query, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES, CAUSAL, SIGMOID,
+            (consume_keys, (grad_query, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES, SIGMOID,
                             ROWS)),
-            (consume_keys, (grad_query, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES, CAUSAL, SIGMOID,
+            (consume_keys, (grad_query, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES, SIGMOID,
                             ROWS)),
             (produce_pairs, (key, value, ring, values_ring, full, empty, b, h // GROUP, 1, tiles, 0, BLOCK, STAGES,
                              bytes_of_tile)),

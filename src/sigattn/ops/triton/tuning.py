@@ -7,6 +7,7 @@ static``): no spills, tensor cores fed from shared memory, room for at least two
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 
@@ -170,14 +171,17 @@ _OTHER: dict[str, dict[int, Config]] = {
 ADD_QUERY_ATOMICALLY: frozenset[int] = frozenset()
 
 
-# The specialised kernels (docs/speed.md), by head size. They were compiled and simulated, never run: none is used
-# until ``sigattn bench tune`` has shown it to be right and faster, and its name is in SPECIALISED.
+# The specialised kernels (docs/speed.md), by head size. They were compiled and simulated, never run: none is used by
+# default until ``benchmarks/gpu.sh`` has shown it to be right and faster. SIGATTN_SPECIALISED=forward,keys,queries in
+# the environment uses those that it names, where they serve.
 HOPPER: dict[str, dict[int, HopperConfig]] = {
     FORWARD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, ahead=False)},
     KEYS: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
     QUERIES: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
 }
-SPECIALISED: frozenset[str] = frozenset()
+SPECIALISED = frozenset(filter(None, os.environ.get("SIGATTN_SPECIALISED", "").split(",")))
+if not HOPPER.keys() >= SPECIALISED:
+    raise ValueError(f"SIGATTN_SPECIALISED must name some of {list(HOPPER)}, got {sorted(SPECIALISED)}")
 
 
 def padded(width: int) -> int:
@@ -227,12 +231,24 @@ def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
     if width not in HOPPER[kernel]:
         return []
     ahead = (True, False) if kernel == FORWARD else (True,)
-    return [
+    found = [
         HopperConfig(block, stages, a, sigmoid)
         for sigmoid in ("accurate", "paired")
         for a in ahead
         for block in (64, 128)
         for stages in (2, 3)
-        # beyond these, registers or shared memory do not suffice
-        if block * width <= (8192 if a and kernel == FORWARD else 16384 if kernel == FORWARD else 8192)
     ]
+    return [config for config in found if _fits(kernel, width, config)]
+
+
+def _fits(kernel: str, width: int, config: HopperConfig) -> bool:
+    """Whether registers and shared memory suffice, by what the compiler says."""
+    if kernel != FORWARD:
+        return config.block * width <= 8192 and not (kernel == QUERIES and config.block > 64 and _is_paired(config))
+    if config.block == 64:
+        return True
+    return not (config.ahead and (width > 64 or _is_paired(config))) and not (width > 64 and _is_paired(config))
+
+
+def _is_paired(config: HopperConfig) -> bool:
+    return config.sigmoid == "paired"

@@ -1,0 +1,107 @@
+"""What the compiler makes of the Hopper kernels: for ``sigattn bench static``, and for the tests."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sigattn.ops.triton import tuning
+
+if TYPE_CHECKING:
+    from sigattn.bench.static import Report
+
+ROWS = 64  # of a group of four warps
+_OWN = {
+    tuning.FORWARD: ("query", "out"),
+    tuning.KEYS: ("key", "value", "grad_key", "grad_value"),
+    tuning.QUERIES: ("query", "grad_out", "grad_query"),
+}
+_WALKED = {"query", "key", "value", "grad_out"}
+_INTEGERS = {"n", "keys", "heads", "first_row"}
+
+
+def compile_all(head_dims: Iterable[int]) -> list[Report]:
+    """Every kernel of the tables, full and causal."""
+    return [
+        compile_kernel(kernel, d, causal, tuning.HOPPER[kernel][d])
+        for d in head_dims
+        for kernel in tuning.HOPPER
+        for causal in (False, True)
+    ]
+
+
+def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig) -> Report:
+    """Compile one kernel as ``launch_hopper`` would start it, in bfloat16, and read its machine code.
+
+    Raises:
+        RuntimeError: if the assembler could not keep the tensor cores' instructions asynchronous.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from sigattn.bench import static
+    from sigattn.ops.triton.hopper import hopper_forward_kernel
+    from sigattn.ops.triton.hopper_backward import hopper_keys_kernel, hopper_queries_kernel
+
+    functions: dict[str, Any] = {
+        tuning.FORWARD: hopper_forward_kernel,
+        tuning.KEYS: hopper_keys_kernel,
+        tuning.QUERIES: hopper_queries_kernel,
+    }
+    signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
+    compiled = triton.compile(
+        GluonASTSource(functions[kernel], signature, constants),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4},
+    )
+    if complaint := serialised(compiled.asm["ptx"]):
+        raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: {complaint}")
+    scores = ROWS * config.block / 128
+    tile = tuning.Config(*((ROWS, config.block) if kernel != tuning.KEYS else (config.block, ROWS)), 12, config.stages)
+    report = static.read(compiled, scores, f"{kernel}, Gluon", 90, "bfloat16", head_dim, causal, tile)
+    # the mask stands in the loop, in a branch that tiles inside the border jump over: two instructions a score
+    loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in report.loops]
+    return replace(report, loops=tuple(loops))
+
+
+def _signature(
+    function: Any, kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig
+) -> tuple[dict[str, str], dict[tuple[int, ...], Any]]:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    values = {
+        "GROUP": 1, "D": head_dim, "BLOCK": config.block, "BLOCK_N": config.block, "STAGES": config.stages,
+        "CAUSAL": causal, "SIGMOID": config.sigmoid, "ROWS": ROWS, "AHEAD": config.ahead, "REGISTERS": 240,
+    }  # fmt: skip
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    for at, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], constants[(at,)] = "constexpr", values[name]
+        elif name in _OWN[kernel] or name in _WALKED:
+            rows = ROWS if name in _OWN[kernel] else config.block
+            signature[name] = f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
+        else:
+            signature[name] = "i32" if name in _INTEGERS else "fp32"
+    return signature, constants
+
+
+def serialised(ptx: str) -> str:
+    """The assembler's complaint, if it made every product wait for the one before it."""
+    import triton.backends.nvidia
+
+    assembler = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [str(assembler), "-v", "-arch=sm_90a", str(source), "-o", str(Path(folder) / "kernel.cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = (done.stdout + done.stderr).splitlines()
+    return next((line for line in said if "serialized" in line), "")
