@@ -82,8 +82,8 @@ if [[ ,$steps, == *,hopper,* ]]; then
             tests/ops/test_hopper.py -k "on_a_gpu and 130"
     fi
     step hopper_tune 70 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/hopper_tune'), seconds=60, specialised=True, $tune))"
-    step hopper_kernels 200 env SIGATTN_SPECIALISED=forward,keys,queries "$python" -c \
-        "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/hopper_kernels'), seconds=160, alibi=False, $kernels))"
+    step hopper_kernels 200 "$python" -c "from sigattn.ops.triton import tuning; tuning.SPECIALISED = frozenset(tuning.HOPPER)
+$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/hopper_kernels'), seconds=160, alibi=False, $kernels))"
 fi
 # in a call of its own (STEPS=training): six minutes of training runs
 step training 400 "$python" -c "$run training as b; b.run(b.TrainingBenchmark(results=Path('$out/training'), $training))"

@@ -7,6 +7,7 @@ from sigattn import sigmoid_attention
 from sigattn.ops import blocked, library, products, tiles
 from sigattn.ops.problem import Problem
 from sigattn.ops.tiles import Span
+from tests.ops.truth import assert_as_good_as_formula
 
 
 @pytest.fixture
@@ -102,3 +103,28 @@ def test_tiles_stay_within_their_memory(right, query_heads, dtype):
         for block in group.short_blocks(Span(0, 5000), long_side=5000):
             weights = len(group.key) * query_heads * block.size * tiles.LONG_SIDE
             assert weights * group.dtype.itemsize <= 2 * tiles.TILE_BYTES
+
+
+class TestThePlainestCalls:
+    """Short self-attention without a gradient goes a way of its own on a CPU, and nobody can tell."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("n", [1, 30, 64, 200])
+    def test_same_result(self, dtype, causal, n):
+        torch.manual_seed(0)
+        q, k, v = torch.randn(3, 2, n, 3, 16).to(dtype).transpose(2, 3).unbind()
+        for scale, bias in ((None, None), (0.3, -2.0)):
+            out = sigmoid_attention(q, k, v, is_causal=causal, scale=scale, bias=bias)
+            options = {"is_causal": causal, "scale": scale, "bias": bias, "backend": "reference"}
+            truth = sigmoid_attention(q.double(), k.double(), v.double(), **options)
+            rough = sigmoid_attention(q, k, v, **options)
+            assert_as_good_as_formula(out, truth, rough, 1.0)
+
+    def test_it_is_taken(self, monkeypatch):
+        q = torch.randn(1, 2, 64, 8)
+        monkeypatch.setattr("sigattn.ops.attention.canonical", None)
+        assert sigmoid_attention(q, q, q).shape == q.shape
+        for changed in (q.requires_grad_(), q.detach().double(), torch.nn.Parameter(q)):
+            with pytest.raises(TypeError, match="NoneType"):
+                sigmoid_attention(changed, changed, changed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from sigattn.experiments.experiment import Finding, Result, Setting
 from sigattn.recipes import intervals
 from sigattn.recipes.recipe import Recipe
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
+SOFTMAX_COLOURS = ("#d55e00", "#e69f00", "#999999")
+COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ def judge(claim: Claim, values: dict[str, list[float]]) -> Finding:
     return Finding(claim.text, intervals.beyond(delta, margin), seen)
 
 
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each variant, softmaxes in shades of orange."""
+    soft, others = iter(SOFTMAX_COLOURS), iter(COLOURS)
+    return {name: next(soft if "softmax" in name else others) for name in names}
+
+
 def dots(values: dict[str, list[float]], label: str) -> matplotlib.figure.Figure:
     """Each seed a dot, the mean a bar."""
     picture, (axis,) = drawing.figure(1, width=7.0, height=1.0 + 0.25 * len(values))
@@ -86,7 +93,7 @@ def dots(values: dict[str, list[float]], label: str) -> matplotlib.figure.Figure
         axis.plot(found, [i] * len(found), "o", ms=4, color=drawing.STYLE[kind], alpha=0.6)
         axis.plot([statistics.mean(found)], [i], "|", ms=14, color=drawing.STYLE[kind])
     axis.set_yticks(range(len(values)), list(values))
-    axis.invert_yaxis()
+    axis.set_ylim(len(values) - 0.5, -0.5)
     axis.set_xlabel(f"{label}: each seed, and the mean")
     return picture
 
@@ -94,7 +101,7 @@ def dots(values: dict[str, list[float]], label: str) -> matplotlib.figure.Figure
 def curves(found: dict[str, list[sweep.Outcome]]) -> matplotlib.figure.Figure:
     """Losses and attention norms over the steps."""
     picture, axes = drawing.figure(2, width=5.4, height=4.0)
-    for name, colour in zip(found, COLOURS, strict=False):
+    for name, colour in colours_of(found).items():
         drawing.curves(axes[0], [[r["loss"] for r in o.rows] for o in found[name]], name, colour)
         norms = [[r["attention_norm"] for r in o.rows] for o in found[name]]
         drawing.curves(axes[1], norms, name, colour, window=1)

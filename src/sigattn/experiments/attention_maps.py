@@ -77,7 +77,9 @@ def run(setting: Setting) -> Result:
         for j in range(SAMPLES):
             for k, (name, colours) in enumerate(COLOUR_MAPS.items()):
                 axis = axes[i * 2 * SAMPLES + 2 * j + k]
-                axis.imshow(maps[name, step][j], cmap=colours, vmin=0, vmax=float(maps[name, step].max()))
+                # a few large weights would leave the rest of a softmax white
+                most = float(maps[name, step].flatten().quantile(0.995))
+                axis.imshow(maps[name, step][j], cmap=colours, vmin=0, vmax=most)
                 axis.set(xticks=[], yticks=[])
                 axis.grid(visible=False)
         axes[i * 2 * SAMPLES].set_ylabel(f"step {step}", fontsize=7)

@@ -17,7 +17,7 @@ import torch
 
 from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.experiments import drawing, sweep
-from sigattn.experiments.ablation import COLOURS, shortened
+from sigattn.experiments.ablation import colours_of, shortened
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
@@ -57,7 +57,7 @@ def run(setting: Setting) -> Result:
         for n in lengths
     }
     picture, (axis,) = drawing.figure(1, width=6.4, height=4.0)
-    for name, colour in zip(VARIANTS, COLOURS, strict=False):
+    for name, colour in colours_of(VARIANTS).items():
         drawing.band(axis, lengths, [values[name, n] for n in lengths], name, colour)
     axis.axvline(context, color="#999999", linestyle=":", linewidth=0.8)
     axis.set_xscale("log", base=2)

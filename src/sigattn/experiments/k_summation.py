@@ -69,7 +69,7 @@ def run(setting: Setting) -> Result:
     findings = [
         Finding(
             "The loss grows with k.",
-            "not shown" if idle else "agrees" if grow > margin else "differs" if -grow > margin else "not shown",
+            "not shown" if idle else intervals.beyond(grow, margin),
             f"sigmoid, k = {ks[-1]} less k = {ks[0]}: {intervals.interval(grow, margin)}{but}",
         ),
         Finding(
@@ -126,7 +126,7 @@ def run_evolution(setting: Setting) -> Result:
     findings = [
         Finding(
             "At the end of training sigmoid attention is less sparse than softmax.",
-            "not shown" if idle else "agrees" if -delta > margin else "differs" if delta > margin else "not shown",
+            "not shown" if idle else intervals.beyond(-delta, margin),
             f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}; squared error by then "
             f"{error:.2g}" + (", so the problem is not learned yet" if idle else ""),
         )

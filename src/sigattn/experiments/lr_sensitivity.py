@@ -116,8 +116,7 @@ def run(setting: Setting) -> Result:
 
 def _lower(sensitive: dict[str, list[float]], without: str, having: str, claim: str) -> Finding:
     delta, margin = intervals.welch(sensitive[without], sensitive[having])
-    verdict = "agrees" if -delta > margin else "differs" if delta > margin else "not shown"
-    return Finding(claim, verdict, f"with - without {intervals.interval(delta, margin)} nats")  # type: ignore[arg-type]
+    return Finding(claim, intervals.beyond(-delta, margin), f"with - without {intervals.interval(delta, margin)} nats")
 
 
 def run_bias(setting: Setting) -> Result:
@@ -140,7 +139,7 @@ def run_bias(setting: Setting) -> Result:
     findings.append(
         Finding(
             "A bias of -10 reaches a lower loss than one of -1.",
-            "agrees" if -delta > margin else "differs" if delta > margin else "not shown",
+            intervals.beyond(-delta, margin),
             f"b = -10 less b = -1: {intervals.interval(delta, margin)} nats at the best rate of each",
         )
     )
@@ -149,7 +148,7 @@ def run_bias(setting: Setting) -> Result:
         findings.append(
             Finding(
                 "A bias of -15 regularises too much.",
-                "agrees" if delta > margin else "differs" if -delta > margin else "not shown",
+                intervals.beyond(delta, margin),
                 f"b = -15 less b = -10: {intervals.interval(delta, margin)} nats",
             )
         )

@@ -83,7 +83,7 @@ def _finding(name: str, pair: dict[str, list[sweep.Outcome]]) -> Finding:
     seen = f"sigmoid - softmax {intervals.interval(delta, margin)} nats"
     if name in ("SinCos", "RoPE"):
         claim = f"With {name} and no bias, sigmoid falls behind softmax."
-        return Finding(claim, "agrees" if delta > margin else "differs" if -delta > margin else "not shown", seen)
+        return Finding(claim, intervals.beyond(delta, margin), seen)
     claim = f"With {name if name == 'ALiBi' else 'RoPE and a negative bias'}, sigmoid equals softmax."
     return Finding(claim, intervals.equal(delta, margin, 0.15), seen)
 

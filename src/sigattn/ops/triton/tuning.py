@@ -7,7 +7,6 @@ static``): no spills, tensor cores fed from shared memory, room for at least two
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 
@@ -171,17 +170,14 @@ _OTHER: dict[str, dict[int, Config]] = {
 ADD_QUERY_ATOMICALLY: frozenset[int] = frozenset()
 
 
-# The specialised kernels (docs/speed.md), by head size. They were compiled and simulated, never run: none is used by
-# default until ``benchmarks/gpu.sh`` has shown it to be right and faster. SIGATTN_SPECIALISED=forward,keys,queries in
-# the environment uses those that it names, where they serve.
+# The specialised kernels (docs/speed.md), by head size. They were compiled and simulated, never run. Those named in
+# SPECIALISED are used where they serve: none, until ``benchmarks/gpu.sh`` has shown it to be right and faster.
 HOPPER: dict[str, dict[int, HopperConfig]] = {
     FORWARD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, ahead=False)},
     KEYS: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
     QUERIES: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
 }
-SPECIALISED = frozenset(filter(None, os.environ.get("SIGATTN_SPECIALISED", "").split(",")))
-if not HOPPER.keys() >= SPECIALISED:
-    raise ValueError(f"SIGATTN_SPECIALISED must name some of {list(HOPPER)}, got {sorted(SPECIALISED)}")
+SPECIALISED: frozenset[str] = frozenset()
 
 
 def padded(width: int) -> int:
@@ -217,13 +213,12 @@ def candidates(kernel: str, width: int) -> list[Config]:
     shapes = [(128, 128), (128, 64), (64, 128), (64, 64), (128, 256), (256, 64)]
     if padded(width) >= 256:
         shapes = [(128, 64), (64, 64), (64, 32), (32, 64)]
-    return [
-        Config(m, n, warps, stages, sigmoid)
-        for sigmoid in ("accurate", "paired")
-        for m, n in shapes
-        for warps in (4, 8)
-        for stages in (2, 3, 4)
+    paired = [
+        Config(*shapes[0], 8, 2, "paired"),
+        Config(*shapes[0], 8, 3, "paired"),
+        Config(*shapes[1], 4, 3, "paired"),
     ]
+    return paired + [Config(m, n, warps, stages) for m, n in shapes for warps in (4, 8) for stages in (2, 3, 4)]
 
 
 def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
