@@ -6,9 +6,10 @@ import statistics
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sigattn import cli
-from sigattn.experiments import k_summation, lr_sensitivity, pages, sweep
+from sigattn.experiments import dropped_keys, k_summation, kept, lr_sensitivity, pages, sigma_accuracy, speed, sweep
 from sigattn.experiments.experiment import SCALES, ExperimentError, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find
 from sigattn.recipes import intervals
@@ -102,12 +103,62 @@ def test_a_run_with_other_settings_is_done_again(tmp_path):
 
 
 def test_the_papers_scale_does_not_train_on_other_text(tmp_path):
-    for name in ("position-ablation", "lr-sensitivity", "constant-bias"):
+    for name in ("position-ablation", "lr-sensitivity", "constant-bias", "length-power", "bias-rules", "dropped-keys"):
         with pytest.raises(ExperimentError, match="C4's realnews"):
             find(name).run(Setting("paper", 1, tmp_path))
-    for name in ("vision-ablations", "norm-structure"):
+    for name in ("vision-ablations", "norm-structure", "layerscale-free", "speech-bias", "train-losses"):
         with pytest.raises(ExperimentError, match="run sigattn train"):
             find(name).run(Setting("paper", 1, tmp_path))
+
+
+def test_recordings_are_asked_for(tmp_path):
+    with pytest.raises(ExperimentError, match="--speech"):
+        find("speech-structure").run(Setting("small", 1, tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_speed_at_the_papers_scale_needs_a_gpu(tmp_path):
+    for name in ("attention-times", "norm-crossing", "vit-times"):
+        with pytest.raises(ExperimentError, match="on a GPU"):
+            find(name).run(Setting("paper", 1, tmp_path))
+
+
+def test_what_was_measured_is_kept(tmp_path):
+    counted = []
+
+    def measure():
+        counted.append(1)
+        return {"ms": len(counted)}
+
+    path = tmp_path / "measured" / "x.json"
+    assert kept.once(path, {"n": 1}, measure) == kept.once(path, {"n": 1}, measure) == {"ms": 1}
+    assert kept.once(path, {"n": 2}, measure) == {"ms": 2}
+    path.write_text("{")
+    assert kept.once(path, {"n": 2}, measure) == {"ms": 3}
+
+
+def test_crossing_is_the_last_one():
+    assert speed.crossing([(64, 0.9), (128, 1.1), (256, 0.8), (512, 0.7)]) == 256
+    assert speed.crossing([(64, 0.9), (128, 1.1)]) is None
+
+
+def test_coarse_sigmoid():
+    """On its grid, and with the slope that a kernel would compute from it."""
+    x = torch.linspace(-12, 12, 97, requires_grad=True)
+    p = sigma_accuracy.coarse_sigmoid(x, 8)
+    torch.testing.assert_close(p * 2**9, (p * 2**9).round())
+    assert (p - x.sigmoid()).abs().max() <= 2.0**-10 + 1e-7
+    (slope,) = torch.autograd.grad(p.sum(), x)
+    torch.testing.assert_close(slope, (p * (1 - p)).detach())
+
+
+def test_the_largest_contributions_are_kept():
+    contribution = torch.tensor([[[0.1, 0.5, 0.3, 0.2], [0.4, 0.4, 0.9, 0.1]]])
+    visible = torch.tensor([[[True, True, True, True], [True, True, False, False]]])
+    assert dropped_keys.kept(contribution, visible, 0.5).tolist() == [
+        [[False, True, True, False], [True, False, False, False]]
+    ]
+    assert dropped_keys.kept(contribution, visible, 1.0).equal(visible)
 
 
 class TestCommand:
@@ -122,6 +173,15 @@ class TestCommand:
         assert "agrees" in said
         assert (tmp_path / "smoke" / "flops" / "page.md").exists()
         assert (tmp_path / "smoke" / "index.html").exists()
+
+    def test_all_leaves_out_what_it_cannot_do(self, capsys, tmp_path, monkeypatch):
+        monkeypatch.setattr(
+            "sigattn.cli.reproduce.EXPERIMENTS", {name: find(name) for name in ("speech-bias", "flops")}
+        )
+        cli.main(["reproduce", "--all", "--scale", "small", "--folder", str(tmp_path)])
+        said = capsys.readouterr().out
+        assert "speech-bias: left out without --speech" in said
+        assert (tmp_path / "small" / "flops" / "page.md").exists()
 
     @pytest.mark.parametrize("arguments", [["nosuch"], ["flops", "--seeds", "0"]])
     def test_mistakes(self, arguments, capsys):

@@ -309,8 +309,11 @@ class Simulator:
         def unary(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
             return lambda x: Value(f(_raw(x)))
 
-        def least(a: Any, b: Any) -> Any:
-            return Value(_raw(a).clamp(max=b)) if isinstance(a, Value) else min(a, b)
+        def least(a: Any, b: Any, propagate_nan: Any = None) -> Any:
+            if not isinstance(a, Value):
+                return min(a, b)
+            bound = torch.tensor(b, dtype=a.dtype)  # a GPU's minimum drops NaN unless it is told not to
+            return Value((torch.fmin if propagate_nan is None else torch.minimum)(a.data, bound))
 
         gl = types.SimpleNamespace(
             constexpr=lambda x: x,

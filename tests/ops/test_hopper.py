@@ -103,6 +103,16 @@ def test_backward(simulated, monkeypatch, causal, size, config, dtype):
     assert set(simulated.started) == {"hopper_keys_kernel", "hopper_queries_kernel"}
 
 
+@pytest.mark.parametrize("sigmoid", ["accurate", "paired"])
+def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
+    monkeypatch.setitem(tuning.HOPPER, tuning.FORWARD, {64: HopperConfig(64, 2, sigmoid=sigmoid)})
+    p, _ = problem_of(130, 130, False, torch.bfloat16)
+    p.query[0, 0, 7, 3] = torch.nan
+    out = launch.forward(p)
+    assert out[0, 0, 7].isnan().all()
+    assert out.isnan().sum() == 64
+
+
 def test_the_tables(simulated):
     """Every configuration in the tables, at both head sizes."""
     for d in (64, 128):

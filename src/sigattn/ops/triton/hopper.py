@@ -12,6 +12,7 @@ last are 0 when read and left out when written. docs/speed.md has the model behi
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -49,13 +50,13 @@ def weights(products, z_scale, z_bias, unit, i, j, edge, SIGMOID: gl.constexpr):
         p = 0.5 + 0.5 * tanh
     elif SIGMOID == "paired":
         # neighbours, which a thread holds both of, share one reciprocal
-        d = unit + gl.exp2(gl.minimum(z, 60.0))
+        d = unit + gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
         a, b = gl.split(gl.reshape(d, (d.shape[0], d.shape[1] // 2, 2)))
         r = reciprocal(a * b)
         p = gl.convert_layout(gl.reshape(gl.join(r * b, r * a), d.shape), products.type.layout, assert_trivial=True)
     else:
         gl.static_assert(SIGMOID == "accurate")
-        p = reciprocal(unit + gl.exp2(gl.minimum(z, 120.0)))
+        p = reciprocal(unit + gl.exp2(gl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)))
     if edge:
         p = gl.where(j[None, :] <= i[:, None], p, 0.0)
     return p
