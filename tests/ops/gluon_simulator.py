@@ -360,8 +360,12 @@ class Simulator:
     def run(self, module: Any, kernel: str, programs: int, **arguments: Any) -> None:
         """A kernel of a module, program after program."""
         simulated = self.namespace()
-        names = {**vars(module), **simulated}
-        for f in [f for f in vars(module).values() if _is_kernel(f)]:  # with what each of them calls
+        kernels = [f for f in vars(module).values() if _is_kernel(f)]
+        names: dict[str, Any] = {}
+        for f in kernels:
+            names |= f.fn.__globals__
+        names |= {**vars(module), **simulated}
+        for f in kernels:  # with what each of them calls
             for name, called in f.fn.__globals__.items():
                 if _is_kernel(called) and name not in simulated:
                     names[name] = types.FunctionType(called.fn.__code__, names, name, called.fn.__defaults__)
