@@ -79,7 +79,7 @@ def run(setting: Setting) -> Result:
                 axis = axes[i * 2 * SAMPLES + 2 * j + k]
                 # a few large weights would leave the rest of a softmax white
                 most = float(maps[name, step].flatten().quantile(0.995))
-                axis.imshow(maps[name, step][j], cmap=colours, vmin=0, vmax=most)
+                axis.imshow(maps[name, step][j].tolist(), cmap=colours, vmin=0, vmax=most)
                 axis.set(xticks=[], yticks=[])
                 axis.grid(visible=False)
         axes[i * 2 * SAMPLES].set_ylabel(f"step {step}", fontsize=7)
