@@ -152,7 +152,9 @@ def _light(
 ) -> Tensor | None:  # (B, 1, Hq, Dv)
     """One token against few keys, as many for each sample, on a CPU; None where this is another or a faulty call."""
     tensors = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
-    if torch.compiler.is_compiling() or not all(type(t) is Tensor and t.dim() == 4 for t in tensors):
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    if not all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested and t.dim() == 4 for t in tensors):
         return None
     (batch, n, heads, width), (held, capacity, key_heads, _), dtype = q.shape, k_cache.shape, q.dtype
     if isinstance(lengths, Tensor):

@@ -181,7 +181,7 @@ class TestCommand:
         monkeypatch.setattr(command, "EXPERIMENTS", {name: find(name) for name in ("speech-bias", "flops")})
         cli.main(["reproduce", "--all", "--scale", "small", "--folder", str(tmp_path)])
         said = capsys.readouterr().out
-        assert "speech-bias: left out without --speech" in said
+        assert "left out: this experiment needs recordings" in said
         assert (tmp_path / "small" / "flops" / "page.md").exists()
 
     @pytest.mark.parametrize("arguments", [["nosuch"], ["flops", "--seeds", "0"]])

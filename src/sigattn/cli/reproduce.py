@@ -41,7 +41,7 @@ def reproduce(
         data: for language models, as sigattn train has it; none for CPython's documentation (not at the paper's scale).
         tokenizer: for text.
         speech: the Free Spoken Digit Dataset, a folder or its .tar.gz.
-        all: run every experiment, one after another; those that need recordings only with --speech.
+        all: run every experiment, one after another, and name those that cannot be run like this.
         list: show what there is.
     """
     console = Console()
@@ -52,9 +52,6 @@ def reproduce(
         raise ExperimentError(f"seeds and workers must be at least 1, got {seeds} and {workers}")
     place = folder / scale
     for experiment in EXPERIMENTS.values() if all else (find(name or ""),):
-        if all and experiment.needs == "speech" and speech is None and scale != "smoke":
-            console.print(f"{experiment.name}: left out without --speech", highlight=False)
-            continue
         console.print(f"{experiment.name}: {experiment.title} ({experiment.place})", highlight=False)
         start = time.perf_counter()
         own = place / experiment.name
@@ -62,7 +59,13 @@ def reproduce(
         setting = Setting(
             scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer, speech
         )
-        result = experiment.run(setting)
+        try:
+            result = experiment.run(setting)
+        except ExperimentError as error:
+            if not all:
+                raise
+            console.print(f"  left out: {error}", soft_wrap=True, highlight=False)
+            continue
         about = provenance.describe("reproduce", {"scale": scale, "seeds": seeds})
         pages.write(own, experiment, setting, result, about)
         for finding in result.findings:

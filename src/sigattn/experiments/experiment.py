@@ -83,7 +83,6 @@ class Experiment:
         name: on the command line. title: in a few words. place: where in the paper.
         run: does it. minutes: about how long on 2 cores, by scale; None where it is not a matter of minutes.
         hardware: for the paper's scale. differs: how "small" differs from the paper's set-up.
-        needs: "speech" if it cannot do without recordings.
     """
 
     name: str
@@ -93,4 +92,3 @@ class Experiment:
     minutes: dict[Scale, float | None] = field(default_factory=dict)
     hardware: str = "2 CPU cores"
     differs: str = ""
-    needs: str = ""

@@ -161,7 +161,6 @@ def _experiment(name: str, title: str, place: str, run: Callable[[Setting], Resu
         "8 GPUs of 80 GB",
         "strings of spoken digits (FSDD) instead of LibriSpeech, 2 layers of 64, 400 steps of 20 s, not converged: "
         "so characters are judged rather than words; strings of 8 to 14 digits stand for TED-LIUM's longer talks",
-        needs="speech",
     )
 
 
