@@ -79,7 +79,7 @@ if [[ ,$steps, == *,hopper,* ]]; then
     step hopper_tests 90 "$python" -m pytest -q -p no:cacheprovider tests/ops/test_hopper.py -k "on_a_gpu or table"
     if command -v compute-sanitizer >/dev/null; then
         step hopper_sanitize 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -x -p no:cacheprovider \
-            tests/ops/test_hopper.py -k "on_a_gpu and 130"
+            tests/ops/test_hopper.py -k "on_a_gpu and 130x130"
     fi
     step hopper_tune 70 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/hopper_tune'), seconds=60, specialised=True, $tune))"
     step hopper_kernels 200 "$python" -c "from sigattn.ops.triton import tuning; tuning.SPECIALISED = frozenset(tuning.HOPPER)

@@ -130,7 +130,7 @@ GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 @pytest.mark.skipif(not GPU, reason="it needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("size", [*SIZES, (1024, 1024), (4096, 5000)])
+@pytest.mark.parametrize("size", [*SIZES, (1024, 1024), (4096, 5000)], ids=lambda size: f"{size[0]}x{size[1]}")
 @pytest.mark.parametrize("kernel", list(tuning.HOPPER))
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

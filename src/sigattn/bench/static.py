@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sigattn.ops.triton import tuning
 # Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
 SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS = 16, 128, 64, 128, 4096
 PRODUCTS = {tuning.FORWARD: 2, tuning.KEYS: 4, tuning.QUERIES: 3, tuning.DECODE: 2}
+FUSED = "keys, adding dQ"
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -49,12 +50,15 @@ class StaticBenchmark:
         architectures: compute capabilities, 90 for sm_90.
         head_dims: D = Dv.
         dtypes: "bfloat16", "float16", "float32".
+        variants: for sm_90 in bfloat16, compile also what is not the default: the other forms of σ, dQ added atomically,
+            and every candidate of the Hopper kernels.
         results: where to write the results as JSON; None writes none.
     """
 
     architectures: tuple[int, ...] = (80, 90, 100)
     head_dims: tuple[int, ...] = (64, 128)
     dtypes: tuple[str, ...] = ("bfloat16",)
+    variants: bool = False
     results: Path | None = Path("benchmarks/results/static.json")
 
 
@@ -112,7 +116,11 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
         for causal in (False, True)
     ]
     if 90 in config.architectures and "bfloat16" in config.dtypes:
-        reports += static_hopper.compile_all(d for d in config.head_dims if d in tuning.HOPPER[tuning.FORWARD])
+        reports += static_hopper.compile_all(
+            (d for d in config.head_dims if d in tuning.HOPPER[tuning.FORWARD]), candidates=config.variants
+        )
+        if config.variants:
+            reports += [report for d in config.head_dims for report in _variants(d)]
     rows = [_row(r) for r in reports]
     console = Console()
     console.width = max(console.width, 126)  # the table has no columns to spare
@@ -123,6 +131,16 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
         provenance.write(config.results, {**provenance.describe("none: compiled only", described), "rows": rows})
         console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
     return rows
+
+
+def _variants(head_dim: int) -> Iterator[Report]:
+    """What is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
+    for kernel in (tuning.FORWARD, tuning.KEYS, tuning.QUERIES):
+        for form in ("paired", "exact", "fast"):
+            report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, SIGMOID=form)
+            yield replace(report, kernel=f"{kernel}, {form}")
+    if head_dim <= 128:
+        yield replace(compile_kernel(tuning.KEYS, 90, "bfloat16", head_dim, False, ADD_QUERY=True), kernel=FUSED)
 
 
 def compile_kernel(kernel: str, architecture: int, dtype: str, head_dim: int, causal: bool, **constants: Any) -> Report:
@@ -290,7 +308,7 @@ def _loop(body: list[str], scores: float) -> Loop:
 
 def products_of(kernel: str) -> int:
     """Of two matrices, for each tile."""
-    return PRODUCTS[kernel.partition(",")[0]]
+    return 5 if kernel == FUSED else PRODUCTS[kernel.partition(",")[0]]
 
 
 def _row(r: Report) -> dict[str, Any]:

@@ -24,12 +24,13 @@ _WALKED = {"query", "key", "value", "grad_out"}
 _INTEGERS = {"n", "keys", "heads", "first_row"}
 
 
-def compile_all(head_dims: Iterable[int]) -> list[Report]:
-    """Every kernel of the tables, full and causal."""
+def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[Report]:
+    """Every kernel of the tables, full and causal; or every candidate for them."""
     return [
-        compile_kernel(kernel, d, causal, tuning.HOPPER[kernel][d])
+        compile_kernel(kernel, d, causal, config)
         for d in head_dims
         for kernel in tuning.HOPPER
+        for config in (tuning.hopper_candidates(kernel, d) if candidates else [tuning.HOPPER[kernel][d]])
         for causal in (False, True)
     ]
 
@@ -62,8 +63,10 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     if complaint := serialised(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: {complaint}")
     scores = ROWS * config.block / 128
-    tile = tuning.Config(*((ROWS, config.block) if kernel != tuning.KEYS else (config.block, ROWS)), 12, config.stages)
-    report = static.read(compiled, scores, f"{kernel}, Gluon", 90, "bfloat16", head_dim, causal, tile)
+    shape = (ROWS, config.block) if kernel != tuning.KEYS else (config.block, ROWS)
+    tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
+    name = f"{kernel}, Gluon" + (", S ahead" if kernel == tuning.FORWARD and config.ahead else "")
+    report = static.read(compiled, scores, name, 90, "bfloat16", head_dim, causal, tile)
     # the mask stands in the loop, in a branch that tiles inside the border jump over: two instructions a score
     loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in report.loops]
     return replace(report, loops=tuple(loops))
