@@ -14,6 +14,7 @@ LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "checks", "flash_checks", "library", "packed", "problem")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "hopper", "tile")),
     "sigattn.ops.triton.hopper_backward",
+    "sigattn.ops.triton.hopper_fused",
     "sigattn.flash",
     "sigattn.nn.mechanism",
     "sigattn.theory.contextual_mapping",

@@ -12,6 +12,7 @@ import torch
 from sigattn.bench import accuracy, gpu, hybridnorm, kernels, training, tune
 from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, Options
 from sigattn.bench.provenance import BenchmarkError
+from sigattn.ops.triton import tuning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh is the test on a GPU")
 
@@ -120,7 +121,7 @@ def test_tune(tmp_path):
         results=tmp_path,
     )  # fmt: skip
     rows = tune.run(config)["rows"]
-    assert {r["kernel"] for r in rows} == {"forward", "keys", "queries", tune.FUSED}
+    assert {r["kernel"] for r in rows} == {"forward", "keys", "queries", tuning.FUSED}
     assert all("ms" in r for r in rows), rows
 
 

@@ -74,8 +74,24 @@ class Shared:
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.data.permute(order))
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
     def store(self, value: Value) -> None:
         self.data.copy_(_raw(value))
+
+
+class Address:
+    """Of entries of a tensor in memory."""
+
+    def __init__(self, memory: torch.Tensor, at: Any = 0) -> None:
+        self.memory, self.at = memory, at
+
+    def __add__(self, steps: Any) -> Address:
+        return Address(self.memory, self.at + _raw(steps))
+
+    def add(self, x: Value) -> None:
+        self.memory.view(-1).index_put_((self.at,), _raw(x), accumulate=True)
 
 
 class Barrier:
@@ -104,8 +120,8 @@ class Barriers(Shared):
 class Pending:
     """A product under way: the tensor cores' accumulator."""
 
-    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
-        self.run, self.data = run, None
+    def __init__(self, run: Callable[[], torch.Tensor], shape: tuple[int, int]) -> None:
+        self.run, self.shape, self.data = run, shape, None
 
     def finish(self) -> None:
         if self.data is None:
@@ -272,14 +288,15 @@ class Simulator:
         start = acc if isinstance(acc, Value) else None
         if start is None and use_acc:
             assert isinstance(acc, Pending)
-            assert acc.data is not None, "an accumulator under way goes into another product"
+            same = acc.data is not None or acc.shape == (a.data.shape[0], b.data.shape[1])
+            assert same, "an accumulator under way goes into a product of another shape"
         left = a.data  # of registers; of shared memory it is a view, read when the product happens
 
         def run() -> torch.Tensor:
             product = left.float() @ b.data.float()
             return product + (acc.data if use_acc else 0)
 
-        result = Pending(run)
+        result = Pending(run, (a.data.shape[0], b.data.shape[1]))
         own = self.products[threading.get_ident()]
         own.append(result)
         if not self.lazy:
@@ -319,6 +336,7 @@ class Simulator:
             constexpr=lambda x: x,
             int32=torch.int32,
             int64=torch.int64,
+            cast=lambda x, dtype: x,
             float32=torch.float32,
             program_id=lambda _: self.program,
             cdiv=lambda a, b: -(-a // b),
@@ -338,6 +356,7 @@ class Simulator:
             allocate_shared_memory=self.allocate,
             warp_specialize=lambda parts, warps, registers: self.split(parts),
             NVMMADistributedLayout=lambda *_: None,
+            NVMMASharedLayout=lambda **_: None,
             SliceLayout=lambda *_: None,
             DotOperandLayout=lambda *_: None,
         )
@@ -355,20 +374,26 @@ class Simulator:
             "warpgroup_mma_init": lambda x: x,
             "warpgroup_mma_wait": self.mma_wait,
             "fence_async_shared": self.pause,
+            "add_pairs": lambda at, x: at.add(x),
         }
 
     def run(self, module: Any, kernel: str, programs: int, **arguments: Any) -> None:
         """A kernel of a module, program after program."""
+        arguments = {k: Address(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         simulated = self.namespace()
-        kernels = [f for f in vars(module).values() if _is_kernel(f)]
-        names: dict[str, Any] = {}
-        for f in kernels:
-            names |= f.fn.__globals__
-        names |= {**vars(module), **simulated}
-        for f in kernels:  # with what each of them calls
-            for name, called in f.fn.__globals__.items():
-                if _is_kernel(called) and name not in simulated:
-                    names[name] = types.FunctionType(called.fn.__code__, names, name, called.fn.__defaults__)
+        worlds: dict[int, dict[str, Any]] = {}
+
+        def world(names: dict[str, Any]) -> dict[str, Any]:
+            """What a module has, simulated: and so on for the modules of what it calls."""
+            if id(names) not in worlds:
+                found = worlds[id(names)] = {**names, **simulated}
+                for name, called in names.items():
+                    if _is_kernel(called) and name not in simulated:
+                        f = called.fn
+                        found[name] = types.FunctionType(f.__code__, world(f.__globals__), name, f.__defaults__)
+            return worlds[id(names)]
+
+        names = world(vars(module))
         for self.program in range(programs):
             names[kernel](**arguments)
             assert not self.actions, "copies are under way at the end of the program"

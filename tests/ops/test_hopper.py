@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import hopper, hopper_backward, launch, launch_hopper, tuning
+from sigattn.ops.triton import hopper, hopper_backward, hopper_fused, launch, launch_hopper, tuning
 from sigattn.ops.triton.tuning import HopperConfig
 from tests.ops import gluon_simulator
 from tests.ops.truth import assert_as_good_as_formula
@@ -31,14 +31,16 @@ def simulated(monkeypatch):
         simulator.run(module, kernel.fn.__name__, programs, **arguments)
         simulated.started.append(kernel.fn.__name__)
 
-    simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward], started=[])
+    simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward, hopper_fused], started=[])
     new_like = launch_hopper.new_like
     monkeypatch.setattr(launch, "architecture", lambda device: 90)
     monkeypatch.setattr(tuning, "SPECIALISED", frozenset(tuning.HOPPER))
     monkeypatch.setattr(launch_hopper, "run", run)
     monkeypatch.setattr(launch_hopper, "new_like", lambda t: new_like(t).fill_(torch.nan))
     monkeypatch.setattr(
-        launch_hopper, "descriptor", lambda t, rows: gluon_simulator.Descriptor(t, [1, 1, rows, t.shape[-1]])
+        launch_hopper,
+        "descriptor",
+        lambda t, rows, swizzled=128: gluon_simulator.Descriptor(t, [1, 1, rows, t.shape[-1]]),
     )
     return simulated
 
@@ -91,8 +93,26 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
     ("config", "dtype"),
     [(HopperConfig(64, 2), torch.bfloat16), (HopperConfig(128, 3, sigmoid="paired"), torch.float16)],
 )
-def test_backward(simulated, monkeypatch, causal, size, config, dtype):
-    for kernel in (tuning.KEYS, tuning.QUERIES):
+def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, dtype):
+    monkeypatch.setattr(tuning, "SPECIALISED", frozenset([tuning.KEYS, tuning.QUERIES]))
+    check_backward(simulated, monkeypatch, causal, size, config, dtype)
+    assert set(simulated.started) == {"hopper_keys_kernel", "hopper_queries_kernel"}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(HopperConfig(64, 2), torch.bfloat16), (HopperConfig(64, 3, sigmoid="paired"), torch.float16)],
+)
+def test_backward_in_one_kernel(simulated, monkeypatch, causal, size, config, dtype):
+    check_backward(simulated, monkeypatch, causal, size, config, dtype)
+    assert set(simulated.started) == {"hopper_fused_kernel"}
+
+
+def check_backward(simulated, monkeypatch, causal, size, config, dtype):
+    """All gradients, in every order of events."""
+    for kernel in (tuning.KEYS, tuning.QUERIES, tuning.FUSED):
         monkeypatch.setitem(tuning.HOPPER, kernel, {64: config})
     p, grad = problem_of(*size, causal, dtype)
     truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
@@ -100,6 +120,12 @@ def test_backward(simulated, monkeypatch, causal, size, config, dtype):
         found = launch.backward(p, grad, Needs(True, True, True))
         for name, t, r in zip(("query", "key", "value"), truth, rough, strict=True):
             assert_as_good_as_formula(getattr(found, name), t, r, max(1.0, t.abs().max().item()), name)
+
+
+def test_repeatable_gradients_come_from_two_kernels(simulated):
+    p, grad = problem_of(130, 130, True, torch.bfloat16)
+    launch.backward(p._replace(deterministic=True), grad, Needs(True, True, True))
+    launch.backward(p, grad, Needs(True, False, False))
     assert set(simulated.started) == {"hopper_keys_kernel", "hopper_queries_kernel"}
 
 
@@ -113,8 +139,10 @@ def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
     assert out.isnan().sum() == 64
 
 
-def test_the_tables(simulated):
+@pytest.mark.parametrize("kernels", [[tuning.FORWARD, tuning.KEYS, tuning.QUERIES], [tuning.FORWARD, tuning.FUSED]])
+def test_the_tables(simulated, monkeypatch, kernels):
     """Every configuration in the tables, at both head sizes."""
+    monkeypatch.setattr(tuning, "SPECIALISED", frozenset(kernels))
     for d in (64, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
         assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
@@ -146,7 +174,9 @@ def test_on_a_gpu(monkeypatch, causal, size, kernel, d, dtype):
         if kernel == tuning.FORWARD:
             assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, dtype), 1.0)
             continue
-        found = launch.backward(p, grad, Needs(kernel == tuning.QUERIES, kernel == tuning.KEYS, kernel == tuning.KEYS))
+        both = kernel == tuning.FUSED
+        needs = Needs(both or kernel == tuning.QUERIES, both or kernel == tuning.KEYS, both or kernel == tuning.KEYS)
+        found = launch.backward(p, grad, needs)
         for mine, t, r in zip(found[:3], truth, rough, strict=True):
             if mine is not None:
                 assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()), str(config))
@@ -178,38 +208,54 @@ def test_nobody_uses_them_before_they_were_measured():
 class TestTheSimulator:
     """What it is for: mistakes of these kinds do not pass."""
 
-    def wrong(self, simulated, monkeypatch, old, new):
-        """In how many orders of events the kernel with a line changed gives a wrong result."""
-        source = inspect.getsource(hopper)
-        assert old in source
+    def wrong(self, simulated, monkeypatch, module, old, new):
+        """In how many orders of events a kernel with a line changed gives a wrong result."""
+        source = inspect.getsource(module)
+        assert source.count(old) >= 1
         source = (
             source.replace(old, new).replace("@gluon.jit", "@plain").replace("from __future__ import annotations", "")
         )
-        module = types.ModuleType("changed")
-        vars(module)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(module)["plain"]
-        exec(compile(source, "changed", "exec"), vars(module))
-        simulated.modules = [module]
-        monkeypatch.setitem(tuning.HOPPER, tuning.FORWARD, {64: HopperConfig(64, 2)})
-        p, _ = problem_of(256, 256, False, torch.bfloat16)
-        truth = formula(p, torch.float64)
+        changed = types.ModuleType("changed")
+        vars(changed)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(changed)["plain"]
+        exec(compile(source, "changed", "exec"), vars(changed))
+        simulated.modules = [changed]
+        kernel = tuning.FORWARD if module is hopper else tuning.FUSED
+        monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
+        monkeypatch.setitem(tuning.HOPPER, kernel, {64: HopperConfig(64, 2)})
+        p, grad = problem_of(256, 256, False, torch.bfloat16)
+        truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
         count = 0
         for simulated.order in ORDERS:
-            count += not torch.allclose(launch.forward(p).double(), truth, atol=0.05)
+            found = [launch.forward(p)] if module is hopper else launch.backward(p, grad, Needs(True, True, True))[:3]
+            count += not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, truth, strict=True))
         return count
 
-    def test_the_kernel_as_it_is(self, simulated, monkeypatch):
-        assert self.wrong(simulated, monkeypatch, "turn ^ 1", "turn ^ 1") == 0
+    @pytest.mark.parametrize("module", [hopper, hopper_fused])
+    def test_the_kernel_as_it_is(self, simulated, monkeypatch, module):
+        assert self.wrong(simulated, monkeypatch, module, "mbarrier.wait", "mbarrier.wait") == 0
 
     def test_a_place_overwritten_too_early(self, simulated, monkeypatch):
         line = "        mbarrier.wait(k_empty.index(stage), turn ^ 1)\n"
         with pytest.raises(AssertionError, match="more arrivals"):
-            self.wrong(simulated, monkeypatch, line, "")
+            self.wrong(simulated, monkeypatch, hopper, line, "")
 
     def test_a_place_never_given_back(self, simulated, monkeypatch):
         with pytest.raises(gluon_simulator.DeadlockError):
-            self.wrong(simulated, monkeypatch, "        mbarrier.arrive(v_empty.index(stage))\n", "")
+            self.wrong(simulated, monkeypatch, hopper, "        mbarrier.arrive(v_empty.index(stage))\n", "")
 
     def test_a_value_used_before_its_wait(self, simulated, monkeypatch):
         line = "        products = warpgroup_mma_wait(0, deps=[following])\n"
         with pytest.raises(TypeError, match="Pending"):
-            self.wrong(simulated, monkeypatch, line, "        products = following\n")
+            self.wrong(simulated, monkeypatch, hopper, line, "        products = following\n")
+
+    def test_gradients_taken_before_the_other_group_wrote_them(self, simulated, monkeypatch):
+        line = "    mbarrier.wait(ds_full.index(buffer), (step + 2) // 2 - 1 & 1)\n"
+        assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
+
+    def test_gradients_overwritten_before_the_other_group_read_them(self, simulated, monkeypatch):
+        line = "        mbarrier.wait(ds_empty.index(buffer), step // 2 & 1 ^ 1)\n"
+        assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
+
+    def test_keys_overwritten_before_the_other_group_read_them(self, simulated, monkeypatch):
+        line = "    mbarrier.wait(ds_empty.index((last + 2) % 2), (last + 2) // 2 - 1 & 1)\n"
+        assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")

@@ -28,7 +28,6 @@ from sigattn.ops.triton import tuning
 # Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
 SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS = 16, 128, 64, 128, 4096
 PRODUCTS = {tuning.FORWARD: 2, tuning.KEYS: 4, tuning.QUERIES: 3, tuning.DECODE: 2}
-FUSED = "keys, adding dQ"
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -50,8 +49,8 @@ class StaticBenchmark:
         architectures: compute capabilities, 90 for sm_90.
         head_dims: D = Dv.
         dtypes: "bfloat16", "float16", "float32".
-        variants: for sm_90 in bfloat16, compile also what is not the default: the other forms of σ, dQ added atomically,
-            and every candidate of the Hopper kernels.
+        variants: for sm_90 in bfloat16, compile also what is not the default: the other forms of σ, dQ added
+            atomically, and every candidate of the Hopper kernels.
         results: where to write the results as JSON; None writes none.
     """
 
@@ -140,7 +139,7 @@ def _variants(head_dim: int) -> Iterator[Report]:
             report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, SIGMOID=form)
             yield replace(report, kernel=f"{kernel}, {form}")
     if head_dim <= 128:
-        yield replace(compile_kernel(tuning.KEYS, 90, "bfloat16", head_dim, False, ADD_QUERY=True), kernel=FUSED)
+        yield replace(compile_kernel(tuning.KEYS, 90, "bfloat16", head_dim, False, ADD_QUERY=True), kernel=tuning.FUSED)
 
 
 def compile_kernel(kernel: str, architecture: int, dtype: str, head_dim: int, causal: bool, **constants: Any) -> Report:
@@ -308,7 +307,7 @@ def _loop(body: list[str], scores: float) -> Loop:
 
 def products_of(kernel: str) -> int:
     """Of two matrices, for each tile."""
-    return 5 if kernel == FUSED else PRODUCTS[kernel.partition(",")[0]]
+    return 5 if kernel.startswith(tuning.FUSED) else PRODUCTS[kernel.partition(",")[0]]
 
 
 def _row(r: Report) -> dict[str, Any]:

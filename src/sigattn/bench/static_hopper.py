@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sigattn.ops.triton import tuning
+from sigattn.ops.triton import launch_hopper, tuning
 
 if TYPE_CHECKING:
     from sigattn.bench.static import Report
@@ -19,6 +20,7 @@ _OWN = {
     tuning.FORWARD: ("query", "out"),
     tuning.KEYS: ("key", "value", "grad_key", "grad_value"),
     tuning.QUERIES: ("query", "grad_out", "grad_query"),
+    tuning.FUSED: ("key", "value", "grad_key", "grad_value"),
 }
 _WALKED = {"query", "key", "value", "grad_out"}
 _INTEGERS = {"n", "keys", "heads", "first_row"}
@@ -39,7 +41,8 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     """Compile one kernel as ``launch_hopper`` would start it, in bfloat16, and read its machine code.
 
     Raises:
-        RuntimeError: if the assembler could not keep the tensor cores' instructions asynchronous.
+        RuntimeError: if the assembler could not keep the tensor cores' instructions asynchronous, or if shared memory
+            that warps wrote is handed to the tensor cores or the copy engine without a fence and a barrier between.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -48,11 +51,13 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     from sigattn.bench import static
     from sigattn.ops.triton.hopper import hopper_forward_kernel
     from sigattn.ops.triton.hopper_backward import hopper_keys_kernel, hopper_queries_kernel
+    from sigattn.ops.triton.hopper_fused import hopper_fused_kernel
 
     functions: dict[str, Any] = {
         tuning.FORWARD: hopper_forward_kernel,
         tuning.KEYS: hopper_keys_kernel,
         tuning.QUERIES: hopper_queries_kernel,
+        tuning.FUSED: hopper_fused_kernel,
     }
     signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
     compiled = triton.compile(
@@ -60,10 +65,10 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": 4},
     )
-    if complaint := serialised(compiled.asm["ptx"]):
+    if complaint := serialised(compiled.asm["ptx"]) or handed_over_early(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: {complaint}")
     scores = ROWS * config.block / 128
-    shape = (ROWS, config.block) if kernel != tuning.KEYS else (config.block, ROWS)
+    shape = (ROWS, config.block) if kernel not in (tuning.KEYS, tuning.FUSED) else (config.block, ROWS)
     tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
     name = f"{kernel}, Gluon" + (", S ahead" if kernel == tuning.FORWARD and config.ahead else "")
     report = static.read(compiled, scores, name, 90, "bfloat16", head_dim, causal, tile)
@@ -77,10 +82,10 @@ def _signature(
 ) -> tuple[dict[str, str], dict[tuple[int, ...], Any]]:
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     values = {
         "GROUP": 1, "D": head_dim, "BLOCK": config.block, "BLOCK_N": config.block, "STAGES": config.stages,
-        "CAUSAL": causal, "SIGMOID": config.sigmoid, "ROWS": ROWS, "AHEAD": config.ahead, "REGISTERS": 240,
+        "CAUSAL": causal, "SIGMOID": config.sigmoid, "SHIFTED": False, "ROWS": ROWS, "AHEAD": config.ahead,
+        "REGISTERS": launch_hopper.REGISTERS,
     }  # fmt: skip
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -88,8 +93,12 @@ def _signature(
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], constants[(at,)] = "constexpr", values[name]
+        elif kernel == tuning.FUSED and name == "grad_query":
+            signature[name] = "*fp32"
         elif name in _OWN[kernel] or name in _WALKED:
             rows = ROWS if name in _OWN[kernel] else config.block
+            swizzle = launch_hopper.swizzle(kernel, name, head_dim)
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
             signature[name] = f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
         else:
             signature[name] = "i32" if name in _INTEGERS else "fp32"
@@ -108,3 +117,21 @@ def serialised(ptx: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     said = (done.stdout + done.stderr).splitlines()
     return next((line for line in said if "serialized" in line), "")
+
+
+def handed_over_early(ptx: str) -> str:
+    """The line where it happens, if what warps wrote to shared memory is passed on before all of them are done.
+
+    Each warp must fence its own writes against the units that read beside it, then all must meet, then one may say so.
+    """
+    fenced = met = True
+    for line in ptx.splitlines():
+        if "stmatrix" in line:
+            fenced = met = False
+        elif "fence.proxy.async" in line:
+            fenced = True
+        elif fenced and re.search(r"\b(bar|barrier)\.sync", line):
+            met = True
+        elif not met and re.search(r"mbarrier\.arrive|cp\.async\.bulk|wgmma\.mma_async", line):
+            return f"handed over early: {line.strip()}"
+    return ""

@@ -7,8 +7,9 @@ with the measurement beside it: the result of this file is advice.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,16 @@ from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import launch, launch_hopper, tuning
 
-PASSES = {tuning.FORWARD: None, tuning.KEYS: Needs(False, True, True), tuning.QUERIES: Needs(True, False, False)}
-FUSED = "keys, adding dQ"  # against both kernels of the backward together
+BOTH, BOTH_GLUON = "both kernels", "both Gluon kernels"
+# A tile shape, a configuration of a Hopper kernel, BOTH_GLUON: the tables' Hopper kernels for the two parts of the
+# backward; or None: the tables' portable kernels.
+Candidate = tuning.Config | tuning.HopperConfig | str | None
+PASSES = {
+    tuning.FORWARD: None,
+    tuning.KEYS: Needs(False, True, True),
+    tuning.QUERIES: Needs(True, False, False),
+    tuning.FUSED: Needs(),  # against both kernels of the backward together
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +72,7 @@ def run(config: TuneBenchmark) -> dict[str, Any]:
     for n in config.lengths:
         for d in config.head_dims:
             for causal in (False, True):
-                for kernel in PASSES if config.specialised else (*PASSES, FUSED):
+                for kernel in PASSES:
                     if time.perf_counter() - start > config.seconds:
                         left_out.append([n, d, causal, kernel])
                         continue
@@ -87,29 +96,27 @@ def measure(config: TuneBenchmark, n: int, d: int, causal: bool, kernel: str) ->
     problem = Problem(given.query, given.key, given.value, right=0 if causal else UNLIMITED)
     in_force = tuning.configuration
     architecture = launch.architecture(given.query.device)
-    own = in_force(tuning.KEYS if kernel == FUSED else kernel, architecture, d, given.query.element_size())
-    configs: list[tuning.Config | tuning.HopperConfig] = [own]
+    replaced = tuning.KEYS if kernel == tuning.FUSED else kernel
+    own = in_force(replaced, architecture, d, given.query.element_size())
+    configs: list[Candidate] = [None, BOTH_GLUON, own] if kernel == tuning.FUSED else [own]
     if config.specialised:
         configs += tuning.hopper_candidates(kernel, d)
     else:
-        configs += [c for c in tuning.candidates(kernel, d) if c != own]
+        configs = [c for c in configs if c != BOTH_GLUON] + [c for c in tuning.candidates(kernel, d) if c != own]
     if config.most_candidates is not None:
         configs = configs[: 1 + config.most_candidates]
     calls: dict[str, Callable[[], Any]] = {}
-    if kernel == FUSED:
-        calls["both kernels"] = _call(problem, given, Needs(), None, tuning.KEYS, False)
     rejected: dict[str, str] = {}
-    expected: torch.Tensor | None = None
+    expected: list[torch.Tensor] = []
     for candidate in configs:
-        needs = Needs() if kernel == FUSED else PASSES[kernel]
-        call = _call(problem, given, needs, candidate, tuning.KEYS if kernel == FUSED else kernel, kernel == FUSED)
+        call = _call(problem, given, kernel, candidate)
         try:
-            result = call()
+            result = [t.float() for t in call()]
         except Exception as error:  # too much shared memory, or the compiler gives up: that is an answer
             rejected[_name(candidate)] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
             continue
-        expected = result if expected is None else expected
-        difference = ((result - expected).abs().max() / expected.abs().max()).item()
+        expected = expected or result
+        difference = max(((r - e).abs().max() / e.abs().max()).item() for r, e in zip(result, expected, strict=True))
         if not difference < gpu.TOLERANCE[given.query.dtype]:
             rejected[_name(candidate)] = f"another result: {difference:.1e}"
             continue
@@ -130,50 +137,54 @@ def measure(config: TuneBenchmark, n: int, d: int, causal: bool, kernel: str) ->
     return rows + [{**place, "config": name, "rejected": reason} for name, reason in rejected.items()]
 
 
-def _call(
-    problem: Problem,
-    given: gpu.Inputs,
-    needs: Needs | None,
-    candidate: tuning.Config | tuning.HopperConfig | None,
-    replaced: str,
-    fused: bool,
-) -> Callable[[], torch.Tensor]:
-    """A pass with one kernel's tile shape replaced; gives one of its results in float32."""
+def _call(problem: Problem, given: gpu.Inputs, kernel: str, candidate: Candidate) -> Callable[[], list[torch.Tensor]]:
+    """A pass with one kernel replaced; gives its results."""
+    needs = PASSES[kernel]
 
-    def call() -> torch.Tensor:
-        in_force, atomic, special = tuning.configuration, tuning.ADD_QUERY_ATOMICALLY, tuning.SPECIALISED
-        tables = tuning.HOPPER
-
-        def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> tuning.Config:
-            if kernel == replaced and isinstance(candidate, tuning.Config):
-                return candidate
-            return in_force(kernel, architecture, width, itemsize)
-
-        if isinstance(candidate, tuning.HopperConfig):
-            prepared = launch.prepare(problem)
-            if (reason := launch_hopper.unavailable(prepared, given.grad_out)) is not None:
-                raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
-            tuning.SPECIALISED = frozenset([replaced])
-            tuning.HOPPER = {**tables, replaced: {problem.query.shape[-1]: candidate}}
-        else:
-            tuning.SPECIALISED = frozenset()
-        tuning.configuration = configuration
-        tuning.ADD_QUERY_ATOMICALLY = frozenset([launch.architecture(problem.query.device)] if fused else [])
-        try:
+    def call() -> list[torch.Tensor]:
+        with _in_place_of(kernel, candidate, problem, given):
             if needs is None:
-                return launch.forward(problem).float()
-            gradients = launch.backward(problem, given.grad_out, needs)
-            found = gradients.query if needs.query else gradients.key
-            assert found is not None
-            return found.float()
-        finally:
-            tuning.configuration, tuning.ADD_QUERY_ATOMICALLY, tuning.SPECIALISED = in_force, atomic, special
-            tuning.HOPPER = tables
+                return [launch.forward(problem)]
+            return [t for t in launch.backward(problem, given.grad_out, needs) if t is not None]
 
     return call
 
 
-def _name(candidate: tuning.Config | tuning.HopperConfig) -> str:
+@contextlib.contextmanager
+def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gpu.Inputs) -> Iterator[None]:
+    """The tables changed for one call."""
+    before = {
+        name: getattr(tuning, name) for name in ("configuration", "ADD_QUERY_ATOMICALLY", "SPECIALISED", "HOPPER")
+    }
+    replaced = tuning.KEYS if changed == tuning.FUSED else changed
+
+    def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> tuning.Config:
+        if kernel == replaced and isinstance(candidate, tuning.Config):
+            return candidate
+        found: tuning.Config = before["configuration"](kernel, architecture, width, itemsize)
+        return found
+
+    special: list[str] = []
+    if isinstance(candidate, tuning.HopperConfig):
+        special = [changed]
+        tuning.HOPPER = {**tuning.HOPPER, changed: {problem.query.shape[-1]: candidate}}
+    elif candidate == BOTH_GLUON:
+        special = [tuning.KEYS, tuning.QUERIES]
+    if special and (reason := launch_hopper.unavailable(launch.prepare(problem), given.grad_out)) is not None:
+        raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
+    atomic = changed == tuning.FUSED and isinstance(candidate, tuning.Config)
+    tuning.configuration, tuning.SPECIALISED = configuration, frozenset(special)
+    tuning.ADD_QUERY_ATOMICALLY = frozenset([launch.architecture(problem.query.device)] if atomic else [])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(tuning, name, value)
+
+
+def _name(candidate: Candidate) -> str:
+    if candidate is None or isinstance(candidate, str):
+        return candidate or BOTH
     kind = "Gluon " if isinstance(candidate, tuning.HopperConfig) else ""
     return kind + ", ".join(str(part) for part in candidate)
 

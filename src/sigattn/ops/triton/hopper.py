@@ -63,6 +63,15 @@ def weights(products, z_scale, z_bias, unit, i, j, edge, SIGMOID: gl.constexpr):
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """New barriers that turn after so many arrivals; a fence must follow before anyone uses them."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
 def keys_of(ring, stage, D: gl.constexpr, BLOCK_N: gl.constexpr):
     """A tile of K as the product wants it, (D, BLOCK_N)."""
     return ring.index(stage).reshape([BLOCK_N, D]).permute([1, 0])
@@ -185,18 +194,9 @@ def hopper_forward_kernel(
     queries = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout)
     keys_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], key.layout)
     values_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], value.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for g in gl.static_range(2):
-        mbarrier.init(q_full.index(g), count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=2)
-        mbarrier.init(v_empty.index(s), count=2)
+    q_full = barriers(2, 1)
+    k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
+    k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
     fence_async_shared()
     for g in gl.static_range(2):
         mbarrier.expect(q_full.index(g), ROWS * D * 2)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sigattn.ops.triton.hopper import weights
+from sigattn.ops.triton.hopper import barriers, weights
 
 
 @gluon.jit
@@ -39,6 +39,55 @@ def produce_pairs(
 
 
 @gluon.jit
+def own_pairs(first, second, b, h, start, ROWS: gl.constexpr, D: gl.constexpr):
+    """What the groups of warps keep of two tensors, ROWS rows each: its place, on the way, and when it is there."""
+    dtype: gl.constexpr = first.dtype
+    own = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], first.layout)
+    other = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], second.layout)
+    full = barriers(2, 1)
+    fence_async_shared()
+    for g in gl.static_range(2):
+        place = [b, h, start + g * ROWS, 0]
+        mbarrier.expect(full.index(g), 2 * ROWS * D * 2)
+        tma.async_copy_global_to_shared(first, place, full.index(g), own.index(g))
+        tma.async_copy_global_to_shared(second, place, full.index(g), other.index(g))
+    return own, other, full
+
+
+@gluon.jit
+def rings(first, second, STAGES: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr):
+    """Places for the tiles of two tensors that are walked, and barriers: filled by a copy, left by both groups."""
+    dtype: gl.constexpr = first.dtype
+    ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], first.layout)
+    other = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], second.layout)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    fence_async_shared()
+    return ring, other, full, empty
+
+
+@gluon.jit
+def queries_of(column_start, n, first_row, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr):
+    """Of two groups' keys: the first query to visit, how many tiles, and how many of them the mask crosses."""
+    first_query = 0
+    edges = gl.minimum(first_row, 0)  # 0, but the compiler does not know that
+    if CAUSAL:
+        first_query = gl.minimum(gl.maximum(column_start - first_row, 0) // BLOCK * BLOCK, n)
+        # tiles of queries that do not all see the last of these keys
+        edges = gl.maximum(gl.cdiv(column_start + 2 * ROWS - 1 - first_row - first_query, BLOCK), 0)
+    return first_query, gl.cdiv(n - first_query, BLOCK), edges
+
+
+@gluon.jit
+def logit_gradient(p, dp, unit, lower, SHIFTED: gl.constexpr):
+    """DS from P and dP; SHIFTED: in float16, with powers of two (``gradient_shift`` in tile.py)."""
+    if SHIFTED:
+        ds = (p - p * p * unit) * dp * lower
+    else:
+        ds = (p - p * p) * dp
+    return ds
+
+
+@gluon.jit
 def transposed(ring, stage, ROWS: gl.constexpr, D: gl.constexpr):
     """A tile as the second factor of a product over features, (D, ROWS)."""
     return ring.index(stage).reshape([ROWS, D]).permute([1, 0])
@@ -47,7 +96,7 @@ def transposed(ring, stage, ROWS: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def consume_queries(
     grad_key, grad_value, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of one group's 64 keys."""
     keys, values, ring, grads_ring, own_full, full, empty = shared
@@ -79,7 +128,7 @@ def consume_queries(
         grads = grads_ring.index(stage).reshape([BLOCK, D])
         dv = warpgroup_mma(operand, grads, acc_v, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        ds = (p - p * p * unit) * dp * lower
+        ds = logit_gradient(p, dp, unit, lower, SHIFTED)
         operand_ds = gl.convert_layout(ds.to(grad_key.dtype), operand_layout)
         dk = warpgroup_mma(operand_ds, ring.index(stage).reshape([BLOCK, D]), acc_k, is_async=True)
         acc_v, acc_k = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -98,40 +147,17 @@ def hopper_keys_kernel(
     query, key, value, grad_out, grad_key, grad_value, n, keys, heads, first_row, z_scale, z_bias, unit, lower,
     out_scale, logit_scale,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    SIGMOID: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
+    SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of 128 keys of one key head."""
-    dtype: gl.constexpr = query.dtype
     own_tiles = gl.cdiv(keys, 2 * ROWS)
     program = gl.program_id(0)
     column_start = program % own_tiles * 2 * ROWS  # under a causal mask the first keys have the most to do
     kv_heads = heads // GROUP
     b, h_kv = program // own_tiles // kv_heads, program // own_tiles % kv_heads
-    first_query = 0
-    edges = gl.minimum(first_row, 0)  # 0, but the compiler does not know that
-    if CAUSAL:
-        first_query = gl.minimum(gl.maximum(column_start - first_row, 0) // BLOCK * BLOCK, n)
-        # tiles of queries that do not all see the last of these keys
-        edges = gl.maximum(gl.cdiv(column_start + 2 * ROWS - 1 - first_row - first_query, BLOCK), 0)
-    tiles = gl.cdiv(n - first_query, BLOCK)
-    own_keys = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], key.layout)
-    own_values = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], value.layout)
-    ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], query.layout)
-    grads_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], grad_out.layout)
-    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for g in gl.static_range(2):
-        mbarrier.init(own_full.index(g), count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    fence_async_shared()
-    for g in gl.static_range(2):
-        place = [b, h_kv, column_start + g * ROWS, 0]
-        mbarrier.expect(own_full.index(g), 2 * ROWS * D * 2)
-        tma.async_copy_global_to_shared(key, place, own_full.index(g), own_keys.index(g))
-        tma.async_copy_global_to_shared(value, place, own_full.index(g), own_values.index(g))
+    first_query, tiles, edges = queries_of(column_start, n, first_row, CAUSAL, BLOCK, ROWS)
+    own_keys, own_values, own_full = own_pairs(key, value, b, h_kv, column_start, ROWS, D)
+    ring, grads_ring, full, empty = rings(query, grad_out, STAGES, BLOCK, D)
     shared = (own_keys, own_values, ring, grads_ring, own_full, full, empty)
     where = (b, h_kv, column_start, first_row, first_query, GROUP * tiles, gl.maximum(tiles, 1), edges)
     scalars = (z_scale, z_bias, unit, lower, out_scale, logit_scale)
@@ -139,9 +165,9 @@ def hopper_keys_kernel(
     gl.warp_specialize(
         [
             (consume_queries, (grad_key, grad_value, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES,
-                               SIGMOID, ROWS)),
+                               SIGMOID, SHIFTED, ROWS)),
             (consume_queries, (grad_key, grad_value, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES,
-                               SIGMOID, ROWS)),
+                               SIGMOID, SHIFTED, ROWS)),
             (produce_pairs, (query, grad_out, ring, grads_ring, full, empty, b, h_kv * GROUP, GROUP, tiles, first_query,
                              BLOCK, STAGES, bytes_of_tile)),
         ],
@@ -153,7 +179,7 @@ def hopper_keys_kernel(
 @gluon.jit
 def consume_keys(
     grad_query, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The gradient dQ of one group's 64 queries."""
     queries, grads, ring, values_ring, own_full, full, empty = shared
@@ -180,7 +206,7 @@ def consume_keys(
             products, z_scale, z_bias, unit, i, tile * BLOCK + columns, tile >= full_tiles, SIGMOID
         )  # (queries, keys)  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = (p - p * p * unit) * dp * lower  # keys beyond the last have v = 0, and so no gradient
+        ds = logit_gradient(p, dp, unit, lower, SHIFTED)  # keys beyond the last have v = 0, and so no gradient
         operand = gl.convert_layout(ds.to(grad_query.dtype), operand_layout)
         dq = warpgroup_mma(operand, ring.index(stage).reshape([BLOCK, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[dq])
@@ -195,10 +221,9 @@ def consume_keys(
 def hopper_queries_kernel(
     query, key, value, grad_out, grad_query, n, keys, heads, first_row, z_scale, z_bias, unit, lower, logit_scale,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    SIGMOID: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
+    SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The gradient dQ of 128 queries of one head."""
-    dtype: gl.constexpr = query.dtype
     tiles_of_rows = gl.cdiv(n, 2 * ROWS)
     program = gl.program_id(0)
     head = program // tiles_of_rows
@@ -213,24 +238,8 @@ def hopper_queries_kernel(
         last = first_row + gl.minimum(row_start + 2 * ROWS, n)
         tiles = gl.cdiv(gl.minimum(keys, last), BLOCK)
         full_tiles = (first_row + row_start + 1) // BLOCK
-    queries = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout)
-    grads = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], grad_out.layout)
-    ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], key.layout)
-    values_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], value.layout)
-    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for g in gl.static_range(2):
-        mbarrier.init(own_full.index(g), count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    fence_async_shared()
-    for g in gl.static_range(2):
-        place = [b, h, row_start + g * ROWS, 0]
-        mbarrier.expect(own_full.index(g), 2 * ROWS * D * 2)
-        tma.async_copy_global_to_shared(query, place, own_full.index(g), queries.index(g))
-        tma.async_copy_global_to_shared(grad_out, place, own_full.index(g), grads.index(g))
+    queries, grads, own_full = own_pairs(query, grad_out, b, h, row_start, ROWS, D)
+    ring, values_ring, full, empty = rings(key, value, STAGES, BLOCK, D)
     shared = (queries, grads, ring, values_ring, own_full, full, empty)
     where = (b, h, row_start, first_row, tiles, full_tiles)
     scalars = (z_scale, z_bias, unit, lower, logit_scale)
@@ -238,9 +247,9 @@ def hopper_queries_kernel(
     gl.warp_specialize(
         [
             (consume_keys, (grad_query, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES, SIGMOID,
-                            ROWS)),
+                            SHIFTED, ROWS)),
             (consume_keys, (grad_query, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES, SIGMOID,
-                            ROWS)),
+                            SHIFTED, ROWS)),
             (produce_pairs, (key, value, ring, values_ring, full, empty, b, h // GROUP, 1, tiles, 0, BLOCK, STAGES,
                              bytes_of_tile)),
         ],

@@ -46,12 +46,17 @@ def new_like(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
-def descriptor(t: Tensor, rows: int) -> Any:
+def swizzle(kernel: str, name: str, head_dim: int) -> int:
+    """Bytes of a row over which a tile's parts change places: 128, or what leaves half of the columns in one piece."""
+    return 2 * head_dim // 2 if kernel == tuning.FUSED and name in ("key", "value", "grad_key", "grad_value") else 128
+
+
+def descriptor(t: Tensor, rows: int, swizzled: int = 128) -> Any:
     """A tensor (B, H, N, D) for the copy engine, in tiles of some rows of one head."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=16, rank=4)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, t.shape[-1]], layout)
 
 
@@ -122,11 +127,15 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
 
 def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]:
     config, p, numbers = tuning.HOPPER[kernel][prepared.shape.d], prepared.problem, scalars(prepared)
-    own = {"key", "value"} if kernel == tuning.KEYS else {"query", "grad_out"}
+    own = {"query", "grad_out"} if kernel == tuning.QUERIES else {"key", "value"}
     tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
     return {
-        **{name: descriptor(t, 64 if name in own else config.block) for name, t in tensors.items()},
+        **{
+            name: descriptor(t, 64 if name in own else config.block, swizzle(kernel, name, prepared.shape.d))
+            for name, t in tensors.items()
+        },
         **_shared(prepared, config),
+        "SHIFTED": prepared.arguments["SHIFT"] != "none",
         "lower": 2.0 ** (numbers["own_shift"] - numbers["shift"]),
         "logit_scale": p.scale_value * 2.0 ** -numbers["own_shift"],
         "BLOCK": config.block,
@@ -137,18 +146,37 @@ def keys(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of key and value, (B, Hkv, M, D)."""
     from sigattn.ops.triton.hopper_backward import hopper_keys_kernel
 
+    return _of_keys(prepared, grad_out, hopper_keys_kernel, tuning.KEYS)
+
+
+def _of_keys(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more: Any) -> tuple[Tensor, Tensor]:
     p, s = prepared.problem, prepared.shape
     grad_key, grad_value = new_like(p.key), new_like(p.value)
     run(
-        hopper_keys_kernel,
+        kernel,
         _programs(s.m, s.batch * s.kv_heads),
         p.query.device,
-        **_backward(prepared, grad_out, tuning.KEYS),
-        grad_key=descriptor(grad_key, 64),
-        grad_value=descriptor(grad_value, 64),
+        **_backward(prepared, grad_out, name),
+        grad_key=descriptor(grad_key, 64, swizzle(name, "grad_key", s.d)),
+        grad_value=descriptor(grad_value, 64, swizzle(name, "grad_value", s.d)),
         out_scale=scalars(prepared)["unit"],
+        **more,
     )
     return grad_key, grad_value
+
+
+def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value; that of query is added in an order that differs from run to run."""
+    from sigattn.ops.triton.hopper_fused import hopper_fused_kernel
+
+    p, s = prepared.problem, prepared.shape
+    block = tuning.HOPPER[tuning.FUSED][s.d].block
+    sums = torch.zeros(s.batch, s.heads, -(-s.n // block) * block, s.d, dtype=torch.float32, device=p.query.device)
+    grad_key, grad_value = _of_keys(prepared, grad_out, hopper_fused_kernel, tuning.FUSED, grad_query=sums)
+    factor = p.scale_value * 2.0 ** -scalars(prepared)["own_shift"]
+    grad_query = new_like(p.query)
+    torch.mul(sums[:, :, : s.n], factor, out=grad_query)  # in one pass
+    return grad_query, grad_key, grad_value
 
 
 def queries(prepared: Launch, grad_out: Tensor) -> Tensor:

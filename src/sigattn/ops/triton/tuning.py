@@ -36,6 +36,7 @@ class HopperConfig(NamedTuple):
 
 
 FORWARD, KEYS, QUERIES, DECODE = "forward", "keys", "queries", "decode"
+FUSED = "keys, adding dQ"  # the whole backward in one kernel
 
 # Each table (decoding has a rule instead): by kernel and padded head size.
 
@@ -176,6 +177,7 @@ HOPPER: dict[str, dict[int, HopperConfig]] = {
     FORWARD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, ahead=False)},
     KEYS: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
     QUERIES: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
+    FUSED: {64: HopperConfig(64, 2), 128: HopperConfig(64, 2)},
 }
 SPECIALISED: frozenset[str] = frozenset()
 
@@ -230,7 +232,7 @@ def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
         HopperConfig(block, stages, a, sigmoid)
         for sigmoid in ("accurate", "paired")
         for a in ahead
-        for block in (64, 128)
+        for block in ((64,) if kernel == FUSED else (64, 128))
         for stages in (2, 3)
     ]
     return [config for config in found if _fits(kernel, width, config)]
