@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sigattn.bench import provenance, static_hopper
-from sigattn.ops.triton import tuning
+from sigattn.ops.triton import descriptors, tuning
 
 # Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
 SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS = 16, 128, 64, 128, 4096
@@ -135,16 +135,33 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
 def _variants(head_dim: int) -> Iterator[Report]:
     """What is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
     for kernel in (tuning.FORWARD, tuning.KEYS, tuning.QUERIES):
+        default = tuning.configuration(kernel, 90, head_dim, 2)
         for form in ("paired", "exact", "fast"):
             report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, SIGMOID=form)
             yield replace(report, kernel=f"{kernel}, {form}")
+        for form in ("accurate", "paired"):
+            config = default._replace(sigmoid=form, tma=True)
+            report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config)
+            yield replace(report, kernel=f"{kernel}, TMA" + (", paired" if form == "paired" else ""))
     if head_dim <= 128:
-        yield replace(compile_kernel(tuning.KEYS, 90, "bfloat16", head_dim, False, ADD_QUERY=True), kernel=tuning.FUSED)
+        for tma in (False, True):
+            config = tuning.configuration(tuning.KEYS, 90, head_dim, 2)._replace(tma=tma)
+            report = compile_kernel(tuning.KEYS, 90, "bfloat16", head_dim, False, config, ADD_QUERY=True)
+            yield replace(report, kernel=tuning.FUSED + (", TMA" if tma else ""))
 
 
-def compile_kernel(kernel: str, architecture: int, dtype: str, head_dim: int, causal: bool, **constants: Any) -> Report:
+def compile_kernel(
+    kernel: str,
+    architecture: int,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    config: tuning.Config | None = None,
+    **constants: Any,
+) -> Report:
     """Compile one kernel as ``launch`` would start it for a plain call, and read its machine code.
 
+    config: the tile shape, if not that of the tables.
     constants: compile-time arguments that shall differ from those of a plain call.
     """
     import triton
@@ -161,7 +178,7 @@ def compile_kernel(kernel: str, architecture: int, dtype: str, head_dim: int, ca
     if kernel == tuning.DECODE:
         config = tuning.decoding(head_dim, itemsize, DECODED_ROWS)
         constants = {"GROUP": DECODED_ROWS, **constants}
-    else:
+    elif config is None:
         config = tuning.configuration(kernel, architecture, head_dim, itemsize)
     values = {**_constants(config, dtype, head_dim, causal), **constants}
     signature, constexprs, attributes = _signature(function, ELEMENT[dtype], values)
@@ -222,7 +239,7 @@ def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -
     )
     off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE")
     needs = {"NEED_KEY": True, "NEED_VALUE": True, "NEED_QUERY": True, "NEED_MASK": "none"}
-    sigmoid = {"SIGMOID": "exact" if dtype == "float32" else "accurate", "HAS_RIGHT": causal}
+    sigmoid = {"SIGMOID": "exact" if dtype == "float32" else config.sigmoid, "HAS_RIGHT": causal, "TMA": config.tma}
     return {**plain, **sizes, **blocks, **dict.fromkeys(off, False), **needs, **sigmoid}
 
 
@@ -235,6 +252,9 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], constants[(at,)] = "constexpr", values[name]
+        elif values.get("TMA") and name in descriptors.TILES:
+            rows, width = (values[size] for size in descriptors.TILES[name])
+            signature[name] = f"tensordesc<{element}[1, 1, {rows}, {width}]>"
         elif name in _TENSORS:
             signature[name], attributes[(at,)] = f"*{element}", [["tt.divisibility", 16]]
         elif name in _WIDE_TENSORS:

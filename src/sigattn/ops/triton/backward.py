@@ -44,7 +44,7 @@ def keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of one tile of BLOCK_N keys of one key head; launch.py says what the arguments are."""
@@ -54,8 +54,9 @@ def keys_kernel(
     kv_heads = heads // GROUP
     b = (program // tiles // kv_heads).to(tl.int64)
     h_kv = (program // tiles % kv_heads).to(tl.int64)
-    key += b * k_b + h_kv * k_h
-    value += b * v_b + h_kv * v_h
+    if not TMA:
+        key += b * k_b + h_kv * k_h
+        value += b * v_b + h_kv * v_h
     if NEED_KEY:
         grad_key += b * gk_b + h_kv * gk_h
     if NEED_VALUE:
@@ -79,8 +80,8 @@ def keys_kernel(
         first_row = keys - n
 
     columns = column_start + tl.arange(0, BLOCK_N)
-    k = load(key, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, True)
-    v = load(value, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, True)
+    k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, True, TMA)
+    v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, True, TMA)
     shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
     lower, grad_unit = gradient_shift(shift, SHIFT)
     by_column = column_hash(seed, columns)[:, None] if DROPOUT else 0
@@ -89,8 +90,9 @@ def keys_kernel(
     last = tl.minimum(column_start + BLOCK_N, keys) - first_row
     start, full_start, full_stop, stop = crossed(first, last, n, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT)
 
-    query += b * q_b + from_q * q_n
-    grad_out += b * o_b + from_q * o_n
+    if not TMA:
+        query += b * q_b + from_q * q_n
+        grad_out += b * o_b + from_q * o_n
     acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     for phase in tl.static_range(3):
@@ -111,8 +113,10 @@ def keys_kernel(
                     at = slopes + b * slopes_b + h * slopes_h
                     before, after = tl.load(at).to(tl.float32), tl.load(at + slopes_s).to(tl.float32)
                 rows = row_start + tl.arange(0, BLOCK_M)
-                q = load(query + h * q_h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, phase != 1)
-                do = load(grad_out + h * o_h, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, phase != 1)
+                query_h = query if TMA else query + h * q_h
+                grad_out_h = grad_out if TMA else grad_out + h * o_h
+                q = load(query_h, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, phase != 1, TMA)
+                do = load(grad_out_h, b, h, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, phase != 1, TMA)
                 z_bias = bias_terms(bias_here, bias_value, rows, n, keys, bias_n, BIAS)
                 if BIAS == "tensor":
                     z_bias = z_bias[None, :]
@@ -162,7 +166,7 @@ def queries_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     NEED_QUERY: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_SLOPES: tl.constexpr, NEED_MASK: tl.constexpr,
     SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -179,10 +183,11 @@ def queries_kernel(
     b, h = (head // heads).to(tl.int64), head % heads
     h_kv = (h // GROUP).to(tl.int64)
     h = h.to(tl.int64)
-    query += b * q_b + h * q_h
-    key += b * k_b + h_kv * k_h
-    value += b * v_b + h_kv * v_h
-    grad_out += b * o_b + h * o_h
+    if not TMA:
+        query += b * q_b + h * q_h
+        key += b * k_b + h_kv * k_h
+        value += b * v_b + h_kv * v_h
+        grad_out += b * o_b + h * o_h
     if NEED_QUERY:
         grad_query += b * gq_b + h * gq_h
     if NEED_BIAS:
@@ -223,8 +228,8 @@ def queries_kernel(
         before, after = tl.load(slopes).to(tl.float32), tl.load(slopes + slopes_s).to(tl.float32)
 
     rows = row_start + tl.arange(0, BLOCK_M)
-    q = load(query, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, True)
-    do = load(grad_out, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, True)
+    q = load(query, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, True, TMA)
+    do = load(grad_out, b, h, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, True, TMA)
     z_bias = bias_terms(bias, bias_value, rows, n, keys, bias_n, BIAS)
     if BIAS == "tensor":
         z_bias = z_bias[:, None]
@@ -247,8 +252,8 @@ def queries_kernel(
             if phase == 2:
                 from_, to = full_stop, stop
             for column_start in tl.range(from_, to, BLOCK_N):
-                k = load(key, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1)
-                v = load(value, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1)
+                k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1, TMA)
+                v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
                 columns = column_start + tl.arange(0, BLOCK_N)
                 products = dot(q, tl.trans(k), None, PRECISION)
                 p = weights(

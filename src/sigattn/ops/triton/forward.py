@@ -34,7 +34,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one head; launch.py says what the arguments are."""
     tiles = tl.cdiv(n, BLOCK_M)
@@ -45,9 +45,10 @@ def forward_kernel(
     b, h = (head // heads).to(tl.int64), head % heads
     h_kv = (h // GROUP).to(tl.int64)
     h = h.to(tl.int64)
-    query += b * q_b + h * q_h
-    key += b * k_b + h_kv * k_h
-    value += b * v_b + h_kv * v_h
+    if not TMA:
+        query += b * q_b + h * q_h
+        key += b * k_b + h_kv * k_h
+        value += b * v_b + h_kv * v_h
     out += b * o_b + h * o_h
     if BIAS == "tensor":
         bias += b * bias_b + h * bias_h
@@ -75,7 +76,7 @@ def forward_kernel(
         before, after = tl.load(slopes).to(tl.float32), tl.load(slopes + slopes_s).to(tl.float32)
 
     rows = row_start + tl.arange(0, BLOCK_M)
-    q = load(query, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, True)
+    q = load(query, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, True, TMA)
     z_bias = bias_terms(bias, bias_value, rows, n, keys, bias_n, BIAS)
     if BIAS == "tensor":
         z_bias = z_bias[:, None]
@@ -94,8 +95,8 @@ def forward_kernel(
             if phase == 2:
                 from_, to = full_stop, stop
             for column_start in tl.range(from_, to, BLOCK_N):
-                k = load(key, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1)
-                v = load(value, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1)
+                k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1, TMA)
+                v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
                 columns = column_start + tl.arange(0, BLOCK_N)
                 products = dot(q, tl.trans(k), None, PRECISION)
                 p = weights(

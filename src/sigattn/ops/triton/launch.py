@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem, new_output
-from sigattn.ops.triton import tuning
+from sigattn.ops.triton import descriptors, tuning
 from sigattn.ops.triton.backward import keys_kernel, queries_kernel
 from sigattn.ops.triton.forward import forward_kernel
 
@@ -221,15 +221,17 @@ def _run(kernel: Any, launch: Launch, config: tuning.Config, programs: int, **ar
     if not programs:
         return
     device = launch.problem.query.device
+    arguments = {
+        **launch.arguments,
+        **arguments,
+        "SIGMOID": form(launch.arguments["SIGMOID"], config.sigmoid),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+    }
+    described = descriptors.of_tiles(arguments) if config.tma else None
+    arguments |= {**(described or {}), "TMA": described is not None}
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](
-            **{**launch.arguments, "SIGMOID": form(launch.arguments["SIGMOID"], config.sigmoid)},
-            **arguments,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
+        kernel[(programs,)](**arguments, num_warps=config.warps, num_stages=config.stages)
 
 
 def _single(x: float) -> float:

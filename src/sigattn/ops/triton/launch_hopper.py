@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, PackedProblem
-from sigattn.ops.triton import launch, tuning
+from sigattn.ops.triton import descriptors, launch, tuning
 from sigattn.ops.triton.launch import Launch
 
 REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: what a multiprocessor has for 384
@@ -30,15 +30,9 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "there is nothing to do, or nothing to see"
     if p.query.dtype is torch.float16 and a["SIGMOID"] == "fast":
         return "their fast form has no powers of two for float16"
-    if any(is_far(t) for t in (p.query, p.key, p.value, grad_out) if t is not None):
+    if any(descriptors.is_far(t) for t in (p.query, p.key, p.value, grad_out) if t is not None):
         return "the copy engine wants dense rows, and strides of multiples of 16 bytes"
     return None
-
-
-def is_far(t: Tensor) -> bool:
-    """Whether a tensor lies so that the copy engine cannot serve it."""
-    steps = [stride * t.element_size() % 16 for stride in t.stride()[:-1]]
-    return t.stride(-1) != 1 or any(steps) or t.data_ptr() % 16 != 0 or min(t.stride()) < 1
 
 
 def new_like(t: Tensor) -> Tensor:
@@ -107,7 +101,7 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
     from sigattn.ops.triton.hopper import hopper_forward_kernel
 
     p, s, config = prepared.problem, prepared.shape, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
-    if is_far(out):
+    if descriptors.is_far(out):
         out = new_like(out)
     run(
         hopper_forward_kernel,

@@ -42,28 +42,28 @@ def crossed(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.
 
 @triton.jit
 def load(
-    base,
-    start,
-    length,
-    stride_row,
-    stride_column,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    CHECKED: tl.constexpr,
-):
-    """Rows start … start + ROWS - 1 of a matrix (length, WIDTH), 0 beyond it: (ROWS, BLOCK_WIDTH)."""
-    rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, BLOCK_WIDTH)[None, :]
-    at = base + tl.cast(start, tl.int64) * stride_row + rows * stride_row + columns * stride_column
-    if CHECKED and WIDTH != BLOCK_WIDTH:
-        tile = tl.load(at, mask=(start + rows < length) & (columns < WIDTH), other=0.0)
-    elif CHECKED:
-        tile = tl.load(at, mask=start + rows < length, other=0.0)
-    elif WIDTH != BLOCK_WIDTH:
-        tile = tl.load(at, mask=columns < WIDTH, other=0.0)
+    source, b, h, start, length, stride_row, stride_column,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, CHECKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows start … start + ROWS - 1 of a matrix (length, WIDTH), 0 beyond it: (ROWS, BLOCK_WIDTH).
+
+    source: where the matrix begins; with TMA, a descriptor of (B, H, length, WIDTH), and the matrix is that of b and h.
+    """
+    if TMA:
+        place = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(start, tl.int32), 0]
+        tile = source.load(place).reshape(ROWS, BLOCK_WIDTH)
     else:
-        tile = tl.load(at)
+        rows = tl.arange(0, ROWS)[:, None]
+        columns = tl.arange(0, BLOCK_WIDTH)[None, :]
+        at = source + tl.cast(start, tl.int64) * stride_row + rows * stride_row + columns * stride_column
+        if CHECKED and WIDTH != BLOCK_WIDTH:
+            tile = tl.load(at, mask=(start + rows < length) & (columns < WIDTH), other=0.0)
+        elif CHECKED:
+            tile = tl.load(at, mask=start + rows < length, other=0.0)
+        elif WIDTH != BLOCK_WIDTH:
+            tile = tl.load(at, mask=columns < WIDTH, other=0.0)
+        else:
+            tile = tl.load(at)
     return tile
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 class Config(NamedTuple):
     """A tile of ``block_m`` queries and ``block_n`` keys; warps of a program; tiles in flight.
 
-    sigmoid: the form of σ in 16 bits, "accurate" or "paired" (activation.py).
+    sigmoid: the form of σ in 16 bits, "accurate" or "paired" (activation.py). tma: whether the copy engine brings the
+    tiles, of tensors that it can serve (descriptors.py); from Hopper on.
     """
 
     block_m: int
@@ -21,6 +22,7 @@ class Config(NamedTuple):
     warps: int
     stages: int
     sigmoid: str = "accurate"
+    tma: bool = False
 
 
 class HopperConfig(NamedTuple):
@@ -212,15 +214,18 @@ def decoding(width: int, itemsize: int, rows: int) -> Config:
 def candidates(kernel: str, width: int) -> list[Config]:
     """What is worth measuring on a Hopper machine."""
     del kernel
+    forms = ("accurate", "paired")
     shapes = [(128, 128), (128, 64), (64, 128), (64, 64), (128, 256), (256, 64)]
     if padded(width) >= 256:
         shapes = [(128, 64), (64, 64), (64, 32), (32, 64)]
-    paired = [
+    first = [
         Config(*shapes[0], 8, 2, "paired"),
         Config(*shapes[0], 8, 3, "paired"),
         Config(*shapes[1], 4, 3, "paired"),
+        *(Config(*shape, 8, stages, sigmoid, True) for shape in shapes[:3] for sigmoid in forms for stages in (2, 3)),
+        *(Config(*shape, 4, 3, "accurate", True) for shape in shapes[1:4]),
     ]
-    return paired + [Config(m, n, warps, stages) for m, n in shapes for warps in (4, 8) for stages in (2, 3, 4)]
+    return first + [Config(m, n, warps, stages) for m, n in shapes for warps in (4, 8) for stages in (2, 3, 4)]
 
 
 def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
