@@ -163,12 +163,13 @@ class Simulator:
     def __init__(self, seed: int, *, lazy: bool) -> None:
         self.random, self.lazy = random.Random(seed), lazy
         self.actions: list[Callable[[], None]] = []  # copies under way
-        self.program = 0
+        self.program = self.programs = 0
         self.turn = threading.Condition()
         self.running: int | None = None
         self.waiting: dict[int, Callable[[], bool]] = {}
         self.failed: BaseException | None = None
         self.products: dict[int, list[Pending]] = {}
+        self.stores: dict[int, list[Callable[[], None]]] = {}
 
     # -- whose turn it is ---------------------------------------------------------------------------------------------
 
@@ -207,7 +208,11 @@ class Simulator:
     def _act_or_fail(self) -> None:
         if not self.actions:
             raise DeadlockError("everybody waits, and nothing is under way")
-        self.actions.pop(self.random.randrange(len(self.actions)))()
+        # what is late writes results as late as can be: nobody waits for those but who wants their place
+        stores = [action for own in self.stores.values() for action in own]
+        loads = [at for at, action in enumerate(self.actions) if action not in stores]
+        able = loads if loads and self.lazy else range(len(self.actions))
+        self.actions.pop(self.random.choice(able))()
 
     def split(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
         """Run the partitions side by side, to their ends."""
@@ -277,11 +282,19 @@ class Simulator:
         self.pause()
 
     def store(self, descriptor: Descriptor, at: list[int], place: Shared) -> None:
-        self.actions.append(lambda: descriptor.write(at, place.data))
+        own = self.stores.setdefault(threading.get_ident(), [])
+
+        def copy() -> None:
+            descriptor.write(at, place.data)
+            own.remove(copy)
+
+        own.append(copy)
+        self.actions.append(copy)
         self.pause()
 
-    def store_wait(self, _: int) -> None:
-        self.pause(lambda: not self.actions)
+    def store_wait(self, pendings: int) -> None:
+        own = self.stores.setdefault(threading.get_ident(), [])
+        self.pause(lambda: len(own) <= pendings)
 
     def mma(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         assert is_async
@@ -339,6 +352,7 @@ class Simulator:
             cast=lambda x, dtype: x,
             float32=torch.float32,
             program_id=lambda _: self.program,
+            num_programs=lambda _: self.programs,
             cdiv=lambda a, b: -(-a // b),
             minimum=least,
             maximum=max,
@@ -394,6 +408,7 @@ class Simulator:
             return worlds[id(names)]
 
         names = world(vars(module))
+        self.programs = programs
         for self.program in range(programs):
             names[kernel](**arguments)
             assert not self.actions, "copies are under way at the end of the program"

@@ -33,6 +33,7 @@ def simulated(monkeypatch):
 
     simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward, hopper_fused], started=[])
     new_like = launch_hopper.new_like
+    monkeypatch.setattr(launch_hopper, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(launch, "architecture", lambda device: 90)
     monkeypatch.setattr(tuning, "SPECIALISED", frozenset(tuning.HOPPER))
     monkeypatch.setattr(launch_hopper, "run", run)
@@ -75,6 +76,7 @@ def gradients(p, grad, dtype):
     [
         (HopperConfig(64, 2), torch.bfloat16),
         (HopperConfig(128, 3, ahead=False), torch.bfloat16),
+        (HopperConfig(64, 2, persistent=False), torch.bfloat16),
         (HopperConfig(64, 3, sigmoid="paired"), torch.float16),
     ],
 )
@@ -208,7 +210,7 @@ def test_nobody_uses_them_before_they_were_measured():
 class TestTheSimulator:
     """What it is for: mistakes of these kinds do not pass."""
 
-    def wrong(self, simulated, monkeypatch, module, old, new):
+    def wrong(self, simulated, monkeypatch, module, old, new, stages=2):
         """In how many orders of events a kernel with a line changed gives a wrong result."""
         source = inspect.getsource(module)
         assert source.count(old) >= 1
@@ -221,7 +223,7 @@ class TestTheSimulator:
         simulated.modules = [changed]
         kernel = tuning.FORWARD if module is hopper else tuning.FUSED
         monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
-        monkeypatch.setitem(tuning.HOPPER, kernel, {64: HopperConfig(64, 2)})
+        monkeypatch.setitem(tuning.HOPPER, kernel, {64: HopperConfig(64, stages)})
         p, grad = problem_of(256, 256, False, torch.bfloat16)
         truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
         count = 0
@@ -235,18 +237,30 @@ class TestTheSimulator:
         assert self.wrong(simulated, monkeypatch, module, "mbarrier.wait", "mbarrier.wait") == 0
 
     def test_a_place_overwritten_too_early(self, simulated, monkeypatch):
-        line = "        mbarrier.wait(k_empty.index(stage), turn ^ 1)\n"
+        line = "            mbarrier.wait(k_empty.index(stage), phase)\n"
         with pytest.raises(AssertionError, match="more arrivals"):
             self.wrong(simulated, monkeypatch, hopper, line, "")
 
     def test_a_place_never_given_back(self, simulated, monkeypatch):
         with pytest.raises(gluon_simulator.DeadlockError):
-            self.wrong(simulated, monkeypatch, hopper, "        mbarrier.arrive(v_empty.index(stage))\n", "")
+            self.wrong(simulated, monkeypatch, hopper, "            mbarrier.arrive(v_empty.index(v_stage))\n", "")
 
     def test_a_value_used_before_its_wait(self, simulated, monkeypatch):
-        line = "        products = warpgroup_mma_wait(0, deps=[following])\n"
+        line = "            products = warpgroup_mma_wait(0, deps=[following])\n"
         with pytest.raises(TypeError, match="Pending"):
-            self.wrong(simulated, monkeypatch, hopper, line, "        products = following\n")
+            self.wrong(simulated, monkeypatch, hopper, line, "            products = following\n")
+
+    def test_queries_overwritten_before_they_were_read(self, simulated, monkeypatch):
+        line = "            mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)\n"
+        assert self.wrong(simulated, monkeypatch, hopper, line, "", stages=3)
+
+    def test_an_output_overwritten_before_it_was_written(self, simulated, monkeypatch):
+        line = "        tma.store_wait(0)  # what was written last time has left its place\n"
+        assert self.wrong(simulated, monkeypatch, hopper, line, "")
+
+    def test_keys_given_back_before_their_second_use(self, simulated, monkeypatch):
+        with pytest.raises((gluon_simulator.DeadlockError, AssertionError)):
+            self.wrong(simulated, monkeypatch, hopper, ", pred=tile + 2 != tiles)", ")")
 
     def test_gradients_taken_before_the_other_group_wrote_them(self, simulated, monkeypatch):
         line = "    mbarrier.wait(ds_full.index(buffer), (step + 2) // 2 - 1 & 1)\n"

@@ -23,7 +23,7 @@ _OWN = {
     tuning.FUSED: ("key", "value", "grad_key", "grad_value"),
 }
 _WALKED = {"query", "key", "value", "grad_out"}
-_INTEGERS = {"n", "keys", "heads", "first_row"}
+_INTEGERS = {"n", "keys", "heads", "batch_heads", "first_row"}
 
 
 def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[Report]:

@@ -78,144 +78,184 @@ def keys_of(ring, stage, D: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def produce(
-    key, value, keys_ring, values_ring, k_full, k_empty, v_full, v_empty, b, h_kv, tiles, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BYTES: gl.constexpr,
-):  # fmt: skip
-    """Bring tile after tile of K and V, each into its ring as soon as both groups have left the place."""
-    for tile in range(tiles):
-        stage = tile % STAGES
-        turn = tile // STAGES & 1
-        mbarrier.wait(k_empty.index(stage), turn ^ 1)
-        mbarrier.expect(k_full.index(stage), BYTES)
-        tma.async_copy_global_to_shared(key, [b, h_kv, tile * BLOCK_N, 0], k_full.index(stage), keys_ring.index(stage))
-        mbarrier.wait(v_empty.index(stage), turn ^ 1)
-        mbarrier.expect(v_full.index(stage), BYTES)
-        tma.async_copy_global_to_shared(
-            value, [b, h_kv, tile * BLOCK_N, 0], v_full.index(stage), values_ring.index(stage)
-        )
+def work_of(turn, n, keys, heads, first_row, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What a program does in a turn: sample, head, first query, tiles of keys, and how many of them are seen whole.
 
-
-@gluon.jit
-def consume(
-    out, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
-    """One group's 64 queries against all their keys."""
-    queries, keys_ring, values_ring, q_full, k_full, k_empty, v_full, v_empty = shared
-    b, h, row_start, first_row, tiles, full_tiles = place
-    z_scale, z_bias, unit, out_scale = scalars
-    logits_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    mine = queries.index(GROUP_OF_WARPS)
-    q = mine.reshape([ROWS, D])
-    start = row_start + GROUP_OF_WARPS * ROWS
-    i = first_row + start + gl.arange(0, ROWS, gl.SliceLayout(1, logits_layout))
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, logits_layout))
-    empty = gl.zeros([ROWS, BLOCK_N], gl.float32, logits_layout)
-    acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, out_layout))
-
-    mbarrier.wait(q_full.index(GROUP_OF_WARPS), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    products = warpgroup_mma(q, keys_of(keys_ring, 0, D, BLOCK_N), empty, use_acc=False, is_async=True)
-    products = warpgroup_mma_wait(0, deps=[products])
-    mbarrier.arrive(k_empty.index(0))
-    if AHEAD:
-        after = gl.minimum(1, tiles - 1)
-        mbarrier.wait(k_full.index(after), 0)
-        following = warpgroup_mma(q, keys_of(keys_ring, after, D, BLOCK_N), empty, use_acc=False, is_async=True)
-    p = weights(products, z_scale, z_bias, unit, i, columns, full_tiles < 1, SIGMOID)
-    operand = gl.convert_layout(p.to(out.dtype), weights_layout)
-    if AHEAD:
-        products = warpgroup_mma_wait(0, deps=[following])
-        mbarrier.arrive(k_empty.index(after), pred=tiles > 1)
-    for tile in range(1, tiles):
-        # what is issued here runs while this group computes the weights below
-        after = tile
-        if AHEAD:
-            after = gl.minimum(tile + 1, tiles - 1)  # the last products are made twice, and not used the second time
-        mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1)
-        k = keys_of(keys_ring, after % STAGES, D, BLOCK_N)
-        following = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
-        stage = (tile - 1) % STAGES
-        mbarrier.wait(v_full.index(stage), (tile - 1) // STAGES & 1)
-        acc = warpgroup_mma(operand, values_ring.index(stage).reshape([BLOCK_N, D]), acc, is_async=True)
-        if not AHEAD:
-            products = warpgroup_mma_wait(1, deps=[following])
-            mbarrier.arrive(k_empty.index(after % STAGES))
-        p = weights(
-            products, z_scale, z_bias, unit, i, tile * BLOCK_N + columns, tile >= full_tiles, SIGMOID
-        )  # fmt: skip
-        following_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
-        if AHEAD:
-            products, acc = warpgroup_mma_wait(0, deps=[following, acc])
-            mbarrier.arrive(k_empty.index(after % STAGES), pred=tile + 1 < tiles)
-        else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-        acc = warpgroup_mma_init(acc)
-        mbarrier.arrive(v_empty.index(stage))
-        operand = following_operand
-    stage = (tiles - 1) % STAGES
-    mbarrier.wait(v_full.index(stage), (tiles - 1) // STAGES & 1)
-    acc = warpgroup_mma(operand, values_ring.index(stage).reshape([BLOCK_N, D]), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    # the queries' place is free now: it takes the output, which the copy engine writes from there
-    q.store((acc * out_scale).to(out.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out, [b, h, start, 0], mine)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["n", "keys", "first_row"])
-def hopper_forward_kernel(
-    query, key, value, out, n, keys, heads, first_row, z_scale, z_bias, unit, out_scale,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    SIGMOID: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """128 queries of one head."""
-    BLOCK_M: gl.constexpr = 2 * ROWS
-    dtype: gl.constexpr = query.dtype
+    Tiles of queries are numbered head by head, so that programs which run together share keys, the longest of a head
+    first. A round of all programs takes them in order, the next round backwards: who had much has little then.
+    """
     tiles_of_rows = gl.cdiv(n, BLOCK_M)
-    program = gl.program_id(0)
-    head = program // tiles_of_rows
-    row_tile = program % tiles_of_rows
-    if CAUSAL:  # the last queries have the most to do: they go first
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    if CAUSAL:
+        if turn % 2 == 1:
+            place = programs - 1 - place
+    item = turn * programs + place
+    head = item // tiles_of_rows
+    row_tile = item % tiles_of_rows
+    if CAUSAL:
         row_tile = tiles_of_rows - 1 - row_tile
     row_start = row_tile * BLOCK_M
-    b, h = head // heads, head % heads
     tiles = gl.cdiv(keys, BLOCK_N)
     full_tiles = tiles + first_row  # all, but the compiler does not know that first_row is 0 or more (``weights``)
     if CAUSAL:
         last = first_row + gl.minimum(row_start + BLOCK_M, n)
         tiles = gl.maximum(gl.cdiv(gl.minimum(keys, last), BLOCK_N), 1)
         full_tiles = (first_row + row_start + 1) // BLOCK_N  # seen whole by every query
+    return head // heads, head % heads, row_start, tiles, full_tiles
 
+
+@gluon.jit
+def turns_of(items, CAUSAL: gl.constexpr):
+    """How many turns this program has."""
+    programs = gl.num_programs(0)
+    rounds = items // programs
+    place = gl.program_id(0)
+    if CAUSAL:
+        if rounds % 2 == 1:
+            place = programs - 1 - place
+    if place < items % programs:
+        rounds += 1
+    return rounds
+
+
+@gluon.jit
+def produce(
+    query, key, value, shared, problem, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Bring queries, then tile after tile of K and V, each into its ring as soon as both groups have left the place."""
+    queries, _staged, keys_ring, values_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    n, keys, heads, first_row, turns = problem
+    count = 0  # tiles so far
+    for turn in range(turns):
+        b, h, row_start, tiles, _full = work_of(turn, n, keys, heads, first_row, CAUSAL, 2 * ROWS, BLOCK_N)
+        for g in gl.static_range(2):
+            mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)
+            mbarrier.expect(q_full.index(g), ROWS * D * 2)
+            tma.async_copy_global_to_shared(query, [b, h, row_start + g * ROWS, 0], q_full.index(g), queries.index(g))
+        for tile in range(tiles):
+            stage = count % STAGES
+            phase = count // STAGES & 1 ^ 1
+            place = [b, h // GROUP, tile * BLOCK_N, 0]
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
+            tma.async_copy_global_to_shared(key, place, k_full.index(stage), keys_ring.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
+            tma.async_copy_global_to_shared(value, place, v_full.index(stage), values_ring.index(stage))
+            count += 1
+
+
+@gluon.jit
+def consume(
+    out, shared, problem, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """One group's 64 queries against all their keys, turn after turn."""
+    queries, staged, keys_ring, values_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    n, keys, heads, first_row, turns = problem
+    z_scale, z_bias, unit, out_scale = scalars
+    logits_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    q = queries.index(GROUP_OF_WARPS).reshape([ROWS, D])
+    mine = staged.index(GROUP_OF_WARPS)
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, logits_layout))
+    empty = gl.zeros([ROWS, BLOCK_N], gl.float32, logits_layout)
+    count = 0  # tiles of earlier turns
+    for turn in range(turns):
+        b, h, row_start, tiles, full_tiles = work_of(turn, n, keys, heads, first_row, CAUSAL, 2 * ROWS, BLOCK_N)
+        start = row_start + GROUP_OF_WARPS * ROWS
+        i = first_row + start + gl.arange(0, ROWS, gl.SliceLayout(1, logits_layout))
+        acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, out_layout))
+
+        mbarrier.wait(q_full.index(GROUP_OF_WARPS), turn & 1)
+        stage = count % STAGES
+        mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+        products = warpgroup_mma(q, keys_of(keys_ring, stage, D, BLOCK_N), empty, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(0, deps=[products])
+        if AHEAD:
+            # the last products are made twice, and not used the second time: only then is the place of K given back
+            mbarrier.arrive(k_empty.index(stage), pred=tiles > 1)
+            after = count + gl.minimum(1, tiles - 1)
+            stage = after % STAGES
+            mbarrier.wait(k_full.index(stage), after // STAGES & 1)
+            following = warpgroup_mma(q, keys_of(keys_ring, stage, D, BLOCK_N), empty, use_acc=False, is_async=True)
+        else:
+            mbarrier.arrive(k_empty.index(stage))
+        p = weights(products, z_scale, z_bias, unit, i, columns, full_tiles < 1, SIGMOID)
+        operand = gl.convert_layout(p.to(out.dtype), weights_layout)
+        if AHEAD:
+            products = warpgroup_mma_wait(0, deps=[following])
+            mbarrier.arrive(k_empty.index(stage), pred=tiles != 2)
+        for tile in range(1, tiles):
+            # what is issued here runs while this group computes the weights below
+            after = count + tile
+            if AHEAD:
+                after = count + gl.minimum(tile + 1, tiles - 1)
+            k_stage = after % STAGES
+            mbarrier.wait(k_full.index(k_stage), after // STAGES & 1)
+            k = keys_of(keys_ring, k_stage, D, BLOCK_N)
+            following = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
+            v_stage = (count + tile - 1) % STAGES
+            mbarrier.wait(v_full.index(v_stage), (count + tile - 1) // STAGES & 1)
+            acc = warpgroup_mma(operand, values_ring.index(v_stage).reshape([BLOCK_N, D]), acc, is_async=True)
+            if not AHEAD:
+                products = warpgroup_mma_wait(1, deps=[following])
+                mbarrier.arrive(k_empty.index(k_stage))
+            p = weights(
+                products, z_scale, z_bias, unit, i, tile * BLOCK_N + columns, tile >= full_tiles, SIGMOID
+            )  # fmt: skip
+            following_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
+            if AHEAD:
+                products, acc = warpgroup_mma_wait(0, deps=[following, acc])
+                mbarrier.arrive(k_empty.index(k_stage), pred=tile + 2 != tiles)
+            else:
+                acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = warpgroup_mma_init(acc)
+            mbarrier.arrive(v_empty.index(v_stage))
+            operand = following_operand
+        mbarrier.arrive(q_empty.index(GROUP_OF_WARPS))
+        count += tiles
+        v_stage = (count - 1) % STAGES
+        mbarrier.wait(v_full.index(v_stage), (count - 1) // STAGES & 1)
+        acc = warpgroup_mma(operand, values_ring.index(v_stage).reshape([BLOCK_N, D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(v_stage))
+        tma.store_wait(0)  # what was written last time has left its place
+        mine.reshape([ROWS, D]).store((acc * out_scale).to(out.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [b, h, start, 0], mine)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "first_row"])
+def hopper_forward_kernel(
+    query, key, value, out, n, keys, heads, batch_heads, first_row, z_scale, z_bias, unit, out_scale,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    SIGMOID: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Tiles of 128 queries of one head, as many as a program gets of all."""
+    dtype: gl.constexpr = query.dtype
     queries = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout)
+    staged = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], query.layout)
     keys_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], key.layout)
     values_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], value.layout)
-    q_full = barriers(2, 1)
+    q_full, q_empty = barriers(2, 1), barriers(2, 1)
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
     k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
     fence_async_shared()
-    for g in gl.static_range(2):
-        mbarrier.expect(q_full.index(g), ROWS * D * 2)
-        tma.async_copy_global_to_shared(query, [b, h, row_start + g * ROWS, 0], q_full.index(g), queries.index(g))
-    shared = (queries, keys_ring, values_ring, q_full, k_full, k_empty, v_full, v_empty)
-    place = (b, h, row_start, first_row, tiles, full_tiles)
+    shared = (queries, staged, keys_ring, values_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    problem = (n, keys, heads, first_row, turns_of(gl.cdiv(n, 2 * ROWS) * batch_heads, CAUSAL))
     scalars = (z_scale, z_bias, unit, out_scale)
-    bytes_of_tile: gl.constexpr = BLOCK_N * D * 2
     gl.warp_specialize(
         [
-            (consume, (out, shared, place, scalars, gl.constexpr(0), D, BLOCK_N, STAGES, SIGMOID, ROWS, AHEAD)),
-            (consume, (out, shared, place, scalars, gl.constexpr(1), D, BLOCK_N, STAGES, SIGMOID, ROWS, AHEAD)),
-            (
-                produce,
-                (
-                    key, value, keys_ring, values_ring, k_full, k_empty, v_full, v_empty, b, h // GROUP, tiles,
-                    BLOCK_N, STAGES, bytes_of_tile,
-                ),
-            ),
+            (consume, (out, shared, problem, scalars, gl.constexpr(0), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, ROWS,
+                       AHEAD)),
+            (consume, (out, shared, problem, scalars, gl.constexpr(1), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, ROWS,
+                       AHEAD)),
+            (produce, (query, key, value, shared, problem, GROUP, D, BLOCK_N, STAGES, CAUSAL, ROWS)),
         ],
         [4, 4],
         [REGISTERS, 24],

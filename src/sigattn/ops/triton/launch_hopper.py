@@ -92,6 +92,12 @@ def run(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> N
         kernel[(programs,)](**arguments)
 
 
+def multiprocessors(device: torch.device) -> int:
+    """How many programs a GPU runs at a time: these take a whole multiprocessor's registers."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 def _programs(rows: int, heads: int) -> int:
     return -(-rows // 128) * heads
 
@@ -103,15 +109,17 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
     p, s, config = prepared.problem, prepared.shape, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
     if descriptors.is_far(out):
         out = new_like(out)
+    tiles = _programs(s.n, s.batch * s.heads)
     run(
         hopper_forward_kernel,
-        _programs(s.n, s.batch * s.heads),
+        min(tiles, multiprocessors(p.query.device)) if config.persistent else tiles,
         p.query.device,
         query=descriptor(p.query, 64),
         key=descriptor(p.key, config.block),
         value=descriptor(p.value, config.block),
         out=descriptor(out, 64),
         **_shared(prepared, config),
+        batch_heads=s.batch * s.heads,
         out_scale=scalars(prepared)["unit"],
         BLOCK_N=config.block,
         AHEAD=config.ahead,

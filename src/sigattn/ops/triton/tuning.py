@@ -28,13 +28,16 @@ class Config(NamedTuple):
 class HopperConfig(NamedTuple):
     """Of the kernels in hopper.py and hopper_backward.py: rows of a tile that is walked, tiles in flight.
 
-    ahead: whether S of the next tile is issued before σ of this one (forward). sigmoid: as in ``Config``.
+    ahead: whether S of the next tile is issued before σ of this one (forward). sigmoid: as in ``Config``. persistent:
+    whether there are as many programs as multiprocessors, each with many tiles of queries, so that the next one's first
+    tiles are under way while this one's output is written (forward).
     """
 
     block: int
     stages: int
     ahead: bool = True
     sigmoid: str = "accurate"
+    persistent: bool = True
 
 
 FORWARD, KEYS, QUERIES, DECODE = "forward", "keys", "queries", "decode"
@@ -234,17 +237,23 @@ def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
         return []
     ahead = (True, False) if kernel == FORWARD else (True,)
     found = [
-        HopperConfig(block, stages, a, sigmoid)
+        HopperConfig(block, stages, a, sigmoid, persistent)
         for sigmoid in ("accurate", "paired")
         for a in ahead
         for block in ((64,) if kernel == FUSED else (64, 128))
         for stages in (2, 3)
+        for persistent in ((True, False) if kernel == FORWARD else (True,))
     ]
     return [config for config in found if _fits(kernel, width, config)]
 
 
 def _fits(kernel: str, width: int, config: HopperConfig) -> bool:
     """Whether registers and shared memory suffice, by what the compiler says."""
+    own = 4 * 64  # rows of two tensors for two groups
+    walked = 2 * config.stages * config.block
+    gradients = 2 * 128 * config.block if kernel == FUSED else 0
+    if 2 * ((own + walked) * width + gradients) > 226 * 1024:
+        return False
     if kernel != FORWARD:
         return config.block * width <= 8192 and not (kernel == QUERIES and config.block > 64 and _is_paired(config))
     if config.block == 64:
