@@ -158,30 +158,50 @@ def test_the_tables(simulated, monkeypatch, kernels):
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-@pytest.mark.skipif(not GPU, reason="it needs a GPU of compute capability 9.0")
+on_a_gpu = pytest.mark.skipif(not GPU, reason="it needs a GPU of compute capability 9.0")
+each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER), ids=["forward", "keys", "queries", "fused"])
+
+
+@on_a_gpu
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("size", [*SIZES, (1024, 1024), (4096, 5000)], ids=lambda size: f"{size[0]}x{size[1]}")
-@pytest.mark.parametrize("kernel", list(tuning.HOPPER))
+@each_kernel
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu(monkeypatch, causal, size, kernel, d, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_candidates_on_a_gpu(monkeypatch, causal, kernel, d, dtype):
     """What is simulated elsewhere, in every configuration that there is to measure."""
-    p, grad = problem_of(*size, causal, dtype, d=d)
-    p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
-    monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
-    assert launch_hopper.unavailable(launch.prepare(p), grad) is None
-    truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
     for config in tuning.hopper_candidates(kernel, d):
         monkeypatch.setitem(tuning.HOPPER, kernel, {d: config})
-        if kernel == tuning.FORWARD:
-            assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, dtype), 1.0)
-            continue
-        both = kernel == tuning.FUSED
-        needs = Needs(both or kernel == tuning.QUERIES, both or kernel == tuning.KEYS, both or kernel == tuning.KEYS)
-        found = launch.backward(p, grad, needs)
-        for mine, t, r in zip(found[:3], truth, rough, strict=True):
-            if mine is not None:
-                assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()), str(config))
+        for size in SIZES:
+            check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, dtype, d=d))
+
+
+@on_a_gpu
+@each_kernel
+@pytest.mark.parametrize("d", [64, 128])
+def test_tables_on_a_gpu(monkeypatch, kernel, d):
+    """What would be used, at larger sizes too."""
+    for size in [*SIZES, (1024, 1024), (4096, 5000)]:
+        for causal in (False, True):
+            check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, torch.bfloat16, d=d, heads=8, key_heads=4))
+
+
+def check_on_a_gpu(monkeypatch, kernel, p, grad):
+    """A kernel's results beside the formula in float64 and in the same dtype."""
+    p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
+    what = f"{kernel} {tuning.HOPPER[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
+    monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
+    assert launch_hopper.unavailable(launch.prepare(p), grad) is None
+    if kernel == tuning.FORWARD:
+        truth, rough = formula(p, torch.float64), formula(p, p.query.dtype)
+        assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0, what)
+        return
+    both = kernel == tuning.FUSED
+    needs = Needs(both or kernel == tuning.QUERIES, both or kernel == tuning.KEYS, both or kernel == tuning.KEYS)
+    found = launch.backward(p, grad, needs)
+    truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, p.query.dtype)
+    for mine, t, r in zip(found[:3], truth, rough, strict=True):
+        if mine is not None:
+            assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()), what)
 
 
 def test_what_they_do_not_serve(simulated):

@@ -1,7 +1,8 @@
 """``sigattn bench tune``: measures tile shapes on the GPU at hand, for the tables in ``ops/triton/tuning.py``.
 
-For each kernel, head size and mask, every candidate that compiles and fits is timed beside the configuration in force,
-in one race, after its result was found equal to that one's within rounding. What the tables hold changes only by hand,
+All candidates are first compiled and tried in processes of their own (trial.py). For each kernel, head size and mask,
+those that work are timed beside the configuration in force, in one race, after their results were found equal to that
+one's within rounding. What the tables hold changes only by hand,
 with the measurement beside it: the result of this file is advice.
 """
 
@@ -12,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.bench import gpu, provenance
+from sigattn.bench import gpu, provenance, trial
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import launch, launch_hopper, tuning
@@ -63,58 +64,85 @@ class TuneBenchmark:
     results: Path = Path("benchmarks/results/tune")
 
 
+class Case(NamedTuple):
+    """A kernel on a problem."""
+
+    n: int
+    head_dim: int
+    causal: bool
+    kernel: str
+
+
 def run(config: TuneBenchmark) -> dict[str, Any]:
     """Measure, print tables, write the results; gives what was written."""
     console = Console()
     start = time.perf_counter()
     rows: list[dict[str, Any]] = []
-    left_out = []
-    for n in config.lengths:
-        for d in config.head_dims:
-            for causal in (False, True):
-                for kernel in PASSES:
-                    if time.perf_counter() - start > config.seconds:
-                        left_out.append([n, d, causal, kernel])
-                        continue
-                    found = measure(config, n, d, causal, kernel)
-                    rows += found
-                    console.print(table(found, f"{kernel}, n = {n}, D = {d}, {'causal' if causal else 'full'}"))
-    report = {
-        **gpu.describe("tune", {**asdict(config), "results": ""}),
-        "left_out_for_time": left_out,
-        "rows": rows,
-    }
-    provenance.write(config.results / "tune.json", report)
+    masks = (False, True)
+    cases = [
+        Case(n, d, causal, k) for n in config.lengths for causal in masks for d in config.head_dims for k in PASSES
+    ]
+    candidates = {case: candidates_of(config, case) for case in cases}
+    failed = trial.failures(
+        "sigattn.bench.tune:try_once", {case: [(config, case, c) for c in candidates[case]] for case in cases}
+    )
+    left_out = list(cases)
+    report: dict[str, Any] = {}
+    for case in cases:
+        if time.perf_counter() - start <= config.seconds:
+            left_out.remove(case)
+            found = measure(config, case, candidates[case], failed[case])
+            rows += found
+            title = f"{case.kernel}, n = {case.n}, D = {case.head_dim}, {'causal' if case.causal else 'full'}"
+            console.print(table(found, title))
+        described = gpu.describe("tune", {**asdict(config), "results": ""})
+        report = {**described, "left_out_for_time": left_out, "rows": rows}
+        provenance.write(config.results / "tune.json", report)  # after each case: who is stopped keeps what there is
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
     return report
 
 
-def measure(config: TuneBenchmark, n: int, d: int, causal: bool, kernel: str) -> list[dict[str, Any]]:
-    """One kernel on one problem, in all tile shapes: fastest first."""
-    batch = max(1, min(64, int(config.most_flops / (4.0 * config.heads * n**2 * d))))
-    given = gpu.inputs(batch, config.heads, n, d, gpu.DTYPES[config.dtype], causal)
-    problem = Problem(given.query, given.key, given.value, right=0 if causal else UNLIMITED)
-    in_force = tuning.configuration
-    architecture = launch.architecture(given.query.device)
-    replaced = tuning.KEYS if kernel == tuning.FUSED else kernel
-    own = in_force(replaced, architecture, d, given.query.element_size())
-    configs: list[Candidate] = [None, BOTH_GLUON, own] if kernel == tuning.FUSED else [own]
+def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
+    """What is measured, and first what is in force."""
+    replaced = tuning.KEYS if case.kernel == tuning.FUSED else case.kernel
+    dtype = gpu.DTYPES[config.dtype]
+    own = tuning.configuration(replaced, launch.architecture(gpu.device()), case.head_dim, dtype.itemsize)
+    found: list[Candidate] = [None, own] if case.kernel == tuning.FUSED else [own]
     if config.specialised:
-        configs += tuning.hopper_candidates(kernel, d)
+        found += [BOTH_GLUON] if case.kernel == tuning.FUSED else []
+        found += tuning.hopper_candidates(case.kernel, case.head_dim)
     else:
-        configs = [c for c in configs if c != BOTH_GLUON] + [c for c in tuning.candidates(kernel, d) if c != own]
-    if config.most_candidates is not None:
-        configs = configs[: 1 + config.most_candidates]
+        found += [c for c in tuning.candidates(case.kernel, case.head_dim) if c != own]
+    return found if config.most_candidates is None else found[: 1 + config.most_candidates]
+
+
+def problem_of(config: TuneBenchmark, case: Case, batch: int) -> tuple[Problem, gpu.Inputs]:
+    """Random inputs of a case."""
+    given = gpu.inputs(batch, config.heads, case.n, case.head_dim, gpu.DTYPES[config.dtype], case.causal)
+    return Problem(given.query, given.key, given.value, right=0 if case.causal else UNLIMITED), given
+
+
+def try_once(task: tuple[TuneBenchmark, Case, Candidate]) -> None:
+    """Compile and run a candidate on one sample."""
+    config, case, candidate = task
+    _call(*problem_of(config, case, 1), case.kernel, candidate)()
+    gpu.synchronize()
+
+
+def measure(
+    config: TuneBenchmark, case: Case, configs: list[Candidate], failed: dict[int, str]
+) -> list[dict[str, Any]]:
+    """One kernel on one problem, in all tile shapes but those that failed: fastest first."""
+    batch = max(1, min(64, int(config.most_flops / (4.0 * config.heads * case.n**2 * case.head_dim))))
+    problem, given = problem_of(config, case, batch)
     calls: dict[str, Callable[[], Any]] = {}
-    rejected: dict[str, str] = {}
+    rejected = {_name(configs[at]): reason for at, reason in failed.items()}
     expected: list[torch.Tensor] = []
     for candidate in configs:
-        call = _call(problem, given, kernel, candidate)
-        try:
-            result = [t.float() for t in call()]
-        except Exception as error:  # too much shared memory, or the compiler gives up: that is an answer
-            rejected[_name(candidate)] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        if _name(candidate) in rejected:
             continue
+        call = _call(problem, given, case.kernel, candidate)
+        result = [t.float() for t in call()]
         expected = expected or result
         difference = max(((r - e).abs().max() / e.abs().max()).item() for r, e in zip(result, expected, strict=True))
         if not difference < gpu.TOLERANCE[given.query.dtype]:
@@ -122,9 +150,9 @@ def measure(config: TuneBenchmark, n: int, d: int, causal: bool, kernel: str) ->
             continue
         calls[_name(candidate)] = call
     raced = sorted(gpu.race(calls, config.rounds, config.round_seconds), key=lambda found: found[1])
-    first = next(iter(calls))
-    place = {"n": n, "head_dim": d, "causal": causal, "kernel": kernel, "batch": batch}
-    rows = [
+    first = next(iter(calls), "")
+    place = {**case._asdict(), "batch": batch}
+    rows: list[dict[str, Any]] = [
         {
             **place,
             "config": name,
@@ -185,14 +213,16 @@ def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gp
 def _name(candidate: Candidate) -> str:
     if candidate is None or isinstance(candidate, str):
         return candidate or BOTH
-    kind = "Gluon " if isinstance(candidate, tuning.HopperConfig) else ""
-    return kind + ", ".join(str(part) for part in candidate)
+    fields = [
+        name if value is True else str(value) for name, value in candidate._asdict().items() if value is not False
+    ]
+    return ("Gluon " if isinstance(candidate, tuning.HopperConfig) else "") + ", ".join(fields)
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     """The ten fastest."""
     result = Table(title=title)
-    for column in ("queries, keys, warps, stages, σ", "ms", "× in force"):
+    for column in ("tile, warps, stages, σ", "ms", "× in force"):
         result.add_column(column, justify="right")
     for r in [r for r in rows if "ms" in r][:10]:
         mark = " (in force)" if r["in_force"] else ""

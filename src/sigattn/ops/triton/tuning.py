@@ -216,34 +216,37 @@ def decoding(width: int, itemsize: int, rows: int) -> Config:
 
 def candidates(kernel: str, width: int) -> list[Config]:
     """What is worth measuring on a Hopper machine."""
-    del kernel
-    forms = ("accurate", "paired")
-    shapes = [(128, 128), (128, 64), (64, 128), (64, 64), (128, 256), (256, 64)]
     if padded(width) >= 256:
-        shapes = [(128, 64), (64, 64), (64, 32), (32, 64)]
+        shapes = [(128, 64, 8), (64, 64, 4), (64, 32, 4), (32, 64, 4)]
+    elif kernel in (KEYS, FUSED):
+        shapes = [(64, 128, 8), (64, 128, 4), (64, 64, 4), (128, 128, 8), (32, 128, 8)]
+    else:
+        shapes = [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (128, 256, 8)]
     first = [
-        Config(*shapes[0], 8, 2, "paired"),
-        Config(*shapes[0], 8, 3, "paired"),
-        Config(*shapes[1], 4, 3, "paired"),
-        *(Config(*shape, 8, stages, sigmoid, True) for shape in shapes[:3] for sigmoid in forms for stages in (2, 3)),
-        *(Config(*shape, 4, 3, "accurate", True) for shape in shapes[1:4]),
+        Config(*shape, stages, sigmoid, tma)
+        for shape in shapes[:2]
+        for stages in (2, 3)
+        for sigmoid in ("accurate", "paired")
+        for tma in (True, False)
     ]
-    return first + [Config(m, n, warps, stages) for m, n in shapes for warps in (4, 8) for stages in (2, 3, 4)]
+    return first + [Config(*shape, stages, "accurate", True) for shape in shapes[2:] for stages in (2, 3)]
 
 
 def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
     """What is worth measuring of the specialised kernels; none for heads that they do not serve."""
     if width not in HOPPER[kernel]:
         return []
-    ahead = (True, False) if kernel == FORWARD else (True,)
-    found = [
-        HopperConfig(block, stages, a, sigmoid, persistent)
-        for sigmoid in ("accurate", "paired")
-        for a in ahead
-        for block in ((64,) if kernel == FUSED else (64, 128))
-        for stages in (2, 3)
-        for persistent in ((True, False) if kernel == FORWARD else (True,))
-    ]
+    if kernel == FORWARD:  # the paired form saves nothing there (docs/speed.md)
+        own = HOPPER[kernel][width]
+        found = [HopperConfig(block, stages, a) for a in (True, False) for block in (64, 128) for stages in (2, 3)]
+        found.append(own._replace(persistent=False))
+    else:
+        found = [
+            HopperConfig(block, stages, sigmoid=sigmoid)
+            for sigmoid in ("accurate", "paired")
+            for block in ((64,) if kernel == FUSED else (64, 128))
+            for stages in (2, 3)
+        ]
     return [config for config in found if _fits(kernel, width, config)]
 
 
@@ -254,12 +257,7 @@ def _fits(kernel: str, width: int, config: HopperConfig) -> bool:
     gradients = 2 * 128 * config.block if kernel == FUSED else 0
     if 2 * ((own + walked) * width + gradients) > 226 * 1024:
         return False
-    if kernel != FORWARD:
-        return config.block * width <= 8192 and not (kernel == QUERIES and config.block > 64 and _is_paired(config))
-    if config.block == 64:
-        return True
-    return not (config.ahead and (width > 64 or _is_paired(config))) and not (width > 64 and _is_paired(config))
-
-
-def _is_paired(config: HopperConfig) -> bool:
-    return config.sigmoid == "paired"
+    if kernel == FORWARD:
+        return config.block == 64 or not (config.ahead and width > 64)
+    wide = config.block > 64 and kernel == QUERIES and config.sigmoid == "paired"
+    return config.block * width <= 8192 and not wide
