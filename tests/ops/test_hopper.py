@@ -25,7 +25,7 @@ SIZES = [(130, 130), (200, 330), (64, 1), (1, 257), (300, 70)]
 def simulated(monkeypatch):
     """Every order of events; gives a list of configurations to run with."""
 
-    def run(kernel, programs, device, *, num_warps, **arguments):
+    def run(prepared, kernel, programs, **arguments):
         module = next(m for m in simulated.modules if hasattr(m, kernel.fn.__name__))
         simulator = gluon_simulator.Simulator(simulated.order[0], lazy=simulated.order[1])
         simulator.run(module, kernel.fn.__name__, programs, **arguments)

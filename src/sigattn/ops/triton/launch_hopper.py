@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, PackedProblem
-from sigattn.ops.triton import descriptors, launch, tuning
+from sigattn.ops.triton import descriptors, launch, repeats, tuning
 from sigattn.ops.triton.launch import Launch
 
 REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: what a multiprocessor has for 384
@@ -82,14 +82,13 @@ def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
         "SIGMOID": launch.form(a["SIGMOID"], config.sigmoid),
         "ROWS": 64,
         "REGISTERS": REGISTERS,
-        "num_warps": 4,
     }
 
 
-def run(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
+def run(prepared: Launch, kernel: Any, programs: int, **arguments: Any) -> None:
     """Start a kernel."""
-    with torch.cuda.device(device):
-        kernel[(programs,)](**arguments)
+    device = prepared.problem.query.device
+    prepared.starts.append(repeats.start(kernel, programs, device, {"num_warps": 4}, arguments))
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -111,9 +110,9 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
         out = new_like(out)
     tiles = _programs(s.n, s.batch * s.heads)
     run(
+        prepared,
         hopper_forward_kernel,
         min(tiles, multiprocessors(p.query.device)) if config.persistent else tiles,
-        p.query.device,
         query=descriptor(p.query, 64),
         key=descriptor(p.key, config.block),
         value=descriptor(p.value, config.block),
@@ -155,9 +154,9 @@ def _of_keys(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more:
     p, s = prepared.problem, prepared.shape
     grad_key, grad_value = new_like(p.key), new_like(p.value)
     run(
+        prepared,
         kernel,
         _programs(s.m, s.batch * s.kv_heads),
-        p.query.device,
         **_backward(prepared, grad_out, name),
         grad_key=descriptor(grad_key, 64, swizzle(name, "grad_key", s.d)),
         grad_value=descriptor(grad_value, 64, swizzle(name, "grad_value", s.d)),
@@ -188,9 +187,9 @@ def queries(prepared: Launch, grad_out: Tensor) -> Tensor:
     p, s = prepared.problem, prepared.shape
     grad_query = new_like(p.query)
     run(
+        prepared,
         hopper_queries_kernel,
         _programs(s.n, s.batch * s.heads),
-        p.query.device,
         **_backward(prepared, grad_out, tuning.QUERIES),
         grad_query=descriptor(grad_query, 64),
     )

@@ -175,6 +175,10 @@ _OTHER: dict[str, dict[int, Config]] = {
 # is faster has not been measured on any architecture, so no one has it by default.
 ADD_QUERY_ATOMICALLY: frozenset[int] = frozenset()
 
+# Whether a plain call that was made before starts its compiled kernels itself (repeats.py) instead of through Triton,
+# which looks at every argument again, some 30 µs. It was never tried on a GPU.
+RELAUNCH = False
+
 
 # The specialised kernels (docs/speed.md), by head size. They were compiled and simulated, never run. Those named in
 # SPECIALISED are used where they serve: none, until ``benchmarks/gpu.sh`` has shown it to be right and faster.

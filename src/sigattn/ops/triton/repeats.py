@@ -1,0 +1,172 @@
+"""Launches of plain calls, kept: a model calls attention with the same shapes again and again.
+
+The second call of a kind does not work out what to tell the kernels, only which tensors. Nothing that is kept holds a
+tensor. Plain is what has neither masks, ALiBi, key lengths nor dropout, and a number as bias.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigattn.ops.problem import PackedProblem, Problem
+from sigattn.ops.triton import tuning
+
+_MOST = 512
+_known: dict[Hashable, Repeat] = {}
+
+
+class Start(NamedTuple):
+    """A kernel as it was started: programs, and arguments by parameter; ``compiled`` is what Triton made of it."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    compiled: Any
+
+
+def start(
+    kernel: Any, programs: int, device: torch.device, options: dict[str, int], arguments: dict[str, Any]
+) -> Start:
+    """Start a kernel."""
+    with _on(device):
+        compiled = kernel[(programs,)](**arguments, **options)
+    return Start(kernel, programs, arguments, options, compiled)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Named(NamedTuple):
+    """A tensor by its name; ``described``: what else the copy engine is told of it."""
+
+    name: str
+    described: Any
+
+    def among(self, tensors: dict[str, Tensor]) -> Any:
+        """The tensor, or its descriptor."""
+        if self.described is None:
+            return tensors[self.name]
+        found = copy.copy(self.described)
+        found.base = tensors[self.name]
+        return found
+
+
+class Again:
+    """A start with names in the place of tensors."""
+
+    def __init__(self, first: Start, tensors: dict[str, Named]) -> None:
+        self.first = first._replace(arguments={k: x for k, x in first.arguments.items() if k not in tensors})
+        self.tensors = tensors
+        order = first.kernel.arg_names
+        self.ordered = [self.first.arguments.get(name) for name in order]
+        self.places = [(order.index(name), tensor) for name, tensor in tensors.items()]
+
+    def __call__(self, tensors: dict[str, Tensor]) -> None:
+        kernel, programs, arguments, options, compiled = self.first
+        if tuning.RELAUNCH and compiled is not None:
+            ordered = self.ordered.copy()
+            for at, tensor in self.places:
+                ordered[at] = tensor.among(tensors)
+            compiled[(programs, 1, 1)](*ordered)
+        else:
+            kernel[(programs,)](**arguments, **{k: x.among(tensors) for k, x in self.tensors.items()}, **options)
+
+
+class New(NamedTuple):
+    """An output to make memory for."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Repeat(NamedTuple):
+    """How a call is made again."""
+
+    starts: list[Again]
+    outputs: dict[str, New]
+
+    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the kernels on other tensors of the same kind; gives the outputs."""
+        device = inputs["query"].device
+        new = {
+            name: torch.empty_strided(size, stride, dtype=dtype, device=device)
+            for name, (size, stride, dtype) in self.outputs.items()
+        }
+        with _on(device):
+            for again in self.starts:
+                again(inputs | new)
+        return new
+
+
+def kind(problem: Problem | PackedProblem, *more: Tensor) -> Hashable:
+    """What decides how a plain problem's kernels are started; None if it is not plain.
+
+    more: tensors beside Q, K and V.
+    """
+    p = problem
+    if isinstance(p, PackedProblem) or p.attn_mask is not None or p.alibi_slopes is not None:
+        return None
+    if p.key_lengths is not None or p.seed is not None or (p.bias is not None and p.bias.dim()):
+        return None
+    q = p.query
+    # what kernels are compiled for: an address that is a multiple of 16, or not
+    tensors = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *more))
+    numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.first_row, p.fast)
+    tables = (tuning.configuration, tuning.ADD_QUERY_ATOMICALLY, tuning.SPECIALISED)
+    special = tuple(tuning.HOPPER[kernel].get(q.shape[-1]) for kernel in tuning.SPECIALISED)
+    precision = None
+    if q.dtype is torch.float32:
+        precision = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
+    return tensors, q.dtype, q.device, numbers, p.deterministic, tables, special, precision
+
+
+def known(key: Hashable) -> Repeat | None:
+    """How a call is repeated."""
+    return _known.get(key)
+
+
+def keep(key: Hashable, starts: list[Start], inputs: dict[str, Tensor], outputs: dict[str, Tensor | None]) -> None:
+    """Remember a call by what it started, if no other tensors were part of it."""
+    new = {name: t for name, t in outputs.items() if t is not None}
+    tensors = inputs | new
+    found = []
+    for s in starts:
+        named = {
+            parameter: _named(parameter, x, tensors) for parameter, x in s.arguments.items() if _tensor(x) is not None
+        }
+        if None in named.values():
+            return
+        found.append(Again(s, {parameter: x for parameter, x in named.items() if x is not None}))
+    if not new.keys() <= {x.name for again in found for x in again.tensors.values()}:
+        return
+    if len(_known) >= _MOST:
+        _known.clear()
+    _known[key] = Repeat(found, {name: New(t.shape, t.stride(), t.dtype) for name, t in new.items()})
+
+
+def _tensor(x: Any) -> Tensor | None:
+    """The tensor that an argument is, or is the descriptor of."""
+    x = getattr(x, "base", x) if not isinstance(x, Tensor) else x
+    return x if isinstance(x, Tensor) else None
+
+
+def _named(parameter: str, x: Any, tensors: dict[str, Tensor]) -> Named | None:
+    """The name of an argument's tensor: the parameter's own, for one tensor may be query, key and value."""
+    t = _tensor(x)
+    names = [name for name, other in tensors.items() if other is t]
+    if not names:
+        return None
+    described = None
+    if t is not x:
+        described = copy.copy(x)
+        described.base = None
+    return Named(parameter if parameter in names else names[0], described)

@@ -1,0 +1,180 @@
+"""Calls that were made before: nothing is worked out again, and nothing of the first call is left in the second."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sigattn import sigmoid_attention
+from sigattn.ops.triton import launch, repeats, tuning
+from tests.ops.cases import device_of
+
+DEVICE = device_of("triton")
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """How many problems were prepared from the beginning."""
+    count = []
+    prepare = launch.prepare
+    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(launch, "prepare", lambda problem: count.append(1) or prepare(problem))
+    return count
+
+
+def tensors(seed, shape=(1, 2, 20, 16), n=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for _ in range(n)]
+
+
+def both_passes(q, k, v, backend, **options):
+    out = sigmoid_attention(q, k, v, backend=backend, **options)
+    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+
+def check(q, k, v, **options):
+    found = both_passes(q, k, v, "triton", **options)
+    for a, b in zip(found, both_passes(q, k, v, "reference", **options), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+
+
+def test_the_second_call_is_told_by_the_first(prepared):
+    check(*tensors(0), is_causal=True)
+    assert len(prepared) == 2  # forward and backward
+    for seed in (1, 2):
+        check(*tensors(seed), is_causal=True)
+    assert len(prepared) == 2
+
+
+def test_one_tensor_as_query_key_and_value(prepared):
+    """That they were one does not mean that they will be."""
+    (x,) = tensors(0, n=1)
+    q, k, v = (x.view_as(x) for _ in range(3))
+    with torch.no_grad():
+        same = sigmoid_attention(x, x, x, backend="triton")
+    torch.testing.assert_close(same, sigmoid_attention(q, k, v, backend="reference"), rtol=2e-4, atol=2e-4)
+    check(*tensors(1))
+    check(q, k, v)
+
+
+KINDS = [
+    {},
+    {"is_causal": True},
+    {"window": (3, 2)},
+    {"scale": 0.5},
+    {"bias": -1.0},
+    {"bias": -2.0},
+]
+
+
+def test_other_kinds_are_not_confused(prepared):
+    shapes = [(1, 2, 20, 16), (1, 2, 21, 16), (2, 1, 20, 16)]
+    after = []
+    for _ in range(2):
+        for seed, options in enumerate(KINDS):
+            for shape in shapes:
+                check(*tensors(seed, shape), **options)
+        q, k, v = tensors(9)
+        check(q, *tensors(8, (1, 2, 33, 16), 2), is_causal=True)  # more keys than queries
+        check(q, *(t[:, :1] for t in (k, v)), enable_gqa=True)  # one key head
+        check(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)))
+        one_off = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (q, k, v)]  # another alignment
+        check(*one_off)
+        after.append(len(prepared))
+    assert after[1] == after[0]  # the second round repeats the first
+
+
+def test_what_is_not_plain_is_prepared_each_time(prepared):
+    q, k, v = tensors(0)
+    for options in (
+        {"alibi_slopes": torch.ones(2, device=DEVICE)},
+        {"attn_mask": torch.ones(20, 20, dtype=torch.bool, device=DEVICE)},
+        {"key_lengths": torch.tensor([7])},
+        {"bias": torch.zeros(2, 1, 1, device=DEVICE)},
+    ):
+        before = len(prepared)
+        for _ in range(2):
+            check(q, k, v, **options)
+        assert len(prepared) == before + 4
+    before = len(prepared)
+    for _ in range(2):
+        sigmoid_attention(q, k, v, dropout_p=0.5, backend="triton")
+    assert len(prepared) == before + 2
+
+
+def test_some_gradients_only(prepared):
+    q, k, v = tensors(0)
+    for _ in range(2):
+        out = sigmoid_attention(q, k.detach(), v, backend="triton")
+        expected = sigmoid_attention(q, k.detach(), v, backend="reference")
+        for a, b in zip(*(torch.autograd.grad(o.sum(), (q, v)) for o in (out, expected)), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+    check(q, k, v)
+
+
+def test_other_tables_are_another_kind(prepared, monkeypatch):
+    check(*tensors(0))
+    in_force = tuning.configuration
+    monkeypatch.setattr(tuning, "configuration", lambda *given: in_force(*given)._replace(tma=True))
+    check(*tensors(1))
+    assert len(prepared) == 4
+    check(*tensors(2))  # descriptors are made anew for other tensors
+    assert len(prepared) == 4
+
+
+def test_no_tensor_is_kept(prepared):
+    q, k, v = tensors(0)
+    check(q, k, v)
+    references = [weakref.ref(t) for t in (q, k, v)]
+    del q, k, v
+    gc.collect()
+    assert [r() for r in references] == [None] * 3
+
+
+def test_no_more_are_kept_than_a_bound(prepared, monkeypatch):
+    monkeypatch.setattr(repeats, "_MOST", 4)
+    for n in range(1, 9):
+        check(*tensors(n, (1, 1, n, 16)))
+    assert len(repeats._known) <= 4
+
+
+def test_a_compiled_kernel_is_started_with_its_arguments_in_order(prepared, monkeypatch):
+    """What the relaunch gives is what Triton's own binding would give, parameter by parameter."""
+    given = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *ordered: given.append((grid, ordered))
+
+    class Kernel:
+        arg_names = launch.forward_kernel.arg_names
+
+        def __getitem__(self, grid):
+            def first(**named):
+                given.append((grid, named))
+                return Compiled()
+
+            return first
+
+    monkeypatch.setattr(launch, "forward_kernel", Kernel())
+    calls = [tensors(seed) for seed in (0, 1)]
+    for relaunch in (False, True):
+        monkeypatch.setattr(tuning, "RELAUNCH", relaunch)
+        for q, k, v in calls:
+            with torch.no_grad():
+                sigmoid_attention(q, k, v, backend="triton")
+    (_, first), (_, by_name), (_, again), (grid, ordered) = given
+    assert isinstance(again, tuple)
+    assert len(ordered) == len(Kernel.arg_names)
+    assert grid == (*given[0][0], 1, 1)
+    options = {"num_warps", "num_stages"}
+    assert first.keys() == by_name.keys() == set(Kernel.arg_names) | options
+    for name, x in zip(Kernel.arg_names, ordered, strict=True):
+        if not isinstance(x, torch.Tensor):
+            assert x == by_name[name], name
+    at = dict(zip(Kernel.arg_names, ordered, strict=True))
+    assert all(torch.equal(at[name], t) for name, t in zip(("query", "key", "value"), calls[1], strict=True))
+    assert at["out"].shape == calls[1][0].shape
