@@ -19,7 +19,7 @@ out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
-steps=${STEPS:-tests,accuracy,kernels,decode,hybridnorm,tune}
+steps=${STEPS:-tests,accuracy,overhead,kernels,decode,hybridnorm,tune}
 tiny=${TRITON_INTERPRET:-0}
 
 if [[ -n $wheels ]]; then
@@ -51,10 +51,11 @@ if [[ $tiny == 1 ]]; then
     hybrid="lengths=(32, 64), heads=2, head_dim=16, rounds=1, round_seconds=0.0, dtype='float32'"
     tune="lengths=(64,), heads=1, head_dims=(16,), most_flops=1e6, rounds=1, round_seconds=0.0, most_candidates=2"
     decode="contexts=(64,), batches=(2,), heads=2, kv_heads=1, head_dim=16, rounds=1, round_seconds=0.0, dtypes=('float32',), prompts=()"
+    overhead="n=20, heads=1, head_dim=16, batches=(1,), rounds=1, round_seconds=0.0, dtype='float32'"
     training="kappas=(4,), seconds=2.0, steps=2, batch=1, upscale=1, layers=1"
     examples=3
 else
-    kernels="" accuracy="" hybrid="" tune="" training="" decode="most_gib=40.0"
+    kernels="" overhead="" accuracy="" hybrid="" tune="" training="" decode="most_gib=40.0"
     examples=12  # each may compile three kernels
 fi
 parallel=$("$python" -c "import xdist" 2>/dev/null && echo "-n 12 --dist worksteal")
@@ -70,11 +71,12 @@ run='import sys; from pathlib import Path; from sigattn.bench import'
 step tests 120 env SIGATTN_FUZZ_EXAMPLES=$examples "$python" -m pytest -q -p no:cacheprovider --durations=5 $parallel \
     tests/ops/test_triton.py tests/ops/test_correctness.py tests/ops/test_dropout.py tests/test_flash.py \
     tests/test_flash_kvcache.py -k triton
-step accuracy 40 "$python" -c "$run accuracy as b; b.run(b.AccuracyBenchmark(results=Path('$out/accuracy'), $accuracy))"
-step kernels 190 "$python" -c "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/kernels'), seconds=150, $kernels))"
+step accuracy 35 "$python" -c "$run accuracy as b; b.run(b.AccuracyBenchmark(results=Path('$out/accuracy'), $accuracy))"
+step overhead 30 "$python" -c "$run overhead as b; b.run(b.OverheadBenchmark(results=Path('$out/overhead.json'), $overhead))"
+step kernels 185 "$python" -c "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/kernels'), seconds=145, $kernels))"
 step decode 50 "$python" -c "$run decode as b; b.run(b.DecodeBenchmark(results=Path('$out/decode.json'), $decode))"
-step hybridnorm 50 "$python" -c "$run hybridnorm as b; b.run(b.HybridNormBenchmark(results=Path('$out/hybridnorm'), $hybrid))"
-step tune 110 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/tune'), seconds=95, $tune))"
+step hybridnorm 45 "$python" -c "$run hybridnorm as b; b.run(b.HybridNormBenchmark(results=Path('$out/hybridnorm'), $hybrid))"
+step tune 105 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/tune'), seconds=95, $tune))"
 if [[ ,$steps, == *,hopper,* ]]; then
     steps=$steps,hopper_tests,hopper_sanitize,hopper_tune,hopper_kernels
     # a process for each kernel: one that faults or hangs takes no other with it

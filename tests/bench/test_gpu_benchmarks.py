@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigattn.bench import accuracy, gpu, hybridnorm, kernels, training, tune
+from sigattn.bench import accuracy, gpu, hybridnorm, kernels, overhead, training, tune
 from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, Options
 from sigattn.bench.provenance import BenchmarkError
 from sigattn.ops.triton import tuning
@@ -113,6 +113,30 @@ def test_crossing_is_the_last_one():
     assert found["from"] == 256
     assert found["percent"] == pytest.approx(100 * (0.2 + 0.5) / 2)
     assert hybridnorm.crossing([row(64, 0.9)], False, "affine")["over"]["x"] == {"from": None, "percent": None}
+
+
+def test_overhead(tmp_path):
+    config = overhead.OverheadBenchmark(
+        n=20, heads=1, head_dim=16, batches=(1,), dtype="float32", rounds=1, round_seconds=0.0,
+        results=tmp_path / "overhead.json",
+    )  # fmt: skip
+    report = overhead.run(config)
+    ours = {(r["contestant"], r["pass"]) for r in report["rows"]}
+    assert {(name, direction) for name in (OURS, overhead.RELAUNCHED) for direction in ("forward", "training")} <= ours
+    assert not tuning.RELAUNCH
+    assert json.loads((tmp_path / "overhead.json").read_text())["rows"] == report["rows"]
+
+
+def test_times_of_graphs_count_where_both_have_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "captured", lambda call: call)
+    config = kernels.KernelBenchmark(
+        lengths=(16,), heads=1, head_dims=(16,), batch=1, dtype="float32", rounds=1, round_seconds=0.0, alibi=False,
+        results=tmp_path,
+    )  # fmt: skip
+    for row in kernels.run(config)["rows"]:
+        assert (row["graph_ms"] is None) == (row["pass"] == "backward")
+    assert kernels._ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": 2.0}) == 4.0
+    assert kernels._ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": None}) == 3.0
 
 
 def test_tune(tmp_path):

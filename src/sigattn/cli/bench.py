@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sigattn.bench import accuracy, cpu, decode, hybridnorm, kernels, static, training, tune
+from sigattn.bench import accuracy, cpu, decode, hybridnorm, kernels, overhead, static, training, tune
 
 
 def bench_cpu(options: cpu.CpuBenchmark) -> None:
@@ -37,6 +37,11 @@ def bench_hybridnorm(options: hybridnorm.HybridNormBenchmark) -> None:
     hybridnorm.run(options)
 
 
+def bench_overhead(options: overhead.OverheadBenchmark) -> None:
+    """What a short call costs before the GPU begins."""
+    overhead.run(options)
+
+
 def bench_tune(options: tune.TuneBenchmark) -> None:
     """Time the tile shapes of the GPU kernels on this GPU, beside those in force."""
     tune.run(options)
@@ -54,6 +59,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "accuracy": bench_accuracy,
     "decode": bench_decode,
     "hybridnorm": bench_hybridnorm,
+    "overhead": bench_overhead,
     "tune": bench_tune,
     "training": bench_training,
 }
