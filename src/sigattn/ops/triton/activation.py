@@ -20,8 +20,13 @@ In float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; a 
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+# Triton's interpreter knows no machine code.
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -34,6 +39,32 @@ def reciprocal(d):
     guess = (0x7EF311C7 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     t = d * guess
     return guess * (3.003833286708749 + t * (-3.005749435911007 + t * 1.001916149831417))
+
+
+@triton.jit
+def reciprocal_of_some(d):
+    """1/d, of a quarter by the special-function unit, which has time to spare.
+
+    Which quarter is of no account. Columns that a thread holds side by side in what tensor cores give out come four
+    apart, each four in four threads: so fours are chosen, and no number changes its thread.
+    """
+    ROWS: tl.constexpr = d.shape[0]
+    COLUMNS: tl.constexpr = d.shape[1]
+    if COLUMNS % 16 != 0:
+        r = reciprocal(d)
+    else:
+        fours = tl.permute(tl.reshape(d, (ROWS, COLUMNS // 16, 2, 2, 4)), (0, 1, 4, 2, 3))
+        x, y = tl.split(fours)
+        u, v = tl.split(x)
+        if _INTERPRETED:
+            u = 1.0 / u
+        else:
+            u = tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
+            )
+        r = tl.join(tl.join(u, reciprocal(v)), reciprocal(y))
+        r = tl.reshape(tl.permute(r, (0, 1, 3, 4, 2)), (ROWS, COLUMNS))
+    return r
 
 
 @triton.jit
@@ -54,11 +85,11 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
             one = 1.0
         if KIND == "paired":
             # neighbours, which a thread holds both of, share one reciprocal; the product of two must stay finite
-            z = tl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL)
-            d = one + tl.exp2(z)
-            a, b = tl.split(tl.reshape(d, (d.shape[0], d.shape[1] // 2, 2)))
-            r = reciprocal(a * b)
-            p = tl.reshape(tl.join(r * b, r * a), d.shape)
+            e = tl.exp2(tl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
+            e, f = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
+            d = one + e
+            r = reciprocal_of_some(d * f + d * one)  # 1 / ((one + e) (one + f))
+            p = tl.reshape(tl.join(r * f + r * one, r * d), z.shape)
         elif KIND == "accurate":
             # 2^z must stay finite and its inverse normal; P is below 1e-36 where this changes it
             z = tl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)

@@ -36,13 +36,35 @@ def reciprocal(d):
 
 
 @gluon.jit
-def weights(products, z_scale, z_bias, unit, i, j, edge, SIGMOID: gl.constexpr):
-    """P, or P · 2^shift (in z_bias and unit), from Q Kᵀ; 0 where key j lies after place i, if this is an edge.
+def reciprocal_of_some(d):
+    """``activation.reciprocal_of_some``, number for number."""
+    ROWS: gl.constexpr = d.shape[0]
+    COLUMNS: gl.constexpr = d.shape[1]
+    fours = gl.permute(gl.reshape(d, (ROWS, COLUMNS // 16, 2, 2, 4)), (0, 1, 4, 2, 3))
+    x, y = gl.split(fours)
+    u, v = gl.split(x)
+    u = special_reciprocal(u)
+    r = gl.join(gl.join(u, reciprocal(v)), reciprocal(y))
+    r = gl.reshape(gl.permute(r, (0, 1, 3, 4, 2)), (ROWS, COLUMNS))
+    return gl.convert_layout(r, d.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def special_reciprocal(d):
+    """1/d by the special-function unit."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def weights(products, z_scale, z_bias, unit, i, j, edge, SIGMOID: gl.constexpr, SHIFTED: gl.constexpr):
+    """P, or with SHIFTED P · 2^shift (in z_bias and unit), from Q Kᵀ; at an edge 0 where key j lies after place i.
 
     The branch is there without a causal mask too, where it is never taken: the assembler moves nothing over it. Without
     it, half of σ ended up behind the wait for the products that it should overlap with.
     """
     z = products * z_scale + z_bias
+    if not SHIFTED:
+        unit = 1.0
     if SIGMOID == "fast":
         tanh = gl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [z * -0.34657359027997264], dtype=gl.float32, is_pure=True, pack=1
@@ -50,10 +72,12 @@ def weights(products, z_scale, z_bias, unit, i, j, edge, SIGMOID: gl.constexpr):
         p = 0.5 + 0.5 * tanh
     elif SIGMOID == "paired":
         # neighbours, which a thread holds both of, share one reciprocal
-        d = unit + gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
-        a, b = gl.split(gl.reshape(d, (d.shape[0], d.shape[1] // 2, 2)))
-        r = reciprocal(a * b)
-        p = gl.convert_layout(gl.reshape(gl.join(r * b, r * a), d.shape), products.type.layout, assert_trivial=True)
+        e = gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
+        e, f = gl.split(gl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
+        d = unit + e
+        r = reciprocal_of_some(d * f + d * unit)
+        p = gl.reshape(gl.join(r * f + r * unit, r * d), z.shape)
+        p = gl.convert_layout(p, products.type.layout, assert_trivial=True)
     else:
         gl.static_assert(SIGMOID == "accurate")
         p = reciprocal(unit + gl.exp2(gl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)))
@@ -150,7 +174,8 @@ def produce(
 @gluon.jit
 def consume(
     out, shared, problem, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One group's 64 queries against all their keys, turn after turn."""
     queries, staged, keys_ring, values_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
@@ -184,7 +209,7 @@ def consume(
             following = warpgroup_mma(q, keys_of(keys_ring, stage, D, BLOCK_N), empty, use_acc=False, is_async=True)
         else:
             mbarrier.arrive(k_empty.index(stage))
-        p = weights(products, z_scale, z_bias, unit, i, columns, full_tiles < 1, SIGMOID)
+        p = weights(products, z_scale, z_bias, unit, i, columns, full_tiles < 1, SIGMOID, SHIFTED)
         operand = gl.convert_layout(p.to(out.dtype), weights_layout)
         if AHEAD:
             products = warpgroup_mma_wait(0, deps=[following])
@@ -205,7 +230,7 @@ def consume(
                 products = warpgroup_mma_wait(1, deps=[following])
                 mbarrier.arrive(k_empty.index(k_stage))
             p = weights(
-                products, z_scale, z_bias, unit, i, tile * BLOCK_N + columns, tile >= full_tiles, SIGMOID
+                products, z_scale, z_bias, unit, i, tile * BLOCK_N + columns, tile >= full_tiles, SIGMOID, SHIFTED
             )  # fmt: skip
             following_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
             if AHEAD:
@@ -234,7 +259,7 @@ def consume(
 def hopper_forward_kernel(
     query, key, value, out, n, keys, heads, batch_heads, first_row, z_scale, z_bias, unit, out_scale,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    SIGMOID: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 queries of one head, as many as a program gets of all."""
     dtype: gl.constexpr = query.dtype
@@ -251,10 +276,10 @@ def hopper_forward_kernel(
     scalars = (z_scale, z_bias, unit, out_scale)
     gl.warp_specialize(
         [
-            (consume, (out, shared, problem, scalars, gl.constexpr(0), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, ROWS,
-                       AHEAD)),
-            (consume, (out, shared, problem, scalars, gl.constexpr(1), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, ROWS,
-                       AHEAD)),
+            (consume, (out, shared, problem, scalars, gl.constexpr(0), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, SHIFTED,
+                       ROWS, AHEAD)),
+            (consume, (out, shared, problem, scalars, gl.constexpr(1), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, SHIFTED,
+                       ROWS, AHEAD)),
             (produce, (query, key, value, shared, problem, GROUP, D, BLOCK_N, STAGES, CAUSAL, ROWS)),
         ],
         [4, 4],

@@ -123,7 +123,7 @@ def consume_queries(
         products = warpgroup_mma_wait(1, deps=[products])
         i = first_row + first_query + tile * BLOCK + rows
         # tiles stand transposed here: rows are keys, columns queries; so -j and -i are compared
-        p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID)  # (keys, queries)
+        p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID, SHIFTED)  # (keys, queries)
         operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
         grads = grads_ring.index(stage).reshape([BLOCK, D])
         dv = warpgroup_mma(operand, grads, acc_v, is_async=True)
@@ -203,7 +203,7 @@ def consume_keys(
         dp = warpgroup_mma(do, transposed(values_ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
         products = warpgroup_mma_wait(1, deps=[products])
         p = weights(
-            products, z_scale, z_bias, unit, i, tile * BLOCK + columns, tile >= full_tiles, SIGMOID
+            products, z_scale, z_bias, unit, i, tile * BLOCK + columns, tile >= full_tiles, SIGMOID, SHIFTED
         )  # (queries, keys)  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = logit_gradient(p, dp, unit, lower, SHIFTED)  # keys beyond the last have v = 0, and so no gradient

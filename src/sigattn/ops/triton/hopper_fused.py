@@ -102,7 +102,7 @@ def consume(
         products = warpgroup_mma_wait(1, deps=[products])
         i = first_row + first_query + tile * BLOCK + rows
         # tiles stand transposed here: rows are keys, columns queries; so -j and -i are compared
-        p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID)  # (keys, queries)
+        p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID, SHIFTED)  # (keys, queries)
         operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
         dv = warpgroup_mma(operand, grads_ring.index(stage).reshape([BLOCK, D]), acc_v, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])

@@ -79,6 +79,7 @@ def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
         "D": s.d,
         "STAGES": config.stages,
         "CAUSAL": prepared.problem.right == 0,
+        "SHIFTED": a["SHIFT"] != "none",
         "SIGMOID": launch.form(a["SIGMOID"], config.sigmoid),
         "ROWS": 64,
         "REGISTERS": REGISTERS,
@@ -136,7 +137,6 @@ def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]
             for name, t in tensors.items()
         },
         **_shared(prepared, config),
-        "SHIFTED": prepared.arguments["SHIFT"] != "none",
         "lower": 2.0 ** (numbers["own_shift"] - numbers["shift"]),
         "logit_scale": p.scale_value * 2.0 ** -numbers["own_shift"],
         "BLOCK": config.block,
