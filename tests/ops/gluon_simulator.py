@@ -334,7 +334,7 @@ class Simulator:
         return Shared(torch.full(shape, torch.nan, dtype=dtype))
 
     def namespace(self) -> dict[str, Any]:
-        """What a kernel's module has, simulated."""
+        """What a kernel's module has, simulated; functions of machine code too."""
 
         def unary(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
             return lambda x: Value(f(_raw(x)))
@@ -366,6 +366,7 @@ class Simulator:
             split=lambda x: tuple(Value(t) for t in _raw(x).unbind(-1)),
             join=lambda a, b: Value(torch.stack((_raw(a), _raw(b)), -1)),
             trans=lambda x: Value(_raw(x).mT),
+            permute=lambda x, order: Value(_raw(x).permute(order)),
             convert_layout=lambda x, layout, assert_trivial=False: Value(_raw(x)),
             allocate_shared_memory=self.allocate,
             warp_specialize=lambda parts, warps, registers: self.split(parts),
@@ -388,6 +389,7 @@ class Simulator:
             "warpgroup_mma_init": lambda x: x,
             "warpgroup_mma_wait": self.mma_wait,
             "fence_async_shared": self.pause,
+            "special_reciprocal": unary(torch.reciprocal),
             "add_pairs": lambda at, x: at.add(x),
         }
 

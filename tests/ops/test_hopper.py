@@ -77,7 +77,8 @@ def gradients(p, grad, dtype):
         (HopperConfig(64, 2), torch.bfloat16),
         (HopperConfig(128, 3, ahead=False), torch.bfloat16),
         (HopperConfig(64, 2, persistent=False), torch.bfloat16),
-        (HopperConfig(64, 3, sigmoid="paired"), torch.float16),
+        (HopperConfig(64, 3), torch.float16),
+        (HopperConfig(64, 3, sigmoid="accurate"), torch.float16),
     ],
 )
 def test_forward(simulated, monkeypatch, causal, size, config, dtype):
@@ -93,7 +94,11 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(HopperConfig(64, 2), torch.bfloat16), (HopperConfig(128, 3, sigmoid="paired"), torch.float16)],
+    [
+        (HopperConfig(64, 2, sigmoid="accurate"), torch.bfloat16),
+        (HopperConfig(64, 2), torch.bfloat16),
+        (HopperConfig(128, 3), torch.float16),
+    ],
 )
 def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, dtype):
     monkeypatch.setattr(tuning, "SPECIALISED", frozenset([tuning.KEYS, tuning.QUERIES]))
@@ -105,7 +110,7 @@ def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, d
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(HopperConfig(64, 2), torch.bfloat16), (HopperConfig(64, 3, sigmoid="paired"), torch.float16)],
+    [(HopperConfig(64, 2), torch.bfloat16), (HopperConfig(64, 3), torch.float16)],
 )
 def test_backward_in_one_kernel(simulated, monkeypatch, causal, size, config, dtype):
     check_backward(simulated, monkeypatch, causal, size, config, dtype)

@@ -36,7 +36,7 @@ class HopperConfig(NamedTuple):
     block: int
     stages: int
     ahead: bool = True
-    sigmoid: str = "accurate"
+    sigmoid: str = "paired"
     persistent: bool = True
 
 
@@ -46,32 +46,34 @@ FUSED = "keys, adding dQ"  # the whole backward in one kernel
 # Each table (decoding has a rule instead): by kernel and padded head size.
 
 # 16-bit dtypes on Hopper (227 KiB of shared memory; wgmma wants 64 rows of a tile for each four warps, which at 256 the
-# kernel of the keys cannot give: dK and dV together fill the registers, and it works with mma.sync).
+# kernel of the keys cannot give: dK and dV together fill the registers, and it works with mma.sync). The paired form of
+# σ takes two instructions a score less where numbers stay in their threads, which with mma.sync they do not.
 _HOPPER: dict[str, dict[int, Config]] = {
     FORWARD: {
-        16: Config(128, 128, 8, 3),
-        32: Config(128, 128, 8, 3),
-        64: Config(128, 128, 8, 3),
-        128: Config(128, 128, 8, 3),
-        256: Config(128, 64, 8, 2),
+        16: Config(128, 128, 8, 3, "paired"),
+        32: Config(128, 128, 8, 3, "paired"),
+        64: Config(128, 128, 8, 3, "paired"),
+        128: Config(128, 128, 8, 3, "paired"),
+        256: Config(128, 64, 8, 2, "paired"),
     },
     KEYS: {
-        16: Config(64, 128, 8, 3),
-        32: Config(64, 128, 8, 3),
-        64: Config(64, 128, 8, 3),
-        128: Config(32, 128, 8, 2),
+        16: Config(64, 128, 8, 3, "paired"),
+        32: Config(64, 128, 8, 3, "paired"),
+        64: Config(64, 128, 8, 3, "paired"),
+        128: Config(32, 128, 8, 2, "paired"),
         256: Config(32, 32, 8, 1),
     },
     QUERIES: {
-        16: Config(128, 64, 8, 3),
-        32: Config(128, 64, 8, 3),
-        64: Config(128, 64, 8, 3),
-        128: Config(128, 64, 8, 3),
-        256: Config(128, 32, 8, 2),
+        16: Config(128, 64, 8, 3, "paired"),
+        32: Config(128, 64, 8, 3, "paired"),
+        64: Config(128, 64, 8, 3, "paired"),
+        128: Config(128, 64, 8, 3, "paired"),
+        256: Config(128, 32, 8, 2, "paired"),
     },
 }
 
-# 16-bit dtypes on datacentre Blackwell (as much memory; accumulators in tensor memory leave registers free).
+# 16-bit dtypes on datacentre Blackwell (as much memory; accumulators in tensor memory leave registers free, and the
+# accurate form takes two numbers at a time).
 _BLACKWELL: dict[str, dict[int, Config]] = {
     FORWARD: {
         16: Config(128, 128, 8, 3),
@@ -186,7 +188,7 @@ HOPPER: dict[str, dict[int, HopperConfig]] = {
     FORWARD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, ahead=False)},
     KEYS: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
     QUERIES: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
-    FUSED: {64: HopperConfig(64, 2), 128: HopperConfig(64, 2)},
+    FUSED: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
 }
 SPECIALISED: frozenset[str] = frozenset()
 
@@ -240,17 +242,15 @@ def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
     """What is worth measuring of the specialised kernels; none for heads that they do not serve."""
     if width not in HOPPER[kernel]:
         return []
-    if kernel == FORWARD:  # the paired form saves nothing there (docs/speed.md)
+    if kernel == FORWARD:
         own = HOPPER[kernel][width]
         found = [HopperConfig(block, stages, a) for a in (True, False) for block in (64, 128) for stages in (2, 3)]
-        found.append(own._replace(persistent=False))
+        found += [own._replace(persistent=False), own._replace(sigmoid="accurate")]
     else:
         found = [
-            HopperConfig(block, stages, sigmoid=sigmoid)
-            for sigmoid in ("accurate", "paired")
-            for block in ((64,) if kernel == FUSED else (64, 128))
-            for stages in (2, 3)
+            HopperConfig(block, stages) for block in ((64,) if kernel == FUSED else (64, 128)) for stages in (2, 3)
         ]
+        found.append(HOPPER[kernel][width]._replace(sigmoid="accurate"))
     return [config for config in found if _fits(kernel, width, config)]
 
 
@@ -263,5 +263,4 @@ def _fits(kernel: str, width: int, config: HopperConfig) -> bool:
         return False
     if kernel == FORWARD:
         return config.block == 64 or not (config.ahead and width > 64)
-    wide = config.block > 64 and kernel == QUERIES and config.sigmoid == "paired"
-    return config.block * width <= 8192 and not wide
+    return config.block * width <= (4096 if kernel == KEYS and width == 64 else 8192)
