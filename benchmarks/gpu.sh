@@ -6,10 +6,10 @@
 #     benchmarks/gpu.sh OUT [WHEELS]
 #
 # OUT: folder for results and logs. WHEELS: folder of wheels of peers (triton-sigmoid, flash-attn, …) to compare with.
-# STEPS=tests,kernels,… does some of the steps only. Two groups are done only where they are named, in calls of their
-# own: STEPS=hopper, the Hopper kernels in Gluon (tests, memory checks, every configuration beside the portable kernels,
+# STEPS=tests,kernels,… does some of the steps only. Others are done only where they are named, in calls of their own: STEPS=hopper, the Hopper kernels in Gluon (tests, memory checks, every configuration beside the portable kernels,
 # then the kernels' benchmark with them), eight minutes; STEPS=training, which also needs scikit-learn, tensorboard and
-# safetensors, six. With TRITON_INTERPRET=1 and no GPU, it tries itself at tiny sizes.
+# safetensors, six. STEPS=profile has Nsight Compute say what binds each kernel, three minutes. With TRITON_INTERPRET=1
+# and no GPU, it tries itself at tiny sizes.
 set -uo pipefail
 
 out=${1:?usage: benchmarks/gpu.sh OUT [WHEELS]}
@@ -66,6 +66,7 @@ print("torch", torch.__version__, "triton", triton.__version__, "cuda", torch.ve
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")
 PYTHON
 cat "$out/machine.txt"
+export python out
 
 run='import sys; from pathlib import Path; from sigattn.bench import'
 step tests 120 env SIGATTN_FUZZ_EXAMPLES=$examples "$python" -m pytest -q -p no:cacheprovider --durations=5 $parallel \
@@ -80,7 +81,6 @@ step tune 105 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('
 if [[ ,$steps, == *,hopper,* ]]; then
     steps=$steps,hopper_tests,hopper_sanitize,hopper_tune,hopper_kernels
     # a process for each kernel: one that faults or hangs takes no other with it
-    export python out
     step hopper_tests 120 bash -c 'for kernel in forward keys queries fused; do
         "$python" -m pytest -q -p no:cacheprovider tests/ops/test_hopper.py -k "on_a_gpu and $kernel" \
             >"$out/hopper_tests_$kernel.log" 2>&1 & running+=($!)
@@ -95,6 +95,14 @@ if [[ ,$steps, == *,hopper,* ]]; then
     step hopper_tune 110 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/hopper_tune'), seconds=95, specialised=True, $tune))"
     step hopper_kernels 200 "$python" -c "from sigattn.ops.triton import tuning; tuning.SPECIALISED = frozenset(tuning.HOPPER)
 $run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/hopper_kernels'), seconds=160, alibi=False, $kernels))"
+fi
+# what binds each kernel, to hold against docs/speed.md (STEPS=profile): one line for each kernel and counter
+if command -v ncu >/dev/null; then
+    step profile 200 bash -c 'ncu --clock-control none --launch-skip 0 --kernel-name-base function \
+        --kernel-name "regex:forward_kernel|keys_kernel|queries_kernel|fused_kernel" \
+        --section SpeedOfLight --section ComputeWorkloadAnalysis --section WarpStateStats --section LaunchStats \
+        --csv --page details "$python" -c "$1" >"$out/profile.csv"' - \
+        "$run tune as b; b.run_tables(b.TuneBenchmark(specialised=True))"
 fi
 # in a call of its own (STEPS=training): six minutes of training runs
 step training 400 "$python" -c "$run training as b; b.run(b.TrainingBenchmark(results=Path('$out/training'), $training))"

@@ -39,7 +39,7 @@ DIMS = (16, 32, 64, 128, 256) if "SIGATTN_FUZZ_EXAMPLES" in os.environ else (64,
 @pytest.mark.parametrize("architecture", SHARED)
 @pytest.mark.parametrize("causal", [False, True])
 def test_default_configurations(architecture, causal):
-    """No spills, shared memory that is there, tensor cores used, one special-function instruction a score."""
+    """No spills, shared memory that is there, tensor cores used, hardly more than one special-function instruction."""
     cases = [(k, architecture, "bfloat16", d, causal) for k in KERNELS for d in DIMS]
     for report in compiled(cases):
         what = {k: v for k, v in report.items() if k != "loops"}
@@ -50,7 +50,7 @@ def test_default_configurations(architecture, causal):
             assert report["tensor_instructions"].startswith(expected), what
         inner = report["loops"][0]
         if report["head_dim"] == 64:
-            assert inner["special"] <= 1.05, what
+            assert inner["special"] <= 1.15, what
         # at most the few comparisons of addresses: a mask would take two instructions for each score
         assert inner["selects"] < (0.75 if report["head_dim"] <= 128 else 1.1), what
         if causal:
@@ -120,7 +120,7 @@ def test_hopper_kernels():
         assert report["spills"] <= (90 if (report["kernel"], report["head_dim"]) == (FUSED, 128) else 8), what
         assert report["shared"] <= SHARED[90], what
         assert report["tensor_instructions"] == "HGMMA", what
-        assert report["loops"][0]["special"] <= 1.05, what
+        assert report["loops"][0]["special"] <= 1.15, what
 
 
 def test_what_is_handed_over_early():

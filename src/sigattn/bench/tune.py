@@ -9,6 +9,7 @@ with the measurement beside it: the result of this file is advice.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -127,6 +128,27 @@ def try_once(task: tuple[TuneBenchmark, Case, Candidate]) -> None:
     config, case, candidate = task
     _call(*problem_of(config, case, 1), case.kernel, candidate)()
     gpu.synchronize()
+
+
+def run_tables(config: TuneBenchmark) -> None:
+    """Run what is in force, and what the tables hold beside it, twice each: for a profiler to watch."""
+    for d in config.head_dims:
+        for kernel in (tuning.FORWARD, tuning.FUSED):
+            case = Case(config.lengths[0], d, False, kernel)
+            replaced = tuning.KEYS if kernel == tuning.FUSED else kernel
+            own = tuning.configuration(
+                replaced, launch.architecture(gpu.device()), d, gpu.DTYPES[config.dtype].itemsize
+            )
+            candidates: list[Candidate] = [None if kernel == tuning.FUSED else own, own._replace(tma=True)]
+            if config.specialised:
+                candidates += [BOTH_GLUON] if kernel == tuning.FUSED else []
+                candidates.append(tuning.HOPPER[kernel][d])
+            for candidate in candidates:
+                try:
+                    for _ in range(2):
+                        try_once((config, case, candidate))
+                except Exception as error:  # the others may still be watched
+                    print(f"{case} {_name(candidate)}: {error}", file=sys.stderr)
 
 
 def measure(
