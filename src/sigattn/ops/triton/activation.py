@@ -5,8 +5,8 @@ measured ones):
 
     accurate   1 MUFU, 8 others   3.3e-5 at every P; ex2, then 1/d on the FMA units: for half precision, whose own
                                   rounding is 5e-4 (float16) and 4e-3 (bfloat16)
-    paired     1⅛ MUFU, 6 others  the same: 1/a = b · 1/(ab), one reciprocal for two neighbours, a quarter of them by the
-                                  special-function unit, which has that much time to spare; P is 1e-18 below that
+    paired     1⅛ MUFU, 6 others  the same: 1/a = b · 1/(ab), one reciprocal for two neighbours, a quarter of them by
+                                  the special-function unit, which has time to spare; P is 1e-18 below that
     exact      2 MUFU, 2 others   2e-7; ex2, then a division: for float32
     fast       1 MUFU, 2 others   unbounded as P → 0, for the error is absolute; tanh.approx, as in the paper's kernel
                                   (App. F); NVIDIA only
