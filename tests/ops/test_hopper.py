@@ -110,7 +110,11 @@ def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, d
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(HopperConfig(64, 2), torch.bfloat16), (HopperConfig(64, 3), torch.float16)],
+    [
+        (HopperConfig(64, 2), torch.bfloat16),
+        (HopperConfig(64, 3), torch.float16),
+        (HopperConfig(64, 2, persistent=False), torch.bfloat16),
+    ],
 )
 def test_backward_in_one_kernel(simulated, monkeypatch, causal, size, config, dtype):
     check_backward(simulated, monkeypatch, causal, size, config, dtype)
@@ -249,7 +253,7 @@ class TestTheSimulator:
         kernel = tuning.FORWARD if module is hopper else tuning.FUSED
         monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
         monkeypatch.setitem(tuning.HOPPER, kernel, {64: HopperConfig(64, stages)})
-        p, grad = problem_of(256, 256, False, torch.bfloat16)
+        p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
         truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
         count = 0
         for simulated.order in ORDERS:
@@ -292,9 +296,13 @@ class TestTheSimulator:
         assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
 
     def test_gradients_overwritten_before_the_other_group_read_them(self, simulated, monkeypatch):
-        line = "        mbarrier.wait(ds_empty.index(buffer), step // 2 & 1 ^ 1)\n"
+        line = "            mbarrier.wait(ds_empty.index(buffer), count // 2 & 1 ^ 1)\n"
         assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
 
     def test_keys_overwritten_before_the_other_group_read_them(self, simulated, monkeypatch):
-        line = "    mbarrier.wait(ds_empty.index((last + 2) % 2), (last + 2) // 2 - 1 & 1)\n"
+        line = "        mbarrier.wait(ds_empty.index((last + 2) % 2), (last + 2) // 2 - 1 & 1)\n"
+        assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
+
+    def test_next_keys_loaded_before_the_gradients_left_their_place(self, simulated, monkeypatch):
+        line = "            mbarrier.wait(own_empty.index(g), turn & 1 ^ 1)\n"
         assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")

@@ -102,19 +102,29 @@ def keys_of(ring, stage, D: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def work_of(turn, n, keys, heads, first_row, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What a program does in a turn: sample, head, first query, tiles of keys, and how many of them are seen whole.
+def item_of(turn, CAUSAL: gl.constexpr):
+    """The number of what a program does in a turn.
 
-    Tiles of queries are numbered head by head, so that programs which run together share keys, the longest of a head
-    first. A round of all programs takes them in order, the next round backwards: who had much has little then.
+    A round of all programs takes things in order, and where they differ the next round backwards: who had much has
+    little then.
     """
-    tiles_of_rows = gl.cdiv(n, BLOCK_M)
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     if CAUSAL:
         if turn % 2 == 1:
             place = programs - 1 - place
-    item = turn * programs + place
+    return turn * programs + place
+
+
+@gluon.jit
+def work_of(turn, n, keys, heads, first_row, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What a program does in a turn: sample, head, first query, tiles of keys, and how many of them are seen whole.
+
+    Tiles of queries are numbered head by head, so that programs which run together share keys, the longest of a head
+    first.
+    """
+    tiles_of_rows = gl.cdiv(n, BLOCK_M)
+    item = item_of(turn, CAUSAL)
     head = item // tiles_of_rows
     row_tile = item % tiles_of_rows
     if CAUSAL:
@@ -131,7 +141,7 @@ def work_of(turn, n, keys, heads, first_row, CAUSAL: gl.constexpr, BLOCK_M: gl.c
 
 @gluon.jit
 def turns_of(items, CAUSAL: gl.constexpr):
-    """How many turns this program has."""
+    """How many turns this program has, of so many things to do."""
     programs = gl.num_programs(0)
     rounds = items // programs
     place = gl.program_id(0)

@@ -6,7 +6,8 @@ Five products instead of seven, at the price of the order in which dQ is added. 
 walks the queries. dS goes to shared memory, where both groups' 128 keys meet: each group then makes half of dQ's
 columns, so that what is added to memory is summed over 128 keys first. That product is issued a tile later, together
 with dK's, when the other group has long written its part: no group waits for the other while there is work of its own.
-Never run on a GPU.
+A program may have many tiles of keys; the next one's first queries are on their way while gradients are written. Never
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sigattn.ops.triton.hopper import barriers, weights
-from sigattn.ops.triton.hopper_backward import logit_gradient, own_pairs, produce_pairs, queries_of, rings, transposed
+from sigattn.ops.triton.hopper import barriers, item_of, turns_of, weights
+from sigattn.ops.triton.hopper_backward import logit_gradient, queries_of, rings, transposed
 
 
 @gluon.jit
@@ -71,115 +72,163 @@ def add_pairs(at, x):
 
 
 @gluon.jit
-def consume(
-    grad_query, grad_key, grad_value, shared, place, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr,
+def work_of(
+    turn, n, keys, heads, first_row, GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients dK and dV of one group's 64 keys, and half of what 128 keys add to dQ."""
-    keys, values, ring, grads_ring, ds_ring, own_full, full, empty, ds_full, ds_empty = shared
-    b, h_kv, first_head_row, column_start, padded, first_row, first_query, steps, tiles, edges = place
+    """What a program does in a turn: sample, key head, first key, first query, tiles of queries, those at the mask."""
+    own_tiles = gl.cdiv(keys, 2 * ROWS)
+    kv_heads = heads // GROUP
+    item = item_of(turn, CAUSAL)
+    column_start = item % own_tiles * 2 * ROWS  # under a causal mask the first keys have the most to do
+    head = item // own_tiles
+    first_query, tiles, edges = queries_of(column_start, n, first_row, CAUSAL, BLOCK, ROWS)
+    return head // kv_heads, head % kv_heads, column_start, first_query, tiles, edges
+
+
+@gluon.jit
+def produce(
+    query, key, value, grad_out, shared, problem, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Bring keys and values, then tiles of queries and dO of all heads that share them, as soon as places are free."""
+    own_keys, own_values, ring, grads_ring, _ds, own_full, own_empty, full, empty, _ds_full, _ds_empty = shared
+    n, keys, heads, first_row, turns = problem
+    count = 0  # tiles so far
+    for turn in range(turns):
+        b, h_kv, column_start, first_query, tiles, _edges = work_of(
+            turn, n, keys, heads, first_row, GROUP, CAUSAL, BLOCK, ROWS
+        )
+        for g in gl.static_range(2):
+            mbarrier.wait(own_empty.index(g), turn & 1 ^ 1)
+            mbarrier.expect(own_full.index(g), 2 * ROWS * D * 2)
+            place = [b, h_kv, column_start + g * ROWS, 0]
+            tma.async_copy_global_to_shared(key, place, own_full.index(g), own_keys.index(g))
+            tma.async_copy_global_to_shared(value, place, own_full.index(g), own_values.index(g))
+        for step in range(GROUP * tiles):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+            mbarrier.expect(full.index(stage), 2 * BLOCK * D * 2)
+            place = [b, h_kv * GROUP + step // tiles, first_query + step % tiles * BLOCK, 0]
+            tma.async_copy_global_to_shared(query, place, full.index(stage), ring.index(stage))
+            tma.async_copy_global_to_shared(grad_out, place, full.index(stage), grads_ring.index(stage))
+            count += 1
+
+
+@gluon.jit
+def consume(
+    grad_query, grad_key, grad_value, shared, problem, scalars, GROUP_OF_WARPS: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr,
+    SHIFTED: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The gradients dK and dV of one group's 64 keys, and half of what 128 keys add to dQ, turn after turn."""
+    own_keys, own_values, ring, grads_ring, ds_ring, own_full, own_empty, full, empty, ds_full, ds_empty = shared
+    n, keys, heads, first_row, turns = problem
     z_scale, z_bias, unit, lower, out_scale, logit_scale = scalars
     tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    my_keys, my_values = keys.index(GROUP_OF_WARPS), values.index(GROUP_OF_WARPS)
+    my_keys, my_values = own_keys.index(GROUP_OF_WARPS), own_values.index(GROUP_OF_WARPS)
     k, v = my_keys.reshape([ROWS, D]), my_values.reshape([ROWS, D])
-    start = column_start + GROUP_OF_WARPS * ROWS
-    j = start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
     rows = gl.arange(0, BLOCK, gl.SliceLayout(0, tile_layout))
     empty_tile = gl.zeros([ROWS, BLOCK], gl.float32, tile_layout)
-    acc_k = gl.zeros([ROWS, D], gl.float32, out_layout)
-    acc_v = gl.zeros([ROWS, D], gl.float32, out_layout)
-    for g in gl.static_range(2):  # the other group's keys take part in dQ
-        mbarrier.wait(own_full.index(g), 0)
-    tile, head_row = 0, first_head_row  # where a step is, and where its head begins in dQ
-    row = first_head_row  # of dQ, of the step before
-    for step in range(steps):
-        stage, buffer = step % STAGES, step % 2
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
-        products = warpgroup_mma(k, transposed(ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, transposed(grads_ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
-        products = warpgroup_mma_wait(1, deps=[products])
-        i = first_row + first_query + tile * BLOCK + rows
-        # tiles stand transposed here: rows are keys, columns queries; so -j and -i are compared
-        p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID, SHIFTED)  # (keys, queries)
-        operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
-        dv = warpgroup_mma(operand, grads_ring.index(stage).reshape([BLOCK, D]), acc_v, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        ds = logit_gradient(p, dp, unit, lower, SHIFTED).to(grad_key.dtype)
-        dk = warpgroup_mma(
-            gl.convert_layout(ds, operand_layout), ring.index(stage).reshape([BLOCK, D]), acc_k, is_async=True
+    padded = gl.cdiv(n, BLOCK) * BLOCK
+    count = 0  # tiles so far
+    for turn in range(turns):
+        b, h_kv, column_start, first_query, tiles, edges = work_of(
+            turn, n, keys, heads, first_row, GROUP, CAUSAL, BLOCK, ROWS
         )
-        mbarrier.wait(ds_empty.index(buffer), step // 2 & 1 ^ 1)
-        ds_ring.index(buffer).slice(GROUP_OF_WARPS * ROWS, ROWS, 0).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(buffer))
-        dq = partial_query(keys, ds_ring, ds_full, step - 1, GROUP_OF_WARPS, D, BLOCK, ROWS)
-        acc_v, acc_k, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
-        mbarrier.arrive(empty.index(stage))
-        mbarrier.arrive(ds_empty.index(buffer ^ 1), pred=step > 0)
-        if step > 0:
+        start = column_start + GROUP_OF_WARPS * ROWS
+        j = start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
+        acc_k = gl.zeros([ROWS, D], gl.float32, out_layout)
+        acc_v = gl.zeros([ROWS, D], gl.float32, out_layout)
+        head_row = gl.cast((b * (heads // GROUP) + h_kv) * GROUP, gl.int64) * padded  # where a head begins in dQ
+        row = head_row  # of dQ, of the tile before
+        tile = 0
+        for g in gl.static_range(2):  # the other group's keys take part in dQ
+            mbarrier.wait(own_full.index(g), turn & 1)
+        for step in range(GROUP * tiles):
+            stage, buffer = count % STAGES, count % 2
+            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            products = warpgroup_mma(k, transposed(ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, transposed(grads_ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
+            products = warpgroup_mma_wait(1, deps=[products])
+            i = first_row + first_query + tile * BLOCK + rows
+            # tiles stand transposed here: rows are keys, columns queries; so -j and -i are compared
+            p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID, SHIFTED)  # (keys, queries)
+            operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
+            dv = warpgroup_mma(operand, grads_ring.index(stage).reshape([BLOCK, D]), acc_v, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            ds = logit_gradient(p, dp, unit, lower, SHIFTED).to(grad_key.dtype)
+            dk = warpgroup_mma(
+                gl.convert_layout(ds, operand_layout), ring.index(stage).reshape([BLOCK, D]), acc_k, is_async=True
+            )
+            mbarrier.wait(ds_empty.index(buffer), count // 2 & 1 ^ 1)
+            ds_ring.index(buffer).slice(GROUP_OF_WARPS * ROWS, ROWS, 0).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(buffer))
+            # of a turn's first step this is made of an earlier turn's dS, and not used
+            dq = partial_query(own_keys, ds_ring, ds_full, count - 1, GROUP_OF_WARPS, D, BLOCK, ROWS)
+            acc_v, acc_k, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(ds_empty.index(buffer ^ 1), pred=step > 0)
+            if step > 0:
+                add_query(grad_query, dq, row, GROUP_OF_WARPS, D, BLOCK)
+            row = head_row + first_query + tile * BLOCK
+            count += 1
+            tile += 1
+            if tile == tiles:
+                tile = 0
+                head_row += padded
+        last = count - 1
+        dq = partial_query(own_keys, ds_ring, ds_full, last, GROUP_OF_WARPS, D, BLOCK, ROWS)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(ds_empty.index((last + 2) % 2), pred=tiles > 0)
+        if tiles > 0:
             add_query(grad_query, dq, row, GROUP_OF_WARPS, D, BLOCK)
-        row = head_row + first_query + tile * BLOCK
-        tile += 1
-        if tile == tiles:
-            tile = 0
-            head_row += padded
-    last = steps - 1
-    dq = partial_query(keys, ds_ring, ds_full, last, GROUP_OF_WARPS, D, BLOCK, ROWS)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    mbarrier.arrive(ds_empty.index((last + 2) % 2), pred=steps > 0)
-    if steps > 0:
-        add_query(grad_query, dq, row, GROUP_OF_WARPS, D, BLOCK)
-    # when the other group, too, is done with the keys, their place and that of the values take the gradients
-    mbarrier.wait(ds_empty.index((last + 2) % 2), (last + 2) // 2 - 1 & 1)
-    k.store((acc_k * logit_scale).to(grad_key.dtype))
-    v.store((acc_v * out_scale).to(grad_value.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(grad_key, [b, h_kv, start, 0], my_keys)
-    tma.async_copy_shared_to_global(grad_value, [b, h_kv, start, 0], my_values)
-    tma.store_wait(0)
+        # when the other group, too, is done with the keys, their place and that of the values take the gradients
+        mbarrier.wait(ds_empty.index((last + 2) % 2), (last + 2) // 2 - 1 & 1)
+        k.store((acc_k * logit_scale).to(grad_key.dtype))
+        v.store((acc_v * out_scale).to(grad_value.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(grad_key, [b, h_kv, start, 0], my_keys)
+        tma.async_copy_shared_to_global(grad_value, [b, h_kv, start, 0], my_values)
+        tma.store_wait(0)
+        mbarrier.arrive(own_empty.index(GROUP_OF_WARPS))
 
 
-@gluon.jit(do_not_specialize=["n", "keys", "first_row"])
+@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "first_row"])
 def hopper_fused_kernel(
-    query, key, value, grad_out, grad_query, grad_key, grad_value, n, keys, heads, first_row, z_scale, z_bias, unit,
-    lower, out_scale, logit_scale,
+    query, key, value, grad_out, grad_query, grad_key, grad_value, n, keys, heads, batch_heads, first_row,
+    z_scale, z_bias, unit, lower, out_scale, logit_scale,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients dK and dV of 128 keys of one key head, and what they add to dQ / scale.
+    """The gradients dK and dV of tiles of 128 keys of one key head, and what they add to dQ / scale.
 
     That is in grad_query, (B·Hq, N, D) in float32, where N is a multiple of BLOCK and rows beyond the last get 0. The
     tiles of K and V stand with a swizzle of D bytes, which leaves half of the columns in one piece.
     """
     dtype: gl.constexpr = query.dtype
-    own_tiles = gl.cdiv(keys, 2 * ROWS)
-    program = gl.program_id(0)
-    column_start = program % own_tiles * 2 * ROWS  # under a causal mask the first keys have the most to do
-    kv_heads = heads // GROUP
-    b, h_kv = program // own_tiles // kv_heads, program // own_tiles % kv_heads
-    first_query, tiles, edges = queries_of(column_start, n, first_row, CAUSAL, BLOCK, ROWS)
-    own_keys, own_values, own_full = own_pairs(key, value, b, h_kv, column_start, ROWS, D)
+    own_keys = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], key.layout)
+    own_values = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], value.layout)
     ring, grads_ring, full, empty = rings(query, grad_out, STAGES, BLOCK, D)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK, element_bitwidth=16, rank=2)
     ds_ring = gl.allocate_shared_memory(dtype, [2, 2 * ROWS, BLOCK], ds_layout)
+    own_full, own_empty = barriers(2, 1), barriers(2, 1)
     ds_full, ds_empty = barriers(2, 2), barriers(2, 2)
     fence_async_shared()
-    shared = (own_keys, own_values, ring, grads_ring, ds_ring, own_full, full, empty, ds_full, ds_empty)
-    padded = gl.cdiv(n, BLOCK) * BLOCK
-    first_head_row = gl.cast((b * kv_heads + h_kv) * GROUP, gl.int64) * padded
-    where = (b, h_kv, first_head_row, column_start, padded, first_row, first_query, GROUP * tiles, tiles, edges)
+    shared = (
+        own_keys, own_values, ring, grads_ring, ds_ring, own_full, own_empty, full, empty, ds_full, ds_empty,
+    )  # fmt: skip
+    problem = (n, keys, heads, first_row, turns_of(gl.cdiv(keys, 2 * ROWS) * batch_heads, CAUSAL))
     scalars = (z_scale, z_bias, unit, lower, out_scale, logit_scale)
-    bytes_of_tile: gl.constexpr = BLOCK * D * 2
     gl.warp_specialize(
         [
-            (consume, (grad_query, grad_key, grad_value, shared, where, scalars, gl.constexpr(0), D, BLOCK, STAGES,
-                       SIGMOID, SHIFTED, ROWS)),
-            (consume, (grad_query, grad_key, grad_value, shared, where, scalars, gl.constexpr(1), D, BLOCK, STAGES,
-                       SIGMOID, SHIFTED, ROWS)),
-            (produce_pairs, (query, grad_out, ring, grads_ring, full, empty, b, h_kv * GROUP, GROUP, tiles, first_query,
-                             BLOCK, STAGES, bytes_of_tile)),
+            (consume, (grad_query, grad_key, grad_value, shared, problem, scalars, gl.constexpr(0), GROUP, D, BLOCK,
+                       STAGES, CAUSAL, SIGMOID, SHIFTED, ROWS)),
+            (consume, (grad_query, grad_key, grad_value, shared, problem, scalars, gl.constexpr(1), GROUP, D, BLOCK,
+                       STAGES, CAUSAL, SIGMOID, SHIFTED, ROWS)),
+            (produce, (query, key, value, grad_out, shared, problem, GROUP, D, BLOCK, STAGES, CAUSAL, ROWS)),
         ],
         [4, 4],
         [REGISTERS, 24],

@@ -98,8 +98,10 @@ def multiprocessors(device: torch.device) -> int:
     return count
 
 
-def _programs(rows: int, heads: int) -> int:
-    return -(-rows // 128) * heads
+def _programs(rows: int, heads: int, device: torch.device | None = None) -> int:
+    """One for each 128 rows of each head; with a device, no more than it runs at a time."""
+    tiles = -(-rows // 128) * heads
+    return tiles if device is None else min(tiles, multiprocessors(device))
 
 
 def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
@@ -109,11 +111,10 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
     p, s, config = prepared.problem, prepared.shape, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
     if descriptors.is_far(out):
         out = new_like(out)
-    tiles = _programs(s.n, s.batch * s.heads)
     run(
         prepared,
         hopper_forward_kernel,
-        min(tiles, multiprocessors(p.query.device)) if config.persistent else tiles,
+        _programs(s.n, s.batch * s.heads, p.query.device if config.persistent else None),
         query=descriptor(p.query, 64),
         key=descriptor(p.key, config.block),
         value=descriptor(p.value, config.block),
@@ -147,16 +148,20 @@ def keys(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of key and value, (B, Hkv, M, D)."""
     from sigattn.ops.triton.hopper_backward import hopper_keys_kernel
 
-    return _of_keys(prepared, grad_out, hopper_keys_kernel, tuning.KEYS)
+    s = prepared.shape
+    programs = _programs(s.m, s.batch * s.kv_heads)
+    return _of_keys(prepared, grad_out, hopper_keys_kernel, tuning.KEYS, programs)
 
 
-def _of_keys(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more: Any) -> tuple[Tensor, Tensor]:
+def _of_keys(
+    prepared: Launch, grad_out: Tensor, kernel: Any, name: str, programs: int, **more: Any
+) -> tuple[Tensor, Tensor]:
     p, s = prepared.problem, prepared.shape
     grad_key, grad_value = new_like(p.key), new_like(p.value)
     run(
         prepared,
         kernel,
-        _programs(s.m, s.batch * s.kv_heads),
+        programs,
         **_backward(prepared, grad_out, name),
         grad_key=descriptor(grad_key, 64, swizzle(name, "grad_key", s.d)),
         grad_value=descriptor(grad_value, 64, swizzle(name, "grad_value", s.d)),
@@ -171,9 +176,13 @@ def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     from sigattn.ops.triton.hopper_fused import hopper_fused_kernel
 
     p, s = prepared.problem, prepared.shape
-    block = tuning.HOPPER[tuning.FUSED][s.d].block
-    sums = torch.zeros(s.batch, s.heads, -(-s.n // block) * block, s.d, dtype=torch.float32, device=p.query.device)
-    grad_key, grad_value = _of_keys(prepared, grad_out, hopper_fused_kernel, tuning.FUSED, grad_query=sums)
+    config, heads, device = tuning.HOPPER[tuning.FUSED][s.d], s.batch * s.kv_heads, p.query.device
+    padded = -(-s.n // config.block) * config.block
+    sums = torch.zeros(s.batch, s.heads, padded, s.d, dtype=torch.float32, device=device)
+    programs = _programs(s.m, heads, device if config.persistent else None)
+    grad_key, grad_value = _of_keys(
+        prepared, grad_out, hopper_fused_kernel, tuning.FUSED, programs, grad_query=sums, batch_heads=heads
+    )
     factor = p.scale_value * 2.0 ** -scalars(prepared)["own_shift"]
     grad_query = new_like(p.query)
     torch.mul(sums[:, :, : s.n], factor, out=grad_query)  # in one pass

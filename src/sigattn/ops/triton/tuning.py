@@ -29,8 +29,8 @@ class HopperConfig(NamedTuple):
     """Of the kernels in hopper.py and hopper_backward.py: rows of a tile that is walked, tiles in flight.
 
     ahead: whether S of the next tile is issued before σ of this one (forward). sigmoid: as in ``Config``. persistent:
-    whether there are as many programs as multiprocessors, each with many tiles of queries, so that the next one's first
-    tiles are under way while this one's output is written (forward).
+    whether there are as many programs as multiprocessors, each with many tiles, so that the next one's first operands
+    are under way while this one's results are written (forward, and the backward in one kernel).
     """
 
     block: int
@@ -251,6 +251,8 @@ def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
             HopperConfig(block, stages) for block in ((64,) if kernel == FUSED else (64, 128)) for stages in (2, 3)
         ]
         found.append(HOPPER[kernel][width]._replace(sigmoid="accurate"))
+        if kernel == FUSED:
+            found.append(HOPPER[kernel][width]._replace(persistent=False))
     return [config for config in found if _fits(kernel, width, config)]
 
 
