@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import hopper, hopper_backward, hopper_fused, launch, launch_hopper, tuning
+from sigattn.ops.triton import hopper, hopper_backward, hopper_fused, launch, launch_hopper, prepare, tuning
 from sigattn.ops.triton.tuning import HopperConfig
 from tests.ops import gluon_simulator
 from tests.ops.truth import assert_as_good_as_formula
@@ -34,7 +34,7 @@ def simulated(monkeypatch):
     simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward, hopper_fused], started=[])
     new_like = launch_hopper.new_like
     monkeypatch.setattr(launch_hopper, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(launch, "architecture", lambda device: 90)
+    monkeypatch.setattr(prepare, "architecture", lambda device: 90)
     monkeypatch.setattr(tuning, "SPECIALISED", frozenset(tuning.HOPPER))
     monkeypatch.setattr(launch_hopper, "run", run)
     monkeypatch.setattr(launch_hopper, "new_like", lambda t: new_like(t).fill_(torch.nan))
@@ -199,7 +199,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
     what = f"{kernel} {tuning.HOPPER[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
     monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
-    assert launch_hopper.unavailable(launch.prepare(p), grad) is None
+    assert launch_hopper.unavailable(prepare.arguments_of(p), grad) is None
     if kernel == tuning.FORWARD:
         truth, rough = formula(p, torch.float64), formula(p, p.query.dtype)
         assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0, what)
@@ -215,7 +215,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
 
 def test_what_they_do_not_serve(simulated):
     p, _ = problem_of(130, 130, True, torch.bfloat16)
-    assert launch_hopper.unavailable(launch.prepare(p)) is None
+    assert launch_hopper.unavailable(prepare.arguments_of(p)) is None
     others = [
         p._replace(query=p.query.float(), key=p.key.float(), value=p.value.float()),
         p._replace(left=5),
@@ -229,7 +229,7 @@ def test_what_they_do_not_serve(simulated):
         p._replace(key=p.key.expand(1, 1, 130, 64)[:, :, :1].expand(1, 1, 130, 64)),
     ]
     for other in others:
-        assert launch_hopper.unavailable(launch.prepare(other)) is not None
+        assert launch_hopper.unavailable(prepare.arguments_of(other)) is not None
 
 
 def test_nobody_uses_them_before_they_were_measured():

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from sigattn import sigmoid_attention
-from sigattn.ops.triton import launch, repeats, tuning
+from sigattn.ops.triton import launch, prepare, repeats, tuning
 from tests.ops.cases import device_of
 
 DEVICE = device_of("triton")
@@ -19,9 +19,9 @@ DEVICE = device_of("triton")
 def prepared(monkeypatch):
     """How many problems were prepared from the beginning."""
     count = []
-    prepare = launch.prepare
+    arguments_of = prepare.arguments_of
     monkeypatch.setattr(repeats, "_known", {})
-    monkeypatch.setattr(launch, "prepare", lambda problem: count.append(1) or prepare(problem))
+    monkeypatch.setattr(prepare, "arguments_of", lambda problem: count.append(1) or arguments_of(problem))
     return count
 
 

@@ -11,7 +11,7 @@ import triton.language as language
 from sigattn import flash, sigmoid_attention
 from sigattn.ops import library, triton
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import activation, descriptors, launch, tuning
+from sigattn.ops.triton import activation, descriptors, prepare, tuning
 from tests.ops.cases import KERNEL_PATHS, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -73,9 +73,9 @@ def test_tf32_follows_pytorch_s_settings():
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert launch.tf32_is_allowed()
+        assert prepare.tf32_is_allowed()
         torch.set_float32_matmul_precision("highest")
-        assert not launch.tf32_is_allowed()
+        assert not prepare.tf32_is_allowed()
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -126,7 +126,7 @@ def test_added_queries_gradient_is_the_same(monkeypatch):
         return torch.autograd.grad(out.square().sum(), (q, k, v))
 
     expected = gradients()
-    monkeypatch.setattr(tuning, "ADD_QUERY_ATOMICALLY", frozenset([launch.architecture(q.device)]))
+    monkeypatch.setattr(tuning, "ADD_QUERY_ATOMICALLY", frozenset([prepare.architecture(q.device)]))
     for a, b in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -217,17 +217,17 @@ def test_the_fast_sigmoid_is_asked_for_where_it_may_be(monkeypatch):
         asked.append(problem.fast)
         raise InterruptedError
 
-    monkeypatch.setattr(launch, "prepare", seen)
+    monkeypatch.setattr(prepare, "arguments_of", seen)
     q = torch.zeros(1, 4, 1, 8, dtype=torch.float16, device=DEVICE)
     for precision in ("fast", "accurate", None):
         with contextlib.suppress(InterruptedError):
             flash.flash_attn_func(q, q, q, sigmoid_precision=precision, backend="triton")
     assert asked == [True, False, False]
     fast = problem(dtype=torch.float16)._replace(fast=True)
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    assert launch._sigmoid(fast) == "fast"
+    monkeypatch.setattr(prepare, "INTERPRETED", False)
+    assert prepare.sigmoid_form(fast) == "fast"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert launch._sigmoid(fast) == "accurate"
+    assert prepare.sigmoid_form(fast) == "accurate"
 
 
 @kernels.jit

@@ -23,7 +23,7 @@ from rich.table import Table
 from sigattn.bench import gpu, provenance, trial
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import launch, launch_hopper, tuning
+from sigattn.ops.triton import launch, launch_hopper, prepare, tuning
 
 BOTH, BOTH_GLUON = "both kernels", "both Gluon kernels"
 # A tile shape, a configuration of a Hopper kernel, BOTH_GLUON: the tables' Hopper kernels for the two parts of the
@@ -107,7 +107,7 @@ def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
     """What is measured, and first what is in force."""
     replaced = tuning.KEYS if case.kernel == tuning.FUSED else case.kernel
     dtype = gpu.DTYPES[config.dtype]
-    own = tuning.configuration(replaced, launch.architecture(gpu.device()), case.head_dim, dtype.itemsize)
+    own = tuning.configuration(replaced, prepare.architecture(gpu.device()), case.head_dim, dtype.itemsize)
     found: list[Candidate] = [None, own] if case.kernel == tuning.FUSED else [own]
     if config.specialised:
         found += [BOTH_GLUON] if case.kernel == tuning.FUSED else []
@@ -137,7 +137,7 @@ def run_tables(config: TuneBenchmark) -> None:
             case = Case(config.lengths[0], d, False, kernel)
             replaced = tuning.KEYS if kernel == tuning.FUSED else kernel
             own = tuning.configuration(
-                replaced, launch.architecture(gpu.device()), d, gpu.DTYPES[config.dtype].itemsize
+                replaced, prepare.architecture(gpu.device()), d, gpu.DTYPES[config.dtype].itemsize
             )
             candidates: list[Candidate] = [None if kernel == tuning.FUSED else own, own._replace(tma=True)]
             if config.specialised:
@@ -220,11 +220,11 @@ def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gp
         tuning.HOPPER = {**tuning.HOPPER, changed: {problem.query.shape[-1]: candidate}}
     elif candidate == BOTH_GLUON:
         special = [tuning.KEYS, tuning.QUERIES]
-    if special and (reason := launch_hopper.unavailable(launch.prepare(problem), given.grad_out)) is not None:
+    if special and (reason := launch_hopper.unavailable(prepare.arguments_of(problem), given.grad_out)) is not None:
         raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
     atomic = changed == tuning.FUSED and isinstance(candidate, tuning.Config)
     tuning.configuration, tuning.SPECIALISED = configuration, frozenset(special)
-    tuning.ADD_QUERY_ATOMICALLY = frozenset([launch.architecture(problem.query.device)] if atomic else [])
+    tuning.ADD_QUERY_ATOMICALLY = frozenset([prepare.architecture(problem.query.device)] if atomic else [])
     try:
         yield
     finally:

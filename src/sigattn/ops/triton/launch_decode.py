@@ -13,7 +13,7 @@ from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import UNLIMITED
 from sigattn.ops.triton import tuning
 from sigattn.ops.triton.decode import decode_kernel
-from sigattn.ops.triton.launch import _LOG2E, _named, _precision, _sigmoid, _single, within_reach
+from sigattn.ops.triton.prepare import LOG2E, named, precision, sigmoid_form, single, within_reach
 
 _MOST_SPLITS = 128
 _INTERPRETED_PROCESSORS = 4  # so that the interpreter has parts to add as well
@@ -36,7 +36,7 @@ def forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
         decode_kernel[(programs, splits)](
             **arguments(p),
             out=parts,
-            **_named("o", "sbnhd", parts.stride()),
+            **named("o", "sbnhd", parts.stride()),
             splits=splits,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -66,9 +66,9 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
         "ends": p.lengths if p.ends is None else p.ends,
         "first": p.lengths if p.first is None else p.first,
         "table": p.lengths if p.table is None else p.table,
-        **_named("q", "bnhd", p.query.stride()),
-        **_named("k", "pnhd", p.key.stride()),
-        **_named("v", "pnhd", p.value.stride()),
+        **named("q", "bnhd", p.query.stride()),
+        **named("k", "pnhd", p.key.stride()),
+        **named("v", "pnhd", p.value.stride()),
         "table_b": 0 if p.table is None else p.table.stride(0),
         "n": n,
         "kv_heads": kv_heads,
@@ -77,7 +77,7 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
         "table_width": 1 if p.table is None else p.table.shape[1],
         "left": p.left,
         "right": p.right,
-        "z_scale": _single(-p.scale_value * _LOG2E),
+        "z_scale": single(-p.scale_value * LOG2E),
         "GROUP": heads // kv_heads,
         "D": d,
         "DV": dv,
@@ -88,8 +88,8 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
         "TABLE": p.table is not None,
         "HAS_LEFT": p.left != UNLIMITED,
         "HAS_RIGHT": p.right != UNLIMITED,
-        "SIGMOID": _sigmoid(p),
-        "PRECISION": _precision(p.query),
+        "SIGMOID": sigmoid_form(p),
+        "PRECISION": precision(p.query),
         **_bias(p),
         **_slopes(p),
     }
@@ -101,17 +101,17 @@ def _bias(p: CachedProblem) -> dict[str, Any]:
     half = p.query.dtype is torch.float16
     if p.bias.dim():
         bias = p.bias.to(p.query.device)
-        pointer = (bias.amax().float() * -_LOG2E).floor().nan_to_num(0.0).clamp(0, 15) if half else p.query
+        pointer = (bias.amax().float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15) if half else p.query
         kind, tensor, number, shift, strides = "tensor", bias, 0.0, 0.0, bias.expand(batch, heads, n).stride()
     else:
         number = p.bias.item()
-        shift = float(min(max(math.floor(-number * _LOG2E), 0), 15)) if half and math.isfinite(number) else 0.0
+        shift = float(min(max(math.floor(-number * LOG2E), 0), 15)) if half and math.isfinite(number) else 0.0
         kind, tensor, pointer, strides = "number", p.query, p.query, (0, 0, 0)
     return {
         "bias": tensor,
-        "bias_value": _single(-number * _LOG2E),
+        "bias_value": single(-number * LOG2E),
         "BIAS": kind,
-        **_named("bias", "bhn", strides),
+        **named("bias", "bhn", strides),
         "shift_pointer": pointer,
         "shift_value": shift,
         "SHIFT": kind if half else "none",
@@ -120,6 +120,6 @@ def _bias(p: CachedProblem) -> dict[str, Any]:
 
 def _slopes(p: CachedProblem) -> dict[str, Any]:
     if p.alibi_slopes is None:
-        return {"slopes": p.query, "SLOPES": False, **_named("slopes", "bhs", (0, 0, 0))}
+        return {"slopes": p.query, "SLOPES": False, **named("slopes", "bhs", (0, 0, 0))}
     strides = p.alibi_slopes.expand(p.query.shape[0], p.query.shape[2], 2).stride()
-    return {"slopes": p.alibi_slopes, "SLOPES": True, **_named("slopes", "bhs", strides)}
+    return {"slopes": p.alibi_slopes, "SLOPES": True, **named("slopes", "bhs", strides)}

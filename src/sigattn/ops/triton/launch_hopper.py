@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, PackedProblem
-from sigattn.ops.triton import descriptors, launch, repeats, tuning
-from sigattn.ops.triton.launch import Launch
+from sigattn.ops.triton import descriptors, prepare, repeats, tuning
+from sigattn.ops.triton.prepare import Launch
 
 REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: what a multiprocessor has for 384
 
@@ -18,7 +18,7 @@ REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: 
 def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
     """Why the kernels cannot serve a problem, or None."""
     p, s, a = prepared.problem, prepared.shape, prepared.arguments
-    if launch.architecture(p.query.device) != 90:
+    if prepare.architecture(p.query.device) != 90:
         return "they are for compute capability 9.0"
     if isinstance(p, PackedProblem) or a["MASK"] != "none" or a["SLOPES"] or a["LENGTHS"] or a["DROPOUT"]:
         return "they take neither packed sequences nor masks, ALiBi, key lengths or dropout"
@@ -80,7 +80,7 @@ def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
         "STAGES": config.stages,
         "CAUSAL": prepared.problem.right == 0,
         "SHIFTED": a["SHIFT"] != "none",
-        "SIGMOID": launch.form(a["SIGMOID"], config.sigmoid),
+        "SIGMOID": prepare.form(a["SIGMOID"], config.sigmoid),
         "ROWS": 64,
         "REGISTERS": REGISTERS,
     }
