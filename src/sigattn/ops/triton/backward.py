@@ -47,7 +47,7 @@ def keys_kernel(
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
 ):  # fmt: skip
-    """The gradients dK and dV of one tile of BLOCK_N keys of one key head; launch.py says what the arguments are."""
+    """The gradients dK and dV of one tile of BLOCK_N keys of one key head; prepare.py says what the arguments are."""
     tiles = tl.cdiv(keys, BLOCK_N)
     program = tl.program_id(0)
     column_start = program % tiles * BLOCK_N  # under a causal mask the first keys have the most to do: they go first
@@ -170,7 +170,7 @@ def queries_kernel(
     NEED_QUERY: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_SLOPES: tl.constexpr, NEED_MASK: tl.constexpr,
     SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and the sums of dS, of one tile of BLOCK_M queries of one head; launch.py says what the arguments are.
+    """dQ, and the sums of dS, of one tile of BLOCK_M queries of one head; prepare.py says what the arguments are.
 
     NEED_MASK: "none", "stored" (every entry of grad_mask has one writer) or "added" (atomically, for the mask is
     broadcast; along queries where SUM_ROWS, along keys where SUM_COLUMNS).

@@ -36,7 +36,7 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_M queries of one head; launch.py says what the arguments are."""
+    """One tile of BLOCK_M queries of one head; prepare.py says what the arguments are."""
     tiles = tl.cdiv(n, BLOCK_M)
     program = tl.program_id(0)
     head = program // tiles  # b·Hq + h

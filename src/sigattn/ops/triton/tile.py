@@ -2,7 +2,7 @@
 
 Functions of a tile take the rows' and columns' indices ready for broadcasting, so that one text serves tiles of
 (queries, keys) and of (keys, queries). A tile's own start is added in 64 bits, so tensors may have more than 2^31
-elements; offsets inside a tile of operands are 32-bit, for 64 would cost registers (launch.py sees to it that they
+elements; offsets inside a tile of operands are 32-bit, for 64 would cost registers (prepare.py sees to it that they
 fit).
 """
 
