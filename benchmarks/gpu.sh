@@ -70,8 +70,8 @@ export python out
 
 run='import sys; from pathlib import Path; from sigattn.bench import'
 step tests 120 env SIGATTN_FUZZ_EXAMPLES=$examples "$python" -m pytest -q -p no:cacheprovider --durations=5 $parallel \
-    tests/ops/test_triton.py tests/ops/test_correctness.py tests/ops/test_dropout.py tests/test_flash.py \
-    tests/test_flash_kvcache.py -k triton
+    tests/ops/test_triton.py tests/ops/test_repeats.py tests/ops/test_correctness.py tests/ops/test_dropout.py \
+    tests/test_flash.py tests/test_flash_kvcache.py -k "triton or repeats"
 step accuracy 35 "$python" -c "$run accuracy as b; b.run(b.AccuracyBenchmark(results=Path('$out/accuracy'), $accuracy))"
 step overhead 30 "$python" -c "$run overhead as b; b.run(b.OverheadBenchmark(results=Path('$out/overhead.json'), $overhead))"
 step kernels 185 "$python" -c "$run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/kernels'), seconds=145, $kernels))"

@@ -15,9 +15,10 @@ from tests.ops.cases import device_of
 DEVICE = device_of("triton")
 
 
-@pytest.fixture
-def prepared(monkeypatch):
-    """How many problems were prepared from the beginning."""
+@pytest.fixture(params=[False, True] if torch.cuda.is_available() else [False])
+def prepared(monkeypatch, request):
+    """How many problems were prepared from the beginning; on a GPU, compiled kernels are also started without Triton."""
+    monkeypatch.setattr(tuning, "RELAUNCH", request.param)
     count = []
     arguments_of = prepare.arguments_of
     monkeypatch.setattr(repeats, "_known", {})
