@@ -51,11 +51,12 @@ if [[ $tiny == 1 ]]; then
     hybrid="lengths=(32, 64), heads=2, head_dim=16, rounds=1, round_seconds=0.0, dtype='float32'"
     tune="lengths=(64,), heads=1, head_dims=(16,), most_flops=1e6, rounds=1, round_seconds=0.0, most_candidates=2"
     decode="contexts=(64,), batches=(2,), heads=2, kv_heads=1, head_dim=16, rounds=1, round_seconds=0.0, dtypes=('float32',), prompts=()"
+    hopper_tune=$tune
     overhead="n=20, heads=1, head_dim=16, batches=(1,), rounds=1, round_seconds=0.0, dtype='float32'"
     training="kappas=(4,), seconds=2.0, steps=2, batch=1, upscale=1, layers=1"
     examples=3
 else
-    kernels="" overhead="" accuracy="" hybrid="" tune="" training="" decode="most_gib=40.0"
+    kernels="" overhead="" accuracy="" hybrid="" tune="" hopper_tune="lengths=(4096, 1024)" training="" decode="most_gib=40.0"
     examples=12  # each may compile three kernels
 fi
 parallel=$("$python" -c "import xdist" 2>/dev/null && echo "-n 12 --dist worksteal")
@@ -92,8 +93,8 @@ if [[ ,$steps, == *,hopper,* ]]; then
         step hopper_sanitize 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -x -p no:cacheprovider \
             tests/ops/test_hopper.py -k "tables_on_a_gpu and 64"
     fi
-    step hopper_tune 110 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/hopper_tune'), seconds=95, specialised=True, $tune))"
-    step hopper_kernels 200 "$python" -c "from sigattn.ops.triton import tuning; tuning.SPECIALISED = frozenset(tuning.HOPPER)
+    step hopper_tune 110 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/hopper_tune'), seconds=95, specialised=True, $hopper_tune))"
+    step hopper_kernels 200 "$python" -c "from sigattn.ops.triton import tuning; tuning.SPECIALISED, tuning.ADD_QUERY_FROM = frozenset(tuning.HOPPER), {90: 0}
 $run kernels as b; b.run(b.KernelBenchmark(results=Path('$out/hopper_kernels'), seconds=160, alibi=False, $kernels))"
 fi
 # what binds each kernel, to hold against docs/speed.md (STEPS=profile): one line for each kernel and counter

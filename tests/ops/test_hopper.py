@@ -36,6 +36,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr(launch_hopper, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(prepare, "architecture", lambda device: 90)
     monkeypatch.setattr(tuning, "SPECIALISED", frozenset(tuning.HOPPER))
+    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0})
     monkeypatch.setattr(launch_hopper, "run", run)
     monkeypatch.setattr(launch_hopper, "new_like", lambda t: new_like(t).fill_(torch.nan))
     monkeypatch.setattr(
@@ -101,7 +102,7 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
     ],
 )
 def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, dtype):
-    monkeypatch.setattr(tuning, "SPECIALISED", frozenset([tuning.KEYS, tuning.QUERIES]))
+    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {})
     check_backward(simulated, monkeypatch, causal, size, config, dtype)
     assert set(simulated.started) == {"hopper_keys_kernel", "hopper_queries_kernel"}
 
@@ -154,6 +155,7 @@ def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
 def test_the_tables(simulated, monkeypatch, kernels):
     """Every configuration in the tables, at both head sizes."""
     monkeypatch.setattr(tuning, "SPECIALISED", frozenset(kernels))
+    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0} if tuning.FUSED in kernels else {})
     for d in (64, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
         assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
@@ -199,6 +201,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
     p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
     what = f"{kernel} {tuning.HOPPER[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
     monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
+    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0} if kernel == tuning.FUSED else {})
     assert launch_hopper.unavailable(prepare.arguments_of(p), grad) is None
     if kernel == tuning.FORWARD:
         truth, rough = formula(p, torch.float64), formula(p, p.query.dtype)

@@ -17,7 +17,7 @@ DEVICE = device_of("triton")
 
 @pytest.fixture(params=[False, True] if torch.cuda.is_available() else [False])
 def prepared(monkeypatch, request):
-    """How many problems were prepared from the beginning; on a GPU, compiled kernels are also started without Triton."""
+    """How many problems were prepared from the beginning; on a GPU also with compiled kernels started directly."""
     monkeypatch.setattr(tuning, "RELAUNCH", request.param)
     count = []
     arguments_of = prepare.arguments_of

@@ -33,6 +33,7 @@ def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[R
         for d in head_dims
         for kernel in tuning.HOPPER
         for config in (tuning.hopper_candidates(kernel, d) if candidates else [tuning.HOPPER[kernel][d]])
+        if config.persistent  # the others are the same code
         for causal in (False, True)
     ]
 

@@ -86,12 +86,12 @@ def _backward(launch: Launch, grad_out: Tensor, needs: Needs) -> Gradients:
         "logit_scale": single(p.scale_value * p.keep_scale),
     }
     sums = needs.bias or needs.attn_mask or needs.alibi_slopes
-    in_any_order = not (sums or p.deterministic)
-    if in_any_order and all(needs[:3]) and _specialised(launch, tuning.FUSED, grad_out):
+    at_least = tuning.ADD_QUERY_FROM.get(prepare.architecture(p.query.device))
+    atomic = at_least is not None and s.n >= at_least and needs.query and not (sums or p.deterministic)
+    if atomic and all(needs[:3]) and _specialised(launch, tuning.FUSED, grad_out):
         from sigattn.ops.triton import launch_hopper
 
         return Gradients(*launch_hopper.fused(launch, grad_out), None, None, None)
-    atomic = needs.query and in_any_order and prepare.architecture(p.query.device) in tuning.ADD_QUERY_ATOMICALLY
     query = torch.zeros_like(p.query, dtype=torch.float32) if atomic else None
     key: Tensor | None
     value: Tensor | None

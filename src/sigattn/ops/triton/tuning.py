@@ -7,6 +7,8 @@ static``): no spills, tensor cores fed from shared memory, room for at least two
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -173,9 +175,10 @@ _OTHER: dict[str, dict[int, Config]] = {
     },
 }
 
-# dQ added atomically by the kernel of the keys: two products of seven saved, the order of addition lost. Whether that
-# is faster has not been measured on any architecture, so no one has it by default.
-ADD_QUERY_ATOMICALLY: frozenset[int] = frozenset()
+# dQ added atomically by the kernel of the keys: two products of seven saved, the order of addition lost. By
+# architecture, from how many queries on that is done; whether it is faster was not measured on any, so no one has it by
+# default. On Hopper it is the kernel in Gluon that does it, where that is in SPECIALISED and serves.
+ADD_QUERY_FROM: Mapping[int, int] = MappingProxyType({})
 
 # Whether a plain call that was made before starts its compiled kernels itself (repeats.py) instead of through Triton,
 # which looks at every argument again, some 30 µs. It was never tried on a GPU.
@@ -188,7 +191,7 @@ HOPPER: dict[str, dict[int, HopperConfig]] = {
     FORWARD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, ahead=False)},
     KEYS: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
     QUERIES: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
-    FUSED: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
+    FUSED: {64: HopperConfig(64, 3), 128: HopperConfig(64, 3)},
 }
 SPECIALISED: frozenset[str] = frozenset()
 
