@@ -6,10 +6,11 @@
 #     benchmarks/gpu.sh OUT [WHEELS]
 #
 # OUT: folder for results and logs. WHEELS: folder of wheels of peers (triton-sigmoid, flash-attn, …) to compare with.
-# STEPS=tests,kernels,… does some of the steps only. Others are done only where they are named, in calls of their own: STEPS=hopper, the Hopper kernels in Gluon (tests, memory checks, every configuration beside the portable kernels,
-# then the kernels' benchmark with them), eight minutes; STEPS=training, which also needs scikit-learn, tensorboard and
-# safetensors, six. STEPS=profile has Nsight Compute say what binds each kernel, three minutes. With TRITON_INTERPRET=1
-# and no GPU, it tries itself at tiny sizes.
+# STEPS=tests,kernels,… does some of the steps only. Others are done only where they are named, in calls of their own:
+# STEPS=hopper, the Hopper kernels in Gluon (tests, memory checks, every configuration beside the portable kernels, then
+# the kernels' benchmark with them), eight minutes; STEPS=profile, Nsight Compute on what binds each kernel, three;
+# STEPS=training, which also needs scikit-learn, tensorboard and safetensors, six. With TRITON_INTERPRET=1 and no GPU, it
+# tries itself at tiny sizes.
 set -uo pipefail
 
 out=${1:?usage: benchmarks/gpu.sh OUT [WHEELS]}

@@ -1,9 +1,10 @@
 """The forward kernel for Hopper in Gluon, Triton's lower level: TMA, wgmma and mbarriers, each warp with a role.
 
 A producer warp lets the copy engine bring tiles of K and V into rings in shared memory. Two groups of four warps, 64
-queries each, take them from there. A group issues S of the next tile *before* σ of this one, and leaves P V running
-while it computes the next weights: sigmoid has nothing that ties one tile to another, so all that a group waits for are
-tensor cores that are busy with its own products. While one group computes weights, the other's products run.
+queries each, take them from there. A group issues S of the next tile *before* σ of this one (AHEAD), and leaves P V
+running while it computes the next weights: sigmoid has nothing that ties one tile to another, so all that a group waits
+for are tensor cores that are busy with its own products. While one group computes weights, the other's products run. A
+program may have many tiles of queries: the next ones, and their keys, are on their way while an output is written.
 
 It serves the plain problem: 16 bits, D = Dv of 64 or 128, b a number, full or causal. The arguments are those of
 ``forward_kernel`` but for the tensors, which come as descriptors of (B, H, N, D) for the copy engine: rows beyond the
