@@ -28,6 +28,8 @@ from sigattn.ops.triton import descriptors, tuning
 # Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
 SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS = 16, 128, 64, 128, 4096
 PRODUCTS = {tuning.FORWARD: 2, tuning.KEYS: 4, tuning.QUERIES: 3, tuning.DECODE: 2}
+# dK and dV one after the other
+PARTS = {"keys, dK": {"NEED_VALUE": False}, "keys, dV": {"NEED_KEY": False}}
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -111,7 +113,7 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
         for architecture in config.architectures
         for dtype in config.dtypes
         for d in config.head_dims
-        for kernel in PRODUCTS
+        for kernel in kernels_of(architecture, d, dtype)
         for causal in (False, True)
     ]
     if 90 in config.architectures and "bfloat16" in config.dtypes:
@@ -132,10 +134,16 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
     return rows
 
 
+def kernels_of(architecture: int, head_dim: int, dtype: str) -> list[str]:
+    """What a plain call may start."""
+    apart = tuning.configuration(tuning.KEYS, architecture, head_dim, 4 if dtype == "float32" else 2).apart
+    return [name for kernel in PRODUCTS for name in (PARTS if kernel == tuning.KEYS and apart else [kernel])]
+
+
 def _variants(head_dim: int) -> Iterator[Report]:
     """What is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
-    for kernel in (tuning.FORWARD, tuning.KEYS, tuning.QUERIES):
-        default = tuning.configuration(kernel, 90, head_dim, 2)
+    for kernel in (k for k in kernels_of(90, head_dim, "bfloat16") if k != tuning.DECODE):
+        default = tuning.configuration(tuning.KEYS if kernel in PARTS else kernel, 90, head_dim, 2)
         for form in ("accurate", "paired", "exact", "fast"):
             if form != default.sigmoid:
                 report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
@@ -172,6 +180,8 @@ def compile_kernel(
     from sigattn.ops.triton.forward import forward_kernel
 
     functions = {tuning.FORWARD: forward_kernel, tuning.KEYS: keys_kernel, tuning.QUERIES: queries_kernel}
+    constants = {**PARTS.get(kernel, {}), **constants}
+    name, kernel = kernel, tuning.KEYS if kernel in PARTS else kernel
     function = {**functions, tuning.DECODE: decode_kernel}[kernel]
     itemsize = 4 if dtype == "float32" else 2
     if kernel == tuning.DECODE:
@@ -187,7 +197,7 @@ def compile_kernel(
         options={"num_warps": config.warps, "num_stages": config.stages},
     )
     scores = config.block_m * config.block_n / (32 * config.warps)
-    return read(compiled, scores, kernel, architecture, dtype, head_dim, causal, config)
+    return read(compiled, scores, name, architecture, dtype, head_dim, causal, config)
 
 
 def read(
@@ -326,7 +336,9 @@ def _loop(body: list[str], scores: float) -> Loop:
 
 def products_of(kernel: str) -> int:
     """Of two matrices, for each tile."""
-    return 5 if kernel.startswith(tuning.FUSED) else PRODUCTS[kernel.partition(",")[0]]
+    more = {"keys, dK": 3, "keys, dV": 2, tuning.FUSED: 5}
+    found = next((count for name, count in more.items() if kernel.startswith(name)), None)
+    return found or PRODUCTS[kernel.partition(",")[0]]
 
 
 def _row(r: Report) -> dict[str, Any]:

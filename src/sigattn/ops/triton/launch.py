@@ -129,21 +129,25 @@ def _of_keys(launch: Launch, needs: Needs, query: Tensor | None) -> tuple[Tensor
     if key is None and value is None and query is None:
         return None, None
     config = launch.config(tuning.KEYS)
-    _run(
-        keys_kernel,
-        launch,
-        config,
-        _tiles(s.m, config.block_n) * s.batch * s.kv_heads,
-        grad_query=p.query if query is None else query,
-        grad_key=p.key if key is None else key,
-        grad_value=p.value if value is None else value,
-        **named("gq", "bhnd", s.strides(p.query if query is None else query)),
-        **named("gk", "bhnd", s.strides(p.key if key is None else key)),
-        **named("gv", "bhnd", s.strides(p.value if value is None else value)),
-        NEED_KEY=key is not None,
-        NEED_VALUE=value is not None,
-        ADD_QUERY=query is not None,
-    )
+    parts = [(key, value, query)]
+    if config.apart and key is not None and value is not None:
+        parts = [(key, None, query), (None, value, None)]
+    for k, v, q in parts:
+        _run(
+            keys_kernel,
+            launch,
+            config,
+            _tiles(s.m, config.block_n) * s.batch * s.kv_heads,
+            grad_query=p.query if q is None else q,
+            grad_key=p.key if k is None else k,
+            grad_value=p.value if v is None else v,
+            **named("gq", "bhnd", s.strides(p.query if q is None else q)),
+            **named("gk", "bhnd", s.strides(p.key if k is None else k)),
+            **named("gv", "bhnd", s.strides(p.value if v is None else v)),
+            NEED_KEY=k is not None,
+            NEED_VALUE=v is not None,
+            ADD_QUERY=q is not None,
+        )
     return key, value
 
 

@@ -16,7 +16,8 @@ class Config(NamedTuple):
     """A tile of ``block_m`` queries and ``block_n`` keys; warps of a program; tiles in flight.
 
     sigmoid: the form of σ in 16 bits, "accurate" or "paired" (activation.py). tma: whether the copy engine brings the
-    tiles, of tensors that it can serve (descriptors.py); from Hopper on.
+    tiles, of tensors that it can serve (descriptors.py); from Hopper on. apart: whether dK and dV are made one after
+    the other (KEYS): five products instead of four, but each with registers enough for wide heads.
     """
 
     block_m: int
@@ -25,6 +26,7 @@ class Config(NamedTuple):
     stages: int
     sigmoid: str = "accurate"
     tma: bool = False
+    apart: bool = False
 
 
 class HopperConfig(NamedTuple):
@@ -48,8 +50,8 @@ FUSED = "keys, adding dQ"  # the whole backward in one kernel
 # Each table (decoding has a rule instead): by kernel and padded head size.
 
 # 16-bit dtypes on Hopper (227 KiB of shared memory; wgmma wants 64 rows of a tile for each four warps, which at 256 the
-# kernel of the keys cannot give: dK and dV together fill the registers, and it works with mma.sync). The paired form of
-# σ takes two instructions a score less where numbers stay in their threads, which with mma.sync they do not.
+# kernel of the keys can give to dK or to dV, but not to both at once). The paired form of σ takes two instructions a
+# score less where numbers stay in their threads, as with wgmma they do.
 _HOPPER: dict[str, dict[int, Config]] = {
     FORWARD: {
         16: Config(128, 128, 8, 3, "paired"),
@@ -63,7 +65,7 @@ _HOPPER: dict[str, dict[int, Config]] = {
         32: Config(64, 128, 8, 3, "paired"),
         64: Config(64, 128, 8, 3, "paired"),
         128: Config(32, 128, 8, 2, "paired"),
-        256: Config(32, 32, 8, 1),
+        256: Config(32, 128, 8, 2, "paired", apart=True),
     },
     QUERIES: {
         16: Config(128, 64, 8, 3, "paired"),
@@ -225,6 +227,9 @@ def decoding(width: int, itemsize: int, rows: int) -> Config:
 
 def candidates(kernel: str, width: int) -> list[Config]:
     """What is worth measuring on a Hopper machine."""
+    if padded(width) >= 256 and kernel == KEYS:
+        apart = [Config(m, 128, 8, s, "paired", tma, True) for m in (32, 64) for s in (1, 2) for tma in (False, True)]
+        return [*apart, Config(32, 32, 8, 1)]
     if padded(width) >= 256:
         shapes = [(128, 64, 8), (64, 64, 4), (64, 32, 4), (32, 64, 4)]
     elif kernel in (KEYS, FUSED):
