@@ -99,6 +99,7 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
         (HopperConfig(64, 2, sigmoid="accurate"), torch.bfloat16),
         (HopperConfig(64, 2), torch.bfloat16),
         (HopperConfig(128, 3), torch.float16),
+        (HopperConfig(64, 2, persistent=False), torch.bfloat16),
     ],
 )
 def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, dtype):
@@ -253,9 +254,12 @@ class TestTheSimulator:
         vars(changed)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(changed)["plain"]
         exec(compile(source, "changed", "exec"), vars(changed))
         simulated.modules = [changed]
-        kernel = tuning.FORWARD if module is hopper else tuning.FUSED
-        monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
-        monkeypatch.setitem(tuning.HOPPER, kernel, {64: HopperConfig(64, stages)})
+        two = [tuning.KEYS, tuning.QUERIES]
+        kernels = {hopper: [tuning.FORWARD], hopper_backward: two, hopper_fused: [tuning.FUSED]}[module]
+        monkeypatch.setattr(tuning, "SPECIALISED", frozenset(kernels))
+        monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0} if module is hopper_fused else {})
+        for kernel in kernels:
+            monkeypatch.setitem(tuning.HOPPER, kernel, {64: HopperConfig(64, stages)})
         p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
         truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
         count = 0
@@ -264,7 +268,7 @@ class TestTheSimulator:
             count += not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, truth, strict=True))
         return count
 
-    @pytest.mark.parametrize("module", [hopper, hopper_fused])
+    @pytest.mark.parametrize("module", [hopper, hopper_backward, hopper_fused])
     def test_the_kernel_as_it_is(self, simulated, monkeypatch, module):
         assert self.wrong(simulated, monkeypatch, module, "mbarrier.wait", "mbarrier.wait") == 0
 
@@ -307,5 +311,5 @@ class TestTheSimulator:
         assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
 
     def test_next_keys_loaded_before_the_gradients_left_their_place(self, simulated, monkeypatch):
-        line = "            mbarrier.wait(own_empty.index(g), turn & 1 ^ 1)\n"
-        assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
+        line = "        mbarrier.wait(own_empty.index(g), turn & 1 ^ 1)\n"
+        assert self.wrong(simulated, monkeypatch, hopper_backward, line, "")

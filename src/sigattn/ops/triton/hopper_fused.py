@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sigattn.ops.triton.hopper import barriers, item_of, turns_of, weights
-from sigattn.ops.triton.hopper_backward import logit_gradient, queries_of, rings, transposed
+from sigattn.ops.triton.hopper import barriers, turns_of, weights
+from sigattn.ops.triton.hopper_backward import keys_of_turn, logit_gradient, places, produce_queries, transposed
 
 
 @gluon.jit
@@ -72,56 +72,14 @@ def add_pairs(at, x):
 
 
 @gluon.jit
-def work_of(
-    turn, n, keys, heads, first_row, GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """What a program does in a turn: sample, key head, first key, first query, tiles of queries, those at the mask."""
-    own_tiles = gl.cdiv(keys, 2 * ROWS)
-    kv_heads = heads // GROUP
-    item = item_of(turn, CAUSAL)
-    column_start = item % own_tiles * 2 * ROWS  # under a causal mask the first keys have the most to do
-    head = item // own_tiles
-    first_query, tiles, edges = queries_of(column_start, n, first_row, CAUSAL, BLOCK, ROWS)
-    return head // kv_heads, head % kv_heads, column_start, first_query, tiles, edges
-
-
-@gluon.jit
-def produce(
-    query, key, value, grad_out, shared, problem, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Bring keys and values, then tiles of queries and dO of all heads that share them, as soon as places are free."""
-    own_keys, own_values, ring, grads_ring, _ds, own_full, own_empty, full, empty, _ds_full, _ds_empty = shared
-    n, keys, heads, first_row, turns = problem
-    count = 0  # tiles so far
-    for turn in range(turns):
-        b, h_kv, column_start, first_query, tiles, _edges = work_of(
-            turn, n, keys, heads, first_row, GROUP, CAUSAL, BLOCK, ROWS
-        )
-        for g in gl.static_range(2):
-            mbarrier.wait(own_empty.index(g), turn & 1 ^ 1)
-            mbarrier.expect(own_full.index(g), 2 * ROWS * D * 2)
-            place = [b, h_kv, column_start + g * ROWS, 0]
-            tma.async_copy_global_to_shared(key, place, own_full.index(g), own_keys.index(g))
-            tma.async_copy_global_to_shared(value, place, own_full.index(g), own_values.index(g))
-        for step in range(GROUP * tiles):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
-            mbarrier.expect(full.index(stage), 2 * BLOCK * D * 2)
-            place = [b, h_kv * GROUP + step // tiles, first_query + step % tiles * BLOCK, 0]
-            tma.async_copy_global_to_shared(query, place, full.index(stage), ring.index(stage))
-            tma.async_copy_global_to_shared(grad_out, place, full.index(stage), grads_ring.index(stage))
-            count += 1
-
-
-@gluon.jit
 def consume(
     grad_query, grad_key, grad_value, shared, problem, scalars, GROUP_OF_WARPS: gl.constexpr, GROUP: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr,
     SHIFTED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of one group's 64 keys, and half of what 128 keys add to dQ, turn after turn."""
-    own_keys, own_values, ring, grads_ring, ds_ring, own_full, own_empty, full, empty, ds_full, ds_empty = shared
+    memory, ds_ring, ds_full, ds_empty = shared
+    own_keys, own_values, ring, grads_ring, own_full, own_empty, full, empty = memory
     n, keys, heads, first_row, turns = problem
     z_scale, z_bias, unit, lower, out_scale, logit_scale = scalars
     tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -134,7 +92,7 @@ def consume(
     padded = gl.cdiv(n, BLOCK) * BLOCK
     count = 0  # tiles so far
     for turn in range(turns):
-        b, h_kv, column_start, first_query, tiles, edges = work_of(
+        b, h_kv, column_start, first_query, tiles, edges = keys_of_turn(
             turn, n, keys, heads, first_row, GROUP, CAUSAL, BLOCK, ROWS
         )
         start = column_start + GROUP_OF_WARPS * ROWS
@@ -208,18 +166,12 @@ def hopper_fused_kernel(
     That is in grad_query, (B·Hq, N, D) in float32, where N is a multiple of BLOCK and rows beyond the last get 0. The
     tiles of K and V stand with a swizzle of D bytes, which leaves half of the columns in one piece.
     """
-    dtype: gl.constexpr = query.dtype
-    own_keys = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], key.layout)
-    own_values = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], value.layout)
-    ring, grads_ring, full, empty = rings(query, grad_out, STAGES, BLOCK, D)
+    memory = places(key, value, query, grad_out, STAGES, BLOCK, ROWS, D)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK, element_bitwidth=16, rank=2)
-    ds_ring = gl.allocate_shared_memory(dtype, [2, 2 * ROWS, BLOCK], ds_layout)
-    own_full, own_empty = barriers(2, 1), barriers(2, 1)
+    ds_ring = gl.allocate_shared_memory(query.dtype, [2, 2 * ROWS, BLOCK], ds_layout)
     ds_full, ds_empty = barriers(2, 2), barriers(2, 2)
     fence_async_shared()
-    shared = (
-        own_keys, own_values, ring, grads_ring, ds_ring, own_full, own_empty, full, empty, ds_full, ds_empty,
-    )  # fmt: skip
+    shared = (memory, ds_ring, ds_full, ds_empty)
     problem = (n, keys, heads, first_row, turns_of(gl.cdiv(keys, 2 * ROWS) * batch_heads, CAUSAL))
     scalars = (z_scale, z_bias, unit, lower, out_scale, logit_scale)
     gl.warp_specialize(
@@ -228,7 +180,7 @@ def hopper_fused_kernel(
                        STAGES, CAUSAL, SIGMOID, SHIFTED, ROWS)),
             (consume, (grad_query, grad_key, grad_value, shared, problem, scalars, gl.constexpr(1), GROUP, D, BLOCK,
                        STAGES, CAUSAL, SIGMOID, SHIFTED, ROWS)),
-            (produce, (query, key, value, grad_out, shared, problem, GROUP, D, BLOCK, STAGES, CAUSAL, ROWS)),
+            (produce_queries, (query, key, value, grad_out, memory, problem, GROUP, D, BLOCK, STAGES, CAUSAL, ROWS)),
         ],
         [4, 4],
         [REGISTERS, 24],

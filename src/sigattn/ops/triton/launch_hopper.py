@@ -98,29 +98,31 @@ def multiprocessors(device: torch.device) -> int:
     return count
 
 
-def _programs(rows: int, heads: int, device: torch.device | None = None) -> int:
-    """One for each 128 rows of each head; with a device, no more than it runs at a time."""
+def _grid(prepared: Launch, config: tuning.HopperConfig, of_keys: bool) -> dict[str, int]:
+    """Programs: one for each 128 rows of each head, or no more than the GPU runs at a time."""
+    s = prepared.shape
+    rows, heads = (s.m, s.batch * s.kv_heads) if of_keys else (s.n, s.batch * s.heads)
     tiles = -(-rows // 128) * heads
-    return tiles if device is None else min(tiles, multiprocessors(device))
+    most = multiprocessors(prepared.problem.query.device) if config.persistent else tiles
+    return {"programs": min(tiles, most), "batch_heads": heads}
 
 
 def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
     """The output, in ``out`` if the copy engine can write there."""
     from sigattn.ops.triton.hopper import hopper_forward_kernel
 
-    p, s, config = prepared.problem, prepared.shape, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
+    p, config = prepared.problem, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
     if descriptors.is_far(out):
         out = new_like(out)
     run(
         prepared,
         hopper_forward_kernel,
-        _programs(s.n, s.batch * s.heads, p.query.device if config.persistent else None),
         query=descriptor(p.query, 64),
         key=descriptor(p.key, config.block),
         value=descriptor(p.value, config.block),
         out=descriptor(out, 64),
         **_shared(prepared, config),
-        batch_heads=s.batch * s.heads,
+        **_grid(prepared, config, False),
         out_scale=scalars(prepared)["unit"],
         BLOCK_N=config.block,
         AHEAD=config.ahead,
@@ -141,6 +143,7 @@ def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]
         "lower": 2.0 ** (numbers["own_shift"] - numbers["shift"]),
         "logit_scale": p.scale_value * 2.0 ** -numbers["own_shift"],
         "BLOCK": config.block,
+        **_grid(prepared, config, kernel != tuning.QUERIES),
     }
 
 
@@ -148,20 +151,15 @@ def keys(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of key and value, (B, Hkv, M, D)."""
     from sigattn.ops.triton.hopper_backward import hopper_keys_kernel
 
-    s = prepared.shape
-    programs = _programs(s.m, s.batch * s.kv_heads)
-    return _of_keys(prepared, grad_out, hopper_keys_kernel, tuning.KEYS, programs)
+    return _of_keys(prepared, grad_out, hopper_keys_kernel, tuning.KEYS)
 
 
-def _of_keys(
-    prepared: Launch, grad_out: Tensor, kernel: Any, name: str, programs: int, **more: Any
-) -> tuple[Tensor, Tensor]:
+def _of_keys(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more: Any) -> tuple[Tensor, Tensor]:
     p, s = prepared.problem, prepared.shape
     grad_key, grad_value = new_like(p.key), new_like(p.value)
     run(
         prepared,
         kernel,
-        programs,
         **_backward(prepared, grad_out, name),
         grad_key=descriptor(grad_key, 64, swizzle(name, "grad_key", s.d)),
         grad_value=descriptor(grad_value, 64, swizzle(name, "grad_value", s.d)),
@@ -176,13 +174,10 @@ def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     from sigattn.ops.triton.hopper_fused import hopper_fused_kernel
 
     p, s = prepared.problem, prepared.shape
-    config, heads, device = tuning.HOPPER[tuning.FUSED][s.d], s.batch * s.kv_heads, p.query.device
-    padded = -(-s.n // config.block) * config.block
-    sums = torch.zeros(s.batch, s.heads, padded, s.d, dtype=torch.float32, device=device)
-    programs = _programs(s.m, heads, device if config.persistent else None)
-    grad_key, grad_value = _of_keys(
-        prepared, grad_out, hopper_fused_kernel, tuning.FUSED, programs, grad_query=sums, batch_heads=heads
-    )
+    block = tuning.HOPPER[tuning.FUSED][s.d].block
+    padded = -(-s.n // block) * block
+    sums = torch.zeros(s.batch, s.heads, padded, s.d, dtype=torch.float32, device=p.query.device)
+    grad_key, grad_value = _of_keys(prepared, grad_out, hopper_fused_kernel, tuning.FUSED, grad_query=sums)
     factor = p.scale_value * 2.0 ** -scalars(prepared)["own_shift"]
     grad_query = new_like(p.query)
     torch.mul(sums[:, :, : s.n], factor, out=grad_query)  # in one pass
@@ -193,12 +188,11 @@ def queries(prepared: Launch, grad_out: Tensor) -> Tensor:
     """The gradient of query, (B, Hq, N, D)."""
     from sigattn.ops.triton.hopper_backward import hopper_queries_kernel
 
-    p, s = prepared.problem, prepared.shape
+    p = prepared.problem
     grad_query = new_like(p.query)
     run(
         prepared,
         hopper_queries_kernel,
-        _programs(s.n, s.batch * s.heads),
         **_backward(prepared, grad_out, tuning.QUERIES),
         grad_query=descriptor(grad_query, 64),
     )
