@@ -126,7 +126,7 @@ def test_hopper_kernels():
     for report in map(json.loads, done.stdout.splitlines()):
         what = {k: v for k, v in report.items() if k != "loops"}
         # a few addresses, outside the loop; with everything in one kernel and heads of 128, some numbers inside it too
-        assert report["spills"] <= (90 if (report["kernel"], report["head_dim"]) == (FUSED, 128) else 8), what
+        assert report["spills"] <= (90 if (report["kernel"], report["head_dim"]) == (FUSED, 128) else 16), what
         assert report["shared"] <= SHARED[90], what
         assert report["tensor_instructions"] == "HGMMA", what
         assert report["loops"][0]["special"] <= 1.15, what

@@ -34,7 +34,7 @@ class HopperConfig(NamedTuple):
 
     ahead: whether S of the next tile is issued before σ of this one (forward). sigmoid: as in ``Config``. persistent:
     whether there are as many programs as multiprocessors, each with many tiles, so that the next one's first operands
-    are under way while this one's results are written (forward, and the backward in one kernel).
+    are under way while this one's results are written.
     """
 
     block: int
@@ -258,9 +258,8 @@ def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
         found = [
             HopperConfig(block, stages) for block in ((64,) if kernel == FUSED else (64, 128)) for stages in (2, 3)
         ]
-        found.append(HOPPER[kernel][width]._replace(sigmoid="accurate"))
-        if kernel == FUSED:
-            found.append(HOPPER[kernel][width]._replace(persistent=False))
+        own = HOPPER[kernel][width]
+        found += [own._replace(persistent=False), own._replace(sigmoid="accurate")]
     return [config for config in found if _fits(kernel, width, config)]
 
 
