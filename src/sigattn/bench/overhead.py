@@ -2,11 +2,15 @@
 
 Eager calls one after another, and the same calls as CUDA graphs. "relaunched" is ours where a call that was made before
 starts its compiled kernels itself (``ops/triton/repeats.py``), which is not the default before this has been measured.
+Without a GPU, only what Python does before a kernel starts is timed, with kernels that do nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+import timeit
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,9 @@ from rich.table import Table
 
 from sigattn.bench import gpu, provenance
 from sigattn.bench.contestants import CONTESTANTS, OURS
-from sigattn.ops.triton import tuning
+from sigattn.ops.gradients import Needs
+from sigattn.ops.problem import Problem
+from sigattn.ops.triton import launch, repeats, tuning
 
 RELAUNCHED = f"{OURS}, relaunched"
 
@@ -46,17 +52,89 @@ class OverheadBenchmark:
 def run(config: OverheadBenchmark) -> dict[str, Any]:
     """Measure, print a table, write the results; gives what was written."""
     absent: dict[str, str] = {}
-    in_force = tuning.RELAUNCH
-    try:
-        rows = [row for batch in config.batches for row in measure(config, batch, absent)]
-    finally:
-        tuning.RELAUNCH = in_force
-    report = {**gpu.describe("overhead", {**asdict(config), "results": ""}), "absent": absent, "rows": rows}
+    rows: list[dict[str, Any]] = []
+    described = {**asdict(config), "results": ""}
+    if runs := torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        in_force = tuning.RELAUNCH
+        try:
+            rows = [row for batch in config.batches for row in measure(config, batch, absent)]
+        finally:
+            tuning.RELAUNCH = in_force
+    report = {
+        **(gpu.describe("overhead", described) if runs else provenance.describe("overhead", described)),
+        "absent": absent,
+        "rows": rows,
+        "preparations": preparations(config),
+    }
     provenance.write(config.results, report)
     console = Console()
-    console.print(table(rows))
+    if rows:
+        console.print(table(rows))
+    for r in report["preparations"]:
+        what = (
+            f"{r['pass']}: {r['first_microseconds']:.1f} µs before a kernel starts, {r['again_microseconds']:.1f} again"
+        )
+        console.print(what, highlight=False)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
     return report
+
+
+class _NoKernel:
+    """Does nothing, with the parameters of another."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.arg_names = kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **arguments: None
+
+
+@contextlib.contextmanager
+def _no_kernels() -> Iterator[None]:
+    names = ("forward_kernel", "keys_kernel", "queries_kernel")
+    kernels = {name: getattr(launch, name) for name in names}
+    known = dict(repeats._known)
+    repeats._known.clear()
+    try:
+        for name, kernel in kernels.items():
+            setattr(launch, name, _NoKernel(kernel))
+        yield
+    finally:
+        for name, kernel in kernels.items():
+            setattr(launch, name, kernel)
+        repeats._known.clear()
+        repeats._known.update(known)
+
+
+def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
+    """Microseconds of a pass on the CPU up to its kernels: of a new kind, of one made before, and if none were kept."""
+    shape = (1, config.n, config.heads, config.head_dim)
+    q, k, v, grad = (torch.randn(shape).to(gpu.DTYPES[config.dtype]).transpose(1, 2) for _ in range(4))
+    problem = Problem(q, k, v)
+    passes: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "forward": (lambda: launch.forward(problem), lambda: launch._forward(prepare.arguments_of(problem))),
+        "backward": (
+            lambda: launch.backward(problem, grad, Needs()),
+            lambda: launch._backward(prepare.arguments_of(problem), grad, Needs()),
+        ),
+    }
+
+    def time(call: Callable[[], Any]) -> float:
+        call()
+        number = max(1, int(config.round_seconds / timeit.timeit(call, number=10) * 10))
+        return min(timeit.repeat(call, number=number, repeat=config.rounds)) / number * 1e6
+
+    rows = []
+    with _no_kernels():
+        for name, (call, not_kept) in passes.items():
+
+            def anew(call: Callable[[], Any] = call) -> None:
+                repeats._known.clear()
+                call()
+
+            found = {"first": time(anew), "again": time(call), "not_kept": time(not_kept)}
+            rows.append({"pass": name, **{f"{key}_microseconds": value for key, value in found.items()}})
+    return rows
 
 
 def measure(config: OverheadBenchmark, batch: int, absent: dict[str, str]) -> list[dict[str, Any]]:
