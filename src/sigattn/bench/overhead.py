@@ -23,7 +23,7 @@ from sigattn.bench import gpu, provenance
 from sigattn.bench.contestants import CONTESTANTS, OURS
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, repeats, tuning
+from sigattn.ops.triton import launch, prepare, repeats, tuning
 
 RELAUNCHED = f"{OURS}, relaunched"
 
@@ -71,10 +71,11 @@ def run(config: OverheadBenchmark) -> dict[str, Any]:
     if rows:
         console.print(table(rows))
     for r in report["preparations"]:
-        what = (
-            f"{r['pass']}: {r['first_microseconds']:.1f} µs before a kernel starts, {r['again_microseconds']:.1f} again"
+        console.print(
+            f"{r['pass']}: {r['again_microseconds']:.1f} µs before a kernel starts, the first time "
+            f"{r['first_microseconds']:.1f}; if nothing were kept {r['not_kept_microseconds']:.1f}",
+            highlight=False,
         )
-        console.print(what, highlight=False)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
     return report
 
