@@ -15,6 +15,11 @@ from tests.ops.cases import device_of
 DEVICE = device_of("triton")
 
 
+class Everything(set):
+    def __contains__(self, x):
+        return True
+
+
 @pytest.fixture(params=[False, True] if torch.cuda.is_available() else [False])
 def prepared(monkeypatch, request):
     """How many problems were prepared from the beginning; on a GPU also with compiled kernels started directly."""
@@ -22,6 +27,7 @@ def prepared(monkeypatch, request):
     count = []
     arguments_of = prepare.arguments_of
     monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(repeats, "_seen", Everything())
     monkeypatch.setattr(prepare, "arguments_of", lambda problem: count.append(1) or arguments_of(problem))
     return count
 
@@ -48,6 +54,18 @@ def test_the_second_call_is_told_by_the_first(prepared):
     for seed in (1, 2):
         check(*tensors(seed), is_causal=True)
     assert len(prepared) == 2
+
+
+def test_the_first_of_a_kind_may_be_the_only_one(prepared, monkeypatch):
+    monkeypatch.setattr(repeats, "_seen", set())
+    for seed, count in enumerate([2, 4, 4]):
+        check(*tensors(seed))
+        assert len(prepared) == count
+    assert len(repeats._known) == 2
+    monkeypatch.setattr(repeats, "_MOST", 1)
+    for n in range(1, 9):
+        check(*tensors(n, (1, 1, n, 16)))
+    assert len(repeats._seen) <= 4
 
 
 def test_one_tensor_as_query_key_and_value(prepared):

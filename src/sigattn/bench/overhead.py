@@ -75,6 +75,7 @@ def run(config: OverheadBenchmark) -> dict[str, Any]:
             f"{r['pass']}: {r['again_microseconds']:.1f} µs before a kernel starts, the first time "
             f"{r['first_microseconds']:.1f}; if nothing were kept {r['not_kept_microseconds']:.1f}",
             highlight=False,
+            soft_wrap=True,
         )
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
     return report
@@ -94,7 +95,7 @@ class _NoKernel:
 def _no_kernels() -> Iterator[None]:
     names = ("forward_kernel", "keys_kernel", "queries_kernel")
     kernels = {name: getattr(launch, name) for name in names}
-    known = dict(repeats._known)
+    known, seen = dict(repeats._known), set(repeats._seen)
     repeats._known.clear()
     try:
         for name, kernel in kernels.items():
@@ -105,6 +106,8 @@ def _no_kernels() -> Iterator[None]:
             setattr(launch, name, kernel)
         repeats._known.clear()
         repeats._known.update(known)
+        repeats._seen.clear()
+        repeats._seen.update(seen)
 
 
 def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
@@ -122,6 +125,7 @@ def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
 
     def time(call: Callable[[], Any]) -> float:
         call()
+        call()  # the second is kept
         number = max(1, int(config.round_seconds / timeit.timeit(call, number=10) * 10))
         return min(timeit.repeat(call, number=number, repeat=config.rounds)) / number * 1e6
 
@@ -131,6 +135,7 @@ def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
 
             def anew(call: Callable[[], Any] = call) -> None:
                 repeats._known.clear()
+                repeats._seen.clear()
                 call()
 
             found = {"first": time(anew), "again": time(call), "not_kept": time(not_kept)}

@@ -1,7 +1,8 @@
 """Launches of plain calls, kept: a model calls attention with the same shapes again and again.
 
-The second call of a kind does not work out what to tell the kernels, only which tensors. Nothing that is kept holds a
-tensor. Plain is what has neither masks, ALiBi, key lengths nor dropout, and a number as bias.
+The second call of a kind is kept (a first may be the only one), and from the third on nobody works out what to tell the
+kernels, only which tensors. Nothing that is kept holds a tensor. Plain is what has neither masks, ALiBi, key lengths nor
+dropout, and a number as bias.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sigattn.ops.triton import tuning
 
 _MOST = 512
 _known: dict[Hashable, Repeat] = {}
+_seen: set[Hashable] = set()
 
 
 class Start(NamedTuple):
@@ -135,7 +137,12 @@ def known(key: Hashable) -> Repeat | None:
 
 
 def keep(key: Hashable, starts: list[Start], inputs: dict[str, Tensor], outputs: dict[str, Tensor | None]) -> None:
-    """Remember a call by what it started, if no other tensors were part of it."""
+    """Remember a call by what it started, if it is not the first of its kind and no other tensors were part of it."""
+    if key not in _seen:
+        if len(_seen) >= 4 * _MOST:
+            _seen.clear()
+        _seen.add(key)
+        return
     new = {name: t for name, t in outputs.items() if t is not None}
     tensors = inputs | new
     found = []
