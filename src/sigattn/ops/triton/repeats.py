@@ -1,8 +1,8 @@
 """Launches of plain calls, kept: a model calls attention with the same shapes again and again.
 
-The second call of a kind is kept (a first may be the only one), and from the third on nobody works out what to tell the
-kernels, only which tensors. Nothing that is kept holds a tensor. Plain is what has neither masks, ALiBi, key lengths nor
-dropout, and a number as bias.
+The second call of a kind is kept (a first may be the only one), and from the third on nobody works out what to tell
+the kernels, only which tensors. Nothing that is kept holds a tensor. Plain is what has neither masks, ALiBi, key
+lengths nor dropout, and a number as bias.
 """
 
 from __future__ import annotations
