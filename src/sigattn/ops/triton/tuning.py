@@ -243,7 +243,7 @@ def candidates(kernel: str, width: int) -> list[Config]:
         for sigmoid in ("accurate", "paired")
         for tma in (True, False)
     ]
-    return first + [Config(*shape, stages, "accurate", True) for shape in shapes[2:] for stages in (2, 3)]
+    return first + [Config(*shape, stages, "paired", True) for shape in shapes[2:] for stages in (2, 3)]
 
 
 def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
