@@ -77,20 +77,22 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
         p = 0.5 + 0.5 * tanh
         if SHIFT:
             p = p / unit
+    elif KIND == "paired":
+        # neighbours, which a thread holds both of, share one reciprocal; the product of two must stay finite
+        e = tl.exp2(tl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
+        e, f = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
+        d = 1.0 + e
+        r = reciprocal_of_some(d * f + d)  # 1 / ((1 + e) (1 + f))
+        if SHIFT:
+            r = r * tl.exp2(shift)
+        p = tl.reshape(tl.join(r * f + r, r * d), z.shape)
     else:
         if SHIFT:
             z = z - shift
             one = unit
         else:
             one = 1.0
-        if KIND == "paired":
-            # neighbours, which a thread holds both of, share one reciprocal; the product of two must stay finite
-            e = tl.exp2(tl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
-            e, f = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
-            d = one + e
-            r = reciprocal_of_some(d * f + d * one)  # 1 / ((one + e) (one + f))
-            p = tl.reshape(tl.join(r * f + r * one, r * d), z.shape)
-        elif KIND == "accurate":
+        if KIND == "accurate":
             # 2^z must stay finite and its inverse normal; P is below 1e-36 where this changes it
             z = tl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)
             p = reciprocal(one + tl.exp2(z))
@@ -101,6 +103,10 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def slope(p, unit):
-    """P · (1 − P), multiplied as p is: one multiply-add where the unit is 1."""
-    return p - p * p * unit
+def logit_gradient(p, dp, unit, lower, SHIFT: tl.constexpr):
+    """P · (1 − P) · dP; with SHIFT, ``lower`` takes it from the weights' power of two to its own (tile.py)."""
+    if SHIFT:
+        ds = p * dp * (lower - p * (unit * lower))
+    else:
+        ds = (p - p * p) * dp
+    return ds

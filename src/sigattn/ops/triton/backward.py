@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import slope
+from sigattn.ops.triton.activation import logit_gradient
 from sigattn.ops.triton.tile import (
     bias_terms,
     column_hash,
@@ -137,7 +137,7 @@ def keys_kernel(
                     dp = dot(v, tl.trans(do), None, PRECISION)
                     if DROPOUT:
                         dp = tl.where(keep, dp, 0.0)
-                    ds = narrow(slope(p, unit) * dp * lower, q.dtype)  # (BLOCK_N, BLOCK_M)
+                    ds = narrow(logit_gradient(p, dp, unit, lower, SHIFT != "none"), q.dtype)  # (BLOCK_N, BLOCK_M)
                     if NEED_KEY:
                         acc_k = dot(ds, q, acc_k, PRECISION)
                     if ADD_QUERY:
@@ -265,7 +265,7 @@ def queries_kernel(
                 if DROPOUT:
                     by_column = column_hash(seed, columns)[None, :]
                     dp = tl.where(kept(by_row, by_column, threshold), dp, 0.0)
-                ds = slope(p, unit) * dp * lower  # (BLOCK_M, BLOCK_N)
+                ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_M, BLOCK_N)
                 if NEED_QUERY:
                     acc = dot(narrow(ds, k.dtype), k, acc, PRECISION)
                 if NEED_BIAS:

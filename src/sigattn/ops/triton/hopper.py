@@ -58,14 +58,12 @@ def special_reciprocal(d):
 
 @gluon.jit
 def weights(products, z_scale, z_bias, unit, i, j, edge, SIGMOID: gl.constexpr, SHIFTED: gl.constexpr):
-    """P, or with SHIFTED P · 2^shift (in z_bias and unit), from Q Kᵀ; at an edge 0 where key j lies after place i.
+    """P, or with SHIFTED P · 2^shift (unit is 2^-shift), from Q Kᵀ; at an edge 0 where key j lies after place i.
 
     The branch is there without a causal mask too, where it is never taken: the assembler moves nothing over it. Without
     it, half of σ ended up behind the wait for the products that it should overlap with.
     """
     z = products * z_scale + z_bias
-    if not SHIFTED:
-        unit = 1.0
     if SIGMOID == "fast":
         tanh = gl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [z * -0.34657359027997264], dtype=gl.float32, is_pure=True, pack=1
@@ -75,13 +73,17 @@ def weights(products, z_scale, z_bias, unit, i, j, edge, SIGMOID: gl.constexpr, 
         # neighbours, which a thread holds both of, share one reciprocal
         e = gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
         e, f = gl.split(gl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
-        d = unit + e
-        r = reciprocal_of_some(d * f + d * unit)
-        p = gl.reshape(gl.join(r * f + r * unit, r * d), z.shape)
+        d = 1.0 + e
+        r = reciprocal_of_some(d * f + d)
+        if SHIFTED:
+            r = r * (1.0 / unit)
+        p = gl.reshape(gl.join(r * f + r, r * d), z.shape)
         p = gl.convert_layout(p, products.type.layout, assert_trivial=True)
     else:
         gl.static_assert(SIGMOID == "accurate")
-        p = reciprocal(unit + gl.exp2(gl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)))
+        p = reciprocal(1.0 + gl.exp2(gl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)))
+        if SHIFTED:
+            p = p * (1.0 / unit)
     if edge:
         p = gl.where(j[None, :] <= i[:, None], p, 0.0)
     return p

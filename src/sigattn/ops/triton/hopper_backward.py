@@ -124,7 +124,7 @@ def produce_queries(
 def logit_gradient(p, dp, unit, lower, SHIFTED: gl.constexpr):
     """DS from P and dP; SHIFTED: in float16, with powers of two (``gradient_shift`` in tile.py)."""
     if SHIFTED:
-        ds = (p - p * p * unit) * dp * lower
+        ds = p * dp * (lower - p * (unit * lower))
     else:
         ds = (p - p * p) * dp
     return ds

@@ -60,7 +60,7 @@ def scalars(prepared: Launch) -> dict[str, float]:
     shift = a["shift_value"] if a["SHIFT"] != "none" else 0.0
     return {
         "z_scale": a["z_scale"],
-        "z_bias": a["bias_value"] - shift,
+        "z_bias": a["bias_value"],
         "unit": math.ldexp(1.0, -int(shift)),
         "shift": shift,
         "own_shift": min(shift, 7.0) if a["SHIFT"] != "none" else 0.0,
