@@ -60,7 +60,8 @@ else
     kernels="" overhead="" accuracy="" hybrid="" tune="" hopper_tune="lengths=(4096, 1024)" training="" decode="most_gib=40.0"
     examples=12  # each may compile three kernels
 fi
-parallel=$("$python" -c "import xdist" 2>/dev/null && echo "-n 12 --dist worksteal")
+workers=$(($(nproc) < 12 ? $(nproc) : 12))
+parallel=$("$python" -c "import xdist" 2>/dev/null && echo "-n $workers --dist worksteal")
 
 "$python" - >"$out/machine.txt" 2>&1 <<'PYTHON'
 import torch, triton
