@@ -8,7 +8,7 @@
 # OUT: folder for results and logs. WHEELS: folder of wheels of peers (triton-sigmoid, flash-attn, …) to compare with.
 # STEPS=tests,kernels,… does some of the steps only. Others are done only where they are named, in calls of their own:
 # STEPS=hopper, the Hopper kernels in Gluon (tests, memory checks, every configuration beside the portable kernels, then
-# the kernels' benchmark with them), eight minutes; STEPS=profile, Nsight Compute on what binds each kernel, three;
+# the kernels' benchmark with them), nine minutes; STEPS=profile, Nsight Compute on what binds each kernel, three;
 # STEPS=training, which also needs scikit-learn, tensorboard and safetensors, six. With TRITON_INTERPRET=1 and no GPU, it
 # tries itself at tiny sizes.
 set -uo pipefail
@@ -82,7 +82,7 @@ step decode 50 "$python" -c "$run decode as b; b.run(b.DecodeBenchmark(results=P
 step hybridnorm 45 "$python" -c "$run hybridnorm as b; b.run(b.HybridNormBenchmark(results=Path('$out/hybridnorm'), $hybrid))"
 step tune 105 "$python" -c "$run tune as b; b.run(b.TuneBenchmark(results=Path('$out/tune'), seconds=95, $tune))"
 if [[ ,$steps, == *,hopper,* ]]; then
-    steps=$steps,hopper_tests,hopper_sanitize,hopper_tune,hopper_kernels
+    steps=$steps,hopper_tests,sanitize,hopper_sanitize,hopper_tune,hopper_kernels
     # a process for each kernel: one that faults or hangs takes no other with it
     step hopper_tests 120 bash -c 'for kernel in forward keys queries fused; do
         "$python" -m pytest -q -p no:cacheprovider tests/ops/test_hopper.py -k "on_a_gpu and $kernel" \
@@ -92,6 +92,8 @@ if [[ ,$steps, == *,hopper,* ]]; then
     tail -n 3 "$out"/hopper_tests_*.log
     exit ${failed:-0}'
     if command -v compute-sanitizer >/dev/null; then
+        step sanitize 50 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -x -p no:cacheprovider \
+            tests/ops/test_triton.py tests/ops/test_correctness.py -k "copy_engine or added_queries or sizes_that_cross"
         step hopper_sanitize 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -x -p no:cacheprovider \
             tests/ops/test_hopper.py -k "tables_on_a_gpu and 64"
     fi

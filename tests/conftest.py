@@ -72,8 +72,7 @@ def _nothing_was_said():
 def _no_call_was_made_before():
     """Launches that are kept in a process are kept in a test: others may change what they depend on."""
     if (repeats := sys.modules.get("sigattn.ops.triton.repeats")) is not None:
-        repeats._known.clear()
-        repeats._seen.clear()
+        repeats.forget()
 
 
 @pytest.fixture

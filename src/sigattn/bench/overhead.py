@@ -95,19 +95,15 @@ class _NoKernel:
 def _no_kernels() -> Iterator[None]:
     names = ("forward_kernel", "keys_kernel", "queries_kernel")
     kernels = {name: getattr(launch, name) for name in names}
-    known, seen = dict(repeats._known), set(repeats._seen)
-    repeats._known.clear()
     try:
         for name, kernel in kernels.items():
             setattr(launch, name, _NoKernel(kernel))
+        repeats.forget()
         yield
     finally:
         for name, kernel in kernels.items():
             setattr(launch, name, kernel)
-        repeats._known.clear()
-        repeats._known.update(known)
-        repeats._seen.clear()
-        repeats._seen.update(seen)
+        repeats.forget()  # what does nothing
 
 
 def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
@@ -134,8 +130,7 @@ def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
         for name, (call, not_kept) in passes.items():
 
             def anew(call: Callable[[], Any] = call) -> None:
-                repeats._known.clear()
-                repeats._seen.clear()
+                repeats.forget()
                 call()
 
             found = {"first": time(anew), "again": time(call), "not_kept": time(not_kept)}

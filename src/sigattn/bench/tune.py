@@ -103,11 +103,16 @@ def run(config: TuneBenchmark) -> dict[str, Any]:
     return report
 
 
+def in_force(config: TuneBenchmark, case: Case) -> tuning.Config:
+    """The tables' tile shape; of the whole backward, that of the kernel of the keys."""
+    kernel = tuning.KEYS if case.kernel == tuning.FUSED else case.kernel
+    itemsize = gpu.DTYPES[config.dtype].itemsize
+    return tuning.configuration(kernel, prepare.architecture(gpu.device()), case.head_dim, itemsize)
+
+
 def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
     """What is measured, and first what is in force."""
-    replaced = tuning.KEYS if case.kernel == tuning.FUSED else case.kernel
-    dtype = gpu.DTYPES[config.dtype]
-    own = tuning.configuration(replaced, prepare.architecture(gpu.device()), case.head_dim, dtype.itemsize)
+    own = in_force(config, case)
     found: list[Candidate] = [None, own] if case.kernel == tuning.FUSED else [own]
     if config.specialised:
         found += [BOTH_GLUON] if case.kernel == tuning.FUSED else []
@@ -135,10 +140,7 @@ def run_tables(config: TuneBenchmark) -> None:
     for d in config.head_dims:
         for kernel in (tuning.FORWARD, tuning.FUSED):
             case = Case(config.lengths[0], d, False, kernel)
-            replaced = tuning.KEYS if kernel == tuning.FUSED else kernel
-            own = tuning.configuration(
-                replaced, prepare.architecture(gpu.device()), d, gpu.DTYPES[config.dtype].itemsize
-            )
+            own = in_force(config, case)
             candidates: list[Candidate] = [None if kernel == tuning.FUSED else own, own._replace(tma=True)]
             if config.specialised:
                 candidates += [BOTH_GLUON] if kernel == tuning.FUSED else []

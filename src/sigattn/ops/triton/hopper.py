@@ -25,8 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS = 64  # queries of a group of four warps: what a wgmma has
-
 
 @gluon.jit
 def reciprocal(d):

@@ -122,7 +122,7 @@ def produce_queries(
 
 @gluon.jit
 def logit_gradient(p, dp, unit, lower, SHIFTED: gl.constexpr):
-    """DS from P and dP; SHIFTED: in float16, with powers of two (``gradient_shift`` in tile.py)."""
+    """``activation.logit_gradient``, number for number."""
     if SHIFTED:
         ds = p * dp * (lower - p * (unit * lower))
     else:

@@ -103,9 +103,10 @@ class Repeat(NamedTuple):
             name: torch.empty_strided(size, stride, dtype=dtype, device=device)
             for name, (size, stride, dtype) in self.outputs.items()
         }
+        tensors = inputs | new
         with _on(device):
             for again in self.starts:
-                again(inputs | new)
+                again(tensors)
         return new
 
 
@@ -134,6 +135,12 @@ def kind(problem: Problem | PackedProblem, *more: Tensor) -> Hashable:
 def known(key: Hashable) -> Repeat | None:
     """How a call is repeated."""
     return _known.get(key)
+
+
+def forget() -> None:
+    """As if no call had been made before."""
+    _known.clear()
+    _seen.clear()
 
 
 def keep(key: Hashable, starts: list[Start], inputs: dict[str, Tensor], outputs: dict[str, Tensor | None]) -> None:

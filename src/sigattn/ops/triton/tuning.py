@@ -187,8 +187,9 @@ ADD_QUERY_FROM: Mapping[int, int] = MappingProxyType({})
 RELAUNCH = False
 
 
-# The specialised kernels (docs/speed.md), by head size. They were compiled and simulated, never run. Those named in
-# SPECIALISED are used where they serve: none, until ``benchmarks/gpu.sh`` has shown it to be right and faster.
+# The specialised kernels (docs/speed.md), by head size; FUSED serves from ADD_QUERY_FROM on. They were compiled and
+# simulated, never run. Those named in SPECIALISED are used where they serve: none, until ``benchmarks/gpu.sh`` has
+# shown it to be right and faster.
 HOPPER: dict[str, dict[int, HopperConfig]] = {
     FORWARD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, ahead=False)},
     KEYS: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
