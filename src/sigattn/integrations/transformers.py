@@ -23,22 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from sigattn.integrations.transformers_saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved, survivor
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 
-NAME = "sigmoid"
-LOG_VISIBLE = "log_visible"
-Bias = float | str
+__all__ = ["LOG_VISIBLE", "NAME", "Bias", "attention", "check", "register", "survivor"]
+
 _default: Bias = LOG_VISIBLE
 
 
@@ -52,23 +45,13 @@ def register(bias: Bias = LOG_VISIBLE) -> None:
         ValueError: for another bias.
     """
     global _default
-    _default = _checked(bias)
+    _default = checked_bias(bias)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     own = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(own, "sigattn"):
         PreTrainedModel.get_correct_attn_implementation = _refusing(own)
-    for config in _known_configurations():
-        survivor(config)
-
-
-def _checked(bias: Any) -> Bias:
-    if isinstance(bias, bool) or not (isinstance(bias, (int, float)) or bias == LOG_VISIBLE):
-        raise ValueError(
-            f'sigmoid_bias must be a number or "{LOG_VISIBLE}", got {bias!r}. (-log of the current length would change '
-            "as a cache grows: pass -log of the training length)"
-        )
-    return bias
+    register_saved()
 
 
 def _refusing(own: Any) -> Any:
@@ -146,7 +129,7 @@ def _refuse(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> float | Tensor:
     """A number, or (B or 1, 1 or Hq, N, 1)."""
     config: Any = getattr(module, "config", None)
-    bias = _checked(getattr(config, "sigmoid_bias", _default))
+    bias = checked_bias(getattr(config, "sigmoid_bias", _default))
     if not isinstance(bias, str):
         return float(bias)
     if mask is not None:
@@ -156,59 +139,6 @@ def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, ca
     if causal:
         return log_length_bias(torch.arange(1, query.shape[2] + 1, device=query.device)).unsqueeze(-1)
     return log_length_bias(key.shape[2])
-
-
-# -- models that remember ---------------------------------------------------------------------------------------------
-
-
-_SURVIVORS: dict[type[PretrainedConfig], tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {}
-
-
-def _known_configurations() -> list[type[PretrainedConfig]]:
-    """Of what can be loaded by name in a new process after ``register()``."""
-    names = ("llama", "mistral", "qwen3", "gemma3_text", "olmo2")
-    return [CONFIG_MAPPING[name] for name in names if name in CONFIG_MAPPING]
-
-
-def survivor(config_class: type[PretrainedConfig]) -> tuple[type[PretrainedConfig], type[PreTrainedModel]]:
-    """Subclasses of a causal language model's configuration and model that stay sigmoid when saved and loaded.
-
-    Their ``model_type`` is the original's with "sigmoid_" before it, and both are known to transformers' Auto classes.
-
-    Args:
-        config_class: of the original, ``LlamaConfig``, say.
-
-    Raises:
-        ValueError: if transformers has no causal language model with that configuration.
-    """
-    if config_class in _SURVIVORS:
-        return _SURVIVORS[config_class]
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    if config_class not in mapping:
-        raise ValueError(f"transformers has no causal language model with a {config_class.__name__}")
-    original: type[PreTrainedModel] = mapping[config_class]
-
-    class Config(config_class):
-        model_type = f"sigmoid_{config_class.model_type}"
-        sigmoid_bias: Bias = LOG_VISIBLE
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.setdefault("attn_implementation", NAME)
-            super().__init__(*args, **kwargs)
-            _checked(self.sigmoid_bias)
-
-    class Model(original):
-        config_class = Config
-
-    for made, base in ((Config, config_class), (Model, original)):
-        made.__name__ = made.__qualname__ = f"Sigmoid{base.__name__}"
-        globals()[made.__name__] = made  # where pickle looks for it
-    # without a module's source to read, transformers would not know that its layers can be switched
-    Model._can_set_attn_implementation_cached_value = original._can_set_attn_implementation()
-    AutoConfig.register(Config.model_type, Config, exist_ok=True)
-    AutoModelForCausalLM.register(Config, Model, exist_ok=True)
-    _SURVIVORS[config_class] = Config, Model
-    return Config, Model
 
 
 # -- is it really a sigmoid? ------------------------------------------------------------------------------------------
