@@ -1,0 +1,39 @@
+"""The second face: sigmoid attention under flash-attn's names, argument for argument those of flash-attn 2.8.
+
+Change ``from flash_attn import flash_attn_func`` into ``from sigattn.flash import flash_attn_func``, and the weights
+are σ(softmax_scale · Q Kᵀ + sigmoid_bias) instead of a softmax. Layouts are flash-attn's, (batch, length, heads,
+head_dim) and packed (total, heads, head_dim); so is the alignment: the last query stands beside the last key, for
+causality, windows and ALiBi. Fewer key/value heads than query heads are shared, as there.
+
+Every function takes three arguments more, the last:
+
+    sigmoid_bias: b. A number; "-log n", the paper's rule (App. E), n being the number of keys of the sample or
+        sequence; or a floating-point tensor, with gradient: 0-d, (B,) one per sample or sequence, or (B or 1, Hq or
+        1). It is 0 from the start, as in the paper's own kernel: say "-log n" unless the model was trained otherwise.
+        (``flash_attn_with_kvcache`` has neither default nor rule.)
+    sigmoid_precision: "accurate" or "fast"; None is what ``sigattn.set_sigmoid_precision`` said.
+    backend: "triton" or "blocked"; None picks the fastest that can serve the call. On a CPU that is "blocked".
+
+What cannot mean anything for a sigmoid is refused: ``softcap`` (σ is bounded), ``return_attn_probs`` (there is no
+log-sum-exp; ``sigattn.attention_statistics`` has what it is mostly looked at for).
+"""
+
+from __future__ import annotations
+
+from sigattn.flash.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from sigattn.flash.kvcache import flash_attn_with_kvcache
+from sigattn.flash.varlen import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]

@@ -1,0 +1,122 @@
+"""``flash_attn_func`` and its packed forms: a batch of sequences of one length (``sigattn.flash``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sigattn.flash import options
+from sigattn.ops import flash_checks, library
+from sigattn.ops.attention import canonical
+from sigattn.ops.settings import is_fast
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_precision: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Sigmoid attention of a batch of sequences of one length.
+
+    Args:
+        q: (B, N, Hq, D).
+        k: (B, M, Hkv, D), Hq a multiple of Hkv.
+        v: (B, M, Hkv, Dv).
+        dropout_p: probability in [0, 1) of dropping a weight; pass 0 when not training.
+        softmax_scale: factor of Q Kᵀ (the name is flash-attn's); None for D^-1/2.
+        causal: query i sees keys j ≤ i + M - N.
+        window_size: (left, right): query i sees keys i + M - N - left … i + M - N + right; -1 is unlimited.
+        softcap: must be 0.
+        alibi_slopes: (Hq,) or (B, Hq): slope · |i + M - N - j| is taken from the logits. With gradient.
+        deterministic: whether the backward pass must repeat bitwise, also where PyTorch is not told so.
+        return_attn_probs: must be False.
+        sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``.
+
+    Returns:
+        (B, N, Hq, Dv), contiguous, in q's dtype.
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit, or an argument that has no meaning here.
+        TypeError: an argument of the wrong type, or tensors of mixed or unsupported dtypes.
+
+    >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()
+    >>> flash_attn_func(q, k, v, causal=True, sigmoid_bias="-log n").shape
+    torch.Size([2, 128, 4, 64])
+    """
+    name = "flash_attn_func"
+    options.refuse(name, softcap, return_attn_probs)
+    flash_checks.dense(name, q, k, v)
+    options.check(name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend)
+    query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
+    problem = canonical(
+        query,
+        key,
+        value,
+        None,
+        dropout_p,
+        causal,
+        softmax_scale,
+        options.dense_bias(sigmoid_bias),
+        (window_size[0], window_size[1]),
+        alibi_slopes,
+        first_row=k.shape[1] - q.shape[1],
+        fast=is_fast(sigmoid_precision),
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+    return library.call(problem, library.choose(problem, backend)).transpose(1, 2).contiguous()
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_precision: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``flash_attn_func`` of qkv: (B, N, 3, H, D)."""
+    q, k, v = flash_checks.packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    sigmoid_bias: float | str | Tensor = 0.0,
+    sigmoid_precision: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``flash_attn_func`` of q: (B, N, Hq, D) and kv: (B, M, 2, Hkv, D)."""
+    k, v = flash_checks.packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend,
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Options shared by the functions of ``sigattn.flash``: checks, and the forms that the operators take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sigattn.ops import checks, flash_checks, library
+from sigattn.ops.attention import autocast, bias_operand
+
+LOG_LENGTH = "-log n"
+
+
+def refuse(name: str, softcap: float, return_attn_probs: bool) -> None:
+    """Raise for arguments of flash-attn that this library does not serve."""
+    if softcap:
+        raise ValueError(f"{name}: softcap={softcap} has no meaning for sigmoid weights, which are bounded; pass 0")
+    if return_attn_probs:
+        raise ValueError(
+            f"{name}: return_attn_probs=True is not to be had: a sigmoid has no log-sum-exp, and the weights are never "
+            "formed; see sigattn.attention_statistics"
+        )
+
+
+def check(
+    name: str,
+    q: Tensor,
+    batch: int,
+    dropout_p: Any,
+    scale: Any,
+    window: Any,
+    slopes: Any,
+    bias: Any,
+    backend: Any,
+) -> None:
+    """Raise unless the optional arguments fit q."""
+    checks.choice("backend", backend, tuple(library.KERNELS), name)
+    checks.numbers(name, dropout_p, scale, window)
+    if not (isinstance(bias, str) and bias == LOG_LENGTH):
+        flash_checks.bias(name, bias, q, batch)
+    if slopes is not None:
+        flash_checks.slopes(name, slopes, q, batch)
+
+
+def cast(t: Tensor) -> Tensor:
+    """Return t in autocast's dtype where autocast is enabled for its device."""
+    return autocast(t) if library.autocasting(t.device.type) else t
+
+
+def packed_bias(bias: float | str | Tensor) -> Tensor | None:
+    """Return None for the rule, a 0-d tensor for a number, or (B or 1, Hq or 1)."""
+    if isinstance(bias, str):
+        return None
+    if not isinstance(bias, Tensor):
+        return bias_operand(bias)
+    return bias.reshape(1, 1) if bias.dim() == 0 else bias.unsqueeze(-1) if bias.dim() == 1 else bias
+
+
+def dense_bias(bias: float | str | Tensor) -> float | Tensor | None:
+    """Return the bias as ``sigmoid_attention`` takes it."""
+    if not isinstance(bias, Tensor):
+        return None if isinstance(bias, str) else bias
+    b = packed_bias(bias)
+    assert b is not None
+    return b[..., None, None]
