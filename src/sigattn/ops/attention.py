@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigattn.ops import checks, library, reference, settings, short
+from sigattn.ops import broadcasting, checks, library, reference, settings, short
 from sigattn.ops.problem import UNLIMITED, Problem
 
 BACKENDS = ("reference", *library.KERNELS)
@@ -36,7 +36,9 @@ def sigmoid_attention(
     Args:
         query: (B, Hq, N, D).
         key: (B, Hkv, M, D).
-        value: (B, Hkv, M, Dv).
+        value: (B, Hkv, M, Dv). As in PyTorch's function, each of the three may also have two or three dimensions, or
+            more than four, and the dimensions before the last two broadcast: one head or one batch serves all. B below
+            stands for all dimensions before the heads.
         attn_mask: bool (True = attend) or floating point (added to the logits), broadcastable to (B, Hq, N, M).
         dropout_p: probability in [0, 1) of dropping a weight; those kept are multiplied by 1 / (1 - dropout_p). Applied
             whenever it is not 0, so pass 0 when not training. Drawn from PyTorch's CPU generator
@@ -44,7 +46,7 @@ def sigmoid_attention(
         is_causal: query i sees keys j ≤ i: aligned to the top left, as in PyTorch's function, where N and M differ.
         scale: factor of Q Kᵀ; None for D^-1/2.
         enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv; query head h uses key head
-            h // (Hq / Hkv).
+            h // (Hq / Hkv). Key and value may then differ in their numbers of heads.
         bias: b, a number or a floating-point tensor broadcastable to (B, Hq, N, 1), with gradient. None is the paper's
             rule -log M (App. E), or -log of each sample's key length under ``key_lengths``. When keys are cached and M
             grows from call to call, pass the number that the model was trained with.
@@ -59,8 +61,9 @@ def sigmoid_attention(
             up to 256); None picks the fastest that can serve the call.
 
     Returns:
-        (B, Hq, N, Dv) in the query's dtype (under autocast, in autocast's dtype); contiguous, or from the GPU kernels
-        laid out as the query is, so that the projection after it needs no copy.
+        (B, Hq, N, Dv), the dimensions before the last two broadcast, in the query's dtype (under autocast, in
+        autocast's dtype); contiguous, or from the GPU kernels laid out as the query is, so that the projection after it
+        needs no copy.
 
     Raises:
         ValueError: shapes, devices or values that do not fit, or an unknown backend; the message restates the call.
@@ -78,6 +81,11 @@ def sigmoid_attention(
             return plain
     if isinstance(query, Tensor) and library.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
+    shape = None
+    if broadcasting.is_needed(query, key, value, enable_gqa):
+        batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
+        query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
+        enable_gqa = True
     checks.operands(query, key, value, enable_gqa)
     checks.options(query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale)
     checks.choice("backend", backend, BACKENDS)
@@ -85,8 +93,10 @@ def sigmoid_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, bias, window, alibi_slopes, key_lengths
     )
     if backend == "reference":
-        return _on_reference(problem)
-    return library.call(problem, library.choose(problem, backend))
+        out = _on_reference(problem)
+    else:
+        out = library.call(problem, library.choose(problem, backend))
+    return out if shape is None else out.reshape(shape)
 
 
 def canonical(

@@ -26,7 +26,8 @@ def _describe(value: Any) -> str:
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
 
 
-def _wrong(error: type[Exception], what: str, **arguments: Any) -> NoReturn:
+def wrong(error: type[Exception], what: str, **arguments: Any) -> NoReturn:
+    """Raise an error that restates the arguments it is about."""
     raise error(f"{_NAME}: {what}; got {describe(**arguments)}")
 
 
@@ -36,30 +37,42 @@ def choice(name: str, value: Any, allowed: Sequence[str], caller: str = _NAME) -
         raise ValueError(f"{caller}: unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))} or None")
 
 
-def operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """Raise unless query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv) fit together."""
+def tensors(query: Any, key: Any, value: Any) -> None:
+    """Raise unless these are dense floating-point tensors of one dtype on one device."""
     given = {"query": query, "key": key, "value": value}
     for name, t in given.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(t).__name__}")
         if t.is_nested or t.layout is not torch.strided:
-            _wrong(TypeError, f"{name} must be a dense tensor: pad it and pass key_lengths", **{name: t.layout})
-    if not (query.dim() == key.dim() == value.dim() == 4):
-        _wrong(ValueError, "query, key and value must have 4 dimensions, (batch, heads, length, head_dim)", **given)
+            wrong(TypeError, f"{name} must be a dense tensor: pad it and pass key_lengths", **{name: t.layout})
     if not query.is_floating_point():
-        _wrong(TypeError, "query, key and value must be floating point", **given)
+        wrong(TypeError, "query, key and value must be floating point", **given)
     if not (query.dtype == key.dtype == value.dtype):
-        _wrong(TypeError, "query, key and value must have one dtype: convert with .to(dtype)", **given)
+        wrong(TypeError, "query, key and value must have one dtype: convert with .to(dtype)", **given)
     if not (query.device == key.device == value.device):
-        _wrong(ValueError, "query, key and value must be on one device: move with .to(device)", **given)
+        wrong(ValueError, "query, key and value must be on one device: move with .to(device)", **given)
+
+
+def lengths_and_widths(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless the last two dimensions of query (…, N, D), key (…, M, D) and value (…, M, Dv) fit together."""
+    given = {"query": query, "key": key, "value": value}
+    if query.shape[-1] != key.shape[-1]:
+        wrong(ValueError, "query and key must have the same head_dim (the last dimension)", **given)
+    if key.shape[-2] != value.shape[-2]:
+        wrong(ValueError, "key and value must have the same length (the last dimension but one)", **given)
+
+
+def operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Raise unless query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv) fit together."""
+    tensors(query, key, value)
+    given = {"query": query, "key": key, "value": value}
+    if not (query.dim() == key.dim() == value.dim() == 4):
+        wrong(ValueError, "query, key and value must have 4 dimensions, (batch, heads, length, head_dim)", **given)
     if not (query.shape[0] == key.shape[0] == value.shape[0]):
-        _wrong(ValueError, "query, key and value must have the same batch size (dimension 0)", **given)
-    if query.shape[3] != key.shape[3]:
-        _wrong(ValueError, "query and key must have the same head_dim (dimension 3)", **given)
-    if key.shape[2] != value.shape[2]:
-        _wrong(ValueError, "key and value must have the same length (dimension 2)", **given)
+        wrong(ValueError, "query, key and value must have the same batch size (dimension 0)", **given)
+    lengths_and_widths(query, key, value)
     if key.shape[1] != value.shape[1]:
-        _wrong(ValueError, "key and value must have the same number of heads (dimension 1)", **given)
+        wrong(ValueError, "key and value must have the same number of heads (dimension 1)", **given)
     _heads(query.shape[1], key.shape[1], enable_gqa, given)
 
 
@@ -67,13 +80,13 @@ def _heads(of_query: int, of_key: int, enable_gqa: bool, given: dict[str, Tensor
     if of_query == of_key:
         return
     if not enable_gqa:
-        _wrong(
+        wrong(
             ValueError,
             f"query has {of_query} heads and key {of_key}: pass enable_gqa=True if query heads share key heads",
             **given,
         )
     if of_key == 0 or of_query % of_key:
-        _wrong(ValueError, f"the {of_query} query heads are not a multiple of the {of_key} key heads", **given)
+        wrong(ValueError, f"the {of_query} query heads are not a multiple of the {of_key} key heads", **given)
 
 
 def options(
@@ -112,11 +125,11 @@ def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> None:
 
 def _same_device(name: str, t: Tensor, query: Tensor) -> None:
     if t.device != query.device:
-        _wrong(ValueError, f"{name} must be on the query's device: move it with .to(device)", query=query, **{name: t})
+        wrong(ValueError, f"{name} must be on the query's device: move it with .to(device)", query=query, **{name: t})
 
 
-def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a tensor of this shape can be expanded to the target without the target growing."""
+def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Return True if a tensor of this shape can be expanded to the target."""
     if len(shape) > len(target):
         return False
     return all(a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
@@ -126,9 +139,9 @@ def _mask(mask: Any, query: Tensor, key: Tensor, target: Sequence[int]) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{_NAME}: attn_mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype is not torch.bool and not mask.is_floating_point():
-        _wrong(TypeError, "attn_mask must be bool (True = attend) or floating point (added)", attn_mask=mask)
-    if not _broadcasts(mask.shape, target):
-        _wrong(
+        wrong(TypeError, "attn_mask must be bool (True = attend) or floating point (added)", attn_mask=mask)
+    if not broadcasts(mask.shape, target):
+        wrong(
             ValueError,
             f"attn_mask does not broadcast to (B, Hq, N, M) = {tuple(target)}",
             query=query,
@@ -144,13 +157,13 @@ def _bias(bias: Any, query: Tensor, target: Sequence[int]) -> None:
     if not isinstance(bias, Tensor):
         return
     if not bias.is_floating_point():
-        _wrong(TypeError, "bias must be floating point", bias=bias)
-    if not _broadcasts(bias.shape, target):
+        wrong(TypeError, "bias must be floating point", bias=bias)
+    if not broadcasts(bias.shape, target):
         advice = (
             "a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); what differs from key to key is "
             "an additive attn_mask"
         )
-        _wrong(
+        wrong(
             ValueError,
             f"bias does not broadcast to (B, Hq, N, 1) = {tuple(target)}: {advice}",
             query=query,
@@ -164,7 +177,7 @@ def _slopes(slopes: Any, query: Tensor, batch: int, heads: int) -> None:
         raise TypeError(f"{_NAME}: alibi_slopes must be a floating-point tensor, got {_describe(slopes)}")
     shape = tuple(slopes.shape)
     if shape not in {(heads,), (batch, heads), (batch, heads, 2), (1, heads, 2)}:
-        _wrong(
+        wrong(
             ValueError,
             "alibi_slopes must be (Hq,), (B, Hq) or (B or 1, Hq, 2; one slope before, one after the query)",
             query=query,
@@ -177,9 +190,9 @@ def _lengths(lengths: Any, key: Tensor, batch: int) -> None:
     if not isinstance(lengths, Tensor):
         raise TypeError(f"{_NAME}: key_lengths must be a tensor of integers, got {type(lengths).__name__}")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype is torch.bool:
-        _wrong(TypeError, "key_lengths must be integers", key_lengths=lengths)
+        wrong(TypeError, "key_lengths must be integers", key_lengths=lengths)
     if tuple(lengths.shape) != (batch,):
-        _wrong(ValueError, f"key_lengths must be (B,) = ({batch},)", key=key, key_lengths=lengths)
+        wrong(ValueError, f"key_lengths must be (B,) = ({batch},)", key=key, key_lengths=lengths)
 
 
 def _window(caller: str, window: Any) -> None:

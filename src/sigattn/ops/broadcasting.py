@@ -1,0 +1,173 @@
+"""Shapes that ``F.scaled_dot_product_attention`` accepts and the backends do not, brought to four dimensions.
+
+PyTorch's function multiplies with ``torch.matmul``, so query, key and value may have any number of leading dimensions,
+two to six dimensions in all or more, and these broadcast. With ``enable_gqa`` the third dimension from the end, the
+heads, is excepted: there key and value heads are repeated, each as often as the query's heads need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import checks
+
+
+class Batched(NamedTuple):
+    """Arguments with one batch dimension, and the shape that the output (B, Hq, N, Dv) is brought back to."""
+
+    query: Tensor  # (B, Hq, N, D)
+    key: Tensor  # (B, Hkv, M, D), Hq a multiple of Hkv
+    value: Tensor  # (B, Hkv, M, Dv)
+    attn_mask: Tensor | None  # broadcastable to (B, Hq, N, M)
+    bias: Any  # a number, None, or broadcastable to (B, Hq, N, 1)
+    alibi_slopes: Tensor | None  # (B or 1, Hq, 2)
+    key_lengths: Tensor | None  # (B,)
+    shape: tuple[int, ...]
+
+
+def is_needed(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
+    """Return True for dense tensors that are not (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, Dv) already."""
+    if not all(isinstance(t, Tensor) and not t.is_nested for t in (query, key, value)):
+        return False
+    if not (query.dim() == key.dim() == value.dim() == 4):
+        return True
+    heads = key.shape[1] == value.shape[1] and (enable_gqa or query.shape[1] == key.shape[1])
+    return not (heads and query.shape[0] == key.shape[0] == value.shape[0])
+
+
+def flatten(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    bias: Any,
+    alibi_slopes: Any,
+    key_lengths: Any,
+    enable_gqa: bool,
+) -> Batched:
+    """Expand the leading dimensions to those of the output and make one batch dimension of them.
+
+    Nothing is copied unless several leading dimensions broadcast only in part, or key and value have different numbers
+    of heads, more than one each.
+
+    Raises:
+        ValueError: shapes that do not broadcast, named in terms of the call.
+        TypeError: tensors of mixed or unsupported dtypes.
+    """
+    given = {"query": query, "key": key, "value": value}
+    checks.tensors(**given)
+    if min(t.dim() for t in given.values()) < 2:
+        checks.wrong(ValueError, "query, key and value must have at least 2 dimensions, (length, head_dim)", **given)
+    checks.lengths_and_widths(query, key, value)
+    rank = max(t.dim() for t in given.values())
+    if enable_gqa and min(t.dim() for t in given.values()) < 3:
+        checks.wrong(ValueError, "enable_gqa needs a dimension of heads, the third from the end", **given)
+    query, key, value = (t if t.dim() > 2 else t.unsqueeze(0) for t in (query, key, value))
+    lead = _leading(query, key, value, given)
+    heads = _number_of_heads(query, key, value, enable_gqa, given)
+    query = query if query.shape[-3] == heads else query.expand(*query.shape[:-3], heads, *query.shape[-2:])
+    if key.shape[-3] != value.shape[-3]:
+        key, value = (_repeat(t, heads) for t in (key, value))
+    full = (*lead, heads, query.shape[-2])
+    inner = 3 if rank > 2 else 2  # dimensions of one sample of the output
+    return Batched(
+        _one_batch(query, lead),
+        _one_batch(key, lead),
+        _one_batch(value, lead),
+        _expanded("attn_mask", attn_mask, (*full, key.shape[-2]), lead, rank, given),
+        _expanded("bias", bias, (*full, 1), lead, rank, given),
+        _slopes(alibi_slopes, lead, heads, given),
+        _lengths(key_lengths, lead, given),
+        (*lead, *(heads, query.shape[-2], value.shape[-1])[-inner:]),
+    )
+
+
+def _leading(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Tensor]) -> tuple[int, ...]:
+    """Return the leading dimensions of the output, those before its heads."""
+    try:
+        return tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value))))
+    except RuntimeError:
+        what = "query, key and value must have the same batch size, or 1 (the dimensions before the last three)"
+        checks.wrong(ValueError, what, **given)
+
+
+def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, given: dict[str, Tensor]) -> int:
+    """Return the number of heads of the output."""
+    heads, of_key, of_value = (t.shape[-3] for t in (query, key, value))
+    if enable_gqa:
+        for name, count in (("key", of_key), ("value", of_value)):
+            if heads != count and (not count or heads % count):
+                checks.wrong(
+                    ValueError, f"the {heads} query heads are not a multiple of the {count} {name} heads", **given
+                )
+        return heads
+    different = {count for count in (heads, of_key, of_value) if count != 1}
+    if len(different) > 1:
+        if of_key != of_value and 1 not in (of_key, of_value):
+            checks.wrong(
+                ValueError, "key and value must have the same number of heads, or 1 (third dimension from the end)",
+                **given,
+            )  # fmt: skip
+        count = of_value if of_key == 1 else of_key
+        what = f"query has {heads} heads and key {count}: pass enable_gqa=True if query heads share key heads"
+        checks.wrong(ValueError, what, **given)
+    return different.pop() if different else 1
+
+
+def _repeat(t: Tensor, heads: int) -> Tensor:
+    """Repeat each head of t (…, H, L, E) to the given number of heads, a view where H is 1."""
+    if t.shape[-3] == heads:
+        return t
+    return t.unsqueeze(-3).expand(*t.shape[:-2], heads // t.shape[-3], *t.shape[-2:]).flatten(-4, -3)
+
+
+def _one_batch(t: Tensor, lead: Sequence[int]) -> Tensor:  # (…, a, b, c) → (B, a, b, c)
+    t = t.expand(*lead, *t.shape[-3:])
+    return t.flatten(0, len(lead) - 1) if lead else t.unsqueeze(0)
+
+
+def _expanded(
+    name: str, t: Any, target: Sequence[int], lead: Sequence[int], rank: int, given: dict[str, Tensor]
+) -> Any:
+    """Return a mask or bias with one batch dimension, of size 1 where the leading dimensions all broadcast."""
+    if not isinstance(t, Tensor):
+        return t
+    if not checks.broadcasts(t.shape, target[-rank:]):
+        names = ", ".join(("…", "Hq", "N", "M" if name == "attn_mask" else "1")[-rank:])
+        checks.wrong(
+            ValueError, f"{name} does not broadcast to ({names}) = {tuple(target[-rank:])}", **given, **{name: t}
+        )
+    t = t[(None,) * (len(target) - t.dim())]
+    alike = all(size == 1 for size in t.shape[: len(lead)])
+    return _one_batch(t, (1,) * len(lead) if alike else lead)
+
+
+def _slopes(slopes: Any, lead: Sequence[int], heads: int, given: dict[str, Tensor]) -> Any:  # (B or 1, Hq, 2)
+    if not isinstance(slopes, Tensor):
+        return slopes
+    shape, ones = tuple(slopes.shape), (1,) * len(lead)
+    if shape not in {(heads,), (*lead, heads), (*lead, heads, 2), (*ones, heads, 2)}:
+        checks.wrong(
+            ValueError,
+            "alibi_slopes must be (Hq,), (…, Hq) or (…, Hq, 2), with the leading dimensions of the output",
+            **given,
+            alibi_slopes=slopes,
+        )
+    if shape == (heads,):
+        return slopes
+    if shape == (*lead, heads):
+        return slopes.reshape(-1, heads)
+    return slopes.reshape(-1, heads, 2)
+
+
+def _lengths(lengths: Any, lead: Sequence[int], given: dict[str, Tensor]) -> Any:  # (B,)
+    if not isinstance(lengths, Tensor):
+        return lengths
+    if tuple(lengths.shape) != tuple(lead):
+        what = f"key_lengths must have the output's dimensions before its heads, {tuple(lead)}"
+        checks.wrong(ValueError, what, **given, key_lengths=lengths)
+    return lengths.reshape(-1)

@@ -1,0 +1,144 @@
+"""Every combination of shapes that F.scaled_dot_product_attention accepts, with the shape of its result."""
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sigattn import sigmoid_attention
+from sigattn.ops import broadcasting
+
+from .cases import COMPILER_NOISE, device_of
+
+N, M, D, DV = 3, 5, 8, 4
+LEADING = [(), (1,), (2,), (4,), (1, 1), (2, 1), (1, 4), (2, 2), (2, 4), (3, 4), (2, 1, 4), (1, 3, 4), (2, 3, 1)]
+SHAPES = list(itertools.product(LEADING, repeat=3))
+SHARE = 1 if os.environ.get("SIGATTN_WHOLE_SWEEPS") else 16  # one combination of so many is tried
+
+
+def operands(leads, dtype=torch.float64):
+    g = torch.Generator().manual_seed(1)
+    sizes = ((N, D), (M, D), (M, DV))
+    tensors = [torch.randn(*lead, *size, generator=g, dtype=dtype) for lead, size in zip(leads, sizes, strict=True)]
+    return [t.requires_grad_() for t in tensors]
+
+
+def formula(q, k, v, mask=None, gqa=False, bias=None):
+    """σ(Q Kᵀ / √D + b + mask) V as torch.matmul broadcasts it."""
+    if gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + (-torch.tensor(k.shape[-2]).log() if bias is None else bias)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else logits + mask
+    return logits.sigmoid() @ v
+
+
+def outcome(function, *args, **options):
+    try:
+        return tuple(function(*args, **options).shape)
+    except (RuntimeError, ValueError, IndexError):  # PyTorch's math path raises what its operators raise
+        return None
+
+
+@pytest.mark.parametrize("gqa", [False, True])
+def test_the_shapes_are_those_of_pytorch(gqa):
+    """Accepted and refused alike; the results are the formula's, and so are the gradients."""
+    accepted = 0
+    for leads in random.Random(int(gqa)).sample(SHAPES, len(SHAPES) // SHARE):
+        q, k, v = operands(leads)
+        theirs = outcome(F.scaled_dot_product_attention, q, k, v, enable_gqa=gqa)
+        assert outcome(sigmoid_attention, q, k, v, enable_gqa=gqa) == theirs, leads
+        if theirs is None:
+            continue
+        accepted += 1
+        ours, truth = sigmoid_attention(q, k, v, enable_gqa=gqa), formula(q, k, v, gqa=gqa)
+        torch.testing.assert_close(ours, truth, msg=str(leads))
+        grad = torch.randn_like(truth)
+        gradients = (torch.autograd.grad(out, (q, k, v), grad) for out in (ours, truth))
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, msg=str(leads))
+    assert accepted > 20
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_broadcast_as_in_pytorch(kind):
+    """A mask that PyTorch's function accepts is accepted, and does what the formula says."""
+    rng, accepted = random.Random(2), 0
+    for leads in rng.sample(SHAPES, len(SHAPES) // SHARE):
+        q, k, v = operands(leads)
+        lead = rng.choice([*LEADING, *leads])
+        mask = torch.randn(*lead, rng.choice([1, N]), rng.choice([1, M]), dtype=torch.float64)
+        mask = mask > 0 if kind == "bool" else mask
+        if outcome(F.scaled_dot_product_attention, q, k, v, mask) is None:
+            continue
+        accepted += 1
+        torch.testing.assert_close(sigmoid_attention(q, k, v, mask), formula(q, k, v, mask), msg=f"{leads} {lead}")
+    assert accepted > 10
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", "triton"])
+@pytest.mark.parametrize(
+    ("leads", "gqa"),
+    [
+        (((), (), ()), False),
+        (((4,), (4,), (4,)), False),
+        (((2, 4), (2, 1), (2, 1)), False),  # one key head for all, without enable_gqa
+        (((2, 4), (1, 4), (1, 4)), False),
+        (((2, 1), (2, 1), (2, 4)), False),  # more value heads than key heads
+        (((2, 4), (2, 2), (2, 4)), True),
+        (((2, 3, 4), (2, 1, 2), (1, 3, 2)), True),
+    ],
+    ids=str,
+)
+def test_every_backend(backend, leads, gqa):
+    device = device_of(backend)
+    given = [t.detach().float().to(device).requires_grad_() for t in operands(leads)]
+    wide = [t.detach().double().cpu().requires_grad_() for t in given]
+    ours = sigmoid_attention(*given, enable_gqa=gqa, bias=-1.5, backend=backend)
+    truth = formula(*wide, gqa=gqa, bias=-1.5)
+    grad = torch.randn_like(truth)
+    results = [ours, *torch.autograd.grad(ours, given, grad.float().to(device))]
+    for a, b in zip(results, [truth, *torch.autograd.grad(truth, wide, grad)], strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.double().cpu(), b, atol=1e-5, rtol=1e-5)
+
+
+def test_what_belongs_to_a_sample_has_the_leading_dimensions():
+    """Of five dimensions, key_lengths is (B1, B2); alibi_slopes and bias broadcast with it."""
+    q, k, v = (t.detach() for t in operands(((2, 3, 4), (2, 3, 4), (2, 3, 4))))
+    lengths = torch.tensor([[1, 2, 3], [4, 5, 0]])
+    slopes, bias, mask = torch.rand(2, 3, 4), torch.randn(3, 1, N, 1).double(), torch.rand(2, 1, 4, N, M) > 0.3
+    options = {"key_lengths": lengths, "alibi_slopes": slopes, "bias": bias, "attn_mask": mask}
+    ours = sigmoid_attention(q, k, v, **options)
+    for i, j in itertools.product(range(2), range(3)):
+        own = {
+            "key_lengths": lengths[i, j][None],
+            "alibi_slopes": slopes[i, j][None],
+            "bias": bias[j],
+            "attn_mask": mask[i, 0],
+        }
+        one = sigmoid_attention(*(t[i, j][None] for t in (q, k, v)), **own)[0]
+        torch.testing.assert_close(ours[i, j], one)
+    without = sigmoid_attention(q[0, 0], k[0, 0], v[0, 0], key_lengths=lengths[1, 0], alibi_slopes=slopes[0, 0])
+    one = sigmoid_attention(*(t[0, :1] for t in (q, k, v)), key_lengths=lengths[1, 0][None], alibi_slopes=slopes[0, :1])
+    torch.testing.assert_close(without, one[0])
+
+
+def test_expanding_copies_nothing():
+    q, k, v = operands(((2, 4), (2, 1), (2, 1)))
+    batched = broadcasting.flatten(q, k, v, None, None, None, None, False)
+    assert [t.data_ptr() for t in batched[:3]] == [t.data_ptr() for t in (q, k, v)]
+    q, k, v = operands(((2, 3, 4), (4,), (1,)))
+    batched = broadcasting.flatten(q, k, v, None, None, None, None, False)
+    assert [t.data_ptr() for t in batched[:3]] == [t.data_ptr() for t in (q, k, v)]
+
+
+@pytest.mark.parametrize("leads", [((), (), ()), ((2, 4), (2, 1), (2, 1)), ((2, 3, 4), (1, 3, 4), (4,))], ids=str)
+@pytest.mark.filterwarnings(*COMPILER_NOISE)
+def test_compiled(leads, unchecked):
+    q, k, v = operands(leads, torch.float32)
+    compiled = torch.compile(sigmoid_attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, is_causal=True), sigmoid_attention(q, k, v, is_causal=True))
