@@ -400,6 +400,21 @@ WRONG = {
     "backend": (lambda: flash.flash_attn_func(Q, Q, Q, backend="cuda"), ValueError, "unknown backend 'cuda'"),
     "dropout": (lambda: flash.flash_attn_func(Q, Q, Q, dropout_p=1), ValueError, r"probability in \[0, 1\)"),
     "window": (lambda: flash.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "pair"),
+    "flash-attn 3's order": (
+        lambda: flash.flash_attn_func(Q, Q, Q, 0.25, True),
+        TypeError,
+        r"got 0.25 and True; flash-attn 3's order .* is that of sigattn.flash.v3",
+    ),
+    "flash-attn 3's order, scale None": (
+        lambda: flash.flash_attn_func(Q, Q, Q, None, True),
+        TypeError,
+        "got None and True; flash-attn 3's order",
+    ),
+    "flash-attn 3's order, varlen": (
+        lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 5, 5, None, None, 0.25, True),
+        TypeError,
+        "dropout_p must be a number",
+    ),
     "qkv": (lambda: flash.flash_attn_qkvpacked_func(Q), ValueError, r"\(batch, length, 3, heads, head_dim\)"),
     "starts dtype": (
         lambda: flash.flash_attn_varlen_func(P, P, P, S.float(), S, 5, 5),
@@ -413,9 +428,9 @@ WRONG = {
     "starts fall": (lambda: flash.flash_attn_varlen_func(P, P, P, S[[0, 2, 1]], S, 10, 5), ValueError, "never descend"),
     "longest": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 4, 5), ValueError, "max_seqlen_q is 4, but"),
     "longest type": (
-        lambda: flash.flash_attn_varlen_func(P, P, P, S, S, torch.tensor(5), 5),
+        lambda: flash.flash_attn_varlen_func(P, P, P, S, S, torch.tensor([5]), 5),
         TypeError,
-        "max_seqlen_q must be an int",
+        "max_seqlen_q must be an integer",
     ),
     "paged": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 5, 5, block_table=S), ValueError, "block_table"),
 }

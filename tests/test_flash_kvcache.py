@@ -280,6 +280,26 @@ def test_long_caches(backend, layout, dtype, heads, keys):
             assert_as_good_as_formula(out[b], truth, rough, 1.0)
 
 
+def test_rotary_tables_need_no_more_places_than_are_read():
+    """Without causality all queries are turned by the angle of the first; with it they stand one after another."""
+    q, cache, new = torch.randn(2, 3, 4, 8), torch.randn(2, 16, 4, 8), torch.randn(2, 1, 4, 8)
+    angles = torch.randn(9, 4)
+    lengths = torch.tensor([3, 5])
+
+    def call(places, causal):
+        tables = {"rotary_cos": angles[:places].cos(), "rotary_sin": angles[:places].sin()}
+        caches = cache.clone(), cache.clone()
+        options = {"cache_seqlens": lengths, "causal": causal, "sigmoid_bias": -2.0, **tables}
+        return flash_attn_with_kvcache(q, *caches, new, new, **options)
+
+    assert torch.equal(call(6, False), call(9, False))
+    with pytest.raises(ValueError, match="too few positions for places up to 5"):
+        call(5, False)
+    assert torch.equal(call(8, True), call(9, True))
+    with pytest.raises(ValueError, match="too few positions for places up to 7"):
+        call(7, True)
+
+
 def test_results_repeat_bitwise_and_splits_only_add():
     q, (k, v) = torch.randn(1, 1, 2, 16), torch.randn(2, 1, 500, 2, 16).unbind()
     device = device_of("triton")

@@ -94,7 +94,7 @@ def context_parallel_attention(
     group = mesh.get_group()
     placement = placement_of(query.shape[2], length, group, is_causal if balanced is None else balanced)
     whole = key.new_empty(()).expand(*key.shape[:2], placement.length, key.shape[3])  # its shape is what is checked
-    checks.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
+    _, scale, window = checks.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
     if key_lengths is not None:
         checks.options(whole, whole, None, 0.0, None, None, None, key_lengths, None)
     checks.choice("backend", backend, tuple(library.KERNELS), _NAME)

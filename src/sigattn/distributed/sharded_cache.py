@@ -59,7 +59,7 @@ def sharded_cache_attention(
     flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, None, None)
     flash_checks.of_samples(_NAME, "cache_seqlens", cache_seqlens, q)
     flash_checks.bias(_NAME, sigmoid_bias, q, len(q))
-    checks.numbers(_NAME, 0.0, softmax_scale, window_size)
+    _, softmax_scale, window = checks.numbers(_NAME, 0.0, softmax_scale, window_size)
     checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
     if alibi_slopes is not None:
         flash_checks.slopes(_NAME, alibi_slopes, q, len(q))
@@ -73,7 +73,7 @@ def sharded_cache_attention(
         for i in range(new):  # one by one: two might be told to leave the same place as it is
             _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     ends = cache_seqlens + new - start  # of each sample, from this process's first place on
-    left, right = sides((window_size[0], window_size[1]), causal)
+    left, right = sides(window, causal)
     problem = CachedProblem(
         q,
         k_cache,

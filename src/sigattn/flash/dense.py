@@ -57,7 +57,9 @@ def flash_attn_func(
     name = "flash_attn_func"
     options.refuse(name, softcap, return_attn_probs)
     flash_checks.dense(name, q, k, v)
-    options.check(name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend)
+    dropout_p, softmax_scale, window = options.check(
+        name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
+    )
     query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
     problem = canonical(
         query,
@@ -68,7 +70,7 @@ def flash_attn_func(
         causal,
         softmax_scale,
         options.dense_bias(sigmoid_bias),
-        (window_size[0], window_size[1]),
+        window,
         alibi_slopes,
         first_row=k.shape[1] - q.shape[1],
         fast=is_fast(sigmoid_precision),

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import cached, checks, flash_checks, one_query
+from sigattn.flash import options
+from sigattn.ops import cached, checks, flash_checks, one_query, scalars
 from sigattn.ops.attention import bias_operand, sides, two_sided
 from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import UNLIMITED
@@ -54,7 +55,7 @@ def flash_attn_with_kvcache(
         k, v: (B, N_new, Hkv, D) and (B, N_new, Hkv, Dv), or both None.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): the first rotary_dim features of k are turned by the angles
             of their places, and those of q by the angles of theirs: cache_seqlens + i with causal or a window, else all
-            by that of cache_seqlens.
+            by that of cache_seqlens. The tables need as many places as are read.
         cache_seqlens: how many keys each sample has in the cache: (B,) integers, or a number for all. None, without
             ``k``, for a full cache. (On an accelerator the values are not checked: that would make the host wait.)
         cache_batch_idx: (B,) integers, which of the caches is each sample's; None for the b-th. Not with block_table.
@@ -98,11 +99,12 @@ def flash_attn_with_kvcache(
     flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
     batch, n = q.shape[:2]
     checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
-    checks.numbers(_NAME, 0.0, softmax_scale, window_size)
+    _, softmax_scale, window = options.numbers(_NAME, 0.0, softmax_scale, window_size)
     _check_bias(sigmoid_bias, q)
     if alibi_slopes is not None:
         flash_checks.slopes(_NAME, alibi_slopes, q, batch)
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+    num_splits = scalars.integer(_NAME, "num_splits", num_splits)
+    if num_splits < 0:
         raise ValueError(f"{_NAME}: num_splits must be a number of parts, 0 to let the kernel choose; got {num_splits}")
     _refuse_gradients(q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes)
     table = block_table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
@@ -116,14 +118,14 @@ def flash_attn_with_kvcache(
             cached.check_places(lengths + new, cache_leftpad, table, len(k_cache), capacity)
         except ValueError as error:
             raise ValueError(f"{_NAME}: {error}") from None
-    left, right = sides((window_size[0], window_size[1]), causal)
+    left, right = sides(window, causal)
     if rotary_cos is not None or rotary_sin is not None:
-        flash_checks.rotary(_NAME, rotary_cos, rotary_sin, q, k, lengths)
+        stand_apart = left != UNLIMITED or right != UNLIMITED
+        flash_checks.rotary(_NAME, rotary_cos, rotary_sin, q, k, lengths, n if stand_apart else 1)
         assert rotary_cos is not None
         assert rotary_sin is not None
         assert k is not None
         turns = (rotary_cos, rotary_sin, rotary_interleaved)
-        stand_apart = left != UNLIMITED or right != UNLIMITED
         q = _turned(q, _places(lengths, n, together=not stand_apart), *turns)
         k = _turned(k, _places(lengths, new), *turns)
     if k is not None and v is not None:
@@ -222,11 +224,11 @@ def _refuse_gradients(*tensors: Any) -> None:
 def _lengths(given: Any, q: Tensor, capacity: int, *, needed: bool) -> Tensor:  # (B,)
     if given is None and needed:
         raise ValueError(f"{_NAME}: with k and v, cache_seqlens must say how many keys the cache holds already")
-    if given is None or (isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool)):
-        every: int = capacity if given is None else given  # type: ignore[assignment]  # a symbol where a graph is traced
-        return torch.full((len(q),), every, dtype=torch.int32, device=q.device)
     if not isinstance(given, Tensor):
-        raise TypeError(f"{_NAME}: cache_seqlens must be a number or (B,) integers, got {type(given).__name__}")
+        every = capacity if given is None else scalars.integer(_NAME, "cache_seqlens, if not a tensor,", given)
+        return torch.full((len(q),), every, dtype=torch.int32, device=q.device)
+    if given.dim() == 0:
+        given = given.expand(len(q))
     flash_checks.of_samples(_NAME, "cache_seqlens", given, q)
     return given
 

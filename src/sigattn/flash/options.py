@@ -33,14 +33,25 @@ def check(
     slopes: Any,
     bias: Any,
     backend: Any,
-) -> None:
-    """Raise unless the optional arguments fit q."""
+) -> tuple[float, float | None, tuple[int, int] | None]:
+    """Raise unless the optional arguments fit q; return dropout_p, scale and window as ``numbers`` does."""
     checks.choice("backend", backend, tuple(library.KERNELS), name)
-    checks.numbers(name, dropout_p, scale, window)
+    given = numbers(name, dropout_p, scale, window)
     if not (isinstance(bias, str) and bias == LOG_LENGTH):
         flash_checks.bias(name, bias, q, batch)
     if slopes is not None:
         flash_checks.slopes(name, slopes, q, batch)
+    return given
+
+
+def numbers(name: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, float | None, tuple[int, int] | None]:
+    """Return dropout_p, softmax_scale and window_size as Python's own numbers; raise for anything else."""
+    if isinstance(dropout_p, bool) or isinstance(scale, bool):
+        raise TypeError(
+            f"{name}: dropout_p and softmax_scale must be numbers, got {dropout_p!r} and {scale!r}; flash-attn 3's "
+            "order (q, k, v, softmax_scale, causal, …) is that of sigattn.flash.v3"
+        )
+    return checks.numbers(name, dropout_p, scale, window)
 
 
 def cast(t: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def flash_attn_varlen_func(
         v: (total_k, Hkv, Dv).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) integers on q's device, from 0, not descending. (Their values are checked
             on a CPU only: on an accelerator that would make the host wait.)
-        max_seqlen_q, max_seqlen_k: the longest sequences' lengths; rows beyond them would be left out.
+        max_seqlen_q, max_seqlen_k: the longest sequences' lengths; rows beyond them would be left out. Pass
+            Python's integers: reading a tensor on an accelerator synchronises.
         block_table: must be None.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
             ``flash_attn_func``, with each sequence's own N and M.
@@ -65,10 +66,14 @@ def flash_attn_varlen_func(
     options.refuse(name, softcap, return_attn_probs)
     if block_table is not None:
         raise ValueError(f"{name}: block_table must be None: paged keys are not for variable lengths here")
-    flash_checks.varlen(name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = flash_checks.varlen(
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    )
     batch = len(cu_seqlens_q) - 1
-    options.check(name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend)
-    left, right = sides((window_size[0], window_size[1]), causal)
+    dropout_p, softmax_scale, window = options.check(
+        name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
+    )
+    left, right = sides(window, causal)
     problem = PackedProblem(
         options.cast(q),
         options.cast(k),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -87,7 +89,9 @@ def sigmoid_attention(
         query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
         enable_gqa = True
     checks.operands(query, key, value, enable_gqa)
-    checks.options(query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale)
+    dropout_p, scale, window = checks.options(
+        query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale
+    )
     checks.choice("backend", backend, BACKENDS)
     problem = canonical(
         query, key, value, attn_mask, dropout_p, is_causal, scale, bias, window, alibi_slopes, key_lengths
@@ -167,12 +171,14 @@ def autocast(t: Tensor) -> Tensor:
     return t
 
 
-def bias_operand(bias: float | Tensor | None) -> Tensor | None:
+def bias_operand(bias: Any) -> Tensor | None:
     """A number becomes 0-d on the CPU, where every backend can read it without waiting; a tensor gets 4 dimensions."""
     if bias is None:
         return None
     if isinstance(bias, Tensor):
         return _four_dimensional(bias)
+    if not isinstance(bias, (float, int, torch.SymFloat, torch.SymInt)):  # another library's number
+        bias = float(bias)
     if torch.compiler.is_compiling():  # a sum, because that is what the compiler can carry a changing number through
         return torch.zeros((), dtype=torch.float64) + bias
     return torch.tensor(bias, dtype=torch.float64)

@@ -12,18 +12,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from sigattn.ops import scalars
+
 _NAME = "sigmoid_attention"
 
 
 def describe(**arguments: Any) -> str:
     """The arguments as a reader would write them down: shape, dtype and device of a tensor, else the value."""
-    return ", ".join(f"{name} {_describe(value)}" for name, value in arguments.items())
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"= {value!r}"
-    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+    return ", ".join(
+        f"{name} {scalars.describe(value)}" if isinstance(value, Tensor) else f"{name} = {value!r}"
+        for name, value in arguments.items()
+    )
 
 
 def wrong(error: type[Exception], what: str, **arguments: Any) -> NoReturn:
@@ -99,8 +98,8 @@ def options(
     alibi_slopes: Any,
     key_lengths: Any,
     scale: Any,
-) -> None:
-    """Raise unless the optional arguments fit the operands."""
+) -> tuple[float, float | None, tuple[int, int] | None]:
+    """Raise unless the optional arguments fit the operands; return dropout_p, scale and window as Python's numbers."""
     (batch, heads, n, _), m = query.shape, key.shape[2]
     if attn_mask is not None:
         _mask(attn_mask, query, key, (batch, heads, n, m))
@@ -110,17 +109,17 @@ def options(
         _slopes(alibi_slopes, query, batch, heads)
     if key_lengths is not None:
         _lengths(key_lengths, key, batch)
-    numbers(_NAME, dropout_p, scale, window)
+    return numbers(_NAME, dropout_p, scale, window)
 
 
-def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> None:
-    """Raise unless these are a probability, a number or None, and a window or None."""
-    if window is not None:
-        _window(caller, window)
-    if not isinstance(dropout_p, (float, int)) or not 0 <= dropout_p < 1:
+def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, float | None, tuple[int, int] | None]:
+    """Return a probability, a number or None, and a window or None, as Python's own; raise for anything else."""
+    dropout_p = scalars.real(caller, "dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
         raise ValueError(f"{caller}: dropout_p is a probability in [0, 1), got {dropout_p!r}")
-    if scale is not None and not isinstance(scale, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{caller}: the scale must be a number or None (for head_dim^-1/2), got {_describe(scale)}")
+    if scale is not None:
+        scale = scalars.real(caller, "scale", scale)
+    return dropout_p, scale, None if window is None else _window(caller, window)
 
 
 def _same_device(name: str, t: Tensor, query: Tensor) -> None:
@@ -152,9 +151,8 @@ def _mask(mask: Any, query: Tensor, key: Tensor, target: Sequence[int]) -> None:
 
 
 def _bias(bias: Any, query: Tensor, target: Sequence[int]) -> None:
-    if isinstance(bias, bool) or not isinstance(bias, (Tensor, float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{_NAME}: bias must be a number or a tensor, got {bias!r} ({type(bias).__name__})")
     if not isinstance(bias, Tensor):
+        scalars.real(_NAME, "bias, if not a tensor,", bias)
         return
     if not bias.is_floating_point():
         wrong(TypeError, "bias must be floating point", bias=bias)
@@ -174,7 +172,7 @@ def _bias(bias: Any, query: Tensor, target: Sequence[int]) -> None:
 
 def _slopes(slopes: Any, query: Tensor, batch: int, heads: int) -> None:
     if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
-        raise TypeError(f"{_NAME}: alibi_slopes must be a floating-point tensor, got {_describe(slopes)}")
+        raise TypeError(f"{_NAME}: alibi_slopes must be a floating-point tensor, got {scalars.describe(slopes)}")
     shape = tuple(slopes.shape)
     if shape not in {(heads,), (batch, heads), (batch, heads, 2), (1, heads, 2)}:
         wrong(
@@ -195,13 +193,12 @@ def _lengths(lengths: Any, key: Tensor, batch: int) -> None:
         wrong(ValueError, f"key_lengths must be (B,) = ({batch},)", key=key, key_lengths=lengths)
 
 
-def _window(caller: str, window: Any) -> None:
+def _window(caller: str, window: Any) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"{caller}: window must be a pair (left, right), got {window!r}")
-    for side in window:
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            raise TypeError(f"{caller}: the sides of window must be integers, got {tuple(window)!r}")
-        if side < -1:
-            raise ValueError(
-                f"{caller}: the sides of window must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
-            )
+    left, right = (scalars.integer(caller, "each side of window", side) for side in window)
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{caller}: the sides of window must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
+        )
+    return left, right

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from sigattn.ops import scalars
 from sigattn.ops.checks import describe
 
 
@@ -23,8 +24,11 @@ def dense(caller: str, q: Any, k: Any, v: Any) -> None:
 
 def varlen(
     caller: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any
-) -> None:
-    """Raise unless q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) and the sequences fit together."""
+) -> tuple[int, int]:
+    """Raise unless q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) and the sequences fit together.
+
+    Returns both lengths as Python's numbers.
+    """
     _together(caller, q, k, v, 3, "(total, heads, head_dim)")
     starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, t in starts.items():
@@ -36,11 +40,15 @@ def varlen(
             _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         _wrong(caller, ValueError, "there must be as many sequences of queries as of keys", **starts)
-    for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)):
-            _wrong(caller, TypeError, f"{name} must be an int: a length, not a tensor", **{name: most})
-        if most < 0:
-            _wrong(caller, ValueError, f"{name} is a length", **{name: most})
+    return longest(caller, "max_seqlen_q", max_seqlen_q), longest(caller, "max_seqlen_k", max_seqlen_k)
+
+
+def longest(caller: str, name: str, most: Any) -> int:
+    """Return the length of the longest sequence as Python's number."""
+    length = scalars.integer(caller, name, most)
+    if isinstance(length, int) and length < 0:  # of a symbol, whose value may be unknown, the op checks it
+        _wrong(caller, ValueError, f"{name} is a length", **{name: most})
+    return length
 
 
 def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch_idx: Any, table: Any) -> None:
@@ -84,8 +92,11 @@ def of_samples(caller: str, name: str, t: Any, q: Tensor) -> None:
         _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
 
 
-def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any, lengths: Tensor) -> None:
-    """Raise unless these are (positions, rotary_dim / 2), narrow enough for a head and long enough for the places."""
+def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any, lengths: Tensor, query_places: int) -> None:
+    """Raise unless these are (positions, rotary_dim / 2), narrow enough for a head and long enough.
+
+    query_places: how many positions the queries of a sample stand at: N, or 1 if all are turned by the same angle.
+    """
     given = {"rotary_cos": cos, "rotary_sin": sin}
     if k is None:
         _wrong(caller, ValueError, "rotary_cos and rotary_sin turn new keys: give k and v as well", **given)
@@ -97,13 +108,13 @@ def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any, lengths: Tensor) 
     if cos.device != q.device or sin.device != q.device:
         _wrong(caller, ValueError, "rotary_cos and rotary_sin must be on q's device", q=q, **given)
     if q.device.type == "cpu" and not torch.compiler.is_compiling() and len(q):
-        most = int(lengths.max()) + max(q.shape[1], k.shape[1])
+        most = int(lengths.max()) + max(query_places, k.shape[1])
         if most > len(cos):
             _wrong(caller, ValueError, f"rotary_cos has too few positions for places up to {most - 1}", **given)
 
 
 def _integers(t: Any) -> bool:
-    return isinstance(t, Tensor) and not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
+    return isinstance(t, Tensor) and scalars.is_integral(t)
 
 
 def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int) -> tuple[Tensor, ...]:
@@ -119,9 +130,10 @@ def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int)
 def bias(caller: str, b: Any, q: Tensor, batch: int) -> None:
     """Raise unless this is a number or a tensor (), (B,) or (B or 1, Hq or 1)."""
     heads = q.shape[-2]
-    if isinstance(b, bool) or not isinstance(b, (Tensor, float, int, torch.SymFloat, torch.SymInt)):
+    if isinstance(b, str):
         _wrong(caller, TypeError, 'sigmoid_bias must be a number, "-log n" or a tensor', sigmoid_bias=b)
     if not isinstance(b, Tensor):
+        scalars.real(caller, 'sigmoid_bias, if neither a tensor nor "-log n",', b)
         return
     if not b.is_floating_point():
         _wrong(caller, TypeError, "sigmoid_bias must be floating point", sigmoid_bias=b)

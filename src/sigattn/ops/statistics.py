@@ -71,7 +71,7 @@ def attention_statistics(
     torch.Size([2, 4])
     """
     checks.operands(query, key, value, enable_gqa)
-    checks.options(query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale)
+    _, scale, window = checks.options(query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale)
     checks.choice("activation", activation, tuple(reference.ACTIVATIONS))
     if query.shape[2] == 0:
         raise ValueError(f"attention_statistics: there is no query; got {checks.describe(query=query, key=key)}")

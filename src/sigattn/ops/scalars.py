@@ -1,0 +1,57 @@
+"""Numbers as callers have them: Python's, NumPy's, 0-d tensors, or the symbols of a traced graph."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def describe(value: Any) -> str:
+    """Return a value as a reader would write it down: shape, dtype and device of a tensor."""
+    if not isinstance(value, Tensor):
+        return f"{value!r} ({type(value).__name__})"
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+
+
+def real(caller: str, name: str, value: Any) -> float:
+    """Return a number as Python's own; a symbol of a traced graph stays as it is.
+
+    A 0-d tensor is read, which synchronises if it is on an accelerator.
+
+    Raises:
+        TypeError: for anything else, bool included, and for a tensor that requires a gradient.
+    """
+    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]  # a symbol stands for a number
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex():
+        if value.requires_grad:
+            raise TypeError(f"{caller}: {name} would lose its gradient: pass a number, and multiply the query instead")
+        return value.item()
+    if not isinstance(value, (bool, Tensor)) and isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"{caller}: {name} must be a number, got {describe(value)}")
+
+
+def integer(caller: str, name: str, value: Any) -> int:
+    """Return an integer as Python's own; a symbol of a traced graph stays as it is.
+
+    A 0-d tensor of integers is read, which synchronises if it is on an accelerator.
+
+    Raises:
+        TypeError: for anything else, bool included.
+    """
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]  # a symbol stands for a number
+    if isinstance(value, Tensor) and value.dim() == 0 and is_integral(value):
+        return int(value.item())
+    if not isinstance(value, (bool, Tensor)) and isinstance(value, numbers.Integral):
+        return int(value)
+    raise TypeError(f"{caller}: {name} must be an integer, got {describe(value)}")
+
+
+def is_integral(t: Tensor) -> bool:
+    """Return True for a tensor of integers, which bool is not."""
+    return not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
