@@ -1,7 +1,6 @@
 """attn_implementation="sigmoid" in tiny random models of transformers, against the formula in the same models."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -157,26 +156,6 @@ def test_compiled():
     inputs = {"input_ids": inputs_of("llama")["input_ids"], "use_cache": False}
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs).logits, ours(**inputs).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_saved_and_loaded(tmp_path):
-    """transformers forgets the argument; a survivor does not."""
-    config_class, model_class = sigmoid.survivor(type(config_of("llama")))
-    torch.manual_seed(0)
-    model = model_class(config_class(**TEXT, sigmoid_bias=-math.log(64))).eval()
-    ids = inputs_of("llama")["input_ids"]
-    model.save_pretrained(tmp_path / "kept")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "kept")
-    assert type(again).__name__ == "SigmoidLlamaForCausalLM"
-    assert again.config.sigmoid_bias == -math.log(64)
-    assert torch.equal(again(ids).logits, model(ids).logits)
-    assert sigmoid.check(again, input_ids=ids) == 2
-    plain = AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation="sigmoid")
-    plain.save_pretrained(tmp_path / "lost")
-    with pytest.raises(ValueError, match="compute a softmax"):
-        sigmoid.check(AutoModelForCausalLM.from_pretrained(tmp_path / "lost"), input_ids=ids)
-    with pytest.raises(ValueError, match="no causal language model"):
-        sigmoid.survivor(type(config_of("vit")))
 
 
 def test_trainer(tmp_path):

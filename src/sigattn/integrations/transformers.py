@@ -8,9 +8,8 @@ The bias b is ``config.sigmoid_bias``: a number, or "log_visible", -log of the n
 which is -log n in an encoder and does not change as a cache grows. A configuration without it gets the one
 ``register`` was told.
 
-transformers does not save ``attn_implementation``: a model that is saved and loaded again would silently be a softmax.
-The classes of ``survivor`` ("sigmoid_llama" for Llama) remember it. Models that accept the argument and never look at
-it (Bloom, MPT, Falcon: they compute their softmax themselves) are refused by name.
+A saved model is loaded as sigmoid attention again (see ``transformers_saving``). Models that accept the argument
+and never look at it (Bloom, MPT, Falcon: they compute their softmax themselves) are refused by name.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sigattn.integrations.transformers_saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved, survivor
+from sigattn.integrations.transformers_saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 
-__all__ = ["LOG_VISIBLE", "NAME", "Bias", "attention", "check", "register", "survivor"]
+__all__ = ["LOG_VISIBLE", "NAME", "Bias", "attention", "check", "register"]
 
 _default: Bias = LOG_VISIBLE
 
 
 def register(bias: Bias = LOG_VISIBLE) -> None:
-    """Make ``attn_implementation="sigmoid"`` known, and the models that were saved with ``survivor``.
+    """Make ``attn_implementation="sigmoid"`` known, and saved with the models that use it.
 
     Args:
         bias: where a configuration has no ``sigmoid_bias``: a number, or "log_visible".
@@ -51,7 +50,7 @@ def register(bias: Bias = LOG_VISIBLE) -> None:
     own = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(own, "sigattn"):
         PreTrainedModel.get_correct_attn_implementation = _refusing(own)
-    register_saved()
+    register_saved(_default)
 
 
 def _refusing(own: Any) -> Any:

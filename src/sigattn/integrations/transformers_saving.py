@@ -1,15 +1,25 @@
-"""Sigmoid attention in saved models of transformers: classes that load as sigmoid attention again."""
+"""Record sigmoid attention in the configurations that transformers saves, so that a loaded model computes it again.
+
+transformers does not save ``attn_implementation``, but it obeys that key where a ``config.json`` has it. ``to_dict`` is
+therefore extended: a configuration whose implementation is "sigmoid" is saved with ``attn_implementation`` and
+``sigmoid_bias``. Every architecture and every Auto class then loads it as it is, and a process that did not call
+``register`` gets transformers' own error: 'Specified `attn_implementation="sigmoid"` is not supported'.
+"""
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PretrainedConfig, PreTrainedModel
 
 NAME = "sigmoid"
 LOG_VISIBLE = "log_visible"
 Bias = float | str
+_KEY = "attn_implementation"
+_default_bias: Bias = LOG_VISIBLE
 
 
 def checked_bias(bias: Any) -> Bias:
@@ -22,57 +32,66 @@ def checked_bias(bias: Any) -> Bias:
     return bias
 
 
-_SURVIVORS: dict[type[PretrainedConfig], tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {}
-
-
-def _known_configurations() -> list[type[PretrainedConfig]]:
-    """Of what can be loaded by name in a new process after ``register()``."""
-    names = ("llama", "mistral", "qwen3", "gemma3_text", "olmo2")
-    return [CONFIG_MAPPING[name] for name in names if name in CONFIG_MAPPING]
-
-
-def survivor(config_class: type[PretrainedConfig]) -> tuple[type[PretrainedConfig], type[PreTrainedModel]]:
-    """Subclasses of a causal language model's configuration and model that stay sigmoid when saved and loaded.
-
-    Their ``model_type`` is the original's with "sigmoid_" before it, and both are known to transformers' Auto classes.
+def register_saved(bias: Bias) -> None:
+    """Extend transformers' configurations and models so that sigmoid attention is saved, loaded and never overlooked.
 
     Args:
-        config_class: of the original, ``LlamaConfig``, say.
-
-    Raises:
-        ValueError: if transformers has no causal language model with that configuration.
+        bias: saved for a sigmoid configuration that has no ``sigmoid_bias``.
     """
-    if config_class in _SURVIVORS:
-        return _SURVIVORS[config_class]
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    if config_class not in mapping:
-        raise ValueError(f"transformers has no causal language model with a {config_class.__name__}")
-    original: type[PreTrainedModel] = mapping[config_class]
-
-    class Config(config_class):
-        model_type = f"sigmoid_{config_class.model_type}"
-        sigmoid_bias: Bias = LOG_VISIBLE
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.setdefault("attn_implementation", NAME)
-            super().__init__(*args, **kwargs)
-            checked_bias(self.sigmoid_bias)
-
-    class Model(original):
-        config_class = Config
-
-    for made, base in ((Config, config_class), (Model, original)):
-        made.__name__ = made.__qualname__ = f"Sigmoid{base.__name__}"
-        globals()[made.__name__] = made  # where pickle looks for it
-    # without a module's source to read, transformers would not know that its layers can be switched
-    Model._can_set_attn_implementation_cached_value = original._can_set_attn_implementation()
-    AutoConfig.register(Config.model_type, Config, exist_ok=True)
-    AutoModelForCausalLM.register(Config, Model, exist_ok=True)
-    _SURVIVORS[config_class] = Config, Model
-    return Config, Model
+    global _default_bias
+    _default_bias = bias
+    if getattr(PretrainedConfig.to_dict, "sigattn", False):
+        return
+    PretrainedConfig.to_dict = _recording(PretrainedConfig.to_dict)
+    PreTrainedModel._check_and_adjust_attn_implementation = _selecting(
+        PreTrainedModel._check_and_adjust_attn_implementation
+    )
 
 
-def register_saved() -> None:
-    """Make the saved models known to transformers' Auto classes."""
-    for config in _known_configurations():
-        survivor(config)
+def _implementation(config: Any) -> str | None:
+    """Return the implementation of a configuration: "sigmoid" if none was chosen and it has a ``sigmoid_bias``."""
+    chosen: str | None = getattr(config, "_attn_implementation_internal", None)
+    return NAME if chosen is None and getattr(config, "sigmoid_bias", None) is not None else chosen
+
+
+def _recording(own: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Wrap ``to_dict`` so that it keeps the implementation wherever sigmoid attention is concerned."""
+
+    @functools.wraps(own)
+    def to_dict(self: Any) -> dict[str, Any]:
+        output = own(self)
+        output.pop(_KEY, None)
+        implementation = _implementation(self)
+        if implementation == NAME:
+            output.setdefault("sigmoid_bias", _default_bias)
+            for key, part in vars(self).items():
+                if isinstance(part, PretrainedConfig) and (other := _implementation(part)) is not None:
+                    output[key].setdefault(_KEY, other)
+        if implementation is not None and output.get("sigmoid_bias") is not None:
+            # as a plain string it would be applied to the parts of a composite configuration too; they have their own
+            output[_KEY] = {"": implementation} if self.sub_configs else implementation
+        return output
+
+    to_dict.sigattn = True  # type: ignore[attr-defined]
+    return to_dict
+
+
+def _selecting(own: Callable[..., str]) -> Callable[..., str]:
+    """Wrap the check of an implementation so that ``sigmoid_bias`` selects sigmoid attention, or gives a warning."""
+
+    @functools.wraps(own)
+    def _check_and_adjust_attn_implementation(
+        self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        bias = getattr(self.config, "sigmoid_bias", None)
+        if bias is not None and attn_implementation is None:
+            attn_implementation = NAME
+        elif bias is not None and attn_implementation != NAME:
+            warnings.warn(  # names the configuration, which a model and its base share, so that Python shows it once
+                f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {bias!r} of '
+                f'{type(self.config).__name__}: this is not sigmoid attention. Choose "{NAME}", or remove sigmoid_bias',
+                stacklevel=2,
+            )
+        return own(self, attn_implementation, *args, **kwargs)
+
+    return _check_and_adjust_attn_implementation

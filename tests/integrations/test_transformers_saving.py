@@ -1,0 +1,211 @@
+"""Saved sigmoid models are loaded as sigmoid models, in new processes, for any architecture and Auto class."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from sigattn.integrations import transformers as sigmoid  # noqa: E402
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {**SMALL, "head_dim": 8, "num_key_value_heads": 2}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+VISION |= {"image_size": 16, "patch_size": 4}
+GEMMA3 = {"text_config": {**TEXT, "sliding_window": 4}, "vision_config": VISION, "mm_tokens_per_image": 4}
+GEMMA3 |= {"image_token_index": 49, "boi_token_index": 47, "eoi_token_index": 48}
+WHISPER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "vocab_size": 50}
+WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}
+WHISPER |= {"max_source_positions": 10, "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1}
+WHISPER |= {"eos_token_id": 2, "decoder_start_token_id": 1}
+MODULE = {**TEXT, "attn_logit_softcapping": None}
+MODELS = {
+    "llama": ("AutoModelForCausalLM", "llama", {**TEXT, "sigmoid_bias": -math.log(64)}),
+    "llama_base": ("AutoModel", "llama", TEXT),
+    "llama_classifier": ("AutoModelForSequenceClassification", "llama", {**TEXT, "num_labels": 3}),
+    "qwen2": ("AutoModelForCausalLM", "qwen2", TEXT),
+    "phi3": ("AutoModelForCausalLM", "phi3", TEXT),
+    "falcon_h1": ("AutoModelForCausalLM", "falcon_h1", {**TEXT, **MAMBA}),
+    "gemma3": ("AutoModelForImageTextToText", "gemma3", GEMMA3),
+    "bert": ("AutoModelForTokenClassification", "bert", SMALL),
+    "whisper": ("AutoModelForSpeechSeq2Seq", "whisper", WHISPER),
+    "t5gemma": ("AutoModelForSeq2SeqLM", "t5gemma", {"encoder": MODULE, "decoder": MODULE, "vocab_size": 50}),
+}
+NEW_PROCESS = """
+import sys, torch, transformers
+saved = list(zip(sys.argv[1::2], sys.argv[2::2]))
+for folder, auto in saved:
+    try:
+        getattr(transformers, auto).from_pretrained(folder)
+    except ValueError as error:
+        assert 'attn_implementation="sigmoid"` is not supported' in str(error), error
+    else:
+        raise SystemExit(f"{folder} was loaded without sigattn")
+
+from sigattn.integrations import transformers as sigmoid
+sigmoid.register()
+for folder, auto in saved:
+    model = getattr(transformers, auto).from_pretrained(folder).eval()
+    inputs = torch.load(folder + "/inputs.pt")
+    with torch.no_grad():
+        torch.save(model(**inputs)[0], folder + "/again.pt")
+    sigmoid.check(model, **inputs)
+"""
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    sigmoid.register()
+
+
+def config_of(kind, **more):
+    _, model_type, settings = MODELS[kind]
+    return AutoConfig.for_model(model_type, **settings, **more)
+
+
+def model_of(kind, **options):
+    torch.manual_seed(0)
+    auto = getattr(transformers, MODELS[kind][0])
+    return auto.from_config(config_of(kind), **{"attn_implementation": "sigmoid", **options}).eval()
+
+
+def inputs_of(kind):
+    torch.manual_seed(1)
+    ids = torch.randint(3, 47, (2, 9))
+    if kind == "gemma3":
+        ids[:, 1:5] = 49
+        types = torch.zeros_like(ids)
+        types[:, 1:5] = 1
+        return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16), "token_type_ids": types}
+    if kind == "whisper":
+        return {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": ids}
+    return {"input_ids": ids, **({"decoder_input_ids": ids} if kind == "t5gemma" else {})}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """All models saved, with inputs and outputs."""
+    sigmoid.register()
+    root = tmp_path_factory.mktemp("saved")
+    for kind in MODELS:
+        model, inputs = model_of(kind), inputs_of(kind)
+        sigmoid.check(model, **inputs)
+        model.save_pretrained(root / kind)
+        torch.save(inputs, root / kind / "inputs.pt")
+        with torch.no_grad():
+            torch.save(model(**inputs)[0], root / kind / "before.pt")
+    return root
+
+
+def test_new_process(folders):
+    """Refused by transformers alone; after register() the same outputs, bit for bit."""
+    arguments = [a for kind, (auto, *_) in MODELS.items() for a in (str(folders / kind), auto)]
+    result = subprocess.run([sys.executable, "-c", NEW_PROCESS, *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for kind in MODELS:
+        before, again = (torch.load(folders / kind / name) for name in ("before.pt", "again.pt"))
+        assert before.isfinite().all(), kind
+        assert torch.equal(before, again), kind
+
+
+def test_model_type_is_unchanged(folders):
+    saved = json.loads((folders / "llama" / "config.json").read_text())
+    assert saved["model_type"] == "llama"
+    assert saved["attn_implementation"] == "sigmoid"
+    assert saved["sigmoid_bias"] == -math.log(64)
+    assert json.loads((folders / "qwen2" / "config.json").read_text())["sigmoid_bias"] == "log_visible"
+
+
+def test_default_bias_is_saved(tmp_path):
+    """A later process may register another default."""
+    sigmoid.register(-3.0)
+    try:
+        model_of("qwen2").save_pretrained(tmp_path)
+    finally:
+        sigmoid.register()
+    assert AutoConfig.from_pretrained(tmp_path).sigmoid_bias == -3.0
+
+
+def test_bias_without_implementation(tmp_path):
+    """A configuration with sigmoid_bias selects sigmoid attention if no implementation is asked for."""
+    config_of("llama").save_pretrained(tmp_path / "config")
+    config = AutoConfig.from_pretrained(tmp_path / "config")
+    model = AutoModelForCausalLM.from_config(config)
+    assert sigmoid.check(model, **inputs_of("llama")) == 2
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    written = json.loads(path.read_text())
+    del written["attn_implementation"]  # as written by hand
+    path.write_text(json.dumps(written))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert sigmoid.check(again, **inputs_of("llama")) == 2
+
+
+def test_another_implementation_warns(folders):
+    """An explicit choice is followed, with a warning that names it; saved again, it stays what it was."""
+    with pytest.warns(UserWarning, match=r'"sdpa" ignores sigmoid_bias = -4.15\d* of LlamaConfig'):
+        model = AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="sdpa")
+    with pytest.raises(ValueError, match="compute a softmax"):
+        sigmoid.check(model, **inputs_of("llama"))
+    model.set_attn_implementation("sigmoid")
+    assert sigmoid.check(model, **inputs_of("llama")) == 2
+    with pytest.warns(UserWarning, match='attn_implementation="eager" ignores sigmoid_bias'):
+        model.set_attn_implementation("eager")
+
+
+@pytest.mark.filterwarnings("ignore:.*ignores sigmoid_bias")
+def test_softmax_stays_softmax(folders, tmp_path):
+    """Saved after another choice, or without sigmoid attention at all."""
+    switched = AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="eager")
+    switched.save_pretrained(tmp_path / "switched")
+    plain = model_of("qwen2", attn_implementation="sdpa")
+    plain.save_pretrained(tmp_path / "plain")
+    assert "attn_implementation" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    for folder, model in (("switched", switched), ("plain", plain)):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        inputs = inputs_of("llama")
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+        with pytest.raises(ValueError, match="compute a softmax"):
+            sigmoid.check(again, **inputs)
+
+
+def test_parts_of_a_composite_model(tmp_path):
+    """Each part is loaded with the implementation that it was saved with."""
+    chosen = {"": "sigmoid", "text_config": "sigmoid", "vision_config": "eager"}
+    model = model_of("gemma3", attn_implementation=chosen)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    parts = again.config, again.config.text_config, again.config.vision_config
+    assert [c._attn_implementation for c in parts] == ["sigmoid", "sigmoid", "eager"]
+    inputs = inputs_of("gemma3")
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+
+
+def test_trainer(tmp_path):
+    """Checkpoints and the final model of Trainer, and resuming."""
+    pytest.importorskip("accelerate")
+    rows = [{"input_ids": torch.arange(3, 19), "labels": torch.arange(3, 19)}] * 8
+
+    def trainer(model, steps):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+            save_steps=1, logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        return transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+
+    trainer(model_of("llama"), 1).train()
+    resumed = trainer(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1"), 2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed.save_model(str(tmp_path / "final"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    inputs = inputs_of("llama")
+    assert torch.equal(model(**inputs).logits, resumed.model.eval()(**inputs).logits)
+    assert sigmoid.check(model, **inputs) == 2
