@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-kernels train-all lint format docs clean
+.PHONY: setup torchvision-apart demo test test-kernels train-all lint format docs clean
 
 setup: .venv/installed
 
@@ -16,13 +16,23 @@ setup: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(MAKE) --no-print-directory torchvision-apart
 	touch $@
+
+# The wheel of torchvision that pip finds is built for CUDA. Next to a PyTorch for CPUs it cannot be imported, and breaks
+# transformers; so it is kept out of the environment, in a folder that only a second run of pytest sees.
+torchvision-apart:
+	$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
+	    --target .venv/torchvision torchvision
 
 demo: setup
 	$(BIN)/sigattn demo
 
 test: setup
 	$(BIN)/python -m pytest -n auto --durations=10
+	test ! -d .venv/torchvision || PYTHONPATH=.venv/torchvision:tests/plugins \
+	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision --durations=3
 
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto -k "triton or static or kernels" \

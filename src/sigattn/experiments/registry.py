@@ -5,6 +5,7 @@ from __future__ import annotations
 from sigattn.experiments import (
     attention_maps,
     bias_rules,
+    causal_bias,
     closed_form,
     dropped_keys,
     k_summation,
@@ -46,6 +47,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         speed.VIT,
         sigma_accuracy.EXPERIMENT,
         bias_rules.EXPERIMENT,
+        causal_bias.EXPERIMENT,
         dropped_keys.EXPERIMENT,
     )
 }

@@ -1,0 +1,110 @@
+"""The wheel and the source distribution: built, installed with torch alone, tested from where they were unpacked."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hatchling")
+pytest.importorskip("hatch_fancy_pypi_readme")
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True, capture_output=True
+    )
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def requirements(package, found):
+    """Collect the distributions that a package needs, without extras."""
+    if package in found:
+        return found
+    try:
+        found[package] = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:  # needed on other platforms only
+        return found
+    for requirement in found[package].requires or ():
+        name, _, marker = requirement.partition(";")
+        if "extra ==" not in marker:
+            requirements(re.match(r"[\w.-]+", name.strip())[0], found)
+    return found
+
+
+def test_wheel_works_with_torch_alone(built, tmp_path):
+    """In an interpreter that sees the standard library, the wheel, and torch with its own requirements."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(site)
+    for distribution in requirements("torch", {}).values():
+        for top in {f.parts[0] for f in distribution.files if f.parts[0] not in ("..", "__pycache__")}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "import torch, sigattn, sigattn.flash, sigattn.nn\n"
+        f"assert sigattn.__file__.startswith({str(site)!r}), sigattn.__file__\n"
+        "q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64).requires_grad_().unbind()\n"
+        "out = sigattn.sigmoid_attention(q, k, v, bias=-1.0)\n"
+        "torch.testing.assert_close(out, torch.sigmoid(q @ k.mT / 2 - 1) @ v)\n"
+        "out.sum().backward()\n"
+        "print(sigattn.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"-{done.stdout.strip()}-" in built[0].name
+
+
+def test_command_line_of_the_wheel_names_what_is_missing(built, tmp_path):
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.modules['tyro'] = None\nfrom sigattn.cli import main\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "sigattn: the command line needs tyro: pip install 'sigattn[train]'"
+
+
+def test_description_has_no_relative_links(built):
+    with zipfile.ZipFile(built[0]) as wheel:
+        (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+        description = wheel.read(name).decode().partition("\n\n")[2]
+    assert "# sigattn" in description
+    targets = re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", description)
+    assert all("".join(target).startswith("https://") for target in targets), targets
+
+
+def test_sdist_has_every_tracked_file(built):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not in a git checkout")
+    with tarfile.open(built[1]) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = {f for f in listed.stdout.splitlines() if not f.startswith(".ci/") and (ROOT / f).exists()}
+    assert tracked - inside == set()
+
+
+def test_docs_tests_pass_from_the_sdist(built, tmp_path):
+    with tarfile.open(built[1]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    # PYTEST_* belong to the run around this one
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"PYTHONPATH": "src"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_docs.py"],
+        cwd=folder, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout)
