@@ -62,13 +62,13 @@ def llama(bias: Bias, context: int) -> nn.Module:
     return _transformers(LlamaForCausalLM, config, bias)
 
 
-def _transformers(model: Callable[..., nn.Module], config: Any, bias: Bias) -> nn.Module:
+def _transformers(model: Callable[..., Any], config: Any, bias: Bias) -> nn.Module:
     from sigattn.integrations import transformers
 
     transformers.register()
     config.sigmoid_bias = bias
     config._attn_implementation = "sdpa" if bias is None else "sigmoid"
-    made = model(config)
+    made: Any = model(config)
     assert made.config._attn_implementation == config._attn_implementation
     return made
 
