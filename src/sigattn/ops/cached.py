@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sigattn.ops import blocked, library, triton
+from sigattn.ops import autograd, blocked, library, triton
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.products import fused_unavailable
 
@@ -260,8 +260,7 @@ def _forward(*args: Any) -> Tensor:
     problem, kernels = CachedProblem(*args[:-1]), KERNELS[args[-1]]
     p = problem
     check_places(p.lengths, p.first, p.table, len(p.key), p.capacity)
-    with torch.no_grad():
-        return kernels.forward(problem)
+    return kernels.forward(problem)
 
 
 def _append(
@@ -296,6 +295,12 @@ _library.impl("cached_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::cached_forward", _fake_forward, lib=_library)
 torch.library.register_fake("sigattn::append_to_cache", _fake_append, lib=_library)
+for _op in (torch.ops.sigattn.cached_forward.default, torch.ops.sigattn.append_to_cache.default):
+    autograd.register_without(
+        _library,
+        _op,
+        "sigmoid attention of a key/value cache has no gradient: call it under torch.no_grad() or inference_mode()",
+    )
 
 
 def append(
@@ -327,8 +332,7 @@ def choose(problem: CachedProblem, backend: str | None) -> str:
 
 def call(problem: CachedProblem, backend: str) -> Tensor:
     """Run a problem on a backend."""
-    tensors = (problem.query, problem.key, problem.value, problem.lengths)
-    if not torch.compiler.is_compiling() and library.nobody_watches(tensors):
+    if library.can_bypass_dispatcher([t for t in problem if isinstance(t, Tensor)]):
         return _forward(*problem, backend)  # the op would only cost its 20 µs
     out: Tensor = torch.ops.sigattn.cached_forward.default(*problem, backend)
     return out

@@ -1,15 +1,13 @@
 """The operator as a citizen of PyTorch: registered ops, their fakes, autograd, vmap and FLOP counts.
 
-Two ops, ``sigattn::forward`` and ``sigattn::backward``, have no derivative of their own: one ``autograd.Function``
-stands before them. That arrangement gives ``torch.compile`` and ``torch.export`` one node to trace and ``jacrev`` and
-``vmap`` a rule to follow, while forward-mode and second derivatives, which no fast backend has, raise instead of
-silently giving zero.
+Two ops, ``sigattn::forward`` and ``sigattn::backward``; the second is registered as the derivative of the first
+(``autograd.py``). That gives ``torch.compile`` and ``torch.export`` one node to trace, which can be differentiated
+afterwards, and ``jacrev`` and ``vmap`` a rule to follow.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sigattn.ops import blocked, flops, triton
+from sigattn.ops import autograd, blocked, flops, triton
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import PackedProblem, Problem, new_output
 
@@ -34,10 +32,6 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _DIFFERENTIABLE = 6  # the leading tensors of both ops, in the order of Needs
-
-NO_SECOND_DERIVATIVE = (
-    'the fast backends of sigmoid_attention have no {what}; pass backend="reference", which has it (in O(N·M) memory)'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,65 +132,10 @@ _library.impl("forward", _forward, "CompositeExplicitAutograd")
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::forward", _fake_forward, lib=_library)
 torch.library.register_fake("sigattn::backward", _fake_backward, lib=_library)
+autograd.register(
+    _library, torch.ops.sigattn.forward.default, torch.ops.sigattn.backward.default, differentiable=_DIFFERENTIABLE
+)
 flops.register("forward", "backward")
-
-
-# -- autograd ---------------------------------------------------------------------------------------------------------
-
-
-class SigmoidAttention(torch.autograd.Function):
-    """The forward op with the backward op as its derivative. Only inputs are saved."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        out: Tensor = torch.ops.sigattn.forward.default(*args)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        tensors = inputs[:8]  # the six that may have a gradient, key_lengths, seed
-        ctx.save_for_backward(*tensors)
-        ctx.rest = inputs[8:]
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
-        args = (grad_out, *ctx.saved_tensors, *ctx.rest, needs)
-        once = not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
-        if once or torch.compiler.is_compiling():  # which refuses second derivatives, and a Function inside another
-            gradients = torch.ops.sigattn.backward.default(*args)
-        else:
-            gradients = apply(SigmoidAttentionBackward, args)
-        own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
-        return (*own, *(None,) * (2 + len(ctx.rest)))
-
-
-# ``apply`` asks for this at every call, and working it out takes longer than a small attention
-SigmoidAttention.forward.__signature__ = inspect.signature(SigmoidAttention.forward)  # type: ignore[attr-defined]
-
-
-class SigmoidAttentionBackward(torch.autograd.Function):
-    """The backward op, whose own derivative raises."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = torch.ops.sigattn.backward.default(*args)
-        return gradients
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("sigmoid_attention: " + NO_SECOND_DERIVATIVE.format(what="second derivative"))
-
-
-SigmoidAttentionBackward.forward.__signature__ = SigmoidAttention.forward.__signature__  # type: ignore[attr-defined]
 
 
 def choose(problem: Problem | PackedProblem, backend: str | None) -> str:
@@ -214,66 +153,25 @@ def choose(problem: Problem | PackedProblem, backend: str | None) -> str:
 
 
 def call(problem: Problem, backend: str) -> Tensor:
-    """Run a canonical problem on a fast backend, differentiably."""
+    """Return the output of a canonical problem on a fast backend, differentiably."""
     p = problem
-    tensors: tuple[Tensor | None, ...]
     tensors = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes, p.key_lengths, p.seed)
-    if torch.compiler.is_compiling():
-        tensors = distinct(tensors)
-    else:
-        refuse_tangents(tensors[:_DIFFERENTIABLE])
-    recorded = torch._C._are_functorch_transforms_active() or wants_gradient(tensors[:_DIFFERENTIABLE])
-    if not recorded and not torch.compiler.is_compiling() and nobody_watches(tensors):
+    if can_bypass_dispatcher(tensors):
         check_lengths(problem)
         return _run_forward(problem, KERNELS[backend])
-    args = (*tensors, p.scale, p.left, p.right, p.dropout_p, p.first_row, p.fast, p.deterministic, backend)
-    out: Tensor
-    if not recorded:  # the Function would only cost its 25 µs
-        out = torch.ops.sigattn.forward.default(*args)
-    elif torch.compiler.is_compiling():
-        out = SigmoidAttention.apply(*args)
-    else:
-        out = apply(SigmoidAttention, args)
+    out: Tensor = torch.ops.sigattn.forward.default(
+        *tensors, p.scale, p.left, p.right, p.dropout_p, p.first_row, p.fast, p.deterministic, backend
+    )
     return out
 
 
-def wants_gradient(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd is to record a call with these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def nobody_watches(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether the op itself, 4 µs, may be left out: plain tensors, and no mode that traces or counts."""
+def can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
+    """Return True if the op can be left out (saves 4 µs): nothing traces, counts, maps or differentiates the call."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     plain = all(t is None or ((type(t) is Tensor or type(t) is torch.nn.Parameter) and not t.is_meta) for t in tensors)
-    return plain and torch._C._len_torch_dispatch_stack() == 0
-
-
-def apply(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
-    """Apply a Function; where torch.func finds that it has no jvp, say what to do about that."""
-    try:
-        return function.apply(*args)
-    except RuntimeError as error:
-        if "implement the jvp" in str(error):
-            raise RuntimeError(
-                "sigmoid_attention: " + NO_SECOND_DERIVATIVE.format(what="forward-mode derivative")
-            ) from error
-        raise
-
-
-def distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Dynamo takes no tensor twice in one call of a Function, and self-attention may well pass one as key and value."""
-    result: list[Tensor | None] = []
-    for t in tensors:
-        result.append(t.view_as(t) if t is not None and any(t is u for u in result) else t)
-    return tuple(result)
-
-
-def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
-    """Forward-mode would find no rule, and through an op that is opaque to it, would see a zero tangent."""
-    if forward_ad._current_level < 0:
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError("sigmoid_attention: " + NO_SECOND_DERIVATIVE.format(what="forward-mode derivative"))
+    return plain and not recorded and torch._C._len_torch_dispatch_stack() == 0
 
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
@@ -312,6 +210,18 @@ def _one_by_one(op: Callable[..., Any], size: int, in_dims: Sequence[int | None]
         )
         for i in range(size)
     ]
+
+
+def register_vmap_by_slices(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
+    """Register that a mapped call of an op is a call for each slice."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        slices = _one_by_one(op, info.batch_size, _flat(in_dims), args)
+        if isinstance(slices[0], Tensor):
+            return torch.stack(slices), 0
+        return tuple(torch.stack(s) for s in zip(*slices, strict=True)), (0,) * len(slices[0])
+
+    torch.library.register_vmap(op, rule, lib=library)
 
 
 def _flat(in_dims: Sequence[Any]) -> list[int | None]:

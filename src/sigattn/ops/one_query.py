@@ -27,9 +27,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
     """
     batch, keys, key_heads, width = key.shape
     sample = keys * key_heads * width
-    if not 0 < sample <= FEW or query.device.type != "cpu" or torch.compiler.is_compiling():
+    if not 0 < sample <= FEW or query.device.type != "cpu":
         return None
-    if torch._C._are_functorch_transforms_active() or not library.nobody_watches((query, key, value)):
+    if not library.can_bypass_dispatcher((query, key, value)):
         return None
     keep_memory_warm()
     together = FEW // sample if sample <= COPIED or (_is_folded(key) and _is_folded(value)) else 1

@@ -1,7 +1,6 @@
 """Packed sequences of different lengths: the registered ops, their autograd, and the blocked way to compute them.
 
-The arrangement is that of ``library.py``: two ops without a derivative of their own behind one ``autograd.Function``,
-so that forward-mode and second derivatives raise instead of silently giving zero.
+The arrangement is that of ``library.py``: two ops, the second the derivative of the first.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import blocked, flops, library, triton
+from sigattn.ops import autograd, blocked, flops, library, triton
 from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.library import NO_SECOND_DERIVATIVE, Kernels, absent, apply, distinct, refuse_tangents, wants_gradient
+from sigattn.ops.library import Kernels, absent
 from sigattn.ops.problem import PackedProblem
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes"
@@ -23,7 +22,6 @@ _REST = (
     "int left, int right, float dropout_p, bool fast, bool deterministic, str backend"
 )
 _DIFFERENTIABLE = 5  # the leading tensors of both ops
-_SAVED = 8  # those, both starts, and the seed
 
 _library = torch.library.Library("sigattn", "FRAGMENT")
 _library.define(f"packed_forward({_TENSORS}, {_REST}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -145,65 +143,18 @@ _library.impl("packed_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("packed_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::packed_forward", _fake_forward, lib=_library)
 torch.library.register_fake("sigattn::packed_backward", _fake_backward, lib=_library)
+autograd.register(
+    _library,
+    torch.ops.sigattn.packed_forward.default,
+    torch.ops.sigattn.packed_backward.default,
+    differentiable=_DIFFERENTIABLE,
+)
+for _op in (torch.ops.sigattn.packed_forward.default, torch.ops.sigattn.packed_backward.default):
+    library.register_vmap_by_slices(_library, _op)
 flops.register("packed_forward", "packed_backward")
-
-
-class PackedSigmoidAttention(torch.autograd.Function):
-    """The forward op with the backward op as its derivative. Only inputs are saved."""
-
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        out: Tensor = torch.ops.sigattn.packed_forward.default(*args)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:_SAVED])
-        ctx.rest = inputs[_SAVED:]
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
-        args = (grad_out, *ctx.saved_tensors, *ctx.rest, needs)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            gradients = PackedSigmoidAttentionBackward.apply(*args)
-        else:
-            gradients = torch.ops.sigattn.packed_backward.default(*args)
-        own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
-        return (*own, *(None,) * (3 + len(ctx.rest)))
-
-
-class PackedSigmoidAttentionBackward(torch.autograd.Function):
-    """The backward op, whose own derivative raises."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = torch.ops.sigattn.packed_backward.default(*args)
-        return gradients
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("sigmoid attention: " + NO_SECOND_DERIVATIVE.format(what="second derivative"))
 
 
 def call(problem: PackedProblem, backend: str) -> Tensor:
     """Run a packed problem on a backend, differentiably."""
-    p = problem
-    tensors = (p.query, p.key, p.value, p.bias, p.alibi_slopes)
-    if not torch.compiler.is_compiling():
-        refuse_tangents(tensors)
-    args = (*p, backend)
-    out: Tensor
-    if not (torch._C._are_functorch_transforms_active() or wants_gradient(tensors)):
-        out = torch.ops.sigattn.packed_forward.default(*args)
-    elif torch.compiler.is_compiling():
-        out = PackedSigmoidAttention.apply(
-            *distinct((*tensors, p.cu_seqlens_q, p.cu_seqlens_k, p.seed)), *args[_SAVED:]
-        )
-    else:
-        out = apply(PackedSigmoidAttention, args)
+    out: Tensor = torch.ops.sigattn.packed_forward.default(*problem, backend)
     return out

@@ -1,0 +1,140 @@
+"""Autograd kernels of the registered ops: the derivative of a forward op is a backward op, and that has none.
+
+They are registered with the dispatcher, because an op can be called without ``sigmoid_attention`` in front of it: an
+exported program and a compiled graph call it directly. ``torch.library.register_autograd`` does not suffice: its
+kernels do not work under ``torch.func``, and they give a forward-mode tangent of zero without an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+NO_DERIVATIVE = (
+    'the fast backends of sigmoid_attention have no {what}; pass backend="reference", which has it (in O(N·M) memory)'
+)
+
+
+def register(library: torch.library.Library, forward: OpOverload, backward: OpOverload, differentiable: int) -> None:
+    """Register the derivative of a forward op.
+
+    Args:
+        library: the library that defines both ops.
+        forward: an op whose leading arguments are tensors, with a single output.
+        backward: its derivative: (grad_out, arguments of the forward op, needs), needs saying which gradients are
+            needed. It returns one tensor per differentiable argument. Its own derivative raises.
+        differentiable: the number of leading arguments that have a gradient.
+    """
+    tensors = _leading_tensors(forward)
+
+    def setup(ctx: Any, args: Sequence[Any]) -> None:
+        ctx.save_for_backward(*args[:tensors])
+        ctx.rest = args[tensors:]
+
+    def derivative(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        needs = list(ctx.needs_input_grad[:differentiable])
+        gradients = backward(grad_out, *ctx.saved_tensors, *ctx.rest, needs)
+        own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
+        return (*own, *(None,) * (tensors - differentiable + len(ctx.rest)))
+
+    _register(library, forward, setup, derivative)
+    register_without(library, backward, "sigmoid_attention: " + NO_DERIVATIVE.format(what="second derivative"))
+
+
+def register_without(library: torch.library.Library, op: OpOverload, message: str) -> None:
+    """Register an op that has no derivative: a backward pass through it raises RuntimeError with this message.
+
+    An op that returns nothing, because it writes into its arguments, raises when it is called.
+    """
+    if not op._schema.returns:
+        _register_mutation(library, op, message)
+        return
+
+    def derivative(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(message)
+
+    _register(library, op, lambda ctx, args: None, derivative)
+
+
+def _register_mutation(library: torch.library.Library, op: OpOverload, message: str) -> None:
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> None:
+        tensors = [t for t in args if isinstance(t, Tensor)]
+        refuse_tangents(tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(message)
+        _below(op, keys, args)
+
+    library.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+def _leading_tensors(op: OpOverload) -> int:
+    types = [str(a.type) for a in op._schema.arguments]
+    return next((i for i, t in enumerate(types) if t not in ("Tensor", "Optional[Tensor]")), len(types))
+
+
+def _register(
+    library: torch.library.Library,
+    op: OpOverload,
+    setup: Callable[[Any, Sequence[Any]], None],
+    derivative: Callable[..., Any],
+) -> None:
+    # For a single level of torch.func: the dispatcher calls the kernel once per level, as for PyTorch's own ops.
+    class Recorded(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *args_and_keys: Any) -> Any:
+            *args, keys = args_and_keys
+            setup(ctx, args)
+            with _as_outside():
+                return _below(op, keys, args)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            gradients = derivative(ctx, *grads)
+            return (*gradients, None)
+
+    Recorded.__name__ = Recorded.__qualname__ = f"{op._opname}_of_sigattn"
+
+    apply: Callable[..., Any] = Recorded.apply  # type: ignore[attr-defined]
+
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        tensors = [t for t in args if isinstance(t, Tensor)]
+        refuse_tangents(tensors)
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            return _below(op, keys, args)
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args, keys)
+        with enable_single_level_autograd_function():
+            return apply(*args, keys)
+
+    library.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+def _below(op: OpOverload, keys: torch._C.DispatchKeySet, args: Sequence[Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+def _as_outside() -> contextlib.AbstractContextManager[Any]:
+    """Enable gradients again, which a Function disables, for the next level of torch.func records as well."""
+    if not torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+    return stack
+
+
+def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
+    """Raise RuntimeError if a tensor has a forward-mode tangent: no fast backend has that derivative."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError("sigmoid_attention: " + NO_DERIVATIVE.format(what="forward-mode derivative"))

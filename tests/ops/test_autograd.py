@@ -1,0 +1,133 @@
+"""Derivatives of the registered ops, however they are called: exported, by torch.func, or directly."""
+
+import pytest
+import torch
+
+from sigattn import flash, sigmoid_attention
+from tests.ops.cases import COMPILER_NOISE
+
+pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
+BACKENDS = ["triton", "blocked"]
+
+
+def dense(x, backend):
+    y = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    return sigmoid_attention(y, y, y, is_causal=True, backend=backend)
+
+
+def packed(x, backend):
+    y = x.flatten(0, 1).unflatten(-1, (2, 4))
+    starts = torch.tensor([0, 3, 10])
+    return flash.flash_attn_varlen_func(y, y, y, starts, starts, 7, 7, causal=True, backend=backend)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, attend, backend):
+        super().__init__()
+        self.linear, self.attend, self.backend = torch.nn.Linear(8, 8), attend, backend
+
+    def forward(self, x):
+        return self.attend(self.linear(x), self.backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("attend", [dense, packed])
+def test_an_exported_model_trains(attend, backend):
+    model, x = Model(attend, backend), torch.randn(2, 5, 8)
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    program = torch.export.export(model, (x,))
+    for exported in (program.module(), program.run_decompositions().module()):
+        exported.zero_grad()
+        exported(x).square().sum().backward()
+        for p, e in zip(exported.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, e)
+
+
+def arguments(op, backend):
+    """Arguments of a registered op, of which the first requires grad."""
+    torch.manual_seed(0)
+    rest = (None, -1, 0, 0.0)
+    if op == "forward":
+        q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+        return [q, k, v, None, None, None, None, None, *rest, 0, False, False, backend]
+    if op == "packed_forward":
+        q, k, v = torch.randn(3, 5, 2, 4).unbind()
+        starts = torch.tensor([0, 2, 5])
+        return [q, k, v, None, None, starts, starts, None, 3, 3, *rest, False, False, backend]
+    q, k, v = torch.randn(1, 1, 2, 4), *torch.randn(2, 1, 8, 2, 4).unbind()
+    bias = torch.tensor(-1.0, dtype=torch.float64)
+    return [q, k, v, torch.tensor([5]), bias, None, None, None, None, -1, 0, False, 0, None, backend]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", ["forward", "packed_forward", "cached_forward"])
+def test_forward_mode_through_the_op_itself_raises(op, backend):
+    args = arguments(op, backend)
+    call = getattr(torch.ops.sigattn, op).default
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: call(q, *args[1:]), (args[0],), (args[0],))
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        dual = torch.autograd.forward_ad.make_dual(args[0], args[0])
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            call(dual, *args[1:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", ["forward", "packed_forward"])
+def test_levels_of_torch_func_each_record(op, backend):
+    """The derivative by torch.func of a function that closes over a tensor which autograd follows."""
+    q, k, *rest = arguments(op, backend)
+    k.requires_grad_()
+
+    def call(q):
+        return getattr(torch.ops.sigattn, op).default(q, k, *rest).square().sum()
+
+    (expected,) = torch.autograd.grad(call(q), k)
+    loss, pullback = torch.func.vjp(call, q)
+    torch.testing.assert_close(torch.autograd.grad(loss, k)[0], expected)
+    (gradient,) = pullback(torch.ones(()))
+    q.requires_grad_()
+    torch.testing.assert_close(gradient, torch.autograd.grad(call(q), q)[0])
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", ["forward", "packed_forward"])
+def test_second_derivatives_through_the_op_itself_raise(op, backend):
+    q, *rest = arguments(op, backend)
+    q.requires_grad_()
+    out = getattr(torch.ops.sigattn, op).default(q, *rest)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+def test_packed_sequences_are_mapped():
+    q, *rest = arguments("packed_forward", "blocked")
+    many = torch.stack([q, q + 1, q - 1])
+
+    def gradient(q):
+        call = torch.ops.sigattn.packed_forward.default
+        return torch.func.grad(lambda q: call(q, *rest).square().sum())(q)
+
+    expected = torch.stack([gradient(one) for one in many])
+    torch.testing.assert_close(torch.vmap(gradient)(many), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cache_has_no_gradient_and_says_so(backend):
+    q, *rest = arguments("cached_forward", backend)
+    q.requires_grad_()
+    out = torch.ops.sigattn.cached_forward.default(q, *rest)
+    with pytest.raises(RuntimeError, match="cache has no gradient"):
+        out.sum().backward()
+    cache, new = torch.zeros(1, 8, 2, 4), torch.randn(1, 1, 2, 4, requires_grad=True)
+    start = torch.tensor([5])
+    with pytest.raises(RuntimeError, match="cache has no gradient"):
+        torch.ops.sigattn.append_to_cache.default(cache, cache.clone(), new, new, start, None)
+    assert not cache.any()
+    with torch.no_grad():
+        torch.ops.sigattn.append_to_cache.default(cache, cache.clone(), new, new, start, None)
+    assert torch.equal(cache[:, 5:6], new.detach())
