@@ -90,7 +90,7 @@ def test_unusable_text(tmp_path, capsys, text, message):
     if text is not None:
         path.write_text(text)
     code, said = failure(["demo", "--text", str(path), "--run-folder", str(tmp_path / "run"), *SMALL], capsys)
-    assert code == 2
+    assert code == 1
     assert message in said
     assert not (tmp_path / "run").exists()
 
@@ -98,7 +98,7 @@ def test_unusable_text(tmp_path, capsys, text, message):
 def test_unwritable_run_folder(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     code, said = failure(["demo", "--run-folder", str(tmp_path / "file" / "run"), *SMALL], capsys)
-    assert code == 2
+    assert code == 1
     assert "cannot write to the run folder" in said
 
 

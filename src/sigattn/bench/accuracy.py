@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sigattn.bench import gpu, provenance
 from sigattn.bench.contestants import CONTESTANTS, Options
+from sigattn.validation import check_among, check_at_least, check_not_empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,12 @@ class AccuracyBenchmark:
     head_dim: int = 64
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     whole: bool = True
-    results: Path = Path("benchmarks/results/accuracy")
+    results: Path = Path("runs/bench/accuracy")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "lengths", "queries", "head_dim")
+        check_among(tuple(gpu.DTYPES), self, "dtypes")
+        check_not_empty(self, "lengths", "dtypes")
 
 
 def run(config: AccuracyBenchmark) -> dict[str, Any]:

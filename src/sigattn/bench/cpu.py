@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 import sigattn
 from sigattn.bench import memory, provenance
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
 SOFTMAX, NAIVE, COMPILED, OURS = "softmax SDPA", "naive sigmoid", "compiled naive", "sigattn"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,7 +56,13 @@ class CpuBenchmark:
     compiled: bool = True
     memory: bool = True
     naive_limit_gib: float = 3.0
-    results: Path = Path("benchmarks/results/cpu.json")
+    results: Path = Path("runs/bench/cpu.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "lengths", "heads", "head_dim", "threads", "rounds")
+        check_not_negative(self, "naive_limit_gib")
+        check_among(tuple(DTYPES), self, "dtypes")
+        check_not_empty(self, "lengths", "dtypes")
 
 
 @dataclass(frozen=True)

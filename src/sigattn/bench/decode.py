@@ -24,6 +24,7 @@ from sigattn.bench import gpu, provenance
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.cache import LayerCache
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
 
 OURS, PAGED, SOFTMAX, FLEX = "sigattn", "sigattn, pages of 64", "softmax SDPA", "softmax FlexAttention"
 PAGE = 64
@@ -58,7 +59,14 @@ class DecodeBenchmark:
     prompts: tuple[int, ...] = (64, 1024, 8192)
     rounds: int = 7
     round_seconds: float = 0.01
-    results: Path = Path("benchmarks/results/decode.json")
+    results: Path = Path("runs/bench/decode.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "contexts", "batches", "heads", "kv_heads", "head_dim", "threads", "prompts", "rounds")
+        check_positive(self, "most_gib")
+        check_not_negative(self, "round_seconds")
+        check_among(tuple(gpu.DTYPES), self, "dtypes")
+        check_not_empty(self, "contexts", "batches", "dtypes")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from sigattn.bench import gpu, provenance
 from sigattn.bench.contestants import CONTESTANTS, OURS
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,13 @@ class HybridNormBenchmark:
     rounds: int = 7
     round_seconds: float = 0.01
     compiled: bool = True
-    results: Path = Path("benchmarks/results/hybridnorm")
+    results: Path = Path("runs/bench/hybridnorm")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "lengths", "heads", "head_dim", "rounds")
+        check_not_negative(self, "round_seconds")
+        check_among(tuple(gpu.DTYPES), self, "dtype")
+        check_not_empty(self, "lengths")
 
 
 def run(config: HybridNormBenchmark) -> dict[str, Any]:

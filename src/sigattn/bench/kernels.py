@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sigattn.bench import gpu, provenance
 from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
 
 FORWARD, BACKWARD, TRAINING = "forward", "backward", "training"
 
@@ -55,7 +56,15 @@ class KernelBenchmark:
     graphs_up_to: int = 2048
     seconds: float = 240.0
     profile: bool = True
-    results: Path = Path("benchmarks/results/kernels")
+    results: Path = Path("runs/bench/kernels")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "lengths", "heads", "head_dims", "batch", "rounds")
+        check_at_least(0, self, "graphs_up_to")
+        check_positive(self, "most_flops", "seconds")
+        check_not_negative(self, "round_seconds")
+        check_among(tuple(gpu.DTYPES), self, "dtype")
+        check_not_empty(self, "lengths", "head_dims")
 
 
 @dataclass(frozen=True)

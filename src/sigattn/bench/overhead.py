@@ -24,6 +24,7 @@ from sigattn.bench.contestants import CONTESTANTS, OURS
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, prepare, repeats, tuning
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
 RELAUNCHED = f"{OURS}, relaunched"
 
@@ -46,7 +47,13 @@ class OverheadBenchmark:
     dtype: str = "bfloat16"
     rounds: int = 7
     round_seconds: float = 0.01
-    results: Path = Path("benchmarks/results/overhead.json")
+    results: Path = Path("runs/bench/overhead.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "n", "heads", "head_dim", "batches", "rounds")
+        check_not_negative(self, "round_seconds")
+        check_among(tuple(gpu.DTYPES), self, "dtype")
+        check_not_empty(self, "batches")
 
 
 def run(config: OverheadBenchmark) -> dict[str, Any]:

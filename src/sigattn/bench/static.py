@@ -24,6 +24,7 @@ from rich.table import Table
 
 from sigattn.bench import provenance, static_hopper
 from sigattn.ops.triton import descriptors, tuning
+from sigattn.validation import check_among, check_at_least, check_not_empty
 
 # Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
 SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS = 16, 128, 64, 128, 4096
@@ -60,7 +61,13 @@ class StaticBenchmark:
     head_dims: tuple[int, ...] = (64, 128)
     dtypes: tuple[str, ...] = ("bfloat16",)
     variants: bool = False
-    results: Path | None = Path("benchmarks/results/static.json")
+    results: Path | None = Path("runs/bench/static.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(70, self, "architectures")
+        check_at_least(1, self, "head_dims")
+        check_among(("bfloat16", "float16", "float32"), self, "dtypes")
+        check_not_empty(self, "architectures", "head_dims", "dtypes")
 
 
 @dataclass(frozen=True)

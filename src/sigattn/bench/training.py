@@ -26,6 +26,7 @@ from sigattn.models.vision import SIZES
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 from sigattn.train import loop, metrics
+from sigattn.validation import check_at_least, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,17 @@ class TrainingBenchmark:
         upscale: digits are made so many times as large. layers: instead of the recipes' own.
     """
 
-    results: Path = Path("benchmarks/results/training")
+    results: Path = Path("runs/bench/training")
     kappas: tuple[int, ...] = (4, 8)
     seconds: float = 50.0
     steps: int = 4000
     batch: int = 24
     upscale: int = 8
     layers: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "kappas", "steps", "batch", "upscale", "layers")
+        check_positive(self, "seconds")
 
 
 class _EnoughError(Exception):

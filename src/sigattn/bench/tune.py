@@ -24,6 +24,7 @@ from sigattn.bench import gpu, provenance, trial
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import launch, launch_hopper, prepare, tuning
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
 
 BOTH, BOTH_GLUON = "both kernels", "both Gluon kernels"
 # A tile shape, a configuration of a Hopper kernel, BOTH_GLUON: the tables' Hopper kernels for the two parts of the
@@ -62,7 +63,14 @@ class TuneBenchmark:
     rounds: int = 3
     round_seconds: float = 0.004
     seconds: float = 300.0
-    results: Path = Path("benchmarks/results/tune")
+    results: Path = Path("runs/bench/tune")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "lengths", "heads", "head_dims", "most_candidates", "rounds")
+        check_positive(self, "most_flops", "seconds")
+        check_not_negative(self, "round_seconds")
+        check_among(("bfloat16", "float16"), self, "dtype")
+        check_not_empty(self, "lengths", "head_dims")
 
 
 class Case(NamedTuple):

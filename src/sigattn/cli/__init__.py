@@ -1,7 +1,12 @@
-"""The command line: ``sigattn COMMAND --help`` says what each command takes."""
+"""The command line: ``sigattn COMMAND --help`` says what each command takes.
+
+Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be used, 130 after Ctrl-C. Each of these
+errors is one line; anything else is a defect of sigattn and keeps its traceback.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,6 +18,7 @@ try:
     from sigattn.cli.bench import BENCHMARKS
     from sigattn.cli.demo import run_demo
     from sigattn.cli.ecosystem import export, lm_eval
+    from sigattn.cli.parsing import bind, parse
     from sigattn.cli.recipes import compare_all, list_recipes, show_norms
     from sigattn.cli.reproduce import reproduce
     from sigattn.cli.theory import run_theory
@@ -20,12 +26,14 @@ try:
     from sigattn.data.dataset import DataError
     from sigattn.experiments.experiment import ExperimentError
     from sigattn.models.saving import ModelError
-    from sigattn.recipes.demo import SettingsError
     from sigattn.recipes.registry import RecipeError
     from sigattn.train.checkpoint import CheckpointError
     from sigattn.train.loop import NonFiniteLossError
+    from sigattn.validation import SettingsError
 except ModuleNotFoundError as missing:
     sys.exit(f"sigattn: the command line needs {missing.name}: pip install 'sigattn[train]'")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 
 def show_info() -> None:
@@ -59,34 +67,46 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "theory": run_theory,
     "bench": bench,
 }
-# what a user can put right
-ERRORS = (
-    DataError,
-    CheckpointError,
-    ModelError,
-    NonFiniteLossError,
-    RecipeError,
-    SettingsError,
-    BenchmarkError,
-    ExperimentError,
-)
+DESCRIPTION = "The command line: ``sigattn COMMAND --help`` says what each command takes."
+USAGE_ERRORS = (SettingsError, RecipeError, ExperimentError)
+DATA_ERRORS = (DataError, CheckpointError, ModelError, NonFiniteLossError, BenchmarkError, OSError)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; what a user got wrong ends in one line and exit code 2."""
+    """Run the command line; see the module for its exit codes."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        _run(arguments)
+    except BrokenPipeError:  # the reader of the output has ended, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (*USAGE_ERRORS, *DATA_ERRORS) as error:
+        print(f"sigattn: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, USAGE_ERRORS) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[:1] == ["train"]:
+        run_train(arguments[1:])
+        return
     commands, program = COMMANDS, "sigattn"
     if arguments[:1] == ["bench"]:
         commands, program, arguments = BENCHMARKS, "sigattn bench", arguments[1:]
-    try:
-        if program == "sigattn" and arguments[:1] == ["train"]:
-            run_train(arguments[1:])
-            return
-        tyro.extras.subcommand_cli_from_dict(
-            commands, prog=program, description=__doc__, args=arguments, config=(tyro.conf.OmitArgPrefixes,)
+    call = parse(
+        lambda: tyro.extras.subcommand_cli_from_dict(
+            {name: bind(command) for name, command in commands.items()},
+            prog=program,
+            description=DESCRIPTION,
+            args=arguments,
+            config=(tyro.conf.OmitArgPrefixes,),
         )
-    except ERRORS as error:
-        print(f"sigattn: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    )
+    call()
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__

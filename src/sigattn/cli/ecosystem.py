@@ -13,7 +13,7 @@ from rich.table import Table
 
 from sigattn.cli.runs import language_model
 from sigattn.data.tokens import END, load_tokenizer
-from sigattn.recipes.demo import SettingsError
+from sigattn.validation import SettingsError, check_at_least
 
 
 def export(folder: Annotated[Path, tyro.conf.Positional], save: Annotated[Path, tyro.conf.Positional], /) -> None:
@@ -50,6 +50,7 @@ def lm_eval(
         limit: samples of each task.
         batch: sequences at a time.
     """
+    check_at_least(1, {"limit": limit, "batch": batch})
     harness: Any = _optional("lm_eval", "lm_eval")
     model, path = language_model(folder)
     tokenizer = None if path is None else load_tokenizer(path)

@@ -15,6 +15,7 @@ from sigattn.bench import provenance
 from sigattn.experiments import pages
 from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find
+from sigattn.validation import check_at_least
 
 
 def reproduce(
@@ -48,8 +49,7 @@ def reproduce(
     if list or (name is None and not all):
         _list(console)
         return
-    if seeds < 1 or workers < 1:
-        raise ExperimentError(f"seeds and workers must be at least 1, got {seeds} and {workers}")
+    check_at_least(1, {"seeds": seeds, "workers": workers})
     place = folder / scale
     for experiment in EXPERIMENTS.values() if all else (find(name or ""),):
         console.print(f"{experiment.name}: {experiment.title} ({experiment.place})", highlight=False)

@@ -13,20 +13,21 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sigattn.cli.parsing import parse
 from sigattn.cli.runs import language_model, recall, remember
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
-from sigattn.data.tokens import END, load_tokenizer, pack, train_tokenizer
+from sigattn.data.tokens import END, MIN_VOCABULARY, load_tokenizer, pack, train_tokenizer
 from sigattn.distributed.sharding import leave, processes
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
 from sigattn.recipes import loading
-from sigattn.recipes.demo import SettingsError
 from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find
 from sigattn.train import loop, metrics
 from sigattn.train.loop import Interrupted, Row
+from sigattn.validation import SettingsError, check_at_least, check_seed
 
 EVERY = 20  # steps between plain lines
 
@@ -72,14 +73,17 @@ def _options(recipe: Recipe, arguments: list[str]) -> Any:
     )
     base = next(n for n in sorted(RECIPES, key=len, reverse=True) if recipe.name.startswith(n))
     text = inspect.cleandoc(RECIPES[base].__doc__ or "")
-    return tyro.cli(made, args=arguments, prog=f"sigattn train {recipe.name}", description=text)
+    options: Any = parse(lambda: tyro.cli(made, args=arguments, prog=f"sigattn train {recipe.name}", description=text))
+    check_at_least(0, options, "workers")
+    return options
 
 
 def _train(recipe: Recipe, name: str, options: Any) -> None:
     folder, console = options.folder, Console()
     first = processes().first
+    _check(recipe)
     if not options.resume and (folder / "checkpoints").is_dir() and any((folder / "checkpoints").glob("step-*")):
-        raise DataError(f"the run folder {folder} holds a run already: add --resume to go on with it, or name another")
+        raise SettingsError(f"the run folder {folder} holds a run already: add --resume, or name another")
     try:
         data = loading.load(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
         if first:
@@ -91,7 +95,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     except Interrupted as stop:
         console.print(f"\n{stop}\nTo go on: the same command with --resume", highlight=False)
         sys.exit(130)
-    except (ValueError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
         raise SettingsError(str(error)) from error
     if first:
         rows = metrics.read(folder / "metrics.jsonl")
@@ -100,6 +104,19 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
         console.print(", ".join(f"{k} {v:.4g}" for k, v in final.items()), highlight=False)
         console.print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")
         console.print(f"model: {folder / 'model'}", soft_wrap=True, highlight=False)
+
+
+def _check(recipe: Recipe) -> None:
+    """Build what is trained, without memory: layers refuse settings that do not fit together.
+
+    Raises:
+        SettingsError: if they do.
+    """
+    try:
+        with torch.device("meta"):
+            recipe.task.build(recipe.model)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 class _Display:
@@ -183,6 +200,8 @@ def generate(
     def encode(text: str) -> list[int]:
         return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text).ids)
 
+    check_at_least(0, {"tokens": tokens})
+    check_seed({"seed": seed})
     ends = encode(stop)
     if len(ends) > 1:
         raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")
@@ -242,6 +261,7 @@ def make_tokenizer(data: Path, save: Path, vocabulary: int = 32_768) -> None:
         save: the JSON file to write.
         vocabulary: number of tokens.
     """
+    check_at_least(MIN_VOCABULARY, {"vocabulary": vocabulary})
     tokenizer = train_tokenizer(data, vocabulary, save)
     print(f"{tokenizer.get_vocab_size()} tokens: {save}; documents end with {tokenizer.token_to_id(END)}")
 
@@ -255,6 +275,7 @@ def pack_tokens(data: Path, tokenizer: Path, save: Path, limit: int | None = Non
         save: the file to write, ending in .bin.
         limit: tokens after which to stop, at the end of a document.
     """
+    check_at_least(1, {"limit": limit})
     if save.suffix != ".bin":
         raise SettingsError(f"name a file that ends in .bin, got {save}")
     print(f"{pack(data, load_tokenizer(tokenizer), save, limit):,} tokens: {save}")

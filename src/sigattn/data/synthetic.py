@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sigattn.data.dataset import Batch, Data, sample_generator
+from sigattn.validation import SettingsError
 
 
 class KSummation(Data):
@@ -19,7 +20,7 @@ class KSummation(Data):
 
     def __init__(self, length: int = 40, k: int = 1, held_out: int = 2048) -> None:
         if length % 2 or not 1 <= k <= length // 2:
-            raise ValueError(f"KSummation: length must be even and k within 1 … length / 2, got {length} and {k}")
+            raise SettingsError(f"KSummation: length must be even and k within 1 … length / 2, got {length} and {k}")
         self.length, self.k, self.held_out = length, k, held_out
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
@@ -57,7 +58,7 @@ class PairRepeat(Data):
         self, symbols: int = 9, longest: int = 22, lengths: Sequence[int] = (14, 15), held_out: int = 1024
     ) -> None:
         if symbols < 2 or not all(4 <= n <= longest for n in lengths):
-            raise ValueError(
+            raise SettingsError(
                 f"PairRepeat needs two symbols and lengths within 4 … {longest}, got {symbols} and {tuple(lengths)}"
             )
         self.symbols, self.longest, self.lengths, self.held_out = symbols, longest, tuple(lengths), held_out

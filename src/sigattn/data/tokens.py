@@ -23,6 +23,7 @@ from sigattn.data.text import ByteText
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".parquet")
 END = "<|end|>"  # between documents
+MIN_VOCABULARY = 257  # the bytes and END
 
 
 def documents(path: Path) -> Iterator[str]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from sigattn.ops.statistics import AttentionStatistics
+from sigattn.validation import SettingsError
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Processes:
         """
         if self.count % (tensor * context):
             both = f" and context_parallel={context} do" if context > 1 else " does"
-            raise ValueError(f"tensor_parallel={tensor}{both} not divide the {self.count} processes")
+            raise SettingsError(f"tensor_parallel={tensor}{both} not divide the {self.count} processes")
         if self.count == 1:
             return self
         data, kind = self.count // (tensor * context), self.device.type
@@ -162,10 +163,10 @@ def distribute(module: nn.Module, processes: Processes, parallel: str, precision
         precision: "bfloat16" lets FSDP gather weights in it, gradients being added in float32.
 
     Raises:
-        ValueError: for something else, or if a model cannot be shared out that way.
+        SettingsError: a ValueError, for something else, or if a model cannot be shared out that way.
     """
     if parallel not in ("ddp", "fsdp"):
-        raise ValueError(f'parallel must be "ddp" or "fsdp", got {parallel!r}')
+        raise SettingsError(f'parallel must be "ddp" or "fsdp", got {parallel!r}')
     if processes.mesh is None:
         return module
     if processes.tensor_count > 1:

@@ -13,6 +13,7 @@ from sigattn.models.vision import ImageSinusoids, VisionTransformer, VisionTrans
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
 from sigattn.shapes import Float
+from sigattn.validation import check_at_least, check_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +33,16 @@ class MaskedAutoencoderConfig:
     decoder_heads: int = 16
     mask_ratio: float = 0.75
 
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "decoder_layers", "decoder_width", "decoder_heads")
+        check_fraction(self, "mask_ratio")
+
 
 class MaskedAutoencoder(Transformer):
     """Hides most patches of an image, encodes the others, and predicts the pixels of all."""
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__()
-        if not 0 < config.mask_ratio < 1:
-            raise ValueError(f"mask_ratio must lie between 0 and 1, got {config.mask_ratio}")
         self.config = config
         e = config.encoder
         d = replace(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sigattn.nn.cache import LayerCache
+from sigattn.validation import SettingsError, check_at_least, check_finite, check_not_negative
 
 Step = Callable[[Tensor, "list[LayerCache]"], Tensor]  # new tokens (B, n) and a cache → logits (B, n, vocabulary)
 
@@ -26,7 +27,7 @@ class Choice:
         stop: tokens after which a sequence ends.
 
     Raises:
-        ValueError: for numbers out of range, or sampling together with beams.
+        SettingsError: a ValueError, for numbers out of range, or sampling together with beams.
     """
 
     temperature: float = 1.0
@@ -37,16 +38,14 @@ class Choice:
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        check_not_negative(self, "temperature")
+        check_at_least(1, self, "top_k", "beams")
+        check_at_least(0, self, "stop")
+        check_finite(self, "length_penalty")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.beams < 1:
-            raise ValueError(f"beams must be at least 1, got {self.beams}")
+            raise SettingsError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.beams > 1 and (self.temperature or self.top_k or self.top_p):
-            raise ValueError(
+            raise SettingsError(
                 f"beam search does not sample: with beams={self.beams} say temperature=0, and leave out top_k and top_p"
             )
 

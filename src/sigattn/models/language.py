@@ -23,6 +23,7 @@ from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
 from sigattn.nn.share import SequenceShare
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
+from sigattn.validation import SettingsError, check_at_least
 
 Position = Literal["rope", "alibi", "sincos", "none"]
 
@@ -49,6 +50,10 @@ class LanguageModelConfig(TransformerConfig):
     initialization: Initialization = "fan_in"
 
     USUAL_BIAS: ClassVar[float | Rule] = "log_context"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, self, "vocabulary", "context")
 
     def make_block(self, layer: int) -> Block:
         """The block of a layer.
@@ -183,6 +188,9 @@ class LanguageModel(Transformer):
             length_penalty=length_penalty,
             stop=tuple(stop),
         )
+        if choice.stop and max(choice.stop) >= self.config.vocabulary:
+            size = self.config.vocabulary
+            raise SettingsError(f"stop must hold tokens of the vocabulary of {size}, got {max(choice.stop)}")
         rows = list(prompts)
         if not rows or new_tokens < 0 or any(p.dim() != 1 or not len(p) for p in rows):
             shapes = [tuple(p.shape) for p in rows]

@@ -14,6 +14,7 @@ from sigattn.nn.bias import Learn, Rule
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
 from sigattn.nn.position import LearnableEmbedding
+from sigattn.validation import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class SequenceModelConfig(TransformerConfig):
     mlp_widths: tuple[int, ...] = (900, 300)
 
     USUAL_BIAS: ClassVar[float | Rule] = -4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, self, "length", "outputs", "mlp_widths")
+        check_at_least(0, self, "symbols")
 
 
 class MLPHead(nn.Sequential):

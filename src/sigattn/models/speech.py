@@ -20,6 +20,7 @@ from sigattn.nn.norm import make_norm
 from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
+from sigattn.validation import check_at_least, check_positive, check_probability
 
 Position = Literal["cape", "rope", "alibi", "sincos", "none"]
 ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"  # "|" between words; CTC's blank comes before it, as token 0
@@ -55,6 +56,12 @@ class SpeechModelConfig(TransformerConfig):
     layer_drop: float = 0.0
 
     USUAL_BIAS: ClassVar[float | Rule] = "log_sample"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, self, "mels", "kernel", "stride", "vocabulary", "conformer_kernel")
+        check_positive(self, "step")
+        check_probability(self, "layer_drop")
 
     def make_block(self, layer: int) -> Block | ConformerBlock:
         """The block of a layer.

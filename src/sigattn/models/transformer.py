@@ -21,6 +21,7 @@ from sigattn.nn.mechanism import Activation
 from sigattn.nn.norm import Norm
 from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.ops.statistics import AttentionStatistics
+from sigattn.validation import check_at_least, check_finite, check_not_negative, check_probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,9 @@ class TransformerConfig:
         dropout: of weights, within feed-forward layers and of branches, while training.
         drop_branch: stochastic depth's probability in the last layer; it grows linearly from 0 in the first.
         initialization: "fan_in", "trunc_normal" or "moco_v3" (``sigattn.nn.initialization``).
+
+    Raises:
+        SettingsError: a ValueError, if a number is out of its range.
     """
 
     layers: int = 4
@@ -71,6 +75,14 @@ class TransformerConfig:
     initialization: Initialization = "trunc_normal"
 
     USUAL_BIAS: ClassVar[float | Rule] = 0.0  # of a sigmoid, where bias is None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "layers", "width", "heads", "hidden", "kv_heads")
+        check_finite(self, "temperature", "length_power")
+        if not isinstance(self.bias, str):
+            check_finite(self, "bias")
+        check_not_negative(self, "layer_scale")
+        check_probability(self, "dropout", "drop_branch")
 
     @property
     def hidden_width(self) -> int:

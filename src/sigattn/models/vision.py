@@ -16,6 +16,7 @@ from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
 from sigattn.nn.position import LearnableEmbedding, image_sinusoids
 from sigattn.shapes import Float
+from sigattn.validation import check_at_least
 
 Position = Literal["learnable", "sincos", "cape", "none"]
 
@@ -46,6 +47,11 @@ class VisionTransformerConfig(TransformerConfig):
     pool: Literal["cls", "average"] = "cls"
     other_sizes: bool = False
     freeze_patches: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, self, "image_size", "patch", "channels")
+        check_at_least(0, self, "classes")
 
     @property
     def grid(self) -> int:

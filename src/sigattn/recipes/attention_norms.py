@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
+from sigattn.validation import check_at_least, check_positive, check_seed
 
 POSITIONS = ("cape", "rope", "alibi")
 KINDS = ("softmax", "sigmoid, b = 0", "sigmoid, b = -log n")
@@ -38,6 +39,11 @@ class AttentionNorms:
     heads: int = 4
     seconds: float = 15.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "layers", "width", "heads")
+        check_positive(self, "seconds")
+        check_seed(self, "seed")
 
 
 def run(options: AttentionNorms, show: Callable[[str, str, float], None]) -> dict[tuple[str, str], float]:

@@ -31,6 +31,7 @@ from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 from sigattn.train import loop, metrics
+from sigattn.validation import SettingsError, check_at_least
 
 MECHANISMS = ("softmax", "sigmoid")
 
@@ -81,6 +82,12 @@ class Compare:
     steps: int | None = None
     workers: int = 2
     only: str = ""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "seeds", "steps", "workers")
+        if not any(self.only in entry.title for entry in ENTRIES):
+            titles = "; ".join(entry.title for entry in ENTRIES)
+            raise SettingsError(f"only={self.only!r} is in the title of no row; there are {titles}")
 
 
 def run(options: Compare, show: Callable[[str], None]) -> str:

@@ -24,12 +24,14 @@ from torch import nn
 import sigattn
 from sigattn.data.dataset import DataError
 from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.models import saving
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.recipes import report
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
 from sigattn.train.config import TrainConfig
 from sigattn.train.loop import Row, train
+from sigattn.validation import SettingsError, check_at_least
 
 INTRODUCTION = (
     "Three byte-level language models of the same size, trained on the same text in the same order. They differ in the "
@@ -37,10 +39,6 @@ INTRODUCTION = (
     "no bias. Without the bias each query gathers about half of all values, so the attention's output starts orders of "
     "magnitude too large, and training pays for it."
 )
-
-
-class SettingsError(Exception):
-    """Settings that do not fit together; the message is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +63,9 @@ class Demo:
     heads: int = 4
     training: TrainConfig = field(default_factory=TrainConfig)
 
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "context", "layers", "width", "heads")
+
 
 def models(options: Demo) -> dict[str, LanguageModelConfig]:
     """The three models, alike but for the attention's activation and bias, by their folders' names."""
@@ -86,8 +87,8 @@ def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
         on_row: called with a model's title and each step's measurements.
 
     Raises:
-        SettingsError: if the settings do not fit together.
-        DataError: if the text is unusable, or the run folder cannot be written or already holds a run.
+        SettingsError: if the settings do not fit together, or the run folder already holds a run.
+        DataError: if the text is unusable, or the run folder cannot be written.
         CheckpointError, Interrupted: as in ``train``.
     """
     with warnings.catch_warnings():
@@ -122,14 +123,9 @@ def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
 
 
 def _check(options: Demo) -> None:
-    sizes = {name: getattr(options, name) for name in ("context", "layers", "width", "heads")}
-    for name, value in sizes.items():
-        if value < 1:
-            raise SettingsError(f"{name} must be at least 1, got {value}")
     try:
-        options.training.check()
         for config in models(options).values():
-            LanguageModel(config)
+            saving.build(config, "meta")
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
@@ -143,7 +139,7 @@ def _claim(folder: Path, resume: bool) -> None:
     except OSError as error:
         raise DataError(f"cannot write to the run folder {folder}: {error.strerror}") from error
     if not resume and any(folder.glob("*/checkpoints/step-*")):
-        raise DataError(f"the run folder {folder} holds a run already: add --resume to go on with it, or name another")
+        raise SettingsError(f"the run folder {folder} holds a run already: add --resume, or name another")
 
 
 def sample(model: nn.Module, length: int = 400) -> str:

@@ -24,6 +24,7 @@ from sigattn.tasks.ctc import CTC
 from sigattn.tasks.k_summation import KSummationTask
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
+from sigattn.validation import SettingsError
 
 _LIBRISPEECH: dict[str, tuple[str, ...]] = {
     "LibriSpeech 100 h": ("train-clean-100",),
@@ -45,11 +46,12 @@ def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, wo
 
     Raises:
         DataError: if it is not there, or not what the recipe needs.
+        SettingsError: if the recipe needs an option that is missing, or has no use for one.
     """
     if isinstance(recipe.model, LanguageModelConfig):
         return _text(recipe.model, path, tokenizer)
     if tokenizer is not None:
-        raise DataError(f"{recipe.name} is no language model: it has no tokenizer")
+        raise SettingsError(f"{recipe.name} is no language model: it has no tokenizer")
     if isinstance(recipe.model, SequenceModelConfig):
         return _drawn(recipe, recipe.model, path)
     if isinstance(recipe.model, SpeechModelConfig):
@@ -77,7 +79,7 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
         return TextData(packed(path, model.vocabulary, model.context), model.context)
     if tokenizer is None:
         if model.vocabulary != 256:
-            raise DataError(
+            raise SettingsError(
                 f"a vocabulary of {model.vocabulary} tokens needs --tokenizer FILE (sigattn tokenizer makes one), or "
                 "--data FILE.bin of sigattn pack; for bytes say --model.vocabulary 256"
             )
@@ -85,7 +87,7 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
             return StreamedText(lambda: hub_documents(path), f"{path} as bytes", _bytes, model.context)
         return TextData(ByteText.split(load_text(path), model.context), model.context)
     if path is None:
-        raise DataError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
+        raise SettingsError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
     if is_streamed(path):
         vocabulary = load_tokenizer(tokenizer)
         if vocabulary.get_vocab_size() > model.vocabulary:
@@ -101,7 +103,7 @@ def _bytes(document: str) -> list[int]:
 
 def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Data:
     if path is not None:
-        raise DataError(f"{recipe.name} draws its problems itself: leave out --data")
+        raise SettingsError(f"{recipe.name} draws its problems itself: leave out --data")
     if isinstance(recipe.task, KSummationTask):
         return KSummation(model.length, recipe.task.k)
     return PairRepeat(model.symbols, model.length)
@@ -109,7 +111,7 @@ def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Dat
 
 def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:
     if path is None:
-        raise DataError(f"{recipe.name} trains on {recipe.data}: name its folder with --data")
+        raise SettingsError(f"{recipe.name} trains on {recipe.data}: name its folder with --data")
     if not path.exists():
         raise DataError(f"no such file or folder: {path}")
     assert isinstance(recipe.task, CTC)
@@ -132,10 +134,11 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
     assert labels or paired or isinstance(recipe.model, MaskedAutoencoderConfig)
     if path is None:
         if (size, channels) != (8, 1):
-            raise DataError(
+            raise SettingsError(
                 f"{recipe.name} trains on {recipe.data}: name a folder that holds train/CLASS and val/CLASS with "
                 "--data (or train its tiny form on handwritten digits with --tiny)"
             )
+        _check_classes(labels, "the set of handwritten digits", 10, vision)
         return Digits(views=2 if paired else 1, labels=labels)
     kinds: dict[str, tuple[Augmentation, Literal[0, 1]]] = {
         "RandAugment": ("randaugment", 0),
@@ -145,7 +148,11 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
     }
     augmentation, strong = kinds[recipe.augmentation]
     data = ImageFolder(path, size, augmentation, labels=labels, jitter=1.0 if strong else 0.5, workers=workers)
-    classes = getattr(vision, "classes", 0)
-    if labels and len(data.classes) != classes:
-        raise DataError(f"{path} has {len(data.classes)} classes and the model {classes}: say --model.classes")
+    _check_classes(labels, str(path), len(data.classes), vision)
     return data
+
+
+def _check_classes(labels: bool, name: str, found: int, vision: object) -> None:
+    classes = getattr(vision, "classes", 0)
+    if labels and found != classes:
+        raise SettingsError(f"{name} has {found} classes and the model {classes}: say --model.classes {found}")

@@ -21,6 +21,7 @@ import matplotlib.figure
 from sigattn.recipes import report
 from sigattn.theory import regularity
 from sigattn.theory.statements import Statement, check_all
+from sigattn.validation import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,10 @@ class Theory:
     longest: int = 8
     trials: int = 10
     report: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(2, self, "limit", "longest")
+        check_at_least(1, self, "trials")
 
 
 def run(options: Theory, show: Callable[[Statement], None]) -> list[Statement]:

@@ -16,6 +16,7 @@ from sigattn.models.vision import VisionTransformerConfig
 from sigattn.tasks.projector import projector
 from sigattn.tasks.simclr import Projected
 from sigattn.tasks.task import Task
+from sigattn.validation import SettingsError, check_at_least
 
 
 class StudentAndTeacher(nn.Module):
@@ -52,6 +53,11 @@ class BYOL(Task):
     hidden: int = 4096
     outputs: int = 256
     metric = "loss"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum <= 1:
+            raise SettingsError(f"momentum must lie in [0, 1], got {self.momentum}")
+        check_at_least(1, self, "base_batch", "hidden", "outputs")
 
     def build(self, model: VisionTransformerConfig) -> nn.Module:
         """Backbone, projector, predictor, and the teacher's backbone and projector."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from sigattn.data.dataset import Batch
 from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
 from sigattn.tasks.task import Task
+from sigattn.validation import check_not_negative, check_probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,10 @@ class Classification(Task):
     label_smoothing: float = 0.0
     mixup: float = 0.0
     metric = "top1"
+
+    def __post_init__(self) -> None:
+        check_probability(self, "label_smoothing")
+        check_not_negative(self, "mixup")
 
     def build(self, model: VisionTransformerConfig) -> nn.Module:
         """The vision transformer itself.

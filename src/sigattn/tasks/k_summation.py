@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from sigattn.data.dataset import Batch
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.tasks.task import Task
+from sigattn.validation import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,9 @@ class KSummationTask(Task):
 
     k: int = 1
     metric = "loss"
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "k")
 
     def build(self, model: SequenceModelConfig) -> nn.Module:
         """The sequence model itself."""

@@ -13,6 +13,7 @@ from sigattn.data.dataset import Batch
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.documents import Documents
 from sigattn.tasks.task import Task
+from sigattn.validation import SettingsError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,17 @@ class LanguageModelling(Task):
 
     metric = "bits"
 
+    def __post_init__(self) -> None:
+        check_at_least(0, self, "end_token")
+
     def build(self, model: LanguageModelConfig) -> nn.Module:
-        """The language model itself."""
+        """The language model itself.
+
+        Raises:
+            SettingsError: if its vocabulary does not hold the end token.
+        """
+        if self.end_token is not None and self.end_token >= model.vocabulary:
+            raise SettingsError(f"end_token must be below the vocabulary of {model.vocabulary}, got {self.end_token}")
         return LanguageModel(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:

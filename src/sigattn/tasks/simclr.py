@@ -15,6 +15,7 @@ from sigattn.distributed.gather import gather
 from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
 from sigattn.tasks.projector import projector
 from sigattn.tasks.task import Task
+from sigattn.validation import check_at_least, check_positive
 
 
 class Projected(nn.Module):
@@ -46,6 +47,10 @@ class SimCLR(Task):
     hidden: int = 4096
     outputs: int = 256
     metric = "retrieval"
+
+    def __post_init__(self) -> None:
+        check_positive(self, "temperature")
+        check_at_least(1, self, "hidden", "outputs")
 
     def build(self, model: VisionTransformerConfig) -> nn.Module:
         """Backbone and projector."""

@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sigattn.validation import (
+    check_at_least,
+    check_fraction,
+    check_not_negative,
+    check_positive,
+    check_probability,
+    check_seed,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -42,6 +51,9 @@ class TrainConfig:
             Hoyer sparsity (``sigattn.attention_statistics``; a second pass of the attention); 0 for none.
         wandb: a project of Weights & Biases to send metrics to as well; None for none.
         seed: of the initial weights, of the order of the data and of all that is drawn.
+
+    Raises:
+        SettingsError: a ValueError, if a number is out of its range.
     """
 
     steps: int = 300
@@ -76,35 +88,15 @@ class TrainConfig:
     wandb: str | None = None
     seed: int = 0
 
-    def check(self) -> None:
-        """Raise ValueError where a number is out of its range."""
-        for name in (
-            "steps",
-            "batch",
-            "accumulate",
-            "validate_every",
-            "validation_batch",
-            "checkpoint_every",
-            "keep",
-            "tensor_parallel",
-            "context_parallel",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in (
-            "warmup_steps",
-            "watch_every",
-            "statistics_every",
-            "weight_decay",
-            "learning_rate",
-            "final_learning_rate",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema must lie between 0 and 1, got {self.ema}")
-        if self.schedule == "steps" and self.decay_every < 1:
-            raise ValueError(f"decay_every must be at least 1, got {self.decay_every}")
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "steps", "batch", "accumulate", "validate_every", "validation_batch")
+        check_at_least(1, self, "checkpoint_every", "keep", "tensor_parallel", "context_parallel", "decay_every")
+        check_at_least(0, self, "warmup_steps", "decay_start", "watch_every", "statistics_every")
+        check_not_negative(self, "learning_rate", "final_learning_rate", "weight_decay")
+        check_positive(self, "epsilon", "clip")
+        check_probability(self, "betas")
+        check_fraction(self, "ema")
+        check_seed(self, "seed")
 
 
 def linear_scaling(rate: float, batch: int, base: int = 256) -> float:

@@ -29,6 +29,7 @@ from sigattn.train.interrupt import CtrlC
 from sigattn.train.metrics import MetricsLog
 from sigattn.train.optimizer import make_optimizer, set_learning_rate
 from sigattn.train.schedule import factor
+from sigattn.validation import SettingsError
 
 Row = dict[str, Any]
 
@@ -100,10 +101,9 @@ def train(
             wait for that; the last regular checkpoint is then what there is.)
         NonFiniteLossError: if the loss or its gradient is not finite; nothing was changed by that step.
         CheckpointError: if the checkpoint does not fit.
-        ValueError: for settings that do not fit together.
+        SettingsError: a ValueError, for settings that do not fit together.
         ModuleNotFoundError: with ``wandb`` in the settings, where it is not installed.
     """
-    config.check()
     processes = sharding.processes()
     torch.manual_seed(config.seed)
     run = _Run.start(task, model, config, data, processes)
@@ -159,9 +159,9 @@ def _check_context(model: Any, config: TrainConfig) -> None:
     if config.context_parallel == 1:
         return
     if not isinstance(model, LanguageModelConfig) or model.activation != "sigmoid":
-        raise ValueError(f"context_parallel is for language models with sigmoid attention, got {model}")
+        raise SettingsError(f"context_parallel is for language models with sigmoid attention, got {model}")
     if config.compile:
-        raise ValueError("context_parallel with compile has not been made to work: say --training.no-compile")
+        raise SettingsError("context_parallel with compile has not been made to work: say --training.no-compile")
 
 
 @dataclass
@@ -193,7 +193,7 @@ class _Run:
         average = None
         if config.ema is not None:
             if processes.count > 1 and config.parallel == "fsdp":
-                raise ValueError('an average of weights (ema) needs whole weights on each process: parallel="ddp"')
+                raise SettingsError('an average of weights (ema) needs whole weights on each process: parallel="ddp"')
             average = AveragedModel(
                 sharding.unwrap(module), multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True
             )

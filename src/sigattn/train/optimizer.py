@@ -9,6 +9,7 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from sigattn.nn.initialization import mup_simple
 from sigattn.train.config import TrainConfig
+from sigattn.validation import SettingsError
 
 
 def make_optimizer(module: nn.Module, config: TrainConfig, width: int) -> Optimizer:
@@ -37,7 +38,7 @@ def make_optimizer(module: nn.Module, config: TrainConfig, width: int) -> Optimi
         return Adam(options, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
     if config.optimizer == "adagrad":
         return Adagrad(options, lr=config.learning_rate)
-    raise ValueError(f'optimizer must be "adamw", "adam" or "adagrad", got {config.optimizer!r}')
+    raise SettingsError(f'optimizer must be "adamw", "adam" or "adagrad", got {config.optimizer!r}')
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

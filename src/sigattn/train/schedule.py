@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from sigattn.train.config import TrainConfig
+from sigattn.validation import SettingsError
 
 
 def factor(config: TrainConfig, step: int) -> float:
@@ -23,4 +24,4 @@ def factor(config: TrainConfig, step: int) -> float:
     if config.schedule == "steps":
         halvings = 0 if step < config.decay_start else 1 + (step - config.decay_start) // config.decay_every
         return warmup * 0.5**halvings
-    raise ValueError(f'schedule must be "cosine", "steps" or "constant", got {config.schedule!r}')
+    raise SettingsError(f'schedule must be "cosine", "steps" or "constant", got {config.schedule!r}')

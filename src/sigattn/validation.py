@@ -1,0 +1,84 @@
+"""Checks of settings, called in ``__post_init__`` of every configuration.
+
+Each function takes a configuration and names of its fields, or a dict of names and values. It raises ``SettingsError``
+with the field's name and value where a number is out of range, infinite, NaN or no number at all. A field that is None
+is optional and passes; of a tuple, every element is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from numbers import Integral, Real
+
+
+class SettingsError(ValueError):
+    """A setting is out of range, or settings do not fit together; the message is one line."""
+
+
+def check_at_least(least: int, config: object, *names: str) -> None:
+    """Require whole numbers of at least ``least``."""
+    for name, value in _values(config, names):
+        if not isinstance(value, Integral):
+            raise SettingsError(f"{name} must be a whole number, got {value!r}")
+        if value < least:
+            raise SettingsError(f"{name} must be at least {least}, got {value}")
+
+
+def check_finite(config: object, *names: str) -> None:
+    """Require finite numbers."""
+    _check(config, names, "be a finite number", lambda value: True)
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Require finite numbers above 0."""
+    _check(config, names, "be a finite number above 0", lambda value: value > 0)
+
+
+def check_not_negative(config: object, *names: str) -> None:
+    """Require finite numbers of at least 0."""
+    _check(config, names, "be a finite number of at least 0", lambda value: value >= 0)
+
+
+def check_probability(config: object, *names: str) -> None:
+    """Require numbers in [0, 1): of what is dropped, something must be left."""
+    _check(config, names, "lie in [0, 1)", lambda value: 0 <= value < 1)
+
+
+def check_fraction(config: object, *names: str) -> None:
+    """Require numbers between 0 and 1, both excluded."""
+    _check(config, names, "lie between 0 and 1", lambda value: 0 < value < 1)
+
+
+def check_seed(config: object, *names: str) -> None:
+    """Require whole numbers in 0 … 2³² - 1, from which every seed that is derived fits in 64 bits."""
+    check_at_least(0, config, *names)
+    _check(config, names, "be below 2^32", lambda value: value < 2**32)
+
+
+def check_not_empty(config: object, *names: str) -> None:
+    """Require tuples of at least one element."""
+    for name in names:
+        if not getattr(config, name):
+            raise SettingsError(f"{name} must name at least one, got none")
+
+
+def check_among(allowed: tuple[str, ...], config: object, *names: str) -> None:
+    """Require one of several names."""
+    for name, value in _values(config, names):
+        if value not in allowed:
+            raise SettingsError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _check(config: object, names: tuple[str, ...], rule: str, is_valid: Callable[[float], bool]) -> None:
+    for name, value in _values(config, names):
+        if not isinstance(value, Real) or not math.isfinite(value) or not is_valid(float(value)):
+            raise SettingsError(f"{name} must {rule}, got {value!r}")
+
+
+def _values(config: object, names: tuple[str, ...]) -> Iterator[tuple[str, object]]:
+    fields = config if isinstance(config, dict) else {name: getattr(config, name) for name in names}
+    for name, value in fields.items():
+        for element in value if isinstance(value, (tuple, list)) else (value,):
+            if element is not None:
+                yield name, element

@@ -1,0 +1,146 @@
+"""Numeric settings of the command line: senseless values are refused by name, all others mean something."""
+
+import dataclasses
+import math
+import typing
+
+import pytest
+import torch
+
+from sigattn.cli import COMMANDS
+from sigattn.cli.bench import BENCHMARKS
+from sigattn.models.generation import Choice
+from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.models.saving import build
+from sigattn.models.vision import VisionTransformerConfig
+from sigattn.recipes.registry import RECIPES
+from sigattn.tasks.language import LanguageModelling
+from sigattn.train.config import TrainConfig
+from sigattn.validation import SettingsError, check_at_least
+
+ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mean nothing anywhere
+    "AttentionNorms.seed": {0},
+    "BYOL.momentum": {0},  # the teacher is the student
+    "Choice.length_penalty": {0, -1},  # no penalty; one that favours short sequences
+    "Choice.stop": {0},  # a token's number
+    "Choice.temperature": {0},  # the likeliest token
+    "Classification.label_smoothing": {0},
+    "Classification.mixup": {0},
+    "CpuBenchmark.naive_limit_gib": {0},  # without the naive formula
+    "KernelBenchmark.graphs_up_to": {0},  # no graphs
+    "LanguageModelling.end_token": {0},  # a token's number
+    "SequenceModelConfig.symbols": {0},  # numbers instead of symbols
+    "SpeechModelConfig.layer_drop": {0},
+    "TrainConfig.betas": {0},
+    "TrainConfig.decay_start": {0},
+    "TrainConfig.final_learning_rate": {0},
+    "TrainConfig.learning_rate": {0},  # nothing is learned
+    "TrainConfig.seed": {0},
+    "TrainConfig.statistics_every": {0},  # never
+    "TrainConfig.warmup_steps": {0},
+    "TrainConfig.watch_every": {0},  # never
+    "TrainConfig.weight_decay": {0},
+    "VisionTransformerConfig.classes": {0},  # features
+}
+EVERY_BENCHMARK = {"round_seconds": {0}}  # as short as one call
+EVERY_TRANSFORMER = {
+    "bias": {0, -1},
+    "dropout": {0},
+    "drop_branch": {0},
+    "layer_scale": {0},  # branches start closed
+    "length_power": {0, -1},  # no factor; the factor n
+    "temperature": {0, -1},  # e^t is 1, or 1 / e
+}
+
+
+def configurations():
+    """Every dataclass that a command, a benchmark or a recipe hands to the command line."""
+    found = {Choice}
+    for command in (*COMMANDS.values(), *BENCHMARKS.values()):
+        found.update(t for t in typing.get_type_hints(command).values() if dataclasses.is_dataclass(t))
+    for make in RECIPES.values():
+        for recipe in (make(), make().tiny()):
+            found.update(type(part) for part in (recipe.model, recipe.task, recipe.training))
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+def numbers_in(hint):
+    """The numeric types within a field's type."""
+    if hint in (int, float):
+        return {hint}
+    return set().union(*(numbers_in(part) for part in typing.get_args(hint))) if typing.get_args(hint) else set()
+
+
+def cases():
+    for kind in configurations():
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            for number in sorted(numbers_in(hints[field.name]), key=str):
+                values = (0, -1) if number is int else (0.0, -1.0, math.nan, math.inf, -math.inf)
+                for value in values:
+                    yield pytest.param(kind, field.name, value, id=f"{kind.__name__}-{field.name}-{value}")
+
+
+def changed(kind, name, value):
+    default = kind()
+    old = getattr(default, name)
+    if isinstance(old, tuple):
+        value = (*old[:-1], value) if old else (value,)
+    return dataclasses.replace(default, **{name: value})
+
+
+def is_accepted(kind, name, value):
+    if name in EVERY_TRANSFORMER and hasattr(kind, "USUAL_BIAS"):
+        return value in EVERY_TRANSFORMER[name]
+    if name in EVERY_BENCHMARK and kind.__name__.endswith("Benchmark"):
+        return value in EVERY_BENCHMARK[name]
+    return value in ACCEPTED.get(f"{kind.__name__}.{name}", ())
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), list(cases()))
+def test_a_number_means_something_or_is_refused_by_name(kind, name, value):
+    if is_accepted(kind, name, value):
+        changed(kind, name, value)
+        return
+    with pytest.raises(SettingsError) as error:
+        changed(kind, name, value)
+    said = str(error.value)
+    assert name in said
+    assert str(value) in said
+    assert "\n" not in said
+
+
+def test_the_sweep_reaches_the_command_line_s_settings():
+    names = {kind.__name__ for kind in configurations()}
+    assert {"TrainConfig", "Demo", "Compare", "Theory", "CpuBenchmark", "SpeechModelConfig", "BYOL"} <= names
+    assert len(list(cases())) > 300
+    known = {f"{kind.__name__}.{field.name}" for kind in configurations() for field in dataclasses.fields(kind)}
+    assert set(ACCEPTED) <= known
+
+
+@pytest.mark.filterwarnings("ignore:.*Ramapuram")
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in EVERY_TRANSFORMER.items() for v in sorted(values)])
+def test_what_is_accepted_of_a_transformer_gives_finite_numbers(name, value):
+    small = {"layers": 2, "width": 16, "heads": 2, "context": 8, "vocabulary": 16}
+    model = LanguageModel(LanguageModelConfig(**{**small, name: float(value)}))
+    logits = model(torch.arange(8)[None])
+    logits.square().mean().backward()
+    assert logits.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_vision_transformer_without_classes_gives_features():
+    config = VisionTransformerConfig(layers=1, width=16, heads=2, image_size=8, patch=4, classes=0)
+    assert build(config)(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
+
+
+def test_settings_that_contradict_one_another():
+    with pytest.raises(SettingsError, match="end_token must be below the vocabulary of 256, got 256"):
+        LanguageModelling(end_token=256).build(LanguageModelConfig())
+    with pytest.raises(SettingsError, match="layers must be a whole number, got 'many'"):
+        check_at_least(1, {"layers": "many"})
+    with pytest.raises(SettingsError, match=r"seed must be below 2\^32, got 4294967296"):
+        TrainConfig(seed=2**32)
+    with pytest.raises(SettingsError, match="stop must hold tokens of the vocabulary of 256, got 256"):
+        LanguageModel(LanguageModelConfig(layers=1)).generate(torch.zeros(1, 1, dtype=torch.int64), 1, stop=[256])
+    assert issubclass(SettingsError, ValueError)
