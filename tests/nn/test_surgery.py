@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sigattn.nn import LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, sigmoidify
-from sigattn.nn.surgery import Replaced
+from sigattn.nn.surgery import RemainingSoftmax, Replaced
 
 
 class FusedAttention(nn.Module):
@@ -63,6 +64,10 @@ class Net(nn.Module):
         return self.head(x).softmax(-1)  # no attention
 
 
+SDPA = "scaled_dot_product_attention"
+CLASSIFIER = RemainingSoftmax("", "Net", "softmax", "not attention")
+
+
 def sigmoid_of(layer, x, bias):
     b, n, w = x.shape
     q, k, v = layer.qkv(x).view(b, n, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
@@ -77,7 +82,7 @@ class TestLayersThatCallTheFunction:
         net, x = Net(FusedAttention(), FusedAttention()), torch.randn(2, 5, 8)
         before = {n: t.clone() for n, t in net.state_dict().items()}
         report = sigmoidify(net, (x,) if by_example else None, bias=bias)
-        assert report == [Replaced("layers.0", "FusedAttention"), Replaced("layers.1", "FusedAttention")]
+        assert report == [CLASSIFIER, *(Replaced(f"layers.{i}", "FusedAttention", SDPA) for i in range(2))]
         assert net.state_dict().keys() == before.keys()
         assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
         y = x
@@ -94,11 +99,11 @@ class TestLayersThatCallTheFunction:
         assert len(biases) == 2
         assert all(p.grad.abs() > 0 for p in biases)
 
-    def test_what_is_called_elsewhere_needs_an_example(self):
+    @pytest.mark.parametrize("by_example", [False, True])
+    def test_a_call_in_a_function_outside(self, by_example):
         net, x = Net(OutsideAttention()), torch.randn(2, 5, 8)
-        with pytest.raises(ValueError, match=r"Net has no attention layer.*Pass example="):
-            sigmoidify(net)
-        assert sigmoidify(net, {"x": x}) == [Replaced("layers.0", "OutsideAttention")]
+        report = sigmoidify(net, {"x": x} if by_example else None)
+        assert report == [CLASSIFIER, Replaced("layers.0", "OutsideAttention", SDPA)]
         net.layers[0].proj = nn.Identity()
         expected = (x @ x.mT * 8**-0.5 - math.log(5)).sigmoid().tril() @ x
         torch.testing.assert_close(net.layers[0](x), expected)
@@ -106,18 +111,29 @@ class TestLayersThatCallTheFunction:
     @pytest.mark.parametrize("by_example", [False, True])
     def test_a_softmax_of_its_own_is_refused_by_name(self, by_example):
         net, x = Net(FusedAttention(), EagerAttention()), torch.randn(2, 5, 8)
-        with pytest.raises(ValueError, match=r"cannot be replaced: layers\.1\. Let them use"):
+        with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(EagerAttention: softmax\)"):
             sigmoidify(net, (x,) if by_example else None)
         assert type(net.layers[0]) is FusedAttention  # nothing was changed
 
     def test_a_flag_off_is_found_by_running(self):
         net, x = Net(FusedAttention()), torch.randn(2, 5, 8)
         net.layers[0].fused = False
-        with pytest.raises(ValueError, match=r"cannot be replaced: layers\.0"):
+        with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.0'"):
             sigmoidify(net, (x,))
-        sigmoidify(net)  # the source alone does not tell
-        with pytest.raises(RuntimeError, match="FusedAttention was sigmoidified, but this forward did not call"):
+        sigmoidify(net)  # the code alone does not tell
+        with pytest.raises(RuntimeError, match="FusedAttention was sigmoidified, but this forward computes a softmax"):
             net(x)
+
+    def test_a_forward_without_attention_raises(self):
+        class Sometimes(FusedAttention):
+            def forward(self, x, skip=False):
+                return x if skip else super().forward(x)
+
+        layer, x = Sometimes(), torch.randn(2, 5, 8)
+        sigmoidify(layer)
+        assert layer(x).shape == x.shape
+        with pytest.raises(RuntimeError, match="Sometimes was sigmoidified, but this forward did not call"):
+            layer(x, skip=True)
 
     def test_it_is_done_once(self):
         net = Net(FusedAttention())
@@ -153,6 +169,34 @@ class TestLayersThatCallTheFunction:
         q, k, v = layer.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
         out = (q @ k.mT / 2).sigmoid().masked_fill(~mask, 0) @ v
         torch.testing.assert_close(layer(x, mask), layer.proj(out.transpose(1, 2).flatten(2)))
+
+
+class Inherits(nn.MultiheadAttention):
+    pass
+
+
+class OwnForward(nn.MultiheadAttention):
+    def forward(self, *args, **kwargs):
+        out, weights = super().forward(*args, **kwargs)
+        return 2 * out, weights
+
+
+class OwnSoftmax(nn.MultiheadAttention):
+    def forward(self, query, key, value, **_):
+        return (query @ key.mT).softmax(-1) @ value, None
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators of softmax attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.softmax = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(s in func.name() for s in ("softmax", "attention", "transformer_encoder")):
+            self.softmax.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 class TestMultiheadAttention:
@@ -222,8 +266,11 @@ class TestMultiheadAttention:
         x = torch.randn(2, 5, 8)
         padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
         training = encoder.train()(x, src_key_padding_mask=padding)
-        with torch.no_grad():
+        with torch.no_grad(), Operators() as seen:
             fast = encoder.eval()(x, src_key_padding_mask=padding)
+        assert not seen.softmax
+        with torch.inference_mode():
+            torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), training)
         torch.testing.assert_close(fast, training)
         seen = (
             torch.ones(2, 1, 5, 5, dtype=torch.bool) if padding is None else ~padding[:, None, None].expand(2, 1, 5, 5)
@@ -243,12 +290,28 @@ class TestMultiheadAttention:
         torch.testing.assert_close(layer(x, x, x, padding)[0], plain(x, x, x, padding)[0])
         torch.testing.assert_close(layer(x, x, x)[0], plain(x, x, x)[0])
 
-    def test_subclasses_are_refused(self):
-        class Own(nn.MultiheadAttention):
-            pass
+    @pytest.mark.parametrize("own_forward", [False, True])
+    @pytest.mark.parametrize("by_example", [False, True])
+    def test_subclasses(self, own_forward, by_example):
+        kind = OwnForward if own_forward else Inherits
+        encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        encoder.self_attn = kind(8, 2, batch_first=True)
+        x, layer = torch.randn(2, 4, 8), encoder.self_attn
+        report = sigmoidify(encoder, (x,) if by_example else None, bias=-1.0)
+        assert report == [Replaced("self_attn", kind.__name__, "multi_head_attention_forward")]
+        assert isinstance(layer, kind)
+        expected, weights = self.truth(layer, x, x, x, torch.ones(4, 4, dtype=torch.bool), -1.0)
+        out, average = layer(x, x, x)
+        torch.testing.assert_close(out, expected * (2 if own_forward else 1))
+        torch.testing.assert_close(average, weights.mean(1))
+        for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
+            with torch.no_grad(), Operators() as seen:
+                torch.testing.assert_close(other.eval()(x), encoder.train()(x))
+            assert not seen.softmax
 
-        with pytest.raises(ValueError, match=r"cannot be replaced: 1\."):
-            sigmoidify(nn.Sequential(nn.MultiheadAttention(8, 2), Own(8, 2)))
+    def test_a_subclass_with_a_softmax_of_its_own_is_refused(self):
+        with pytest.raises(ValueError, match=r"cannot be replaced: '1' \(OwnSoftmax: softmax\)"):
+            sigmoidify(nn.Sequential(nn.MultiheadAttention(8, 2), OwnSoftmax(8, 2)))
 
     def test_copies_and_pickles(self):
         layer = nn.MultiheadAttention(8, 2)
@@ -267,6 +330,7 @@ def test_a_model_of_transformers():
     model = transformers.BertModel(config).eval()
     before = model(tokens).last_hidden_state
     report = sigmoidify(model, {"input_ids": tokens})
+    assert [type(r) for r in report] == [Replaced, Replaced]
     assert [r.name for r in report] == [f"encoder.layer.{i}.attention.self" for i in range(2)]
     after = model(tokens).last_hidden_state
     assert not torch.allclose(before, after)

@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` with sigmoid attention."""
+"""``nn.MultiheadAttention`` and ``F.multi_head_attention_forward`` with sigmoid attention."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias
+from sigattn.nn.visible_keys import count_visible_keys
 from sigattn.ops import reference
 from sigattn.ops.attention import canonical, sigmoid_attention
 from sigattn.ops.problem import log_length_bias
@@ -18,15 +19,16 @@ from sigattn.ops.problem import log_length_bias
 class SigmoidMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with sigmoid attention: the same parameters, arguments and results.
 
-    A ``sigmoid_bias`` of None is -log of the keys that ``key_padding_mask`` leaves each sample. ``add_zero_attn``
-    changes nothing, for a value of zero adds nothing to a sum.
+    A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees: padding, in
+    ``key_padding_mask`` or in ``attn_mask``, is not counted. ``add_zero_attn`` changes nothing, because a value of
+    zero adds nothing to a sum.
     """
 
     sigmoid_bias: AttentionBias | None
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, which keeps PyTorch's fused encoder layer, a softmax, away."""
+        """False, so that PyTorch's fused encoder layer, which computes a softmax, is not used."""
         return False
 
     def forward(
@@ -41,58 +43,124 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``nn.MultiheadAttention.forward``; the weights, where they are needed, do not sum to 1."""
-        alone = query.dim() == 2
-        if alone:
-            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not self.batch_first:
+        swap = self.batch_first and query.dim() == 3
+        if swap:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        q, k, v = self._projected(query, key, value)  # (B, H, N or M, D)
-        mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
-        causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
-        options: dict[str, Any] = {
-            "attn_mask": None if causal else mask,  # which says the same, and costs more
-            "is_causal": causal,
-            "bias": self._bias(q, k, key_padding_mask),
-        }
-        out = sigmoid_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, **options)
-        result: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
-        weights = None
-        if need_weights:
-            weights = reference.attention_weights(canonical(q, k, v, **options)).to(q.dtype)
-            weights = weights.mean(1) if average_attn_weights else weights
-        if alone:
-            return result.squeeze(0), None if weights is None else weights.squeeze(0)
-        return result if self.batch_first else result.transpose(0, 1), weights
+        out, weights = multi_head_attention_forward(
+            self.sigmoid_bias,
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            q_proj_weight=self.q_proj_weight,
+            k_proj_weight=self.k_proj_weight,
+            v_proj_weight=self.v_proj_weight,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
+        return out.transpose(0, 1) if swap else out, weights
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        together: Tensor | None = self.in_proj_weight
-        matrices: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if together is not None:
-            matrices = together.chunk(3)
-        offset: Tensor | None = self.in_proj_bias
-        offsets: Any = (None,) * 3 if offset is None else offset.chunk(3)
-        inputs = (query, key, value)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, matrices, offsets, strict=True))
-        learned: tuple[Tensor | None, Tensor | None] = (self.bias_k, self.bias_v)
-        if learned[0] is not None and learned[1] is not None:
-            k, v = (torch.cat([t, b.expand(len(t), 1, -1)], 1) for t, b in ((k, learned[0]), (v, learned[1])))
-        return [t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k, v)]
 
-    def _bias(self, q: Tensor, k: Tensor, padding: Tensor | None) -> float | Tensor | None:
-        lengths = None
-        if padding is not None:
-            hidden = padding if padding.dtype is torch.bool else padding == -torch.inf
-            lengths = k.shape[2] - hidden.sum(-1)  # (B,)
-        if self.sigmoid_bias is None:
-            return None if lengths is None else log_length_bias(lengths.clamp(min=1)).view(-1, 1, 1, 1)
-        if lengths is None:
-            lengths = torch.full((len(q),), k.shape[2], device=q.device)
-        return self.sigmoid_bias(q.shape[2], k.shape[2], lengths=lengths, device=q.device)
+def multi_head_attention_forward(
+    sigmoid_bias: AttentionBias | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``F.multi_head_attention_forward`` with sigmoid attention.
+
+    Inputs are (N, B, E) and (M, B, E), or (N, E) and (M, E), as there. The separate projections are used where
+    ``in_proj_weight`` is None. A ``sigmoid_bias`` of None is -log of each sample's visible keys.
+
+    Raises:
+        ValueError: for ``static_k`` and ``static_v``, or inputs of another width than ``embed_dim_to_check``.
+    """
+    if static_k is not None or static_v is not None:
+        raise ValueError("sigmoid multi_head_attention_forward does not support static_k and static_v; pass None")
+    if query.shape[-1] != embed_dim_to_check:
+        raise ValueError(f"expected a query of width {embed_dim_to_check}, got {tuple(query.shape)}")
+    unbatched = query.dim() == 2
+    if unbatched:
+        query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, N or M, E)
+    separate: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+    weights = separate if in_proj_weight is None else in_proj_weight.chunk(3)
+    biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    if bias_k is not None and bias_v is not None:
+        k, v = (torch.cat([t, b.expand(len(t), 1, -1)], 1) for t, b in ((k, bias_k), (v, bias_v)))
+    q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N or M, D)
+    mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
+    causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
+    options: dict[str, Any] = {
+        "attn_mask": None if causal else mask,  # a causal mask says the same and costs more
+        "is_causal": causal,
+        "bias": _bias(sigmoid_bias, q, k, mask),
+    }
+    out = sigmoid_attention(q, k, v, dropout_p=dropout_p if training else 0.0, **options)
+    result = F.linear(out.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias).transpose(0, 1)  # (N, B, E)
+    attention_weights = None
+    if need_weights:
+        attention_weights = reference.attention_weights(canonical(q, k, v, **options)).to(q.dtype)
+        attention_weights = attention_weights.mean(1) if average_attn_weights else attention_weights
+    if unbatched:
+        return result.squeeze(1), None if attention_weights is None else attention_weights.squeeze(0)
+    return result, attention_weights
+
+
+def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor | None) -> float | Tensor | None:
+    """The bias for ``sigmoid_attention``: a number, or broadcastable to (B, H, N, 1)."""
+    num_keys = k.shape[2]
+    if sigmoid_bias is not None and not sigmoid_bias.needs_lengths:
+        return sigmoid_bias(q.shape[2], num_keys, device=q.device)
+    visible = count_visible_keys(mask, num_keys)
+    if sigmoid_bias is None:
+        return None if visible is None else log_length_bias(visible)
+    if visible is None:
+        lengths = torch.full((len(q),), num_keys, device=q.device)
+    else:
+        lengths = visible.flatten().expand(len(q))
+    return sigmoid_bias(q.shape[2], num_keys, lengths=lengths, device=q.device)
 
 
 def _joined(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: int) -> Tensor | None:
-    """Both masks of nn.MultiheadAttention (True = hidden, or added), as one of ``sigmoid_attention``: (B, H, N, M)."""
+    """Join both masks of ``nn.MultiheadAttention`` (True = hidden, or added) to one of ``sigmoid_attention``."""
     parts = []
     if attn_mask is not None:
         parts.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (len(q), -1)))

@@ -1,39 +1,54 @@
 """``sigmoidify``: sigmoid attention in models that were written with softmax attention, their weights kept.
 
-A layer that calls ``F.scaled_dot_product_attention`` gets a subclass of its own class, whose forward runs as before
-while that one function is answered by ``sigattn.sigmoid_attention``. An ``nn.MultiheadAttention``, which computes its
-softmax elsewhere, gets a subclass with a forward of its own.
+A layer that calls ``F.scaled_dot_product_attention`` or ``F.multi_head_attention_forward`` gets a subclass of its own
+class, whose forward runs as before while those functions compute sigmoid attention (``sigmoid_layer.py``). An
+``nn.MultiheadAttention`` becomes a ``SigmoidMultiheadAttention``. Softmax is searched for in the code of the layers
+(``attention_in_code.py``) and, with an example, in one run of the model (``attention_in_run.py``).
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
+import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
+from sigattn.nn import attention_in_code, attention_in_run
+from sigattn.nn.attention_calls import MHA_NAME, Finding
 from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
 from sigattn.nn.multihead import SigmoidMultiheadAttention
-from sigattn.ops.attention import sigmoid_attention
+from sigattn.nn.sigmoid_layer import SigmoidLayer, sigmoid_class
 
-SDPA = F.scaled_dot_product_attention
+CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
 
 
 class Replaced(NamedTuple):
-    """A layer that was changed.
+    """A layer that computes sigmoid attention now.
 
     Attributes:
-        name: within the model ("" for the model itself). kind: its class, as it was.
+        name: name within the model ("" for the model itself). kind: name of its class before. call: the function whose
+            softmax was replaced.
     """
 
     name: str
     kind: str
+    call: str
+
+
+class RemainingSoftmax(NamedTuple):
+    """A layer that still computes a softmax.
+
+    Attributes:
+        name: name within the model ("" for the model itself). kind: name of its class. call: the function that
+            computes the softmax. reason: "allowed" (by ``allow_softmax``) or "not attention".
+    """
+
+    name: str
+    kind: str
+    call: str
+    reason: str
 
 
 def sigmoidify(
@@ -41,229 +56,137 @@ def sigmoidify(
     example: Sequence[Any] | Mapping[str, Any] | None = None,
     *,
     bias: AttentionBias | float | None = None,
-) -> list[Replaced]:
+    allow_softmax: Sequence[str] = (),
+) -> list[Replaced | RemainingSoftmax]:
     """Turn a model's softmax attention into sigmoid attention, in place.
 
-    Weights, parameter names and the state dict stay as they are (a learnable bias is added to it). What was trained
-    with softmax must be trained further: the function is another one.
+    Weights, parameter names and the state dict stay as they are (a learnable bias is added to it). A model that was
+    trained with softmax must be trained further, because it computes another function.
+
+    Every attention is replaced, or the call raises and names it. A softmax that belongs to no attention (a classifier,
+    a router) stays and is listed.
 
     Args:
         model: any module.
         example: arguments of one forward call, positional or by name. With it, the model is run once (in evaluation
-            mode, without gradient) to see which layers call ``F.scaled_dot_product_attention`` and which compute a
-            softmax otherwise; without it, that is read off the source of their classes, which misses calls made in
-            functions outside (as in transformers: pass an example there).
+            mode, without gradient): a softmax is an attention's if its weights are multiplied with a matrix of
+            activations. Layers which that run does not reach, and all layers without an example, are judged by the
+            code of their classes and of the functions that these call. That cannot see which of two paths a flag
+            selects, and takes a softmax for an attention's if its layer multiplies matrices.
         bias: b of every layer: a number, one of ``sigattn.nn.bias`` (copied for each layer, where it is learned), or
-            None for -log of the number of keys of each call. With a KV cache that number grows from call to call; pass
-            ``log_length_bias(context)`` instead.
+            None for -log of the number of keys that at least one query of a sample sees. Padding that a mask hides is
+            not counted. With a KV cache that number grows from call to call; pass ``log_length_bias(context)`` instead.
+        allow_softmax: names of layers that may keep their softmax, or patterns of them ("decoder.*.router").
 
     Returns:
-        The layers that were replaced.
+        Every layer that computes, or computed, a softmax: ``Replaced`` and ``RemainingSoftmax``.
 
     Raises:
-        ValueError: if some attention layer cannot be replaced, naming it; or if there is none. The model is unchanged.
+        ValueError: if some attention layer cannot be replaced, naming it; if there is none; or if a pattern of
+            ``allow_softmax`` matches no softmax. The model is unchanged.
 
     >>> encoder = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     >>> sigmoidify(encoder)
-    [Replaced(name='self_attn', kind='MultiheadAttention')]
+    [Replaced(name='self_attn', kind='MultiheadAttention', call='multi_head_attention_forward')]
     """
-    modules = [(n, m) for n, m in model.named_modules() if not _inside_multihead(model, n)]
     if isinstance(bias, QueryBias):
         raise ValueError("sigmoidify: a bias added to Q is not part of what these layers share; take another bias")
-    multihead = [(n, m) for n, m in modules if type(m) is nn.MultiheadAttention]
-    callers, refused = _by_source(modules) if example is None else _by_running(model, example)
-    known = (nn.MultiheadAttention, SigmoidMultiheadAttention)
-    refused += [n for n, m in modules if isinstance(m, nn.MultiheadAttention) and type(m) not in known]
+    findings = find_softmax(model, example)
+    _check_patterns(allow_softmax, findings)
+    staying = [f for f in findings if not f.replaceable or _matches(f.name, allow_softmax)]
+    refused = [f for f in staying if f.attention and not _matches(f.name, allow_softmax)]
     if refused:
-        raise ValueError(
-            "sigmoidify: these layers compute a softmax themselves, where it cannot be replaced: "
-            f"{', '.join(sorted(set(refused)))}. Let them use F.scaled_dot_product_attention (a flag such as "
-            'fused_attn=True or attn_implementation="sdpa"), or rewrite them with sigattn.nn.Attention'
-        )
-    if callers and isinstance(bias, AttentionBias) and (bias.needs_lengths or bias.needs_causal):
-        raise ValueError(
-            f"sigmoidify: {type(bias).__name__} needs lengths or causality, which {callers[0][0]!r} does not tell; "
-            "take another bias"
-        )
-    if not multihead and not callers:
+        raise ValueError(_refusal(refused, example is None))
+    replaced = [f for f in findings if f not in staying]
+    if not replaced:
         hint = " Pass example=(...) to find them by running the model" if example is None else ""
         raise ValueError(f"sigmoidify: {type(model).__name__} has no attention layer that it can replace.{hint}")
-    report = []
-    for name, module in [*multihead, *callers]:
-        kind: Any = type(module)
-        report.append(Replaced(name, type(module).__name__))
-        module.__class__ = SigmoidMultiheadAttention if (name, module) in multihead else _answered(kind)
-        layer: Any = module
-        layer.sigmoid_bias = _own(bias)
+    _check_nesting(replaced, [f for f in staying if f.replaceable])
+    kinds = [(f, type(f.module).__name__) for f in findings]
+    replace(model, replaced, staying, bias)
+    return [_entry(f, kind, f in replaced, allow_softmax) for f, kind in kinds]
+
+
+def _entry(finding: Finding, kind: str, replaced: bool, allow_softmax: Sequence[str]) -> Replaced | RemainingSoftmax:
+    if replaced:
+        return Replaced(finding.name, kind, finding.call)
+    reason = "allowed" if _matches(finding.name, allow_softmax) else "not attention"
+    return RemainingSoftmax(finding.name, kind, finding.call, reason)
+
+
+def find_softmax(model: nn.Module, example: Sequence[Any] | Mapping[str, Any] | None = None) -> list[Finding]:
+    """Find every layer of a model that computes a softmax, in the model's order; ``sigmoidify`` says how."""
+    modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
+    if example is None:
+        return attention_in_code.find(model, modules)
+    result = attention_in_run.run(model, example, CONVERTED)
+    rest = attention_in_code.find(model, [(n, m) for n, m in modules if m not in result.ran])
+    order = {m: i for i, (_, m) in enumerate(modules)}
+    return sorted([*result.findings, *rest], key=lambda f: order[f.module])
+
+
+def replace(
+    model: nn.Module, findings: Sequence[Finding], staying: Sequence[Finding], bias: AttentionBias | float | None
+) -> None:
+    """Give the layers of the findings sigmoid attention.
+
+    Args:
+        model: the model. findings: what is replaced. staying: what keeps its softmax. bias: as for ``sigmoidify``.
+
+    Raises:
+        ValueError: if the bias needs lengths or causality, which a layer's own calls do not give.
+    """
+    for name, _, call, _, _ in findings:
+        if isinstance(bias, AttentionBias) and (bias.needs_causal or (bias.needs_lengths and call != MHA_NAME)):
+            raise ValueError(
+                f"sigmoidify: {type(bias).__name__} needs lengths or causality, which {name!r} does not give; take "
+                "another bias (None is -log of the number of visible keys of each sample)"
+            )
+    kept = {f.module for f in staying}
+    for finding in findings:
+        layer: Any = finding.module
+        plain = type(layer) is nn.MultiheadAttention
+        kind: Any = type(layer)
+        layer.__class__ = SigmoidMultiheadAttention if plain else sigmoid_class(kind)
+        layer.sigmoid_bias = None if bias is None else copy.deepcopy(as_bias(bias))  # learned for each layer
+        if not plain:
+            layer.softmax_allowed = any(m in kept for m in layer.modules())
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # it packs padded samples for its fused softmax
-    return report
 
 
-def _own(bias: AttentionBias | float | None) -> AttentionBias | None:
-    """A layer's own bias: what is learned is learned for each."""
-    return None if bias is None else copy.deepcopy(as_bias(bias))
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _inside_multihead(model: nn.Module, name: str) -> bool:
-    """Whether a module is the output projection of an nn.MultiheadAttention."""
-    return bool(name) and isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
+def _check_patterns(patterns: Sequence[str], findings: Sequence[Finding]) -> None:
+    if isinstance(patterns, str):
+        raise TypeError(f"sigmoidify: allow_softmax is a sequence of names, got the string {patterns!r}")
+    unused = [p for p in patterns if not any(_matches(f.name, [p]) for f in findings)]
+    if unused:
+        found = ", ".join(repr(f.name) for f in findings) or "none"
+        raise ValueError(f"sigmoidify: allow_softmax={unused} matches no layer with a softmax; there are: {found}")
 
 
-# finding them
-
-
-Named = list[tuple[str, nn.Module]]
-
-
-def _by_source(modules: Named) -> tuple[Named, list[str]]:
-    """Layers whose class mentions the function, and attention layers which mention a softmax but not the function."""
-    callers, refused = [], []
-    for name, module in modules:
-        if isinstance(module, (nn.MultiheadAttention, Answered)):
-            continue
-        kind: Any = type(module)
-        source = _source(kind)
-        if "scaled_dot_product_attention" in source:
-            callers.append((name, module))
-        elif "softmax" in source and _is_attention(module):
-            refused.append(name or type(module).__name__)
-    return callers, refused
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "att" in type(module).__name__.lower()
-
-
-@functools.cache
-def _source(kind: Any) -> str:
-    """The source of a class; PyTorch's own layers, and classes without a source, count as saying nothing."""
-    if kind.__module__.startswith("torch.nn"):
-        return ""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
-
-
-def _by_running(model: nn.Module, example: Sequence[Any] | Mapping[str, Any]) -> tuple[Named, list[str]]:
-    """The innermost layers within which the function was called, and attention layers that computed a softmax."""
-    names = {module: name for name, module in model.named_modules()}
-    running: list[nn.Module] = []
-    watch = _Watch(running)
-    hooks = [m.register_forward_pre_hook(lambda m, _: running.append(m)) for m in names]
-    hooks += [m.register_forward_hook(lambda *_: _forget(running.pop()), always_call=True) for m in names]
-    modes = {m: m.training for m in names}
-    model.eval()
-    try:
-        with torch.no_grad(), watch:
-            if isinstance(example, Mapping):
-                model(**example)
-            else:
-                model(*example)
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for hook in hooks:
-            hook.remove()
-    done = (nn.MultiheadAttention, Answered)
-    callers = [(names[m], m) for m in watch.callers if not isinstance(m, done)]
-    refused = [names[m] or type(m).__name__ for m in watch.softmax if not isinstance(m, done)]
-    return callers, refused
-
-
-def _forget(_: nn.Module) -> None:
-    """A hook that gives None leaves the output as it is."""
-
-
-class _Watch(TorchFunctionMode):
-    """Notes which running module calls what."""
-
-    def __init__(self, running: list[nn.Module]) -> None:
-        super().__init__()
-        self.running = running
-        self.callers: dict[nn.Module, None] = {}  # in order
-        self.softmax: dict[nn.Module, None] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.running:
-            if func is SDPA:
-                self.callers[self.running[-1]] = None
-            elif getattr(func, "__name__", "") in ("softmax", "_softmax"):
-                self.softmax.update(dict.fromkeys(m for m in self.running[-1:] if _is_attention(m)))
-        return func(*args, **(kwargs or {}))
-
-
-# answering
-
-
-class Answered(nn.Module):
-    """Mixed into a layer's class: within its forward, the function gives sigmoid attention."""
-
-    softmax_class: type[nn.Module]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own.
-
-        Raises:
-            RuntimeError: if that never called the function, so that its attention would still be softmax.
-        """
-        answer = _Answer(self)
-        with answer:
-            result = super().forward(*args, **kwargs)
-        if not answer.calls:
-            raise RuntimeError(
-                f"{self.softmax_class.__name__} was sigmoidified, but this forward did not call "
-                "F.scaled_dot_product_attention: it took a path with a softmax of its own (a flag such as "
-                "fused_attn=False, or weights asked for)"
+def _check_nesting(replaced: Sequence[Finding], staying: Sequence[Finding]) -> None:
+    """Refuse a layer that stays softmax inside one that becomes sigmoid, whose forward would change it too."""
+    for outer in replaced:
+        inside = [f.name for f in staying if f.module is not outer.module and f.module in set(outer.module.modules())]
+        if inside:
+            raise ValueError(
+                f"sigmoidify: {outer.name!r} is replaced and contains {', '.join(inside)}, allowed to stay softmax: "
+                "allow both or neither"
             )
-        return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """So that a model can be copied and pickled: the class is made anew."""
-        return _rebuild, (self.softmax_class,), self.__dict__
 
 
-@functools.cache
-def _answered(kind: Any) -> type[nn.Module]:
-    return type(f"Sigmoid{kind.__name__}", (Answered, kind), {"softmax_class": kind, "__module__": kind.__module__})
-
-
-def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    one: Any = kind
-    made = _answered(one)
-    return made.__new__(made)
-
-
-class _Answer(TorchFunctionMode):
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer, self.calls = layer, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is SDPA:
-            self.calls += 1
-            return _sigmoid(self.layer.sigmoid_bias, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _sigmoid(
-    bias: AttentionBias | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """PyTorch's signature, for inputs (B, H, N, D) or (B, N, D)."""
-    three = query.dim() == 3
-    if three:
-        query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-        attn_mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-    b = None if bias is None else bias(query.shape[2], key.shape[2], device=query.device)
-    out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=b)
-    return out.squeeze(1) if three else out
+def _refusal(refused: Sequence[Finding], by_code: bool) -> str:
+    layers = ", ".join(f"{f.name!r} ({type(f.module).__name__}: {f.call})" for f in refused)
+    message = (
+        f"sigmoidify: these layers compute a softmax themselves, where it cannot be replaced: {layers}. Let them use "
+        'F.scaled_dot_product_attention (a flag such as fused_attn=True or attn_implementation="sdpa"), or rewrite '
+        "them with sigattn.nn.Attention. To let them stay softmax, pass their names, or patterns, as allow_softmax"
+    )
+    if by_code:
+        message += ". The code alone was read: pass example=(...) to tell other softmaxes from attention"
+    return message

@@ -1,0 +1,81 @@
+"""Names of the calls that compute a softmax, shared by the search in code and the search in a run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+SDPA = F.scaled_dot_product_attention
+MHA = F.multi_head_attention_forward
+_ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention
+SDPA_CALLS = (SDPA, _ATEN_SDPA, _ATEN_SDPA.default)
+
+SDPA_NAME = "scaled_dot_product_attention"
+MHA_NAME = "multi_head_attention_forward"
+SOFTMAX_NAMES = frozenset({"softmax", "_softmax", "_safe_softmax", "softmin", "gumbel_softmax", "special_softmax"})
+SOFTMAX_MODULES = (nn.Softmax, nn.Softmax2d, nn.Softmin)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+OPAQUE_NAMES = frozenset(
+    {
+        "flex_attention",
+        "memory_efficient_attention",
+        "flash_attn_func",
+        "flash_attn_qkvpacked_func",
+        "flash_attn_kvpacked_func",
+        "flash_attn_varlen_func",
+        "flash_attn_varlen_qkvpacked_func",
+        "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    }
+)
+PRODUCT_NAMES = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"})
+
+_SOFTMAX_OPERATOR = re.compile(r"(?<!log_)softmax")
+_ATTENTION_OPERATOR = re.compile(r"attention|attn|fmha|transformer_encoder_layer")
+
+
+class Finding(NamedTuple):
+    """One softmax of a model.
+
+    Attributes:
+        name: name of the layer within the model. module: the layer. call: name of the function or operator that
+            computes the softmax. replaceable: True where sigmoid attention can take the call's place. attention: True
+            where the softmax is, or may be, that of an attention.
+    """
+
+    name: str
+    module: nn.Module
+    call: str
+    replaceable: bool
+    attention: bool
+
+
+def is_sdpa(func: Any) -> bool:
+    """Return True for ``F.scaled_dot_product_attention`` and its operator."""
+    return any(func is call for call in SDPA_CALLS)
+
+
+def named_as_attention(module: nn.Module) -> bool:
+    """Return True if the class of a layer has "att" in its name."""
+    return "att" in type(module).__name__.lower()
+
+
+def operator_kind(name: str) -> str | None:
+    """Return "softmax" or "attention" for the qualified name of such an operator ("aten::_softmax"), else None."""
+    namespace, _, base = name.rpartition("::")
+    if namespace == "sigattn" or "backward" in base:
+        return None
+    if _ATTENTION_OPERATOR.search(base) or "flash_attn" in namespace or "xformers" in namespace:
+        return "attention"
+    return "softmax" if _SOFTMAX_OPERATOR.search(base) else None

@@ -1,0 +1,217 @@
+"""Search for softmax in the code of a model's layers: every function that a layer's methods can reach."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from sigattn.nn.attention import Attention
+from sigattn.nn.attention_calls import (
+    CONTAINERS,
+    MHA_NAME,
+    OPAQUE_NAMES,
+    PRODUCT_NAMES,
+    SDPA_NAME,
+    SOFTMAX_MODULES,
+    SOFTMAX_NAMES,
+    Finding,
+    named_as_attention,
+)
+
+_MATRIX_PRODUCT = "@"
+_CALLS = {SDPA_NAME, MHA_NAME, "Softmax", *SOFTMAX_NAMES, *OPAQUE_NAMES, *PRODUCT_NAMES}
+_NOT_FOLLOWED = frozenset({"torch", "numpy", "sigattn"})
+_NOT_RUN = frozenset({"__init__", "__repr__", "__setstate__", "__getstate__", "reset_parameters", "init_weights"})
+_CALLS_OF_ACTIVATION = {"softmax": frozenset({SDPA_NAME}), "performer": frozenset({"softmax", "bmm"})}
+_DEPTH = 4
+
+
+def find(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
+    """Find what the code of some of a model's layers computes with a softmax.
+
+    A layer that can reach both ``F.scaled_dot_product_attention`` and a softmax, one by choice of a flag, counts as
+    replaceable. A softmax is taken for an attention's unless its layer, and the layer around it, multiply no matrices.
+
+    Args:
+        model: the whole model. modules: its layers that are searched, by name.
+    """
+    findings = []
+    for name, module in modules:
+        calls = reachable_calls(module)
+        call = next((c for c in (SDPA_NAME, MHA_NAME) if c in calls), None)
+        if call is not None:
+            findings.append(Finding(name, module, call, replaceable=True, attention=True))
+            continue
+        opaque = sorted(calls & OPAQUE_NAMES)
+        softmax = sorted(calls & (SOFTMAX_NAMES | {"Softmax"}))
+        if opaque or softmax:
+            attention = bool(opaque) or named_as_attention(module) or _multiplies(model, name, calls)
+            findings.append(Finding(name, module, (opaque or softmax)[0], replaceable=False, attention=attention))
+    return findings
+
+
+def _multiplies(model: nn.Module, name: str, calls: frozenset[str]) -> bool:
+    """Return True if a layer, or the nearest layer around it that is no container, multiplies matrices."""
+    while not calls & PRODUCT_NAMES:
+        if not name:
+            return False
+        name = name.rpartition(".")[0]
+        around = model.get_submodule(name)
+        if not isinstance(around, CONTAINERS):
+            return bool(reachable_calls(around) & PRODUCT_NAMES)
+    return True
+
+
+def reachable_calls(module: nn.Module) -> frozenset[str]:
+    """Return the names of attention, softmax and product functions that the methods of a layer can reach.
+
+    Functions of other modules are followed, PyTorch's own are not.
+    """
+    if isinstance(module, SOFTMAX_MODULES):
+        return frozenset({"softmax"})
+    if isinstance(module, torch.jit.ScriptModule):
+        return _names_in_graph(module)
+    if isinstance(module, Attention):
+        return _CALLS_OF_ACTIVATION.get(module.activation, frozenset())
+    if type(module) is nn.MultiheadAttention:
+        return frozenset({MHA_NAME})
+    own = [v for v in vars(module).values() if isinstance(v, (types.FunctionType, functools.partial))]
+    kind: Any = type(module)
+    calls = _calls_of_class(kind).union(*(_calls_of_function(f, _DEPTH) for f in own))
+    if isinstance(module, nn.MultiheadAttention) and not calls & SOFTMAX_NAMES:
+        calls |= {MHA_NAME}  # by its base class
+    submodules = {n for n, m in module.named_children() if m is not None}
+    return calls - submodules  # self.softmax(x) is the submodule's call
+
+
+def _names_in_graph(module: Any) -> frozenset[str]:
+    try:
+        graph = str(module.graph)
+    except (AttributeError, RuntimeError):  # a scripted module without forward
+        return frozenset()
+    return frozenset(name for name in _CALLS if f"aten::{name}(" in graph)
+
+
+@functools.cache
+def _calls_of_class(kind: Any) -> frozenset[str]:
+    found: set[str] = set()
+    for function in _methods(kind):
+        found |= _calls_of_function(function, _DEPTH)
+    return frozenset(found)
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    """Yield the methods of a class as the class finds them, those which it inherits included.
+
+    A method that is overridden counts where the one that overrides it calls ``super``.
+    """
+    hidden: set[str] = set()
+    for base in kind.__mro__:
+        if not _followed(base.__module__):
+            hidden |= vars(base).keys()
+            continue
+        overridden: set[str] = set()
+        for name, attribute in vars(base).items():
+            functions = list(_functions_in(attribute))
+            if name in hidden or name in _NOT_RUN:
+                continue
+            if not any("super" in f.__code__.co_names for f in functions):
+                overridden.add(name)
+            yield from functions
+        hidden |= overridden
+
+
+def _functions_in(attribute: Any) -> Iterator[types.FunctionType]:
+    if isinstance(attribute, property):
+        found = [attribute.fget, attribute.fset]
+    elif isinstance(attribute, functools.partial):
+        found = [attribute.func, *attribute.args, *attribute.keywords.values()]
+    elif isinstance(attribute, functools.cached_property):
+        found = [attribute.func]
+    else:
+        found = [getattr(attribute, "__func__", attribute)]
+    for function in found:
+        function = getattr(function, "_torchdynamo_orig_callable", function)
+        unwrapped = inspect.unwrap(function) if callable(function) else function
+        if isinstance(unwrapped, types.FunctionType):
+            yield unwrapped
+
+
+def _followed(module: str | None) -> bool:
+    package = (module or "").partition(".")[0]
+    if package == "torch":
+        return (module or "").startswith("torch.ao.")  # its quantizable attention computes a softmax of its own
+    return package not in _NOT_FOLLOWED and package not in sys.stdlib_module_names
+
+
+@functools.cache
+def _calls_of_function(function: Any, depth: int) -> frozenset[str]:
+    """Return what a function calls, and what the functions do that it names, to a depth."""
+    found: set[str] = set()
+    for each in _functions_in(function):
+        names, strings, multiplies = _names_in(each.__code__)
+        found |= names & _CALLS
+        found |= {"bmm"} if multiplies else set()
+        for value in _values_named(each, names):
+            found |= {getattr(value, "__name__", "")} & _CALLS  # imported under another name
+            found |= _calls_of_value(value, depth)
+        if "getattr" in names:  # getattr(F, "softmax")
+            found |= strings & _CALLS
+    return frozenset(found)
+
+
+def _calls_of_value(value: Any, depth: int) -> frozenset[str]:
+    if depth == 0:
+        return frozenset()
+    if isinstance(value, torch.jit.ScriptFunction):
+        graph = str(value.graph)
+        return frozenset(n for n in _CALLS if f"aten::{n}(" in graph)
+    if isinstance(value, type):
+        differentiable = issubclass(value, torch.autograd.Function) and _followed(value.__module__)
+        return _calls_of_class(value) if differentiable else frozenset()
+    if isinstance(value, (types.FunctionType, functools.partial)) or hasattr(value, "_torchdynamo_orig_callable"):
+        functions = [f for f in _functions_in(value) if _followed(f.__module__)]
+        return frozenset().union(*(_calls_of_function(f, depth - 1) for f in functions))
+    return frozenset()
+
+
+def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any]:
+    """Yield what the names of a function stand for: globals, what it closes over, and functions of named modules."""
+    values = [function.__globals__[n] for n in names if n in function.__globals__]
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    for value in values:
+        if isinstance(value, types.ModuleType) and _followed(value.__name__):
+            yield from (vars(value)[n] for n in names if n in vars(value))
+        else:
+            yield value
+
+
+def _names_in(code: types.CodeType) -> tuple[set[str], set[str], bool]:
+    """Return the names and the strings of a function's code, nested functions included, and if it has an @."""
+    names, strings, multiplies = set(code.co_names), set(), _has_matrix_product(code)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            strings.add(constant)
+        elif isinstance(constant, types.CodeType):
+            more, texts, product = _names_in(constant)
+            names, strings, multiplies = names | more, strings | texts, multiplies or product
+    return names, strings, multiplies
+
+
+def _has_matrix_product(code: types.CodeType) -> bool:
+    return any(
+        i.argrepr in (_MATRIX_PRODUCT, _MATRIX_PRODUCT + "=") or i.opname.endswith("MATRIX_MULTIPLY")
+        for i in dis.get_instructions(code)
+    )

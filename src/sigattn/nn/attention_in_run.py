@@ -1,0 +1,219 @@
+"""Search for softmax in one run of a model: every call and every operator, with the layer that is running."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sigattn.nn.attention_calls import (
+    MHA,
+    MHA_NAME,
+    SDPA_NAME,
+    Finding,
+    is_sdpa,
+    named_as_attention,
+    operator_kind,
+)
+
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "_int_mm"})
+_COPIES = frozenset({"_to_copy", "clone"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Result of running a model once.
+
+    Attributes:
+        findings: each softmax that was computed. ran: the layers that were called.
+    """
+
+    findings: list[Finding]
+    ran: set[nn.Module]
+
+
+def run(model: nn.Module, example: Sequence[Any] | Mapping[str, Any], skipped: tuple[type[nn.Module], ...]) -> Run:
+    """Run a model once, in evaluation mode and without gradient, and note what computes a softmax.
+
+    A softmax is taken for an attention's if its weights are multiplied with a matrix that is no parameter, or if the
+    class of its layer has "att" in its name.
+
+    Args:
+        model: the model. example: arguments of its forward. skipped: layers whose calls do not count.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    trace = _Trace(names, _storages(model), skipped)
+    training = {m: m.training for m in names}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), trace.hooks(), _Calls(trace), _Operators(trace):
+            if isinstance(example, Mapping):
+                model(**example)
+            else:
+                model(*example)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    return Run(trace.findings(), trace.ran)
+
+
+def _storages(model: nn.Module) -> set[int]:
+    return {_storage(t) for t in (*model.parameters(), *model.buffers())}
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage of its own
+        return -1
+
+
+@dataclasses.dataclass(eq=False)
+class _Site:
+    """One softmax: the layer that was running, and what called it."""
+
+    module: nn.Module
+    call: str
+    replaceable: bool
+    attention: bool
+
+
+class _Trace:
+    """What both modes share: the running layers, and which tensors hold weights of which softmax."""
+
+    def __init__(self, names: dict[nn.Module, str], parameters: set[int], skipped: tuple[type[nn.Module], ...]) -> None:
+        self.names, self.parameters, self.skipped = names, parameters, skipped
+        self.running: list[nn.Module] = []
+        self.ran: set[nn.Module] = set()
+        self.sites: list[_Site] = []
+        self.weights: Any = WeakTensorKeyDictionary()  # tensor → its sites
+        self.constants: Any = WeakTensorKeyDictionary()  # copies of parameters, e.g. under autocast
+        self.inside_replaceable = False
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow every module that is called, scripted ones too; one that is made in a forward counts as its layer."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self.running.append(module if module in self.names or not self.running else self.running[-1])
+            self.ran.add(module)
+
+        def leave(*_: Any) -> None:
+            self.running.pop()
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def add(self, call: str, *, replaceable: bool = False, attention: bool = False) -> _Site | None:
+        """Note a softmax of the running layer."""
+        if not self.running or any(isinstance(m, self.skipped) for m in self.running):
+            return None
+        module = self.running[-1]
+        site = _Site(module, call, replaceable, attention or named_as_attention(module))
+        self.sites.append(site)
+        return site
+
+    def findings(self) -> list[Finding]:
+        """One finding for each layer and kind, in the order of the model's layers."""
+        merged: dict[tuple[nn.Module, bool], Finding] = {}
+        for site in self.sites:
+            key = site.module, site.replaceable
+            attention = site.attention or (key in merged and merged[key].attention)
+            merged[key] = Finding(self.names[site.module], site.module, site.call, site.replaceable, attention)
+        order = {module: i for i, module in enumerate(self.names)}
+        return sorted(merged.values(), key=lambda f: order[f.module])
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Return True for a parameter or a buffer, a view of one, or a copy in another dtype."""
+        return tensor in self.constants or _storage(tensor) in self.parameters
+
+
+class _Calls(TorchFunctionMode):
+    """Notes calls of attention functions that sigmoid attention can take the place of."""
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        trace = self.trace
+        call = SDPA_NAME if is_sdpa(func) else MHA_NAME if func is MHA else None
+        if call is None or trace.inside_replaceable:
+            return func(*args, **(kwargs or {}))
+        trace.add(call, replaceable=True, attention=True)
+        trace.inside_replaceable = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            trace.inside_replaceable = False
+
+
+class _Operators(TorchDispatchMode):
+    """Notes softmax and attention operators, and follows the weights of a softmax to a matrix product."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        trace = self.trace
+        if trace.inside_replaceable:
+            return result
+        name: str = func.name() if callable(getattr(func, "name", None)) else str(func)
+        name = name.partition(".")[0]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        base = name.rpartition("::")[2]
+        kind = operator_kind(name)
+        if kind is not None:
+            site = trace.add(base.lstrip("_"), attention=kind == "attention")
+            if site is not None and kind == "softmax":
+                for output in outputs:
+                    trace.weights[output] = {site}
+        elif base in _PRODUCTS:
+            self._multiply(inputs[:2] if base == "linear" else inputs[-2:], outputs[0])
+        else:
+            self._carry(base, inputs, outputs)
+        return result
+
+    def _multiply(self, factors: list[Tensor], output: Tensor) -> None:
+        """Weights times a matrix of activations is attention; weights times a parameter are weights still."""
+        trace = self.trace
+        for weights, other in (factors, factors[::-1]):
+            sites = trace.weights.get(weights, ())
+            if sites and not trace.is_parameter(other):
+                for site in sites:
+                    site.attention = True
+            elif sites and output.numel() == weights.numel():  # heads that are mixed
+                trace.weights[output] = set(sites)
+
+    def _carry(self, base: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Views, masks, dropout and scaling of weights are weights; what is larger than they are is not."""
+        trace = self.trace
+        if base in _COPIES and inputs and trace.is_parameter(inputs[0]):
+            trace.constants[outputs[0]] = True
+            return
+        marked = [t for t in inputs if t in trace.weights]
+        if not marked:
+            return
+        sites = set().union(*(trace.weights[t] for t in marked))
+        largest = max(t.numel() for t in marked)
+        for output in outputs:
+            if len(inputs) == 1 or base == "cat" or output.numel() <= largest:
+                trace.weights[output] = trace.weights.get(output, set()) | sites

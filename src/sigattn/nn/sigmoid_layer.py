@@ -1,0 +1,130 @@
+"""Layers of others whose attention functions compute sigmoid attention within their forward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sigattn.nn.attention_calls import MHA, SOFTMAX_NAMES, is_sdpa
+from sigattn.nn.bias import AttentionBias
+from sigattn.nn.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
+from sigattn.nn.visible_keys import count_visible_keys
+from sigattn.ops.attention import sigmoid_attention
+from sigattn.ops.problem import log_length_bias
+
+
+class SigmoidLayer(nn.Module):
+    """Mixed into a layer's class: within its forward, attention functions compute sigmoid attention.
+
+    Attributes:
+        sigmoid_bias: b, or None for -log of the keys that a sample sees. softmax_allowed: True if the layer, or one
+            inside it, has a softmax that is known to stay.
+    """
+
+    softmax_class: type[nn.Module]
+    sigmoid_bias: AttentionBias | None
+    softmax_allowed: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own.
+
+        Raises:
+            RuntimeError: if that computes a softmax of its own, or never calls an attention function.
+        """
+        mode = _SigmoidMode(self)
+        with mode:
+            result = super().forward(*args, **kwargs)
+        if not mode.calls and not any(isinstance(m, _CONVERTED) for m in self.modules() if m is not self):
+            raise RuntimeError(
+                f"{self.softmax_class.__name__} was sigmoidified, but this forward did not call "
+                "F.scaled_dot_product_attention: it took another path (a flag such as fused_attn=False, or weights "
+                "asked for)"
+            )
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle the layer by its original class, because this class is made at run time."""
+        return _rebuild, (self.softmax_class,), self.__dict__
+
+
+_CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
+
+
+class _UnfusedMultihead:
+    """Mixed into subclasses of ``nn.MultiheadAttention``, so that PyTorch's fused encoder layer is not used."""
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        return False
+
+
+@functools.cache
+def sigmoid_class(kind: Any) -> type[nn.Module]:
+    """Return the subclass of a layer's class that computes sigmoid attention."""
+    bases = (SigmoidLayer, _UnfusedMultihead, kind) if issubclass(kind, nn.MultiheadAttention) else (SigmoidLayer, kind)
+    return type(f"Sigmoid{kind.__name__}", bases, {"softmax_class": kind, "__module__": kind.__module__})
+
+
+def _rebuild(kind: type[nn.Module]) -> nn.Module:
+    one: Any = kind
+    made = sigmoid_class(one)
+    return made.__new__(made)
+
+
+class _SigmoidMode(TorchFunctionMode):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_sdpa(func):
+            self.calls += 1
+            return sigmoid_sdpa(self.layer.sigmoid_bias, *args, **kwargs)
+        if func is MHA:
+            self.calls += 1
+            return multi_head_attention_forward(self.layer.sigmoid_bias, *args, **kwargs)
+        if getattr(func, "__name__", "") in SOFTMAX_NAMES and not self.layer.softmax_allowed:
+            raise RuntimeError(
+                f"{self.layer.softmax_class.__name__} was sigmoidified, but this forward computes a softmax of its "
+                "own: it took another path than F.scaled_dot_product_attention (a flag such as fused_attn=False, or "
+                "weights asked for). If that softmax is no attention, call sigmoidify with example=(...)"
+            )
+        return func(*args, **kwargs)
+
+
+def sigmoid_sdpa(
+    sigmoid_bias: AttentionBias | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention`` with sigmoid attention, with PyTorch's signature.
+
+    A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees.
+    """
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    bias: float | Tensor | None
+    if sigmoid_bias is not None:
+        bias = sigmoid_bias(num_queries, num_keys, device=query.device)
+    else:
+        visible = count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3)
+        if visible is not None:
+            bias = log_length_bias(visible)
+        else:
+            bias = log_length_bias(max(min(num_queries, num_keys), 1)) if is_causal else None
+    three = query.dim() == 3
+    if three:
+        query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+        attn_mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        bias = bias.unsqueeze(1) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
+    out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias)
+    return out.squeeze(1) if three else out

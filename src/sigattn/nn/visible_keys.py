@@ -1,0 +1,31 @@
+"""Count the keys that the queries of a sample see, for the default bias of layers that were written for softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HIDDEN_BELOW = -1000.0  # σ(-1000) is 0 in every dtype; masks use -inf, the smallest number, -1e9 or -1e4
+
+
+def count_visible_keys(mask: Tensor | None, num_keys: int, *, has_heads: bool = True) -> Tensor | None:
+    """Count, for each sample, the keys that at least one query of the sample sees.
+
+    Padding is thus not counted, while a causal mask counts every key, because the last query sees all of them.
+
+    Args:
+        mask: bool (True = attend) or added to the logits: broadcastable to (..., H, N, M); None for no mask.
+        num_keys: M.
+        has_heads: False if the mask broadcasts to (..., N, M) instead, without heads.
+
+    Returns:
+        At least 1; int64, of the mask's dimensions, with size 1 for heads, queries and keys. None without a mask.
+    """
+    if mask is None:
+        return None
+    visible = mask if mask.dtype is torch.bool else mask > HIDDEN_BELOW
+    shared = [d for d in ((-2, -3) if has_heads else (-2,)) if mask.dim() >= -d]
+    for dim in shared:
+        visible = visible.any(dim, keepdim=True)
+    visible = visible.expand(*visible.shape[:-1], num_keys)
+    return visible.sum(-1, keepdim=True).clamp(min=1)

@@ -1,0 +1,413 @@
+"""sigmoidify finds every softmax of a model: each is replaced, refused by name, or listed."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.nn.functional import softmax as normalise
+
+from sigattn.nn import Attention, sigmoidify
+from sigattn.nn.surgery import RemainingSoftmax, Replaced
+
+aten = torch.ops.aten
+
+
+def eager(q, k, v):
+    return F.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+
+def eager_further_away(q, k, v):
+    return eager(q, k, v)
+
+
+@torch.jit.ignore
+@functools.wraps(eager)
+def decorated(q, k, v):
+    return eager(q, k, v)
+
+
+def fused(q, k, v):
+    return attend(q, k, v)
+
+
+def scores(q, k):
+    return q @ k.mT * q.shape[-1] ** -0.5
+
+
+class Mixer(nn.Module):
+    """(B, N, 8) → (B, N, 8); its class is not named after attention, and says nothing about the calls of ``mix``."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (t.unsqueeze(1) for t in self.qkv(x).chunk(3, -1))  # (B, 1, N, 8) each
+        return self.mix(q, k, v).squeeze(1)
+
+    def formula(self, x, bias):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.mT * 8**-0.5 + bias).sigmoid() @ v
+
+
+class Fused(Mixer):
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Inherited(Fused):
+    pass
+
+
+class Renamed(Mixer):
+    def mix(self, q, k, v):
+        return attend(q, k, v)
+
+
+class Function(Mixer):
+    def mix(self, q, k, v):
+        return fused(q, k, v)
+
+
+class Builtin(Mixer):
+    def mix(self, q, k, v):
+        return torch._C._nn.scaled_dot_product_attention(q, k, v)
+
+
+class Operator(Mixer):
+    def mix(self, q, k, v):
+        return torch.ops.aten.scaled_dot_product_attention(q, k, v)
+
+
+class Overload(Mixer):
+    def mix(self, q, k, v):
+        return aten.scaled_dot_product_attention.default(q, k, v)
+
+
+class Stored(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.mix = functools.partial(fused)
+
+
+SERVED = [Fused, Inherited, Renamed, Function, Builtin, Operator, Overload, Stored]
+
+
+class TorchSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return torch.softmax(scores(q, k), -1) @ v
+
+
+class MethodSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return torch.einsum("bhnm,bhmd->bhnd", scores(q, k).softmax(-1), v)
+
+
+class FunctionalSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return torch.bmm(normalise(scores(q, k), -1).flatten(0, 1), v.flatten(0, 1)).unflatten(0, (-1, 1))
+
+
+class LowLevelSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return torch._softmax(scores(q, k), -1, False).matmul(v)
+
+
+class OperatorSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return torch.matmul(aten._softmax(scores(q, k), -1, False), v)
+
+
+class NamedSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return getattr(torch, "softmax")(scores(q, k), -1) @ v  # noqa: B009
+
+
+class InheritedSoftmax(TorchSoftmax):
+    pass
+
+
+class SuperSoftmax(TorchSoftmax):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+class ModuleSoftmax(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.softmax = nn.Softmax(-1)
+
+    def mix(self, q, k, v):
+        return F.dropout(self.softmax(scores(q, k)), 0.1, self.training) @ v
+
+
+class FunctionSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return eager_further_away(q, k, v)
+
+
+class DecoratedSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return decorated(q, k, v)
+
+
+class StoredSoftmax(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.mix = lambda q, k, v: eager(q, k, v)
+
+
+class FlashOperator(Mixer):
+    def mix(self, q, k, v):
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+
+class Flex(Mixer):
+    def mix(self, q, k, v):
+        return flex_attention(q, k, v)
+
+
+class TalkingHeads(Mixer):
+    """The weights pass a learned matrix over heads before they meet the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.Linear(1, 1)
+
+    def mix(self, q, k, v):
+        weights = scores(q, k).softmax(-1).permute(0, 2, 3, 1)
+        return self.heads(weights).permute(0, 3, 1, 2) @ v
+
+
+REFUSED = [
+    *(TorchSoftmax, MethodSoftmax, FunctionalSoftmax, LowLevelSoftmax, OperatorSoftmax, NamedSoftmax),
+    *(InheritedSoftmax, SuperSoftmax, ModuleSoftmax, FunctionSoftmax, DecoratedSoftmax, StoredSoftmax),
+    *(FlashOperator, Flex, TalkingHeads),
+]
+
+
+class Gated(nn.Module):
+    """Experts weighted by a softmax that is no attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class Pool(nn.Module):
+    """One query, the mean, against every position, through PyTorch's function with separate projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        x = x.transpose(0, 1)  # (N, B, 8)
+        pooled, _ = F.multi_head_attention_forward(
+            query=x.mean(0, keepdim=True),
+            key=x,
+            value=x,
+            embed_dim_to_check=8,
+            num_heads=2,
+            in_proj_weight=None,
+            in_proj_bias=torch.cat([self.q.bias, self.k.bias, self.v.bias]),
+            bias_k=None,
+            bias_v=None,
+            add_zero_attn=False,
+            dropout_p=0.0,
+            out_proj_weight=self.out.weight,
+            out_proj_bias=self.out.bias,
+            training=self.training,
+            need_weights=False,
+            use_separate_proj_weight=True,
+            q_proj_weight=self.q.weight,
+            k_proj_weight=self.k.weight,
+            v_proj_weight=self.v.weight,
+        )
+        return pooled.squeeze(0)
+
+
+class Net(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 5, 8)
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+@pytest.mark.parametrize("kind", SERVED)
+def test_every_spelling_of_the_function_is_served(kind, by_example, x):
+    net = Net(kind())
+    (entry,) = sigmoidify(net, (x,) if by_example else None)
+    assert entry == Replaced("layers.0", kind.__name__, "scaled_dot_product_attention")
+    torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_every_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
+    net = Net(Fused(), kind(), Fused())
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1(\.softmax)?' \(\w+: \w+\)\. Let them use"):
+        sigmoidify(net, (x,) if by_example else None)
+    assert type(net.layers[0]) is Fused
+    report = sigmoidify(net, (x,) if by_example else None, allow_softmax=["layers.1*"])
+    assert [type(r) for r in report] == [Replaced, RemainingSoftmax, Replaced]
+    assert report[1].reason == "allowed"
+    first, kept, last = net.eval().layers
+    with torch.no_grad():
+        expected = last.formula(kept(first.formula(x, -math.log(5))), -math.log(5))
+        torch.testing.assert_close(net(x), expected)
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+def test_a_scripted_layer_is_refused(by_example, x):
+    net = Net(Fused(), torch.jit.script(Scripted()))
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
+        sigmoidify(net, (x,) if by_example else None)
+
+
+class Scripted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+def test_a_pool_through_multi_head_attention_forward(by_example, x):
+    net = Net(Fused(), Pool())
+    report = sigmoidify(net, (x,) if by_example else None)
+    assert report[1] == Replaced("layers.1", "Pool", "multi_head_attention_forward")
+    y, pool = net.layers[0](x), net.layers[1]
+    q, k, v = (
+        f(t).unflatten(-1, (2, 4)).transpose(1, 2)
+        for f, t in ((pool.q, y.mean(1, keepdim=True)), (pool.k, y), (pool.v, y))
+    )
+    expected = (q @ k.mT / 2 - math.log(5)).sigmoid() @ v
+    torch.testing.assert_close(net(x), pool.out(expected.transpose(1, 2).flatten(1)))
+
+
+class TestWhatIsNoAttention:
+    def test_an_example_tells_a_router_apart(self, x):
+        net = Net(Fused(), Gated())
+        report = sigmoidify(net, (x,))
+        assert report[1] == RemainingSoftmax("layers.1", "Gated", "softmax", "not attention")
+        torch.testing.assert_close(net(x), net.layers[1](net.layers[0].formula(x, -math.log(5))))
+
+    def test_code_without_a_matrix_product_does_too(self):
+        report = sigmoidify(Net(Fused(), Gated(), nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))))
+        assert [r.name for r in report if isinstance(r, RemainingSoftmax)] == ["layers.1", "layers.2.1"]
+
+    def test_inside_a_layer_that_is_replaced(self, x):
+        class Both(Fused):
+            def __init__(self):
+                super().__init__()
+                self.gate = Gated()
+
+            def forward(self, x):
+                return self.gate(super().forward(x))
+
+        layer = Both()
+        expected = layer.gate(layer.formula(x, -math.log(5)))
+        report = sigmoidify(layer, (x,))
+        assert report == [
+            Replaced("", "Both", "scaled_dot_product_attention"),
+            RemainingSoftmax("gate", "Gated", "softmax", "not attention"),
+        ]
+        torch.testing.assert_close(layer(x), expected)
+
+    def test_one_forward_with_both(self, x):
+        class Both(Fused):
+            def forward(self, x):
+                return super().forward(x) * self.qkv(x)[..., :8].softmax(-1)
+
+        layer = Both()
+        expected = layer.formula(x, -math.log(5)) * layer.qkv(x)[..., :8].softmax(-1)
+        report = sigmoidify(layer, (x,))
+        assert [type(r) for r in report] == [Replaced, RemainingSoftmax]
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_layers_that_the_example_does_not_reach(x):
+    class Half(Net):
+        def forward(self, x):
+            return self.layers[0](x)
+
+    net = Half(Fused(), Fused())
+    assert [r.name for r in sigmoidify(net, (x,))] == ["layers.0", "layers.1"]
+    with pytest.raises(ValueError, match=r"'layers\.1' \(TorchSoftmax: softmax\)"):
+        sigmoidify(Half(Fused(), TorchSoftmax()), (x,))
+
+
+def test_layers_may_be_kept(x):
+    net = Net(Fused(), Fused())
+    report = sigmoidify(net, (x,), allow_softmax=["layers.0"])
+    assert report == [
+        RemainingSoftmax("layers.0", "Fused", "scaled_dot_product_attention", "allowed"),
+        Replaced("layers.1", "Fused", "scaled_dot_product_attention"),
+    ]
+    assert type(net.layers[0]) is Fused
+
+
+def test_patterns_that_match_nothing():
+    with pytest.raises(ValueError, match=r"allow_softmax=\['head'\] matches no layer.*'layers\.0'"):
+        sigmoidify(Net(Fused()), allow_softmax=["layers.*", "head"])
+    with pytest.raises(TypeError, match="sequence of names, got the string"):
+        sigmoidify(Net(Fused()), allow_softmax="layers.0")
+
+
+def test_a_kept_layer_inside_a_replaced_one():
+    class Outer(Fused):
+        def __init__(self):
+            super().__init__()
+            self.inner = Fused()
+
+    with pytest.raises(ValueError, match="allow both or neither"):
+        sigmoidify(Outer(), allow_softmax=["inner"])
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+def test_this_library_s_own_layers(by_example, x):
+    net = Net(Attention(8, 2, activation="sigmoid", bias=-1.0), Attention(8, 2, activation="softmax", bias=None))
+    twin = Attention(8, 2, activation="sigmoid", bias=-1.0)
+    twin.load_state_dict(net.layers[1].state_dict())
+    expected = twin(net.layers[0](x))
+    (entry,) = sigmoidify(net, (x,) if by_example else None, bias=-1.0)
+    assert entry == Replaced("layers.1", "Attention", "scaled_dot_product_attention")
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_a_module_made_in_a_forward(x):
+    class Made(Mixer):
+        def mix(self, q, k, v):
+            return nn.Softmax(-1)(scores(q, k)) @ v
+
+    for example in (None, (x,)):
+        with pytest.raises(ValueError, match=r"'layers\.1' \(Made: [sS]oftmax\)"):
+            sigmoidify(Net(Fused(), Made()), example)
+
+
+def test_compiled_layers_run_eagerly_in_the_search(x):
+    layer = TorchSoftmax()
+    layer.mix = torch.compile(eager, backend="eager")
+    with pytest.raises(ValueError, match=r"'layers\.1'"):
+        sigmoidify(Net(Fused(), layer), (x,))
