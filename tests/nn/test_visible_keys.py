@@ -106,7 +106,6 @@ def test_multihead_attention(form, own_bias):
 
 def test_counts():
     seen = torch.zeros(2, 3, 4, 5, dtype=torch.bool)
-    assert count_visible_keys(None, 5) is None
     assert count_visible_keys(seen, 5).tolist() == [[[[1]]], [[[1]]]]  # at least one
     seen[0, 0, 1, 2] = seen[0, 2, 3, 4] = True
     assert count_visible_keys(seen, 5).flatten().tolist() == [2, 1]

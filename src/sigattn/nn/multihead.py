@@ -149,7 +149,7 @@ def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor
     num_keys = k.shape[2]
     if sigmoid_bias is not None and not sigmoid_bias.needs_lengths:
         return sigmoid_bias(q.shape[2], num_keys, device=q.device)
-    visible = count_visible_keys(mask, num_keys)
+    visible = None if mask is None else count_visible_keys(mask, num_keys)
     if sigmoid_bias is None:
         return None if visible is None else log_length_bias(visible)
     if visible is None:

@@ -112,19 +112,16 @@ def sigmoid_sdpa(
     A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees.
     """
     num_queries, num_keys = query.shape[-2], key.shape[-2]
-    bias: float | Tensor | None
+    bias: float | Tensor | None = None
     if sigmoid_bias is not None:
         bias = sigmoid_bias(num_queries, num_keys, device=query.device)
-    else:
-        visible = count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3)
-        if visible is not None:
-            bias = log_length_bias(visible)
-        else:
-            bias = log_length_bias(max(min(num_queries, num_keys), 1)) if is_causal else None
-    three = query.dim() == 3
-    if three:
-        query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-        attn_mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        bias = bias.unsqueeze(1) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
-    out = sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias)
-    return out.squeeze(1) if three else out
+        if isinstance(bias, Tensor) and bias.dim() == 3 and query.dim() != 4:
+            raise ValueError(
+                f"a bias for each head needs queries of shape (B, H, N, D), got {tuple(query.shape)}: take one bias "
+                "for the layer"
+            )
+    elif attn_mask is not None:
+        bias = log_length_bias(count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3))
+    elif is_causal:
+        bias = log_length_bias(max(min(num_queries, num_keys), 1))
+    return sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias)

@@ -8,21 +8,19 @@ from torch import Tensor
 HIDDEN_BELOW = -1000.0  # σ(-1000) is 0 in every dtype; masks use -inf, the smallest number, -1e9 or -1e4
 
 
-def count_visible_keys(mask: Tensor | None, num_keys: int, *, has_heads: bool = True) -> Tensor | None:
+def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -> Tensor:
     """Count, for each sample, the keys that at least one query of the sample sees.
 
     Padding is thus not counted, while a causal mask counts every key, because the last query sees all of them.
 
     Args:
-        mask: bool (True = attend) or added to the logits: broadcastable to (..., H, N, M); None for no mask.
+        mask: bool (True = attend) or added to the logits: broadcastable to (..., H, N, M).
         num_keys: M.
         has_heads: False if the mask broadcasts to (..., N, M) instead, without heads.
 
     Returns:
-        At least 1; int64, of the mask's dimensions, with size 1 for heads, queries and keys. None without a mask.
+        At least 1; int64, of the mask's dimensions, with size 1 for heads, queries and keys.
     """
-    if mask is None:
-        return None
     visible = mask if mask.dtype is torch.bool else mask > HIDDEN_BELOW
     shared = [d for d in ((-2, -3) if has_heads else (-2,)) if mask.dim() >= -d]
     for dim in shared:
