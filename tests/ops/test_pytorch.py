@@ -71,6 +71,15 @@ class TestCompile:
             torch.autograd.grad(sigmoid_attention(x, x, x).square().sum(), x),
         )
 
+    def test_one_graph_where_the_compiler_cannot_ask_whether_autocast_is_available(self, monkeypatch):
+        """torch.compile of PyTorch 2.11 cannot."""
+        monkeypatch.setattr(torch.amp, "is_autocast_available", torch._dynamo.disable(torch.amp.is_autocast_available))
+        q = inputs(heads=2, dv=6, dtype=torch.float32)[1]
+        compiled = torch.compile(lambda q: sigmoid_attention(q, q, q), fullgraph=True, backend="aot_eager")
+        assert_close([compiled(q)], [sigmoid_attention(q, q, q)])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert compiled(q).dtype is torch.bfloat16
+
     @pytest.mark.parametrize("dynamic", [None, True])
     def test_no_recompilation_for_another_bias_or_length(self, dynamic):
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -97,7 +97,9 @@ def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def autocasting(device_type: str) -> bool:
-    """Whether autocast is on; there are devices that do not know it."""
+    """Return True if autocast is enabled; some devices do not support it."""
+    if torch.compiler.is_compiling():  # torch.compile of PyTorch 2.11 cannot trace is_autocast_available
+        return device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
