@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 # Left out: modules whose functions say themselves what is wrong with a call, and what torch.compile traces.
 LEFT_OUT = {
     *(f"sigattn.ops.{name}" for name in ("attention", "checks", "flash_checks", "library", "packed", "problem")),
-    *(f"sigattn.ops.{name}" for name in ("broadcasting", "scalars")),
+    *(f"sigattn.ops.{name}" for name in ("broadcasting", "nested", "scalars")),
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "hopper", "tile")),
     "sigattn.ops.triton.hopper_backward",
     "sigattn.ops.triton.hopper_fused",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import broadcasting, checks, library, reference, settings, short
-from sigattn.ops.problem import UNLIMITED, Problem
+from sigattn.ops import broadcasting, checks, library, nested, packed, reference, settings, short
+from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
 
 BACKENDS = ("reference", *library.KERNELS)
 
@@ -40,7 +40,8 @@ def sigmoid_attention(
         key: (B, Hkv, M, D).
         value: (B, Hkv, M, Dv). As in PyTorch's function, each of the three may also have two or three dimensions, or
             more than four, and the dimensions before the last two broadcast: one head or one batch serves all. B below
-            stands for all dimensions before the heads.
+            stands for all dimensions before the heads. Or nested tensors of the jagged layout, (B, H, ragged, D), as
+            PyTorch's function takes them; these have neither attn_mask nor key_lengths.
         attn_mask: bool (True = attend) or floating point (added to the logits), broadcastable to (B, Hq, N, M).
         dropout_p: probability in [0, 1) of dropping a weight; those kept are multiplied by 1 / (1 - dropout_p). Applied
             whenever it is not 0, so pass 0 when not training. Drawn from PyTorch's CPU generator
@@ -83,6 +84,11 @@ def sigmoid_attention(
             return plain
     if isinstance(query, Tensor) and library.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
+    if nested.is_nested(query, key, value):
+        return _on_nested(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias, window, alibi_slopes,
+            key_lengths, backend,
+        )  # fmt: skip
     shape = None
     if broadcasting.is_needed(query, key, value, enable_gqa):
         batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
@@ -101,6 +107,63 @@ def sigmoid_attention(
     else:
         out = library.call(problem, library.choose(problem, backend))
     return out if shape is None else out.reshape(shape)
+
+
+def _on_nested(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    bias: float | Tensor | None,
+    window: tuple[int, int] | None,
+    alibi_slopes: Tensor | None,
+    key_lengths: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """Attention of nested tensors, in their layout."""
+    nested.refuse(attn_mask, key_lengths)
+    nested.check(query, key, value, enable_gqa)
+    checks.choice("backend", backend, BACKENDS)
+    if nested.has_ragged_batch(query):
+        out = sigmoid_attention(
+            query.values(), key.values(), value.values(), None, dropout_p, is_causal, scale, enable_gqa,
+            bias=bias, window=window, alibi_slopes=alibi_slopes, backend=backend,
+        )  # fmt: skip
+        return nested.like_transposed(query, out)
+    if backend == "reference":
+        raise ValueError('sigmoid_attention: backend="reference" does not serve nested tensors: unbind() them')
+    parts = nested.pack(query, key, value)
+    batch, heads = len(query), query.shape[1]
+    bias = checks.bias_of_sequences(bias, query, batch, heads)
+    dropout_p, scale, window = checks.numbers("sigmoid_attention", dropout_p, scale, window)
+    if alibi_slopes is not None:
+        checks.slopes(alibi_slopes, parts.query, batch, heads)
+    left, right = sides(window, is_causal)
+    positions = left != UNLIMITED or right != UNLIMITED or alibi_slopes is not None
+    if positions and not nested.has_equal_lengths(query, key):
+        raise ValueError(
+            "sigmoid_attention: is_causal, window and alibi_slopes need nested query and key of the same lengths: make "
+            "both with the same offsets tensor, or use sigattn.flash.flash_attn_varlen_func, which aligns their ends"
+        )
+    problem = PackedProblem(
+        *parts[:3],
+        bias_operand(bias) if not isinstance(bias, Tensor) else bias,
+        None if alibi_slopes is None else two_sided(alibi_slopes),
+        *parts[3:5],
+        new_seed(dropout_p),
+        *parts[5:],
+        scale=scale,
+        left=left,
+        right=right,
+        dropout_p=dropout_p,
+        fast=settings.is_fast(None),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return nested.like(query, packed.call(problem, library.choose(problem, backend)))
 
 
 def canonical(

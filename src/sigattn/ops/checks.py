@@ -106,7 +106,7 @@ def options(
     if bias is not None:
         _bias(bias, query, (batch, heads, n, 1))
     if alibi_slopes is not None:
-        _slopes(alibi_slopes, query, batch, heads)
+        slopes(alibi_slopes, query, batch, heads)
     if key_lengths is not None:
         _lengths(key_lengths, key, batch)
     return numbers(_NAME, dropout_p, scale, window)
@@ -170,7 +170,26 @@ def _bias(bias: Any, query: Tensor, target: Sequence[int]) -> None:
     _same_device("bias", bias, query)
 
 
-def _slopes(slopes: Any, query: Tensor, batch: int, heads: int) -> None:
+def bias_of_sequences(bias: Any, query: Tensor, batch: int, heads: int) -> Any:
+    """Return the bias of nested sequences: a number, None, or (B or 1, Hq or 1); raise unless it is one per sequence.
+
+    A tensor is given as for dense queries, broadcastable to (B, Hq, 1, 1).
+    """
+    if bias is None or not isinstance(bias, Tensor):
+        if bias is not None:
+            scalars.real(_NAME, "bias, if not a tensor,", bias)
+        return bias
+    if not bias.is_floating_point():
+        wrong(TypeError, "bias must be floating point", bias=bias)
+    if bias.is_nested or not broadcasts(bias.shape, (batch, heads, 1, 1)):
+        what = f"the bias of nested tensors must broadcast to (B, Hq, 1, 1) = ({batch}, {heads}, 1, 1)"
+        raise ValueError(f"{_NAME}: {what}, one for each sequence and head; got {tuple(bias.shape)}")
+    _same_device("bias", bias, query)
+    return bias[(None,) * (4 - bias.dim())][..., 0, 0]
+
+
+def slopes(slopes: Any, query: Tensor, batch: int, heads: int) -> None:
+    """Raise unless alibi_slopes fits a batch of so many heads."""
     if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
         raise TypeError(f"{_NAME}: alibi_slopes must be a floating-point tensor, got {scalars.describe(slopes)}")
     shape = tuple(slopes.shape)

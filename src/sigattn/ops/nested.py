@@ -1,0 +1,144 @@
+"""Nested tensors of the jagged layout, (B, H, ragged length, D), as the packed operator takes them.
+
+PyTorch's function expects (B, ragged length, H, D) with dimensions 1 and 2 transposed, so that the values in memory are
+(total length, H, D), which is what the packed operator computes with.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+_NAME = "sigmoid_attention"
+
+
+class Packed(NamedTuple):
+    """The sequences of nested query, key and value, one after another."""
+
+    query: Tensor  # (total_q, Hq, D)
+    key: Tensor  # (total_k, Hkv, D)
+    value: Tensor  # (total_k, Hkv, Dv)
+    cu_seqlens_q: Tensor  # (B + 1,)
+    cu_seqlens_k: Tensor  # (B + 1,)
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def is_nested(*tensors: Any) -> bool:
+    """Return True if one of these is a nested tensor."""
+    return any(isinstance(t, Tensor) and t.is_nested for t in tensors)
+
+
+def has_ragged_batch(query: Any) -> bool:
+    """Return True for (B, ragged, N, D), whose attention is a dense one of each entry: the values are (total, N, D)."""
+    return query.dim() > 3 and query._ragged_idx == 1
+
+
+def check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
+    """Raise unless query, key and value are jagged and fit together."""
+    given = {"query": query, "key": key, "value": value}
+    t: Any
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(t).__name__}")
+        if not t.is_nested:
+            raise TypeError(f"{_NAME}: query, key and value must all be nested, or none of them; {name} is not")
+        if t.layout is not torch.jagged:
+            raise TypeError(
+                f"{_NAME}: {name} is a nested tensor of layout torch.strided, which is not supported: make it with "
+                "torch.nested.nested_tensor(list, layout=torch.jagged)"
+            )
+        if t.lengths() is not None:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{_NAME}: the nested {name} has gaps between its sequences: call .contiguous() on it first"
+            )
+    if not query.is_floating_point() or not (query.dtype == key.dtype == value.dtype):
+        _wrong(TypeError, "query, key and value must have one floating-point dtype: convert with .to(dtype)", given)
+    if not (query.device == key.device == value.device):
+        _wrong(ValueError, "query, key and value must be on one device: move with .to(device)", given)
+    if not (query._ragged_idx == key._ragged_idx == value._ragged_idx):
+        _wrong(ValueError, "query, key and value must be ragged in the same dimension", given)
+    if has_ragged_batch(query):
+        if not (query.shape[1] == key.shape[1] == value.shape[1]):
+            _wrong(ValueError, "query, key and value must be made with the same offsets tensor", given)
+        return
+    if query._ragged_idx != 2 or not (query.dim() == key.dim() == value.dim() == 4):
+        what = (
+            "nested query, key and value must be (B, H, ragged length, D): make (B, ragged length, H, D) and transpose"
+        )
+        _wrong(ValueError, f"{what} dimensions 1 and 2", given)
+    if not (len(query) == len(key) == len(value)):
+        _wrong(ValueError, "query, key and value must have the same batch size (dimension 0)", given)
+    if key.shape[2] != value.shape[2]:
+        what = "key and value must have the same lengths: make them with the same offsets tensor"
+        _wrong(ValueError, f"{what} (torch.nested.nested_tensor_from_jagged)", given)
+    if query.shape[3] != key.shape[3]:
+        _wrong(ValueError, "query and key must have the same head_dim (the last dimension)", given)
+    heads, of_key = query.shape[1], key.shape[1]
+    if of_key != value.shape[1]:
+        _wrong(ValueError, "key and value must have the same number of heads (dimension 1)", given)
+    if heads != of_key and not (enable_gqa and of_key and heads % of_key == 0):
+        what = f"query has {heads} heads and key {of_key}: pass enable_gqa=True if query heads share key heads"
+        _wrong(ValueError, f"{what}, whose number must divide theirs", given)
+
+
+def refuse(attn_mask: Any, key_lengths: Any) -> None:
+    """Raise for options that nested tensors do not have."""
+    if attn_mask is not None:
+        raise ValueError(
+            f"{_NAME}: attn_mask is not supported with nested tensors; is_causal, window and alibi_slopes are"
+        )
+    if key_lengths is not None:
+        raise ValueError(f"{_NAME}: key_lengths does not go with nested tensors, which have lengths of their own")
+
+
+def has_equal_lengths(query: Any, key: Any) -> bool:
+    """Return True if the sequences of query and key are known to be of the same lengths."""
+    if query.shape[2] == key.shape[2]:  # the same offsets tensor
+        return True
+    if torch.compiler.is_compiling() or query.device.type != "cpu":
+        return False
+    return torch.equal(query.offsets(), key.offsets())
+
+
+def pack(query: Any, key: Any, value: Any) -> Packed:
+    """Return the values and offsets of checked nested tensors; nothing is copied if they were made by a transpose."""
+    return Packed(
+        query.transpose(1, 2).values(),
+        key.transpose(1, 2).values(),
+        value.transpose(1, 2).values(),
+        query.offsets(),
+        key.offsets(),
+        _longest(query),
+        _longest(key),
+    )
+
+
+def _longest(t: Any) -> int:
+    """Return the length of the longest sequence, which is kept with the nested tensor, or a bound of it."""
+    longest: int | None = t._maybe_max_seqlen
+    if longest is not None:
+        return longest
+    if torch.compiler.is_compiling():  # a graph cannot read it from the offsets
+        return int(t.transpose(1, 2).values().shape[0])
+    return int(t._get_max_seqlen())
+
+
+def like(query: Any, values: Tensor) -> Tensor:
+    """Return values (total_q, Hq, Dv) as a nested tensor (B, Hq, ragged length, Dv) with the query's offsets."""
+    return like_transposed(query, values).transpose(1, 2)
+
+
+def like_transposed(query: Any, values: Tensor) -> Tensor:
+    """Return values (total_q, …) as a nested tensor (B, ragged length, …) with the query's offsets."""
+    out: Tensor = torch.nested.nested_tensor_from_jagged(
+        values, query.offsets(), min_seqlen=query._maybe_min_seqlen, max_seqlen=query._maybe_max_seqlen
+    )
+    return out
+
+
+def _wrong(error: type[Exception], what: str, given: dict[str, Any]) -> NoReturn:
+    shapes = ", ".join(f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in given.items())
+    raise error(f"{_NAME}: {what}; got {shapes}")

@@ -1,0 +1,165 @@
+"""Nested tensors of the jagged layout: each sequence as if it were alone, with the query's offsets and gradients."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sigattn import sigmoid_attention
+
+from .cases import COMPILER_NOISE, device_of
+from .truth import formula
+
+LENGTHS, OTHERS = (3, 7, 1), (4, 2, 6)
+SLOPES = torch.tensor([0.5, 0.1, 0.2, 0.3])
+
+
+def nest(lengths, heads, width, device="cpu", dtype=torch.float32, offsets=None):
+    """A nested leaf (B, ragged, H, D), and its transpose, which attention takes."""
+    g = torch.Generator().manual_seed(heads * width + len(lengths) + lengths[0])
+    values = torch.randn(sum(lengths), heads, width, generator=g, dtype=dtype).to(device).requires_grad_()
+    if offsets is None:
+        offsets = torch.tensor([0, *np.cumsum(lengths)], device=device)
+    return values, torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
+
+
+def truth(values, lengths, of_keys, **options):
+    """The formula, a sequence at a time, in float64."""
+    parts = [t.detach().double().cpu().requires_grad_() for t in values]
+    split = [t.split(n) for t, n in zip(parts, (lengths, of_keys, of_keys), strict=True)]
+    outs = []
+    for i, sequence in enumerate(zip(*split, strict=True)):
+        own = {k: v[i] if isinstance(v, list) else v for k, v in options.items()}
+        outs.append(formula(*(t.transpose(0, 1)[None] for t in sequence), **own)[0].transpose(0, 1))
+    return torch.cat(outs), parts
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "of_keys", "heads"),
+    [
+        ({}, {}, OTHERS, 4),
+        ({"bias": -1.0, "scale": 0.3}, {"bias": -1.0, "scale": 0.3}, OTHERS, 4),
+        ({"is_causal": True, "enable_gqa": True}, {"causal": True}, LENGTHS, 2),
+        ({"window": (2, 1)}, {"window": (2, 1)}, LENGTHS, 4),
+        ({"alibi_slopes": SLOPES}, {"slopes": SLOPES}, LENGTHS, 4),
+        (
+            {"bias": torch.tensor([-1.0, -2.0, 0.5]).view(3, 1, 1, 1)},
+            {"bias": [torch.tensor(-1.0), torch.tensor(-2.0), torch.tensor(0.5)]},
+            LENGTHS,
+            4,
+        ),
+        (
+            {"bias": torch.tensor([-1.0, -2.0, 0.5, 0.0]).view(4, 1, 1)},
+            {"bias": torch.tensor([-1.0, -2.0, 0.5, 0.0]).view(4, 1, 1)},
+            LENGTHS,
+            4,
+        ),
+    ],
+    ids=["cross", "numbers", "causal gqa", "window", "alibi", "bias of each", "bias of heads"],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["blocked", "triton"])
+def test_each_sequence_is_as_if_alone(backend, ours, theirs, of_keys, heads):
+    if backend == "triton" and not {"enable_gqa", "scale"} & set(ours):
+        pytest.skip("the packed kernels have tests of their own")
+    device = device_of(backend)
+    (q_values, q), (k_values, k) = nest(LENGTHS, 4, 16, device), nest(of_keys, heads, 16, device)
+    v_values, v = nest(of_keys, heads, 8, device, offsets=k.offsets())
+    if of_keys == LENGTHS:  # equal lengths of two offsets tensors are found on a CPU, by identity on an accelerator
+        q = torch.nested.nested_tensor_from_jagged(q_values, k.offsets()).transpose(1, 2) if device != "cpu" else q
+    options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in ours.items()}
+    out = sigmoid_attention(q, k, v, backend=backend, **options)
+    assert out.layout is torch.jagged
+    assert out.shape == (*q.shape[:3], 8)
+    assert out.offsets() is q.offsets()
+    values = out.transpose(1, 2).values()
+    expected, leaves = truth((q_values, k_values, v_values), LENGTHS, of_keys, **theirs)
+    torch.testing.assert_close(values.double().cpu(), expected, atol=1e-5, rtol=1e-5)
+    grad = torch.randn_like(expected)
+    mine = torch.autograd.grad(values, (q_values, k_values, v_values), grad.float().to(device))
+    for a, b in zip(mine, torch.autograd.grad(expected, leaves, grad), strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_what_pytorch_accepts_besides():
+    """Lists of tensors, and (B, ragged, N, D), whose entries are dense."""
+    given = [torch.randn(n, 4, 8, requires_grad=True) for n in LENGTHS]
+    nested = torch.nested.as_nested_tensor(given, layout=torch.jagged)
+    q = nested.transpose(1, 2)
+    out = sigmoid_attention(q, q, q, is_causal=True)
+    assert out.shape == F.scaled_dot_product_attention(q, q, q).shape
+    for x, one in zip(given, out.unbind(), strict=True):
+        x = x.transpose(0, 1)[None]
+        torch.testing.assert_close(one, sigmoid_attention(x, x, x, is_causal=True)[0])
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in given)
+    out = sigmoid_attention(nested, nested, nested)
+    assert out.shape == F.scaled_dot_product_attention(nested, nested, nested).shape
+    for x, one in zip(given, out.unbind(), strict=True):
+        torch.testing.assert_close(one, sigmoid_attention(x, x, x))
+
+
+def test_dropout_and_autocast():
+    _, q = nest(LENGTHS, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sigmoid_attention(q, q, q).dtype is torch.bfloat16
+    torch.manual_seed(3)
+    dropped = sigmoid_attention(q, q, q, dropout_p=0.5, bias=4.0)
+    torch.manual_seed(3)
+    assert torch.equal(sigmoid_attention(q, q, q, dropout_p=0.5, bias=4.0).values(), dropped.values())
+    assert not torch.equal(sigmoid_attention(q, q, q, bias=4.0).values(), dropped.values())
+
+
+@pytest.mark.filterwarnings(*COMPILER_NOISE)
+@pytest.mark.parametrize("kept", [True, False], ids=["length known", "length unknown"])
+def test_compiled(unchecked, kept):
+    values, offsets = torch.randn(11, 4, 8, requires_grad=True), torch.tensor([0, 3, 10, 11])
+    longest = {"min_seqlen": 1, "max_seqlen": 7} if kept else {}
+
+    def attend(values, offsets):
+        q = torch.nested.nested_tensor_from_jagged(values, offsets, **longest).transpose(1, 2)
+        return sigmoid_attention(q, q, q, is_causal=True).transpose(1, 2).values()
+
+    ours = torch.compile(attend, fullgraph=True, backend="aot_eager")(values, offsets)
+    want = attend(values, offsets)
+    torch.testing.assert_close(ours, want)
+    grad = torch.randn_like(want)
+    for a, b in zip(*(torch.autograd.grad(o, values, grad) for o in (ours, want)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+_, Q = nest(LENGTHS, 4, 8)
+_, OTHER = nest(OTHERS, 4, 8)
+_, FEW = nest(LENGTHS, 2, 8, offsets=Q.offsets())
+DENSE = torch.randn(3, 4, 7, 8)
+with warnings.catch_warnings():  # PyTorch's, that this layout is a prototype
+    warnings.simplefilter("ignore")
+    STRIDED = torch.nested.nested_tensor([DENSE[0]])
+GAPS = torch.nested.narrow(
+    torch.randn(3, 7, 4, 8), 1, torch.tensor([0, 1, 2]), torch.tensor([3, 5, 2]), layout=torch.jagged
+)
+WRONG = {
+    "dense key": ((Q, DENSE, DENSE), {}, TypeError, "must all be nested, or none of them; key is not"),
+    "dense query": ((DENSE, Q, Q), {}, TypeError, "query is not"),
+    "strided layout": ((STRIDED,) * 3, {}, TypeError, "layout=torch.jagged"),
+    "mask": ((Q, Q, Q, torch.ones(7, 7)), {}, ValueError, "attn_mask is not supported with nested tensors"),
+    "key_lengths": ((Q, Q, Q), {"key_lengths": torch.tensor([1, 2, 3])}, ValueError, "lengths of their own"),
+    "reference": ((Q, Q, Q), {"backend": "reference"}, ValueError, "does not serve nested tensors"),
+    "gaps": ((GAPS.transpose(1, 2),) * 3, {}, ValueError, r"gaps between its sequences: call .contiguous\(\)"),
+    "three dimensions": ((Q.transpose(1, 2).flatten(2),) * 3, {}, ValueError, r"\(B, H, ragged length, D\)"),
+    "different lengths": ((Q, OTHER, OTHER), {"is_causal": True}, ValueError, "of the same lengths"),
+    "key and value": ((Q, OTHER, Q), {}, ValueError, "key and value must have the same lengths"),
+    "heads": ((Q, FEW, FEW), {}, ValueError, "query has 4 heads and key 2: pass enable_gqa=True"),
+    "bias": ((Q, Q, Q), {"bias": torch.zeros(7, 1)}, ValueError, r"must broadcast to \(B, Hq, 1, 1\) = \(3, 4, 1, 1\)"),
+    "dtypes": ((Q, OTHER.double(), OTHER.double()), {}, TypeError, "one floating-point dtype"),
+    "dropout": ((Q, Q, Q), {"dropout_p": 1.0}, ValueError, r"\[0, 1\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_call_is_explained(what):
+    args, options, error, message = WRONG[what]
+    with pytest.raises(error, match=f"(?s)sigmoid_attention: .*{message}"):
+        sigmoid_attention(*args, **options)
