@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from sigattn.flash.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from sigattn.flash.kvcache import flash_attn_with_kvcache
+from sigattn.flash.padding import index_first_axis, pad_input, unpad_input
 from sigattn.flash.varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -36,4 +37,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "index_first_axis",
+    "pad_input",
+    "unpad_input",
 ]

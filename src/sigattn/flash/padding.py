@@ -1,0 +1,104 @@
+"""Padded batches to packed sequences and back, as in ``flash_attn.bert_padding`` of flash-attn 2.8."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sigattn.ops import scalars
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Pack the valid positions of a padded batch, as ``flash_attn_varlen_func`` takes them.
+
+    Args:
+        hidden_states: (B, L, …).
+        attention_mask: (B, L), bool or integers: valid where it is not 0.
+        unused_mask: (B, L): positions that are given room in the packed sequences but not used; None for none.
+
+    Returns:
+        hidden_states: (total, …), the valid and the unused positions in order; with gradient.
+        indices: (total,), their indices among the B · L positions.
+        cu_seqlens: (B + 1,), int32, where each sequence begins and the last ends.
+        max_seqlen: the length of the longest sequence. Reading it synchronises with an accelerator.
+        seqused: (B,), int32, the number of valid positions of each sequence.
+
+    Raises:
+        ValueError, TypeError: masks that do not fit.
+
+    >>> hidden, mask = torch.randn(2, 3, 8), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    >>> packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(hidden, mask)
+    >>> packed.shape, cu_seqlens.tolist(), max_seqlen
+    (torch.Size([5, 8]), [0, 2, 5], 3)
+    """
+    if not isinstance(hidden_states, Tensor) or hidden_states.dim() < 2:
+        _wrong(TypeError, "unpad_input", "hidden_states must be a tensor (B, L, …)", hidden_states)
+    valid = _mask("attention_mask", attention_mask, hidden_states)
+    kept = valid if unused_mask is None else valid | _mask("unused_mask", unused_mask, hidden_states)
+    lengths = kept.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    longest = int(lengths.max()) if len(lengths) else 0
+    packed = hidden_states.flatten(0, 1).index_select(0, indices)
+    return packed, indices, cumulative(lengths), longest, valid.sum(-1, dtype=torch.int32)
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Return packed sequences (total, …) to a padded batch (B, L, …), 0 elsewhere; with gradient.
+
+    Args:
+        hidden_states: (total, …).
+        indices: (total,), from ``unpad_input``.
+        batch, seqlen: B and L.
+
+    Raises:
+        ValueError, TypeError: indices that do not fit.
+
+    >>> pad_input(torch.ones(3, 2), torch.tensor([0, 1, 3]), 2, 2)[..., 0]
+    tensor([[1., 1.],
+            [0., 1.]])
+    """
+    batch, seqlen = scalars.integer("pad_input", "batch", batch), scalars.integer("pad_input", "seqlen", seqlen)
+    _check_indices("pad_input", hidden_states, indices)
+    if len(indices) != len(hidden_states):
+        _wrong(ValueError, "pad_input", f"indices must be (total,) = ({len(hidden_states)},)", indices)
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 (flash-attn's name)
+    """Return the rows of input (rows, …) with the given indices (n,); with gradient, summed for an index given twice.
+
+    Raises:
+        TypeError: indices that are not integers.
+    """
+    _check_indices("index_first_axis", input, indices)
+    return input.index_select(0, indices)
+
+
+def cumulative(lengths: Tensor) -> Tensor:  # (B,) → (B + 1,)
+    """Return where sequences of these lengths begin, one after another, and where the last ends."""
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _mask(name: str, mask: Any, hidden_states: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
+        _wrong(TypeError, "unpad_input", f"{name} must be bool or integers (0 = padding)", mask)
+    if mask.shape != hidden_states.shape[:2]:
+        _wrong(ValueError, "unpad_input", f"{name} must be (B, L) = {tuple(hidden_states.shape[:2])}", mask)
+    return mask != 0
+
+
+def _check_indices(caller: str, rows: Any, indices: Any) -> None:
+    if not isinstance(rows, Tensor) or rows.dim() < 1:
+        _wrong(TypeError, caller, "the first argument must be a tensor of rows", rows)
+    if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        _wrong(TypeError, caller, "indices must be a one-dimensional tensor of int32 or int64", indices)
+
+
+def _wrong(error: type[Exception], caller: str, what: str, given: Any) -> NoReturn:
+    raise error(f"{caller}: {what}; got {scalars.describe(given)}")

@@ -1,0 +1,86 @@
+"""Packing a padded batch and padding it again: the same positions, the same gradients."""
+
+import doctest
+
+import pytest
+import torch
+
+from sigattn import sigmoid_attention
+from sigattn.flash import flash_attn_varlen_func, index_first_axis, pad_input, padding, unpad_input
+
+LENGTHS = torch.tensor([3, 0, 5, 1])
+MASK = torch.arange(5) < LENGTHS[:, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
+def test_there_and_back(dtype):
+    hidden = torch.randn(4, 5, 2, 3, dtype=torch.float64, requires_grad=True)
+    packed, indices, cu_seqlens, longest, used = unpad_input(hidden, MASK.to(dtype))
+    want = [hidden[b, i] for b in range(4) for i in range(5) if i < LENGTHS[b]]
+    assert torch.equal(packed, torch.stack(want))
+    assert cu_seqlens.tolist() == [0, 3, 3, 8, 9]
+    assert cu_seqlens.dtype is torch.int32
+    assert (longest, used.tolist()) == (5, [3, 0, 5, 1])
+    padded = pad_input(packed, indices, 4, 5)
+    assert torch.equal(padded, torch.where(MASK[..., None, None], hidden, 0))
+    assert torch.equal(index_first_axis(hidden.flatten(0, 1), indices), packed)
+    grad = torch.randn_like(padded)
+    (ours,) = torch.autograd.grad(padded, hidden, grad)
+    assert torch.equal(ours, torch.where(MASK[..., None, None], grad, 0))
+
+
+def test_a_mask_with_holes_and_unused_positions():
+    hidden = torch.randn(2, 4, 3)
+    mask = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]])
+    unused = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 1]])
+    packed, indices, cu_seqlens, longest, used = unpad_input(hidden, mask, unused)
+    assert torch.equal(packed, torch.stack([hidden[0, 1], hidden[0, 2], hidden[0, 3], hidden[1, 0], hidden[1, 3]]))
+    assert indices.tolist() == [1, 2, 3, 4, 7]
+    assert cu_seqlens.tolist() == [0, 3, 5]
+    assert (longest, used.tolist()) == (3, [2, 1])
+
+
+def test_an_index_given_twice_has_the_sum_of_both_gradients():
+    rows = torch.randn(3, 2, requires_grad=True)
+    index_first_axis(rows, torch.tensor([1, 1, 0])).sum().backward()
+    assert rows.grad[:, 0].tolist() == [1, 2, 0]
+
+
+def test_attention_of_the_packed_batch_is_that_of_the_padded_one():
+    q, k, v = torch.randn(3, 4, 5, 2, 8).unbind()
+    (q_, indices, starts, longest, _), (k_, *_), (v_, *_) = (unpad_input(t, MASK) for t in (q, k, v))
+    out = flash_attn_varlen_func(q_, k_, v_, starts, starts, longest, longest, causal=True, sigmoid_bias="-log n")
+    want = sigmoid_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, key_lengths=LENGTHS)
+    ours = pad_input(out, indices, 4, 5)
+    torch.testing.assert_close(ours, torch.where(MASK[..., None, None], want.transpose(1, 2), 0))
+
+
+def test_no_sequence():
+    packed, indices, cu_seqlens, longest, used = unpad_input(torch.randn(0, 5, 3), torch.zeros(0, 5, dtype=torch.bool))
+    assert (packed.shape, indices.shape, cu_seqlens.tolist(), longest, used.shape) == ((0, 3), (0,), [0], 0, (0,))
+
+
+X = torch.randn(2, 3, 4)
+WRONG = {
+    "floating mask": (lambda: unpad_input(X, torch.ones(2, 3)), TypeError, "attention_mask must be bool or integers"),
+    "mask shape": (lambda: unpad_input(X, torch.ones(2, 4) > 0), ValueError, r"must be \(B, L\) = \(2, 3\)"),
+    "unused shape": (lambda: unpad_input(X, X[..., 0] > 0, X > 0), ValueError, "unused_mask must be"),
+    "no tensor": (lambda: unpad_input(None, X > 0), TypeError, "hidden_states must be a tensor"),
+    "indices": (lambda: pad_input(X, torch.ones(2), 2, 3), TypeError, "indices must be"),
+    "number": (lambda: pad_input(X, torch.tensor([0]), 2, 3), ValueError, r"must be \(total,\) = \(2,\)"),
+    "bool indices": (lambda: index_first_axis(X, torch.tensor([True])), TypeError, "indices must be"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_call_is_explained(what):
+    call, error, message = WRONG[what]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("function", [unpad_input, pad_input])
+def test_docstring_examples(function):
+    (test,) = doctest.DocTestFinder().find(function, function.__name__, globs={"torch": torch, **vars(padding)})
+    assert test.examples
+    assert doctest.DocTestRunner().run(test).failed == 0
