@@ -16,7 +16,7 @@ LEFT_OUT = {
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "hopper", "tile")),
     "sigattn.ops.triton.hopper_backward",
     "sigattn.ops.triton.hopper_fused",
-    *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "options", "padding", "varlen")),
+    *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "options", "padding", "ragged", "varlen")),
     "sigattn.nn.mechanism",
     "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",

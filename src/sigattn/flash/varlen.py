@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sigattn.flash import options
+from sigattn.flash import options, ragged
 from sigattn.ops import flash_checks, library, packed
 from sigattn.ops.attention import new_seed, sides, two_sided
 from sigattn.ops.problem import PackedProblem
@@ -28,7 +30,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: None = None,
+    block_table: Tensor | None = None,
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
@@ -46,7 +48,9 @@ def flash_attn_varlen_func(
             on a CPU only: on an accelerator that would make the host wait.)
         max_seqlen_q, max_seqlen_k: the longest sequences' lengths; rows beyond them would be left out. Pass
             Python's integers: reading a tensor on an accelerator synchronises.
-        block_table: must be None.
+        block_table: (B, pages of each) integers: k and v are then (pages, page_size, Hkv, ·), pages of any size, and
+            sequence s has cu_seqlens_k[s + 1] - cu_seqlens_k[s] keys in the pages of row s. Keys and values are
+            gathered, a copy, which suits prefill; for decoding see ``flash_attn_with_kvcache``. With gradient.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
             ``flash_attn_func``, with each sequence's own N and M.
         sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``; "-log n" is each sequence's own.
@@ -62,37 +66,11 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, k, v, starts, starts, 7, 7, causal=True, sigmoid_bias="-log n").shape
     torch.Size([10, 4, 64])
     """
-    name = "flash_attn_varlen_func"
-    options.refuse(name, softcap, return_attn_probs)
-    if block_table is not None:
-        raise ValueError(f"{name}: block_table must be None: paged keys are not for variable lengths here")
-    max_seqlen_q, max_seqlen_k = flash_checks.varlen(
-        name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    )
-    batch = len(cu_seqlens_q) - 1
-    dropout_p, softmax_scale, window = options.check(
-        name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
-    )
-    left, right = sides(window, causal)
-    problem = PackedProblem(
-        options.cast(q),
-        options.cast(k),
-        options.cast(v),
-        options.packed_bias(sigmoid_bias),
-        None if alibi_slopes is None else two_sided(alibi_slopes),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        new_seed(dropout_p),
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        left,
-        right,
-        dropout_p,
-        is_fast(sigmoid_precision),
-        deterministic or torch.are_deterministic_algorithms_enabled(),
-    )
-    return packed.call(problem, library.choose(problem, backend))
+    return attend(
+        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
+        sigmoid_bias, sigmoid_precision, backend,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -144,3 +122,90 @@ def flash_attn_varlen_kvpacked_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend,
     )  # fmt: skip
+
+
+def attend(
+    name: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: bool,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: bool,
+    return_attn_probs: bool,
+    block_table: Any,
+    sigmoid_bias: Any,
+    sigmoid_precision: str | None,
+    backend: str | None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of packed sequences, for the functions of several versions of flash-attn.
+
+    Args:
+        name: of the function, for errors.
+        seqused_q, seqused_k: (B,) integers, how many rows of each sequence are used, from its first; None for all.
+            Output rows that are not used are 0.
+        The rest is as in ``flash_attn_varlen_func``.
+    """
+    options.refuse(name, softcap, return_attn_probs)
+    if block_table is not None:
+        k, v, cu_seqlens_k = _from_pages(name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table)
+    max_seqlen_q, max_seqlen_k = flash_checks.varlen(
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    )
+    batch = len(cu_seqlens_q) - 1
+    dropout_p, softmax_scale, window = options.check(
+        name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
+    )
+    q, k, v = (options.cast(t) for t in (q, k, v))
+    order = None
+    for which, used, cu_seqlens in (("seqused_q", seqused_q, cu_seqlens_q), ("seqused_k", seqused_k, cu_seqlens_k)):
+        ragged.check_used(name, which, used, cu_seqlens)
+    if seqused_q is not None:
+        order, cu_seqlens_q = ragged.used_first(cu_seqlens_q, seqused_q, len(q))
+        q = q.index_select(0, order)
+    if seqused_k is not None:
+        used_keys, cu_seqlens_k = ragged.used_first(cu_seqlens_k, seqused_k, len(k))
+        k, v = (t.index_select(0, used_keys) for t in (k, v))
+    left, right = sides(window, causal)
+    problem = PackedProblem(
+        q,
+        k,
+        v,
+        options.packed_bias(sigmoid_bias),
+        None if alibi_slopes is None else two_sided(alibi_slopes),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        new_seed(dropout_p),
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        left,
+        right,
+        dropout_p,
+        is_fast(sigmoid_precision),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+    out = packed.call(problem, library.choose(problem, backend))
+    return out if order is None else ragged.restore(out, order)
+
+
+def _from_pages(
+    name: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_k: Any, table: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys and values gathered from pages, one sequence after another, and their cu_seqlens."""
+    flash_checks.starts(name, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    ragged.check_pages(name, q, k, v, table, cu_seqlens_k.diff())
+    longest = flash_checks.longest(name, "max_seqlen_k", max_seqlen_k)
+    rows = ragged.rows_of_pages(cu_seqlens_k, table, k.shape[1], longest)
+    k, v = (t.flatten(0, 1).index_select(0, rows) for t in (k, v))
+    return k, v, cu_seqlens_k.clamp(max=len(rows))

@@ -30,16 +30,7 @@ def varlen(
     Returns both lengths as Python's numbers.
     """
     _together(caller, q, k, v, 3, "(total, heads, head_dim)")
-    starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    for name, t in starts.items():
-        if not _integers(t):
-            _wrong(caller, TypeError, f"{name} must be a tensor of integers", **{name: t})
-        if t.dim() != 1 or not len(t):
-            _wrong(caller, ValueError, f"{name} must be (B + 1,): 0, then where each sequence ends", **{name: t})
-        if t.device != q.device:
-            _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
-    if len(cu_seqlens_q) != len(cu_seqlens_k):
-        _wrong(caller, ValueError, "there must be as many sequences of queries as of keys", **starts)
+    starts(caller, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return longest(caller, "max_seqlen_q", max_seqlen_q), longest(caller, "max_seqlen_k", max_seqlen_k)
 
 
@@ -80,16 +71,46 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
         _wrong(caller, ValueError, what, **given)
 
 
-def of_samples(caller: str, name: str, t: Any, q: Tensor) -> None:
-    """Raise unless this is None or (B,) integers on q's device."""
+def of_samples(caller: str, name: str, t: Any, q: Tensor, batch: int | None = None) -> None:
+    """Raise unless this is None or (B,) integers on q's device; B is q's first dimension unless given."""
     if t is None:
         return
+    batch = len(q) if batch is None else batch
     if not _integers(t):
         _wrong(caller, TypeError, f"{name} must be a tensor of integers", **{name: t})
-    if tuple(t.shape) != (len(q),):
-        _wrong(caller, ValueError, f"{name} must be (B,) = ({len(q)},)", q=q, **{name: t})
+    if tuple(t.shape) != (batch,):
+        _wrong(caller, ValueError, f"{name} must be (B,) = ({batch},)", q=q, **{name: t})
     if t.device != q.device:
         _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
+
+
+def starts(caller: str, q: Any, **cu_seqlens: Any) -> None:
+    """Raise unless each of these is (B + 1,) integers on q's device, all for as many sequences."""
+    for name, t in cu_seqlens.items():
+        if not _integers(t):
+            _wrong(caller, TypeError, f"{name} must be a tensor of integers", **{name: t})
+        if t.dim() != 1 or not len(t):
+            _wrong(caller, ValueError, f"{name} must be (B + 1,): 0, then where each sequence ends", **{name: t})
+        if t.device != q.device:
+            _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
+    if len({len(t) for t in cu_seqlens.values()}) > 1:
+        _wrong(caller, ValueError, "there must be as many sequences of queries as of keys", **cu_seqlens)
+
+
+def pages(caller: str, q: Any, k: Any, v: Any, table: Any, batch: int) -> None:
+    """Raise unless k (pages, page_size, Hkv, D), v (pages, page_size, Hkv, Dv) and block_table (B, …) fit together."""
+    for name, t in (("k", k), ("v", v)):
+        if not isinstance(t, Tensor) or t.dim() != 4:
+            what = f"with block_table, {name} must be (pages, page_size, heads, head_dim)"
+            _wrong(caller, ValueError, what, **{name: t}, block_table=table)
+    if k.shape[:3] != v.shape[:3]:
+        _wrong(caller, ValueError, "k and v must have the same pages, page_size and heads", k=k, v=v)
+    if not _integers(table):
+        _wrong(caller, TypeError, "block_table must be a tensor of integers", block_table=table)
+    if table.dim() != 2 or len(table) != batch:
+        _wrong(caller, ValueError, f"block_table must be (B, pages of each) = ({batch}, …)", q=q, block_table=table)
+    if table.device != q.device:
+        _wrong(caller, ValueError, "block_table must be on q's device: move it with .to(device)", block_table=table)
 
 
 def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any, lengths: Tensor, query_places: int) -> None:

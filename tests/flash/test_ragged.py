@@ -1,0 +1,110 @@
+"""Packed sequences whose keys lie in pages, or of which a part is used: each as if it were alone."""
+
+import math
+
+import pytest
+import torch
+
+from sigattn import flash
+from sigattn.flash import ragged
+
+from ..ops.cases import COMPILER_NOISE, device_of
+from ..test_flash import one_sequence
+
+LENGTHS_Q, LENGTHS_K, PAGE = [4, 0, 3, 1], [9, 2, 3, 0], 4
+TABLE = torch.tensor([[5, 1, 3, 9], [0, -1, -1, -1], [1, 7, 7, 7], [0, 0, 0, 0]])  # two sequences share page 1
+
+
+def leaves(dtype=torch.float64, pages=6):
+    g = torch.Generator().manual_seed(0)
+    sizes = ((sum(LENGTHS_Q), 4, 8), (pages, PAGE, 2, 8), (pages, PAGE, 2, 5))
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in sizes]
+
+
+def starts(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def by_formula(q, k, v, causal, bias):
+    """A sequence at a time, its keys read from the pages one by one."""
+    outs = []
+    for s, (n, m) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
+        keys, values = (
+            torch.stack([t[TABLE[s, j // PAGE], j % PAGE] for j in range(m)]) if m else t[0, :0] for t in (k, v)
+        )
+        rows = q[starts(LENGTHS_Q)[s] :][:n]
+        b = -math.log(max(m, 1)) if bias == "-log n" else bias
+        outs.append(one_sequence(rows, keys, values, torch.float64, causal, (-1, -1), None, b, None))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("backend", ["blocked", "triton"])
+@pytest.mark.parametrize(("causal", "bias"), [(True, "-log n"), (False, -1.0)])
+def test_pages(backend, causal, bias):
+    """Ragged prefill: the formula's results and gradients, those of a shared page summed."""
+    device = device_of(backend)
+    given = [t.detach().float().to(device).requires_grad_() for t in leaves()]
+    wide = [t.detach().double().cpu().requires_grad_() for t in given]
+    cu_q, cu_k = (starts(n).to(device) for n in (LENGTHS_Q, LENGTHS_K))
+    out = flash.flash_attn_varlen_func(
+        *given, cu_q, cu_k, 4, 9, causal=causal, block_table=TABLE.to(device), sigmoid_bias=bias, backend=backend
+    )
+    truth = by_formula(*wide, causal, bias)
+    grad = torch.randn_like(truth)
+    ours = [out, *torch.autograd.grad(out, given, grad.float().to(device))]
+    for a, b in zip(ours, [truth, *torch.autograd.grad(truth, wide, grad)], strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings(*COMPILER_NOISE)
+def test_compiled_without_reading_lengths(unchecked):
+    """As on an accelerator: the number of gathered rows is a bound; those beyond the last sequence change nothing."""
+    given = leaves(torch.float32)
+    cu_q, cu_k = starts(LENGTHS_Q), starts(LENGTHS_K)
+
+    def attend(q, k, v, table):
+        return flash.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 4, 9, causal=True, block_table=table, sigmoid_bias=-1.0
+        )
+
+    want = attend(*given, TABLE)
+    ours = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given, TABLE)
+    grad = torch.randn_like(want)
+    pairs = zip(
+        [ours, *torch.autograd.grad(ours, given, grad)], [want, *torch.autograd.grad(want, given, grad)], strict=True
+    )
+    for a, b in pairs:
+        torch.testing.assert_close(a, b)
+
+
+def test_used_rows_come_first():
+    cu_seqlens, used = torch.tensor([0, 3, 5, 5, 9], dtype=torch.int32), torch.tensor([2, 0, 0, 3])
+    order, cu = ragged.used_first(cu_seqlens, used, 11)
+    assert order[:5].tolist() == [0, 1, 5, 6, 7]
+    assert sorted(order.tolist()) == list(range(11))
+    assert cu.tolist() == [0, 2, 2, 2, 5]
+    rows = torch.randn(11, 2)
+    assert torch.equal(ragged.restore(rows[order], order), rows)
+    order, cu = ragged.used_first(torch.tensor([0]), torch.tensor([], dtype=torch.int64), 3)
+    assert (order.tolist(), cu.tolist()) == ([0, 1, 2], [0])
+
+
+P = torch.randn(2, PAGE, 2, 8)
+Q, S = torch.randn(5, 2, 8), torch.tensor([0, 5])
+WRONG = {
+    "rank": ((Q, Q, Q, S, S, 5, 5), torch.tensor([[0, 1]]), r"k must be \(pages, page_size, heads, head_dim\)"),
+    "table rank": ((Q, P, P, S, S, 5, 5), torch.tensor([0, 1]), r"block_table must be \(B, pages of each\)"),
+    "table batch": ((Q, P, P, S, S, 5, 5), torch.tensor([[0], [1]]), r"block_table must be \(B, pages of each\)"),
+    "table dtype": ((Q, P, P, S, S, 5, 5), torch.tensor([[0.0, 1.0]]), "block_table must be a tensor of integers"),
+    "no such page": ((Q, P, P, S, S, 5, 5), torch.tensor([[0, 2]]), r"names pages \[0, 2\], but the cache has"),
+    "too few": ((Q, P, P, S, S, 5, 5), torch.tensor([[0]]), "a cache of 4 keys for each sample cannot hold"),
+    "longest": ((Q, P, P, S, S, 5, 4), torch.tensor([[0, 1]]), "max_seqlen_k is 4, but"),
+    "value": ((Q, P, P[:1], S, S, 5, 5), torch.tensor([[0, 1]]), "k and v must have the same pages"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_call_is_explained(what):
+    args, table, message = WRONG[what]
+    with pytest.raises((ValueError, TypeError), match=message):
+        flash.flash_attn_varlen_func(*args, block_table=table)
