@@ -12,6 +12,7 @@ from sigattn.nn.attention_calls import MHA, SOFTMAX_NAMES, is_sdpa
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
 from sigattn.nn.visible_keys import count_visible_keys
+from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 
@@ -111,6 +112,7 @@ def sigmoid_sdpa(
 
     A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees.
     """
+    attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, None, query, key)
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     bias: float | Tensor | None = None
     if sigmoid_bias is not None:
@@ -124,4 +126,6 @@ def sigmoid_sdpa(
         bias = log_length_bias(count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3))
     elif is_causal:
         bias = log_length_bias(max(min(num_queries, num_keys), 1))
-    return sigmoid_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias)
+    return sigmoid_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias, window=window
+    )

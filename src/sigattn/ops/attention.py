@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import broadcasting, checks, library, nested, packed, reference, settings, short
+from sigattn.ops import broadcasting, checks, library, mask, nested, packed, reference, settings, short
 from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
 
 BACKENDS = ("reference", *library.KERNELS)
@@ -42,7 +42,8 @@ def sigmoid_attention(
             more than four, and the dimensions before the last two broadcast: one head or one batch serves all. B below
             stands for all dimensions before the heads. Or nested tensors of the jagged layout, (B, H, ragged, D), as
             PyTorch's function takes them; these have neither attn_mask nor key_lengths.
-        attn_mask: bool (True = attend) or floating point (added to the logits), broadcastable to (B, Hq, N, M).
+        attn_mask: bool (True = attend) or floating point (added to the logits), broadcastable to (B, Hq, N, M); or a
+            ``torch.nn.attention.bias.CausalBias``.
         dropout_p: probability in [0, 1) of dropping a weight; those kept are multiplied by 1 / (1 - dropout_p). Applied
             whenever it is not 0, so pass 0 when not training. Drawn from PyTorch's CPU generator
             (``torch.manual_seed``).
@@ -77,6 +78,7 @@ def sigmoid_attention(
     >>> sigmoid_attention(query, key, value, is_causal=True).shape
     torch.Size([2, 4, 128, 64])
     """
+    attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
     unusual = attn_mask, window, alibi_slopes, key_lengths, backend
     if all(x is None for x in unusual) and dropout_p == 0.0 and not isinstance(bias, Tensor):
         plain = short.plainest(query, key, value, is_causal, scale, bias)

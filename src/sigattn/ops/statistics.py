@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigattn.ops import checks, library, reference
+from sigattn.ops import checks, library, mask, reference
 from sigattn.ops.attention import canonical
 from sigattn.ops.problem import Problem
 
@@ -70,6 +70,7 @@ def attention_statistics(
     >>> attention_statistics(query, key, value).row_mass_mean.shape
     torch.Size([2, 4])
     """
+    attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
     checks.operands(query, key, value, enable_gqa)
     _, scale, window = checks.options(query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale)
     checks.choice("activation", activation, tuple(reference.ACTIVATIONS))

@@ -1,0 +1,75 @@
+"""Attention masks of Tensor subclasses: PyTorch's ``CausalBias`` is served, others are refused by name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_NAME = "sigmoid_attention"
+
+
+class Resolved(NamedTuple):
+    """Masking arguments of ``sigmoid_attention`` without a Tensor subclass of meaning."""
+
+    attn_mask: Tensor | None
+    is_causal: bool
+    window: tuple[int, int] | None
+
+
+def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any) -> Resolved:
+    """Return the masking arguments with a ``CausalBias`` of query (…, N, D) and key (…, M, D) as causality or window.
+
+    Its memory is uninitialised: what it means is in its attributes alone.
+
+    Raises:
+        ValueError: a ``CausalBias`` made for other lengths.
+        TypeError: another Tensor subclass whose meaning is not known here.
+    """
+    given = Resolved(attn_mask, is_causal, window)
+    if attn_mask is None or type(attn_mask) is Tensor or not isinstance(attn_mask, Tensor):
+        return given
+    kind = _causal_bias()
+    if kind is None or not isinstance(attn_mask, kind):
+        refuse_subclass("attn_mask", attn_mask)
+        return given
+    if min(getattr(t, "ndim", 0) for t in (query, key)) < 2:
+        return given._replace(attn_mask=None)  # the call is refused for its query and key
+    n, m = query.shape[-2], key.shape[-2]
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (n, m):
+        raise ValueError(
+            f"{_NAME}: attn_mask is a CausalBias of {attn_mask.seq_len_q} queries and "
+            f"{attn_mask.seq_len_kv} keys, but query and key have {n} and {m}"
+        )
+    offset = m - n if attn_mask.variant.name == "LOWER_RIGHT" else 0
+    if offset == 0:
+        return given._replace(attn_mask=None, is_causal=True)
+    if offset > 0 and window is None:
+        return given._replace(attn_mask=None, window=(-1, offset))
+    visible = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(offset)
+    return given._replace(attn_mask=visible)
+
+
+def _causal_bias() -> Any:
+    """Return PyTorch's class ``CausalBias``; None where it was never imported, so that no instance exists."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return None if module is None else module.CausalBias
+
+
+def refuse_subclass(name: str, t: Any) -> None:
+    """Raise TypeError for a Tensor subclass that gives operations a meaning of its own, as ``MaskedTensor`` does.
+
+    Such a class overrides ``__torch_function__``; its memory may not hold what it stands for. Parameters, and the
+    subclasses that trace or distribute (FakeTensor, DTensor and other wrappers), disable ``__torch_function__``.
+    """
+    if not isinstance(t, Tensor):
+        return
+    own: Any = type(t).__torch_function__
+    plain = (torch._C._disabled_torch_function_impl, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+    if getattr(own, "__func__", own) not in plain:
+        raise TypeError(
+            f"{_NAME}: {name} is a {type(t).__module__}.{type(t).__qualname__}, a Tensor subclass whose meaning is not "
+            "known here; pass a plain tensor"
+        )

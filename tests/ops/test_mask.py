@@ -1,0 +1,133 @@
+"""Masks that are Tensor subclasses: PyTorch's CausalBias is served, what is not known is refused by name."""
+
+import pytest
+import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing._internal.two_tensor import TwoTensor
+
+from sigattn import attention_statistics, sigmoid_attention
+from sigattn.nn import sigmoidify
+from sigattn.ops.attention import BACKENDS
+from tests.ops.cases import COMPILER_NOISE
+
+pytestmark = [
+    pytest.mark.filterwarnings(w) for w in (*COMPILER_NOISE, "ignore:Lower right causal bias", "ignore:.*MaskedTensors")
+]
+MADE = {
+    "upper left": (causal_upper_left, lambda n, m: torch.ones(n, m, dtype=torch.bool).tril()),
+    "lower right": (causal_lower_right, lambda n, m: torch.ones(n, m, dtype=torch.bool).tril(m - n)),
+}
+CAUSAL = pytest.mark.parametrize("kind", MADE)
+SHAPES = pytest.mark.parametrize(("n", "m"), [(5, 5), (5, 9), (9, 5)])
+
+
+def operands(n, m):
+    return torch.randn(2, 3, n, 4), torch.randn(2, 3, m, 4), torch.randn(2, 3, m, 6)
+
+
+def formula(q, k, v, visible, b):
+    return (torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 + b) * visible) @ v
+
+
+@CAUSAL
+@SHAPES
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
+def test_a_causal_bias_is_its_triangle(kind, n, m, backend):
+    make, triangle = MADE[kind]
+    q, k, v = operands(n, m)
+    out = sigmoid_attention(q, k, v, make(n, m), bias=-1.0, backend=backend)
+    assert type(out) is torch.Tensor
+    torch.testing.assert_close(out, formula(q, k, v, triangle(n, m), -1.0))
+    window = (2, -1)
+    left = torch.ones(n, m, dtype=torch.bool).triu(-2)
+    out = sigmoid_attention(q, k, v, make(n, m), bias=-1.0, backend=backend, window=window)
+    torch.testing.assert_close(out, formula(q, k, v, triangle(n, m) & left, -1.0))
+
+
+@CAUSAL
+@SHAPES
+def test_a_causal_bias_in_one_graph(kind, n, m):
+    make, triangle = MADE[kind]
+    q, k, v = operands(n, m)
+    compiled = torch.compile(
+        lambda q, k, v, mask: sigmoid_attention(q, k, v, mask, bias=-1.0), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(q, k, v, make(n, m)), formula(q, k, v, triangle(n, m), -1.0))
+
+
+@CAUSAL
+@SHAPES
+def test_a_causal_bias_measured(kind, n, m):
+    make, triangle = MADE[kind]
+    operands_ = operands(n, m)
+    expected = attention_statistics(*operands_, triangle(n, m))
+    torch.testing.assert_close(attention_statistics(*operands_, make(n, m)).row_mass_mean, expected.row_mass_mean)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, self.mask)
+
+
+@CAUSAL
+@SHAPES
+def test_a_causal_bias_in_a_replaced_layer(kind, n, m):
+    make, triangle = MADE[kind]
+    q, k, v = operands(n, m)
+    replaced, plain = torch.nn.Sequential(), torch.nn.Sequential()
+    replaced.attention, plain.attention = Layer(make(n, m)), Layer(triangle(n, m))
+    results = []
+    for model in (replaced, plain):
+        sigmoidify(model)
+        results.append(model.attention(q, k, v))
+    torch.testing.assert_close(*results)
+    seen = int(triangle(n, m).any(0).sum())
+    torch.testing.assert_close(results[0], formula(q, k, v, triangle(n, m), -torch.tensor(float(seen)).log()))
+
+
+def test_a_causal_bias_of_other_lengths_is_refused():
+    q, k, v = operands(5, 9)
+    with pytest.raises(ValueError, match="CausalBias of 9 queries and 9 keys, but query and key have 5 and 9"):
+        sigmoid_attention(q, k, v, causal_upper_left(9, 9))
+
+
+class Tagged(torch.Tensor):
+    """A subclass whose operations have a meaning of their own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
+def test_other_subclasses_are_refused_by_name(backend):
+    q, k, v = operands(5, 5)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    masked = torch.masked.masked_tensor(torch.zeros(5, 5), mask)
+    for given, name in ((mask.as_subclass(Tagged), "Tagged"), (masked, "MaskedTensor")):
+        with pytest.raises(TypeError, match=f"attn_mask is a .*{name}"):
+            sigmoid_attention(q, k, v, given, backend=backend)
+    layer = torch.nn.MultiheadAttention(4, 2)
+    model = torch.nn.Sequential(layer)
+    sigmoidify(model)
+    with pytest.raises(TypeError, match=r"attn_mask is a .*CausalBias"):
+        model[0](q[0], q[0], q[0], attn_mask=causal_lower_right(3, 3))
+
+
+def test_subclasses_that_trace_or_wrap_are_served():
+    q, k, v = operands(5, 5)
+    mask = torch.randn(5, 5)
+    expected = sigmoid_attention(q, k, v, mask)
+    parameter = torch.nn.Parameter(mask)
+    torch.testing.assert_close(sigmoid_attention(q, k, v, parameter), expected)
+    double = sigmoid_attention(q, k, v, TwoTensor(mask, mask + 1))
+    torch.testing.assert_close(double.a, expected)
+    torch.testing.assert_close(double.b, sigmoid_attention(q, k, v, mask + 1))
+    torch.testing.assert_close(torch.vmap(lambda m: sigmoid_attention(q, k, v, m))(mask[None])[0], expected)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (q, k, v, mask)]
+        assert sigmoid_attention(*fake).shape == expected.shape
