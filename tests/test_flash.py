@@ -27,7 +27,7 @@ fuzz = settings(
 )
 
 
-def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale):
+def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.0):
     """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv), slopes (Hq,) or None, bias (Hq,) or a number → (N, Hq, Dv)."""
     n, m = len(q), len(k)
     i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
@@ -43,7 +43,10 @@ def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale):
         position = torch.zeros(1, 1, n, m, dtype=dtype)
     q, k, v = (t.transpose(0, 1).unsqueeze(0).to(dtype) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    s = q @ k.mT * (scale if scale is not None else q.shape[-1] ** -0.5) + b + position
+    s = q @ k.mT * (scale if scale is not None else q.shape[-1] ** -0.5)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s + b + position
     p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
     return (p @ v)[0].transpose(0, 1)
 
@@ -68,6 +71,7 @@ def packed_cases(draw):
         "slopes": draw(st.sampled_from([None, "head", "sample"])),
         "bias": draw(st.sampled_from(["-log n", -2.0, "number", "sequence", "head", "both"])),
         "scale": draw(st.sampled_from([None, 0.3])),
+        "softcap": draw(st.sampled_from([0.0, 0.7, 15.0])),
         "beyond": draw(st.sampled_from([0, 3])),
         "seed": draw(st.integers(0, 1 << 30)),
     }
@@ -127,6 +131,7 @@ def by_formula(case, leaves, starts, dtype):
                 slopes,
                 bias,
                 case["scale"],
+                case["softcap"],
             )
         )
     out.append(leaves["q"].new_zeros(case["beyond"], hq, case["dv"], dtype=dtype))
@@ -160,6 +165,7 @@ def test_packed_sequences_match_the_formula(backend, way, case):
             causal=case["causal"],
             window_size=case["window"],
             softmax_scale=case["scale"],
+            softcap=case["softcap"],
             alibi_slopes=there.get("slopes"),
             sigmoid_bias=there.get("bias", case["bias"]),
             backend=backend,
@@ -182,9 +188,9 @@ def test_packed_sequences_match_the_formula(backend, way, case):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("n", "m"), [(9, 9), (5, 40), (40, 5), (33, 64), (1, 17)])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [(-1, -1), (7, 3)])
-def test_dense_is_aligned_as_in_flash_attn(backend, n, m, causal, window):
-    """The last query beside the last key, for causality, windows and ALiBi; gradients too."""
+@pytest.mark.parametrize(("window", "softcap"), [((-1, -1), 1.5), ((7, 3), 0.0)])
+def test_dense_is_aligned_as_in_flash_attn(backend, n, m, causal, window, softcap):
+    """The last query beside the last key, for causality, windows and ALiBi; gradients too. ALiBi is not capped."""
     device = device_of(backend)
     leaves = {"q": torch.randn(2, n, 4, 16), "k": torch.randn(2, m, 2, 16), "v": torch.randn(2, m, 2, 8)}
     leaves |= {"slopes": torch.rand(2, 4) / 8, "bias": torch.randn(1, 4)}
@@ -196,6 +202,7 @@ def test_dense_is_aligned_as_in_flash_attn(backend, n, m, causal, window):
         there["v"],
         causal=causal,
         window_size=window,
+        softcap=softcap,
         alibi_slopes=there["slopes"],
         sigmoid_bias=there["bias"],
         backend=backend,
@@ -211,6 +218,7 @@ def test_dense_is_aligned_as_in_flash_attn(backend, n, m, causal, window):
                 leaves["slopes"][b],
                 leaves["bias"][0],
                 None,
+                softcap,
             )
             for b in range(2)
         ]
@@ -305,7 +313,7 @@ def test_as_a_citizen_of_pytorch(backend):
         7,
         7,
     )
-    args = (*args, None, 3, 0, 0.0, False, False, backend)
+    args = (*args, None, 3, 0, 0.0, False, False, 2.5, backend)
     torch.library.opcheck(torch.ops.sigattn.packed_forward.default, args)
     torch.library.opcheck(
         torch.ops.sigattn.packed_backward.default,
@@ -386,7 +394,12 @@ def test_arguments_stand_where_flash_attn_has_them(name):
 Q = torch.randn(2, 5, 4, 8)
 P, S = torch.randn(10, 4, 8), torch.tensor([0, 5, 10])
 WRONG = {
-    "softcap": (lambda: flash.flash_attn_func(Q, Q, Q, softcap=30.0), ValueError, "softcap=30.0 has no meaning"),
+    "softcap": (lambda: flash.flash_attn_func(Q, Q, Q, softcap=-30.0), ValueError, "flash_attn_func: softcap must be"),
+    "softcap varlen": (
+        lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 5, 5, softcap=math.nan),
+        ValueError,
+        "flash_attn_varlen_func: softcap must be finite and at least 0",
+    ),
     "probs": (lambda: flash.flash_attn_func(Q, Q, Q, return_attn_probs=True), ValueError, "attention_statistics"),
     "rank": (lambda: flash.flash_attn_func(P, P, P), ValueError, r"4 dimensions.*q \(10, 4, 8\)"),
     "heads": (lambda: flash.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "multiple of those of k"),

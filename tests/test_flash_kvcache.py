@@ -57,6 +57,7 @@ def cases(draw):
         "slopes": draw(st.sampled_from([None, "head", "sample"])),
         "bias": draw(st.sampled_from([-3.0, 0.0, "number", "sample", "head", "both", "query"])),
         "scale": draw(st.sampled_from([None, 0.3])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 0.7, 15.0])),
         "rotary": draw(st.sampled_from([None, "interleaved", "halves"])) if new else None,
         "layout": draw(st.sampled_from(["length first", "heads first"])),
         "splits": draw(st.sampled_from([0, 1, 3])),
@@ -136,6 +137,7 @@ class Call:
             v,
             cache_seqlens=torch.tensor(case["held"], **integers),
             softmax_scale=case["scale"],
+            softcap=case["softcap"],
             causal=case["causal"],
             window_size=case["window"],
             alibi_slopes=self.slopes,
@@ -193,12 +195,12 @@ class Call:
             options = (dtype, case["causal"], case["window"], slopes)
             if isinstance(bias, torch.Tensor) and bias.dim() == 2:  # one for each query
                 rows = [
-                    one_sequence(q, k, v, *options, bias[0, i].expand(self.hq), case["scale"])[i]
+                    one_sequence(q, k, v, *options, bias[0, i].expand(self.hq), case["scale"], case["softcap"])[i]
                     for i in range(case["n"])
                 ]
                 outs.append(torch.stack(rows))
             else:
-                outs.append(one_sequence(q, k, v, *options, bias, case["scale"]))
+                outs.append(one_sequence(q, k, v, *options, bias, case["scale"], case["softcap"]))
         return torch.stack(outs), caches
 
 
@@ -235,6 +237,7 @@ def test_one_token_and_few_keys(case):
         "bias": -3.0,
         "rotary": None,
         "splits": 0,
+        "softcap": 0.0,
         "held": [max(case["held"][0], 1)] * len(case["held"]),
     }
     call, twin = Call(case, "cpu"), Call(case, "cpu")
@@ -352,7 +355,7 @@ def test_compiled():
 def test_ops_are_what_they_say():
     q, cache = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 16, 2, 8)
     lengths, bias = torch.tensor([3, 16]), torch.tensor(-2.0, dtype=torch.float64)
-    args = (q, cache[0], cache[1], lengths, bias, None, None, None, None, -1, 0, False, 0, None, "blocked")
+    args = (q, cache[0], cache[1], lengths, bias, None, None, None, None, -1, 0, False, 0, None, 2.5, "blocked")
     torch.library.opcheck(torch.ops.sigattn.cached_forward.default, args)
     new = torch.randn(2, 2, 1, 2, 8)
     args = (cache[0], cache[1], new[0], new[1], torch.tensor([3, 15]), None)
@@ -401,7 +404,7 @@ class TestBadInput:
             ({"k": None}, "k and v are given together"),
             ({"k": torch.zeros(2, 1, 4, 8), "v": torch.zeros(2, 1, 4, 8)}, "must have the cache's heads and head_dim"),
             ({"v_cache": torch.zeros(2, 2, 16, 8)}, "k_cache and v_cache must have the same batch size, length"),
-            ({"softcap": 3.0}, "no meaning"),
+            ({"softcap": -3.0}, "softcap must be finite and at least 0"),
             ({"return_softmax_lse": True}, "no log-sum-exp"),
             ({"num_splits": -1}, "num_splits"),
             ({"rotary_cos": torch.ones(20, 4)}, "rotary_cos and rotary_sin must be floating-point tensors"),

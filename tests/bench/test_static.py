@@ -102,10 +102,12 @@ def test_every_option_compiles():
         {"DROPOUT": True, "GROUP": 4},
         {"SIGMOID": "fast"},
         {"ADD_QUERY": True},
+        {"SOFTCAP": True},
         {"D": 40, "DV": 72, "BLOCK_DV": 128},
     ]
     cases = [(k, 90, "float16", 64, True, o) for o in options for k in KERNELS]
     cases += [(k, 90, "float32", 64, True, {"PRECISION": "tf32"}) for k in KERNELS]
+    cases += [("decode", 90, "bfloat16", 64, False, {"SOFTCAP": True})]
     assert len(compiled(cases)) == len(cases)
 
 

@@ -29,6 +29,7 @@ CASES = [
     {"is_causal": True, "n": 37, "bias": -2.0},
     {"n": 5, "bias": "head"},
     {"is_causal": True, "n": 41, "bias": "query", "window": (6, -1)},
+    {"is_causal": True, "n": 30, "softcap": 0.6, "heads": (4, 2)},
     {"window": (5, 3), "n": 29, "balanced": True, "scale": 0.3},
     {"alibi": True, "is_causal": True, "n": 26},
     {"alibi": True, "bias": "head", "heads": (4, 1)},
@@ -58,6 +59,7 @@ def check(mesh, case, strategy):
         bias = (randn(1, hq, 1, 1) if bias == "head" else randn(2, 1, n, 1)) - 1
     slopes = randn(hq).abs() / 8 if case.get("alibi") else None
     options = {"is_causal": causal, "scale": case.get("scale"), "enable_gqa": True, "window": case.get("window")}
+    options["softcap"] = case.get("softcap", 0.0)
     options["key_lengths"] = torch.tensor([n, n // 2]) if case.get("lengths") else None
 
     def leaves(shard):
@@ -155,6 +157,7 @@ def cache(mesh):
     for options in (
         {},
         {"window_size": (4, 0)},
+        {"softcap": 0.7},
         {"alibi_slopes": torch.tensor([0.1, 0.3, 0.2, 0.4])},
         {"causal": False},
     ):

@@ -45,6 +45,7 @@ class Case:
     lengths: bool
     layout: str
     seed: int
+    softcap: float = 0.0
 
     def tensors(self):
         """Leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths."""
@@ -99,6 +100,7 @@ class Case:
             "window": self.window,
             "alibi_slopes": given.get("alibi_slopes"),
             "key_lengths": lengths,
+            "softcap": self.softcap,
         }
 
     def formula_options(self, given, lengths):
@@ -112,6 +114,7 @@ class Case:
             "window": o["window"],
             "slopes": o["alibi_slopes"],
             "lengths": lengths,
+            "softcap": self.softcap,
         }
 
 
@@ -155,6 +158,7 @@ def cases(draw, masked=True):
         lengths=masked and draw(st.booleans()),
         layout=draw(st.sampled_from(["contiguous", "length first", "strided", "expanded"])),
         seed=draw(st.integers(0, 1 << 30)),
+        softcap=draw(st.one_of(st.just(0.0), st.floats(0.3, 50))) if masked else 0.0,
     )
 
 

@@ -119,15 +119,17 @@ def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, cau
     check(case, "triton")
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.6])
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if wide(b) is torch.float64])
-def test_gradcheck(backend):
+def test_gradcheck(backend, softcap):
     q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
     bias = torch.randn(2, 4, 1, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     slopes = torch.rand(1, 2, 2, dtype=torch.float64, requires_grad=True)
 
     def call(q, k, v, bias, mask, slopes):
-        return sigmoid_attention(q, k, v, mask, bias=bias, alibi_slopes=slopes, window=(3, 2), backend=backend)
+        options = {"alibi_slopes": slopes, "window": (3, 2), "softcap": softcap, "backend": backend}
+        return sigmoid_attention(q, k, v, mask, bias=bias, **options)
 
     assert torch.autograd.gradcheck(call, (q, k, v, bias, mask, slopes))
 
@@ -142,3 +144,32 @@ def test_small_weights_keep_their_relative_accuracy(backend):
     out = sigmoid_attention(q.to(device), k.to(device), v.to(device), scale=1.0, backend=backend).cpu().double()
     truth = formula(q, k, v, scale=1.0)
     assert ((out - truth).abs() / truth).max() < 2e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [0.01, 1.0, 1e4])
+def test_a_soft_cap_keeps_the_accuracy_of_logits_of_any_size(backend, softcap):
+    """tanh must be accurate beside itself: with a large cap, the logits are the small differences of its argument."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 16, generator=generator) for n in (40, 300, 300))
+    device = device_of(backend)
+    out = sigmoid_attention(
+        *(t.to(device) for t in (q, k, v)), scale=1.0, bias=-3.0, softcap=softcap, backend=backend
+    ).cpu()
+    truth, same = (formula(q, k, v, scale=1.0, bias=-3.0, softcap=softcap, dtype=t) for t in (None, torch.float32))
+    assert_as_good_as_formula(out, truth, same, 4.0)
+    if softcap == 1e4:  # hardly a cap
+        torch.testing.assert_close(out.double(), formula(q, k, v, scale=1.0, bias=-3.0), rtol=1e-3, atol=1e-3)
+
+
+def test_a_soft_cap_applies_to_the_scaled_product_alone():
+    """As in flash-attn and AXLearn: bias, ALiBi and mask are added to what was capped."""
+    q, k = torch.full((1, 1, 1, 1), 1e6), torch.ones(1, 1, 2, 1)
+    v = torch.eye(2).view(1, 1, 2, 2)
+    mask, slopes = torch.tensor([0.0, 2.0]), torch.tensor([0.5])
+    for backend in BACKENDS:
+        there = (t.to(device_of(backend)) for t in (q, k, v, mask, slopes))
+        q_, k_, v_, mask_, slopes_ = there
+        out = sigmoid_attention(q_, k_, v_, mask_, bias=-4.0, alibi_slopes=slopes_, softcap=3.0, backend=backend)
+        expected = torch.sigmoid(torch.tensor([3.0 - 4.0, 3.0 - 4.0 - 0.5 + 2.0]))
+        torch.testing.assert_close(out.view(2).cpu(), expected)

@@ -223,6 +223,7 @@ def test_what_they_do_not_serve(simulated):
     others = [
         p._replace(query=p.query.float(), key=p.key.float(), value=p.value.float()),
         p._replace(left=5),
+        p._replace(softcap=2.0),
         p._replace(bias=torch.zeros(1, 2, 1, 1)),
         p._replace(alibi_slopes=torch.ones(1, 2, 2)),
         p._replace(attn_mask=torch.ones(1, 1, 130, 130, dtype=torch.bool)),

@@ -84,6 +84,8 @@ KINDS = [
     {"is_causal": True},
     {"window": (3, 2)},
     {"scale": 0.5},
+    {"softcap": 0.5},
+    {"softcap": 2.0},
     {"bias": -1.0},
     {"bias": -2.0},
 ]

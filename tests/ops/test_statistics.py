@@ -20,8 +20,10 @@ def test_against_the_materialised_weights(monkeypatch, block_bytes):
     monkeypatch.setattr(statistics, "_BLOCK_BYTES", block_bytes)
     q, k, v = torch.randn(3, 2, 3, 11, 6, dtype=torch.float64).unbind()
     options = {"bias": torch.randn(2, 3, 11, 1, dtype=torch.float64), "slopes": torch.rand(3, dtype=torch.float64)}
-    stats = attention_statistics(q, k, v, is_causal=True, bias=options["bias"], alibi_slopes=options["slopes"])
-    p = formula(q, k, v, causal=True, weights=True, **options)
+    stats = attention_statistics(
+        q, k, v, is_causal=True, bias=options["bias"], alibi_slopes=options["slopes"], softcap=0.7
+    )
+    p = formula(q, k, v, causal=True, weights=True, softcap=0.7, **options)
     out = p @ v
     mass = p.sum(-1)
     logits = torch.logit(p).masked_fill(~torch.ones(11, 11, dtype=torch.bool).tril(), -torch.inf)

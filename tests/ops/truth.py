@@ -17,11 +17,12 @@ def formula(
     window=None,
     slopes=None,
     lengths=None,
+    softcap=0.0,
     dtype=None,
     probe=None,
     weights=False,
 ):
-    """σ(scale · Q Kᵀ + b + position + mask) V in the given dtype, float64 by default: the plain PyTorch formula.
+    """σ(cap(scale · Q Kᵀ) + b + position + mask) V in the given dtype, float64 by default: the plain PyTorch formula.
 
     probe: zeros (B, Hq, N, M) added to the logits, whose gradient is that of the logits. weights: return P instead.
     """
@@ -41,6 +42,8 @@ def formula(
         visible = visible & exists[:, None, None, :]
         k, v = (torch.where(exists[:, None, :, None], t, 0) for t in (k, v))
     s = q @ k.mT * (scale if scale is not None else d**-0.5)
+    if softcap:
+        s = torch.tanh(s / softcap) * softcap
     if bias is None:
         n_keys = torch.full((batch,), m) if lengths is None else lengths
         bias = -n_keys.clamp(min=1).double().log()[:, None, None, None]

@@ -41,7 +41,7 @@ TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCMMA", "QGMMA", "IGMMA", "UTCQMMA")
 ELSEWHERE = ("LD", "ST", "BAR", "WARP", "UTC", "SYNC", "BRA", "ULDC", "LDC", "DEPBAR", "NOP", "U", "R2U", "S2", "CS2R")
 _TENSORS = {"query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value"}
 _WIDE_TENSORS = {"bias", "mask", "slopes", "shift_pointer", "grad_bias", "grad_slopes", "grad_mask"}
-_NUMBERS = {"z_scale", "bias_value", "shift_value", "out_scale", "logit_scale"}
+_NUMBERS = {"z_scale", "cap_scale", "bias_value", "shift_value", "out_scale", "logit_scale"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -
         "ADD_QUERY",
         "NEED_BIAS",
     )
-    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE")
+    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE", "SOFTCAP")
     needs = {"NEED_KEY": True, "NEED_VALUE": True, "NEED_QUERY": True, "NEED_MASK": "none"}
     sigmoid = {"SIGMOID": "exact" if dtype == "float32" else config.sigmoid, "HAS_RIGHT": causal, "TMA": config.tma}
     return {**plain, **sizes, **blocks, **dict.fromkeys(off, False), **needs, **sigmoid}

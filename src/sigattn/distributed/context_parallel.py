@@ -52,6 +52,7 @@ def context_parallel_attention(
     length: int | None = None,
     balanced: bool | None = None,
     strategy: Strategy = "ring",
+    softcap: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
     """Self-attention over a sequence whose positions are shared out over the processes of a mesh.
@@ -71,6 +72,7 @@ def context_parallel_attention(
         length: of the whole sequence; None where all processes have the same number of positions.
         balanced: whether each process has a piece of the front and one of the back (``Placement``); None for is_causal.
         strategy: "ring", "gather" or "reduce".
+        softcap: as in ``sigmoid_attention``.
         backend: as in ``sigmoid_attention``, but not "reference".
 
     Returns:
@@ -97,12 +99,23 @@ def context_parallel_attention(
     _, scale, window = checks.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
     if key_lengths is not None:
         checks.options(whole, whole, None, 0.0, None, None, None, key_lengths, None)
+    softcap = checks.softcap(softcap, _NAME)
     checks.choice("backend", backend, tuple(library.KERNELS), _NAME)
     if strategy == "reduce" and isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] > 1:
         raise ValueError(f'{_NAME}: a bias for each query needs strategy="ring" or "gather", got "reduce"')
     left, right = sides(window, is_causal)
     shared = _Shared(
-        placement, group, dist.get_rank(group), strategy, backend, scale, left, right, key_lengths, is_fast(None)
+        placement,
+        group,
+        dist.get_rank(group),
+        strategy,
+        backend,
+        scale,
+        left,
+        right,
+        key_lengths,
+        is_fast(None),
+        softcap,
     )
     if bias is None:
         bias = log_length_bias(placement.length)
@@ -220,6 +233,7 @@ class _Shared(NamedTuple):
     right: int
     key_lengths: Tensor | None
     fast: bool
+    softcap: float
 
     def sizes(self) -> list[int]:
         return [self.placement.size(r) for r in range(self.placement.ranks)]
@@ -290,6 +304,7 @@ def _problem(shared: _Shared, t: _Tensors, rows: slice, columns: slice, q: Segme
         first_row=q.start - k.start,
         fast=shared.fast,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        softcap=shared.softcap,
     )
 
 

@@ -34,6 +34,7 @@ def sharded_cache_attention(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
     """``sigattn.flash.flash_attn_with_kvcache`` whose cache is shared out over the processes of a mesh.
@@ -48,7 +49,7 @@ def sharded_cache_attention(
         mesh: one-dimensional.
         cache_seqlens: (B,) integers, how many keys each sample has over all processes, before the new ones.
         sigmoid_bias: a number, or a tensor: 0-d, (B,) or (B or 1, Hq or 1). What the model was trained with.
-        softmax_scale, causal, window_size, alibi_slopes, backend: as there.
+        softmax_scale, causal, window_size, alibi_slopes, softcap, backend: as there.
 
     Returns:
         (B, N, Hq, Dv), the same on all processes; added in float32.
@@ -60,6 +61,7 @@ def sharded_cache_attention(
     flash_checks.of_samples(_NAME, "cache_seqlens", cache_seqlens, q)
     flash_checks.bias(_NAME, sigmoid_bias, q, len(q))
     _, softmax_scale, window = checks.numbers(_NAME, 0.0, softmax_scale, window_size)
+    softcap = checks.softcap(softcap, _NAME)
     checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
     if alibi_slopes is not None:
         flash_checks.slopes(_NAME, alibi_slopes, q, len(q))
@@ -89,6 +91,7 @@ def sharded_cache_attention(
         is_fast(None),
         0,
         ends,
+        softcap,
     )
     out = cached.call(problem, cached.choose(problem, backend)).to(torch.promote_types(q.dtype, torch.float32))
     exchange.count(out)

@@ -14,8 +14,8 @@ Every function takes three arguments more, the last:
     sigmoid_precision: "accurate" or "fast"; None is what ``sigattn.set_sigmoid_precision`` said.
     backend: "triton" or "blocked"; None picks the fastest that can serve the call. On a CPU that is "blocked".
 
-What cannot mean anything for a sigmoid is refused: ``softcap`` (σ is bounded), ``return_attn_probs`` (there is no
-log-sum-exp; ``sigattn.attention_statistics`` has what it is mostly looked at for).
+``return_attn_probs`` is refused, because a sigmoid has no log-sum-exp; ``sigattn.attention_statistics`` has what it is
+mostly looked at for.
 """
 
 from __future__ import annotations

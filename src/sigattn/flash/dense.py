@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sigattn.flash import options
-from sigattn.ops import flash_checks, library
+from sigattn.ops import checks, flash_checks, library
 from sigattn.ops.attention import canonical
 from sigattn.ops.settings import is_fast
 
@@ -37,7 +37,8 @@ def flash_attn_func(
         softmax_scale: factor of Q Kᵀ (the name is flash-attn's); None for D^-1/2.
         causal: query i sees keys j ≤ i + M - N.
         window_size: (left, right): query i sees keys i + M - N - left … i + M - N + right; -1 is unlimited.
-        softcap: must be 0.
+        softcap: c > 0 caps the scaled product, c · tanh(softmax_scale · Q Kᵀ / c), before ALiBi and sigmoid_bias are
+            added, as in flash-attn; 0 is without a cap.
         alibi_slopes: (Hq,) or (B, Hq): slope · |i + M - N - j| is taken from the logits. With gradient.
         deterministic: whether the backward pass must repeat bitwise, also where PyTorch is not told so.
         return_attn_probs: must be False.
@@ -55,7 +56,8 @@ def flash_attn_func(
     torch.Size([2, 128, 4, 64])
     """
     name = "flash_attn_func"
-    options.refuse(name, softcap, return_attn_probs)
+    options.refuse(name, return_attn_probs)
+    softcap = checks.softcap(softcap, name)
     flash_checks.dense(name, q, k, v)
     dropout_p, softmax_scale, window = options.check(
         name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
@@ -75,6 +77,7 @@ def flash_attn_func(
         first_row=k.shape[1] - q.shape[1],
         fast=is_fast(sigmoid_precision),
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        softcap=softcap,
     )
     return library.call(problem, library.choose(problem, backend)).transpose(1, 2).contiguous()
 

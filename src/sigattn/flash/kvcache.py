@@ -64,7 +64,7 @@ def flash_attn_with_kvcache(
         softmax_scale: factor of Q Kᵀ; None for D^-1/2.
         causal: query i sees keys up to the one beside it, the last query standing beside the last key.
         window_size: (left, right) of the key beside a query; -1 is unlimited.
-        softcap: must be 0.
+        softcap: c > 0 caps the scaled product, as in ``flash_attn_func``; 0 is without a cap.
         rotary_interleaved: whether features 2i and 2i + 1 make a pair; else i and i + rotary_dim / 2 do.
         alibi_slopes: (Hq,) or (B, Hq): slope · distance is taken from the logits.
         num_splits: into how many parts GPU programs cut the keys; 0 lets the kernel choose.
@@ -95,7 +95,8 @@ def flash_attn_with_kvcache(
         light = _light(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
         if light is not None:
             return light
-    _refuse(softcap, return_softmax_lse)
+    _refuse(return_softmax_lse)
+    softcap = checks.softcap(softcap, _NAME)
     flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
     batch, n = q.shape[:2]
     checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
@@ -145,6 +146,7 @@ def flash_attn_with_kvcache(
         right,
         is_fast(sigmoid_precision),
         num_splits,
+        softcap=softcap,
     )
     return cached.call(problem, cached.choose(problem, backend))
 
@@ -191,9 +193,7 @@ def _only(lengths: Tensor, batch: int) -> Any:
     return values[0] if values and values.count(values[0]) == batch else lengths
 
 
-def _refuse(softcap: float, return_softmax_lse: bool) -> None:
-    if softcap:
-        raise ValueError(f"{_NAME}: softcap={softcap} has no meaning for sigmoid weights, which are bounded; pass 0")
+def _refuse(return_softmax_lse: bool) -> None:
     if return_softmax_lse:
         raise ValueError(f"{_NAME}: return_softmax_lse=True is not to be had: a sigmoid has no log-sum-exp")
 

@@ -12,10 +12,8 @@ from sigattn.ops.attention import autocast, bias_operand
 LOG_LENGTH = "-log n"
 
 
-def refuse(name: str, softcap: float, return_attn_probs: bool) -> None:
+def refuse(name: str, return_attn_probs: bool) -> None:
     """Raise for arguments of flash-attn that this library does not serve."""
-    if softcap:
-        raise ValueError(f"{name}: softcap={softcap} has no meaning for sigmoid weights, which are bounded; pass 0")
     if return_attn_probs:
         raise ValueError(
             f"{name}: return_attn_probs=True is not to be had: a sigmoid has no log-sum-exp, and the weights are never "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sigattn.flash import options, ragged
-from sigattn.ops import flash_checks, library, packed
+from sigattn.ops import checks, flash_checks, library, packed
 from sigattn.ops.attention import new_seed, sides, two_sided
 from sigattn.ops.problem import PackedProblem
 from sigattn.ops.settings import is_fast
@@ -156,7 +156,8 @@ def attend(
             Output rows that are not used are 0.
         The rest is as in ``flash_attn_varlen_func``.
     """
-    options.refuse(name, softcap, return_attn_probs)
+    options.refuse(name, return_attn_probs)
+    softcap = checks.softcap(softcap, name)
     if block_table is not None:
         k, v, cu_seqlens_k = _from_pages(name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table)
     max_seqlen_q, max_seqlen_k = flash_checks.varlen(
@@ -194,6 +195,7 @@ def attend(
         dropout_p,
         is_fast(sigmoid_precision),
         deterministic or torch.are_deterministic_algorithms_enabled(),
+        softcap,
     )
     out = packed.call(problem, library.choose(problem, backend))
     return out if order is None else ragged.restore(out, order)

@@ -27,6 +27,7 @@ def sigmoid_attention(
     window: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    softcap: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
     """Sigmoid attention, ``O = σ(scale · Q Kᵀ + b) V``: element-wise weights, no row normalisation (Sect. 2, Eq. 3).
@@ -60,6 +61,8 @@ def sigmoid_attention(
         key_lengths: (B,) integers in 0…M, how many keys each padded sample has. Keys and values beyond do not exist:
             whatever stands there changes nothing, and its gradient is 0. (On an accelerator the range is not checked,
             for that would make the host wait.)
+        softcap: c > 0 caps the scaled product, c · tanh(scale · Q Kᵀ / c), before bias, ALiBi and mask are added: the
+            logits are c · tanh(scale · Q Kᵀ / c) + b + …, in the order of flash-attn. 0 is without a cap.
         backend: "reference" (materialises the weights; has forward-mode and second derivatives), "blocked" (memory
             linear in the length; any device) or "triton" (the same in GPU kernels: float16, bfloat16 and float32, heads
             up to 256); None picks the fastest that can serve the call.
@@ -80,7 +83,7 @@ def sigmoid_attention(
     """
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
     unusual = attn_mask, window, alibi_slopes, key_lengths, backend
-    if all(x is None for x in unusual) and dropout_p == 0.0 and not isinstance(bias, Tensor):
+    if all(x is None for x in unusual) and dropout_p == softcap == 0.0 and not isinstance(bias, Tensor):
         plain = short.plainest(query, key, value, is_causal, scale, bias)
         if plain is not None:
             return plain
@@ -100,9 +103,21 @@ def sigmoid_attention(
     dropout_p, scale, window = checks.options(
         query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale
     )
+    softcap = checks.softcap(softcap)
     checks.choice("backend", backend, BACKENDS)
     problem = canonical(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, bias, window, alibi_slopes, key_lengths
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        bias,
+        window,
+        alibi_slopes,
+        key_lengths,
+        softcap=softcap,
     )
     if backend == "reference":
         out = _on_reference(problem)
@@ -183,6 +198,7 @@ def canonical(
     first_row: int = 0,
     fast: bool | None = None,
     deterministic: bool | None = None,
+    softcap: float = 0.0,
 ) -> Problem:
     """Bring checked arguments to the one form that the backends know.
 
@@ -206,6 +222,7 @@ def canonical(
         first_row,
         settings.is_fast(None) if fast is None else fast,
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        softcap,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sigattn.ops import short
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
-from sigattn.ops.products import Fused, fold, linear
+from sigattn.ops.products import Capped, Fused, fold, linear
 from sigattn.ops.tiles import Group, Span, groups
 
 
@@ -153,7 +153,7 @@ def _backward_group(group: Group, grad_out: Tensor, sums: _Sums) -> None:  # gra
 
 
 def _backward_tile(group: Group, grad_out: Tensor, rows: Span, columns: Span, sums: _Sums) -> tuple[Tensor, Tensor]:
-    """The weights (after dropout, still to be scaled) and the logits' gradient of one tile, both transposed."""
+    """Weights (after dropout, still to be scaled) and the gradient of scale · Q Kᵀ of one tile, both transposed."""
     p = group.tile(rows, columns, transposed=True)  # (G, C, rep·R)
     if sums.only_value and group.problem.seed is None:
         return p, p
@@ -166,6 +166,8 @@ def _backward_tile(group: Group, grad_out: Tensor, rows: Span, columns: Span, su
         torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)
         group.by_place(p, rows, transposed=True).masked_fill_(dropped, 0)
     _add_small_gradients(group, group.by_place(d, rows, transposed=True), rows, columns, sums)
+    if isinstance(group.products, Capped):  # bias, mask and slopes are added after the cap
+        d.mul_(group.products.slope(rows.slice, columns.slice, transposed=True))
     return p, d
 
 

@@ -38,6 +38,7 @@ class CachedProblem(NamedTuple):
         splits: into how many parts GPU kernels cut the keys; 0 lets them choose.
         ends: (B,) integers, one beyond the place of each sample's last query, which may lie anywhere beside the keys;
             None for lengths, the last query beside the last key.
+        softcap: as in ``Problem``.
     """
 
     query: Tensor
@@ -54,6 +55,7 @@ class CachedProblem(NamedTuple):
     fast: bool = False
     splits: int = 0
     ends: Tensor | None = None
+    softcap: float = 0.0
 
     @property
     def scale_value(self) -> float:
@@ -133,6 +135,7 @@ def _dense(p: CachedProblem, b: int, first: int, length: int, end: int) -> Probl
         left=p.left,
         right=p.right,
         first_row=end - p.query.shape[1] - first,
+        softcap=p.softcap,
     )
 
 
@@ -152,16 +155,18 @@ def _one_query(p: CachedProblem, samples: slice, first: int, length: int, place:
     query = p.query[samples].reshape(batch * p.key.shape[2], group, -1)  # (H, R, D)
     total = query.new_zeros(*query.shape[:2], p.value.shape[3], dtype=wide)
     own = p.query.dtype is torch.bfloat16 and fused_unavailable(p.query.device, torch.bfloat16) is None
-    by_head = own and stop - begin >= BY_HEAD_FROM and not _paged(p)
+    by_head = own and stop - begin >= BY_HEAD_FROM and not _paged(p) and not p.softcap
     for start, key, value in _pieces(p, samples, begin, stop, whole=by_head):  # (H, C, D), (H, C, Dv)
         dtype = key.dtype if by_head else wide
         # a number travels within the product: there it is never rounded to 16 bits
-        added = bias if slopes is None and not isinstance(bias, Tensor) else 0.0
+        added = bias if slopes is None and not isinstance(bias, Tensor) and not p.softcap else 0.0
         logits = _product(query.to(dtype), key.to(dtype).mT, p.scale_value, added, by_head)  # (H, R, C)
+        if p.softcap:
+            logits = logits.div_(p.softcap).tanh_().mul_(p.softcap)
         if slopes is not None:
             distance = (place - torch.arange(start, start + key.shape[1], device=key.device)).abs()
             logits = logits.to(wide).add_(bias - slopes * distance)
-        elif isinstance(bias, Tensor):
+        elif isinstance(bias, Tensor) or p.softcap:
             logits = logits.to(wide).add_(bias)
         total += _product(logits.sigmoid_().to(dtype), value.to(dtype), 1.0, 0.0, by_head)  # (H, R, Dv)
     out[samples] = total.view(out[samples].shape)
@@ -221,7 +226,7 @@ _library = torch.library.Library("sigattn", "FRAGMENT")
 _library.define(
     "cached_forward(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor bias, Tensor? first, "
     "Tensor? table, Tensor? alibi_slopes, float? scale, int left, int right, bool fast, SymInt splits, Tensor? ends, "
-    "str backend) -> Tensor",
+    "float softcap, str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(

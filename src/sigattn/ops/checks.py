@@ -122,6 +122,14 @@ def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float
     return dropout_p, scale, None if window is None else _window(caller, window)
 
 
+def softcap(value: Any, caller: str = _NAME) -> float:
+    """Return a finite number, at least 0, as Python's own; raise for anything else."""
+    value = scalars.real(caller, "softcap", value)
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{caller}: softcap must be finite and at least 0 (0 is without a cap), got {value!r}")
+    return value
+
+
 def _same_device(name: str, t: Tensor, query: Tensor) -> None:
     if t.device != query.device:
         wrong(ValueError, f"{name} must be on the query's device: move it with .to(device)", query=query, **{name: t})

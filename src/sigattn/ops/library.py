@@ -22,7 +22,7 @@ from sigattn.ops.problem import PackedProblem, Problem, new_output
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
 _REST = "Tensor? key_lengths, Tensor? seed, float? scale, int left, int right, float dropout_p"
-_HOW = "SymInt first_row, bool fast, bool deterministic, str backend"
+_HOW = "SymInt first_row, bool fast, bool deterministic, float softcap, str backend"
 
 _library = torch.library.Library("sigattn", "DEF")
 _library.define(f"forward({_TENSORS}, {_REST}, {_HOW}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -161,9 +161,8 @@ def call(problem: Problem, backend: str) -> Tensor:
     if can_bypass_dispatcher(tensors):
         check_lengths(problem)
         return _run_forward(problem, KERNELS[backend])
-    out: Tensor = torch.ops.sigattn.forward.default(
-        *tensors, p.scale, p.left, p.right, p.dropout_p, p.first_row, p.fast, p.deterministic, backend
-    )
+    numbers = (p.scale, p.left, p.right, p.dropout_p, p.first_row, p.fast, p.deterministic, p.softcap)
+    out: Tensor = torch.ops.sigattn.forward.default(*tensors, *numbers, backend)
     return out
 
 

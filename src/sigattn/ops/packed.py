@@ -19,7 +19,7 @@ from sigattn.ops.problem import PackedProblem
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes"
 _REST = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, "
-    "int left, int right, float dropout_p, bool fast, bool deterministic, str backend"
+    "int left, int right, float dropout_p, bool fast, bool deterministic, float softcap, str backend"
 )
 _DIFFERENTIABLE = 5  # the leading tensors of both ops
 

@@ -63,6 +63,7 @@ class Problem(NamedTuple):
         first_row: place of the first query beside the keys: M - N aligns the last query with the last key.
         fast: whether σ may be computed with an error that is small beside 1 only, not beside P.
         deterministic: whether results must repeat bitwise.
+        softcap: c > 0 replaces scale · Q Kᵀ by c · tanh(scale · Q Kᵀ / c), before anything is added; 0 does not.
         first_head: index b·Hq + h of the first head, when the heads are a slice of a larger problem (for dropout).
     """
 
@@ -81,6 +82,7 @@ class Problem(NamedTuple):
     first_row: int = 0
     fast: bool = False
     deterministic: bool = False
+    softcap: float = 0.0
     first_head: int = 0
 
     @property
@@ -128,7 +130,7 @@ class PackedProblem(NamedTuple):
         alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) integers from 0, not descending. What lies beyond the last is no one's.
         max_seqlen_q, max_seqlen_k: no sequence is longer.
-        seed, scale, left, right, dropout_p, fast, deterministic: as in ``Problem``.
+        seed, scale, left, right, dropout_p, fast, deterministic, softcap: as in ``Problem``.
     """
 
     query: Tensor
@@ -147,6 +149,7 @@ class PackedProblem(NamedTuple):
     dropout_p: float = 0.0
     fast: bool = False
     deterministic: bool = False
+    softcap: float = 0.0
 
     @property
     def sequences(self) -> int:
@@ -188,6 +191,7 @@ class PackedProblem(NamedTuple):
             first_row=key.shape[2] - query.shape[2],
             fast=self.fast,
             deterministic=self.deterministic,
+            softcap=self.softcap,
             first_head=at * query.shape[1],
         )
 

@@ -63,6 +63,27 @@ class Products:
         return torch.bmm(p.mT, v)
 
 
+class Capped(Products):
+    """Products whose logits are c · tanh(scale · Q Kᵀ / c) + b."""
+
+    def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float, softcap: float) -> None:
+        super().__init__(query, key, bias, scale)
+        self.softcap = softcap
+
+    def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
+        b = fold(self.bias, rows) if self.bias.dim() == 4 else self.bias
+        return self._tanh(rows, columns, transposed).mul_(self.softcap).add_(b.mT if transposed else b)
+
+    def slope(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
+        """Return the derivative of the capped product by the product, 1 - tanh², of the shape of the logits."""
+        return self._tanh(rows, columns, transposed).square_().neg_().add_(1)
+
+    def _tanh(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
+        q, k = fold(self.query, rows), self.key[:, columns]
+        product = torch.bmm(k, q.mT) if transposed else torch.bmm(q, k.mT)
+        return product.mul_(self.scale).div_(self.softcap).tanh_()
+
+
 class Extended(Products):
     """The same, with the bias as one more column of Q against a column of ones in K, and the scale in Q.
 

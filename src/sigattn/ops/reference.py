@@ -1,6 +1,8 @@
 """The definition, materialised: the specification every other backend is tested against, and the theory's operator.
 
-    S = scale · Q Kᵀ + b + position bias + mask        P = activation(S), exactly 0 where masked        O = P V
+    S = cap(scale · Q Kᵀ) + b + position bias + mask        P = activation(S), exactly 0 where masked        O = P V
+
+where cap(s) = c · tanh(s / c) with a ``softcap`` c > 0, else s.
 
 It holds the whole (B, Hq, N, M) matrix, computes in float32 or better, and is plain PyTorch: forward-mode
 differentiation, double differentiation, ``torch.func`` and ``vmap`` all apply to it.
@@ -61,7 +63,10 @@ def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor
     key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
     rows = (p.first_row, p.first_row + p.query.shape[2])
     columns = (0, p.key.shape[2])
-    logits = p.scale_value * p.query.to(wide) @ key.mT + p.bias_value()
+    logits = p.scale_value * p.query.to(wide) @ key.mT
+    if p.softcap:
+        logits = p.softcap * torch.tanh(logits / p.softcap)
+    logits = logits + p.bias_value()
     if p.alibi_slopes is not None:
         logits = logits + alibi(p.alibi_slopes, rows, columns, wide)
     visible = band(p.left, p.right, rows, columns, logits.device).expand(logits.shape)

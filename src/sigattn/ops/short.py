@@ -41,6 +41,8 @@ def plan(problem: Problem) -> torch.dtype | None:
     p = problem
     if p.attn_mask is not None or p.alibi_slopes is not None or p.key_lengths is not None or p.seed is not None:
         return None
+    if p.softcap:
+        return None
     _, heads, n, d = p.query.shape
     _, key_heads, m, _ = p.key.shape
     if p.query.device.type != "cpu" or p.first_row or not (len(p.query) and key_heads and n and m and d):

@@ -49,13 +49,14 @@ def attention_statistics(
     window: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    softcap: float = 0.0,
     activation: str = "sigmoid",
 ) -> AttentionStatistics:
     """Measure an attention layer, in memory linear in the length (a block of queries at a time), without gradient.
 
     Args:
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths: as in
-            ``sigmoid_attention``, with four dimensions and one batch size. There is no dropout: these are the weights
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths, softcap: as
+            in ``sigmoid_attention``, with four dimensions and one batch size. There is no dropout: these are the weights
             before it.
         activation: "sigmoid", or for comparison "softmax", "relu", "relu2", "gelu", "tanh" or "identity", for which
             bias=None is 0.
@@ -73,6 +74,7 @@ def attention_statistics(
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
     checks.operands(query, key, value, enable_gqa)
     _, scale, window = checks.options(query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale)
+    softcap = checks.softcap(softcap, "attention_statistics")
     checks.choice("activation", activation, tuple(reference.ACTIVATIONS))
     if query.shape[2] == 0:
         raise ValueError(f"attention_statistics: there is no query; got {checks.describe(query=query, key=key)}")
@@ -87,6 +89,7 @@ def attention_statistics(
         window=window,
         alibi_slopes=alibi_slopes,
         key_lengths=key_lengths,
+        softcap=softcap,
     )
     library.check_lengths(problem)
     with library.without_autocast(problem):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import UNLIMITED, Problem, alibi, distances
-from sigattn.ops.products import Extended, Fused, Products, fused_unavailable, keep_memory_warm
+from sigattn.ops.products import Capped, Extended, Fused, Products, fused_unavailable, keep_memory_warm
 
 # Sizes measured on a CPU with 1 MiB of L2 and 32 MiB of L3 (docs/log.md). They bound the working memory: a tile has
 # TILE_BYTES, and at most a handful are held at once.
@@ -73,7 +73,8 @@ class Group:
         if isinstance(bias, Tensor):
             bias = self.heads_of(bias).to(self.accumulator)
             bias = bias.expand(*self.shape, self.queries, 1).flatten(0, 1)
-        self.products = products(self.query, self.key, bias, problem.scale_value)
+        operands = self.query, self.key, bias, problem.scale_value
+        self.products = Capped(*operands, problem.softcap) if problem.softcap else products(*operands)
 
     def _count_keys(self) -> tuple[int, bool]:
         """How many keys to visit, and whether some of them do not exist in some sample of the group."""
@@ -250,13 +251,13 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
 
     Half precision is computed in float32, for a logit rounded to 8 or 11 bits spoils its weight, and in float16 a
     weight of 1/n loses its bits as n grows. The exception is bfloat16 where the processor has products of it, and
-    nothing but the bias, which travels inside the product, is added to the logits; the shortest sequences are not worth
-    it.
+    nothing but the bias, which travels inside the product, is added to the logits, and they are not capped; the
+    shortest sequences are not worth it.
     """
     query, key, mask = problem.query, problem.key, problem.attn_mask
     per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])
     wide = torch.promote_types(query.dtype, torch.float32)
-    if query.device.type != "cpu" or not query.shape[-1] or per_head <= WIDE_UP_TO:
+    if query.device.type != "cpu" or not query.shape[-1] or per_head <= WIDE_UP_TO or problem.softcap:
         return wide, Products
     additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 and not additive else wide

@@ -103,6 +103,23 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def tanh(x):
+    """Return the hyperbolic tangent, float32, with a relative error of 2e-7 also where x is small.
+
+    Below 0.625 it is x times a polynomial in x², fitted to the relative error; beyond, 1 - 2 / (1 + e^(2|x|)).
+    """
+    square = x * x
+    p = 0.020403679591350515 - 0.005444794718221899 * square
+    p = p * square - 0.05366715532981363
+    p = p * square + 0.13330574169428253
+    p = p * square - 0.3333325032287628
+    near = x + x * (square * p)
+    size = tl.abs(x)
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(size * 2.885390081777927))  # 2 log₂e
+    return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
 def logit_gradient(p, dp, unit, lower, SHIFT: tl.constexpr):
     """P · (1 − P) · dP; with SHIFT, ``lower`` takes it from the weights' power of two to its own (tile.py)."""
     if SHIFT:

@@ -2,6 +2,8 @@
 
     dV = Pᵀ dO     dP = dO Vᵀ     dS = P ∘ (1 − P) ∘ dP     dQ = scale · dS K     dK = scale · dSᵀ Q
 
+With SOFTCAP, s = scale · Q Kᵀ becomes c · tanh(s / c), and dS in dQ and dK is multiplied by 1 − tanh²(s / c).
+
 ``keys_kernel``: a program holds a tile of keys and walks the queries that see them, adding dK and dV; tiles stand as
 (keys, queries), so that four of five products need no transpose. ``queries_kernel``: a program holds a tile of
 queries and walks the keys, adding dQ and the gradients of bias, slopes and mask. Both add in a fixed order, hence
@@ -14,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import logit_gradient
+from sigattn.ops.triton.activation import logit_gradient, tanh
 from sigattn.ops.triton.tile import (
     bias_terms,
     column_hash,
@@ -39,12 +41,12 @@ def keys_kernel(
     gq_b, gq_h, gq_n, gq_d, gk_b, gk_h, gk_n, gk_d, gv_b, gv_h, gv_n, gv_d,
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
     n, keys, heads, first_row, left, right, seed, threshold,
-    z_scale, bias_value, shift_value, out_scale, logit_scale,
+    z_scale, bias_value, shift_value, out_scale, logit_scale, cap_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
     NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of one tile of BLOCK_N keys of one key head; prepare.py says what the arguments are."""
@@ -121,6 +123,8 @@ def keys_kernel(
                 if BIAS == "tensor":
                     z_bias = z_bias[None, :]
                 products = dot(k, tl.trans(q), None, PRECISION)
+                if SOFTCAP:
+                    products = tanh(products * cap_scale)
                 p = weights(
                     products, z_scale, z_bias, rows[None, :], columns[:, None], n, keys, first_row,
                     left, right, before, after, mask + b * mask_b + h * mask_h, mask_n, mask_m, unit, shift,
@@ -137,7 +141,10 @@ def keys_kernel(
                     dp = dot(v, tl.trans(do), None, PRECISION)
                     if DROPOUT:
                         dp = tl.where(keep, dp, 0.0)
-                    ds = narrow(logit_gradient(p, dp, unit, lower, SHIFT != "none"), q.dtype)  # (BLOCK_N, BLOCK_M)
+                    ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_N, BLOCK_M)
+                    if SOFTCAP:
+                        ds = ds * (1.0 - products * products)
+                    ds = narrow(ds, q.dtype)
                     if NEED_KEY:
                         acc_k = dot(ds, q, acc_k, PRECISION)
                     if ADD_QUERY:
@@ -161,12 +168,12 @@ def queries_kernel(
     gq_b, gq_h, gq_n, gq_d, gb_b, gb_h, gb_n, gm_b, gm_h, gm_n, gm_m,
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
     n, keys, heads, first_row, left, right, seed, threshold,
-    z_scale, bias_value, shift_value, out_scale, logit_scale,
+    z_scale, bias_value, shift_value, out_scale, logit_scale, cap_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
     NEED_QUERY: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_SLOPES: tl.constexpr, NEED_MASK: tl.constexpr,
     SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -256,6 +263,8 @@ def queries_kernel(
                 v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
                 columns = column_start + tl.arange(0, BLOCK_N)
                 products = dot(q, tl.trans(k), None, PRECISION)
+                if SOFTCAP:
+                    products = tanh(products * cap_scale)
                 p = weights(
                     products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
                     left, right, before, after, mask, mask_n, mask_m, unit, shift,
@@ -267,7 +276,10 @@ def queries_kernel(
                     dp = tl.where(kept(by_row, by_column, threshold), dp, 0.0)
                 ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_M, BLOCK_N)
                 if NEED_QUERY:
-                    acc = dot(narrow(ds, k.dtype), k, acc, PRECISION)
+                    of_product = ds
+                    if SOFTCAP:
+                        of_product = ds * (1.0 - products * products)
+                    acc = dot(narrow(of_product, k.dtype), k, acc, PRECISION)
                 if NEED_BIAS:
                     acc_bias += tl.sum(ds, 1)
                 if NEED_SLOPES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sigattn.ops.triton.activation import tanh
 from sigattn.ops.triton.tile import bias_terms, dot, narrow, shift_of, weights
 
 
@@ -18,12 +19,12 @@ def decode_kernel(
     query, key, value, out, lengths, ends, first, table, bias, slopes, shift_pointer,
     q_b, q_n, q_h, q_d, k_p, k_n, k_h, k_d, v_p, v_n, v_h, v_d, o_s, o_b, o_n, o_h, o_d, table_b,
     bias_b, bias_h, bias_n, slopes_b, slopes_h, slopes_s,
-    n, kv_heads, pages, page_size, table_width, left, right, splits, z_scale, bias_value, shift_value,
+    n, kv_heads, pages, page_size, table_width, left, right, splits, z_scale, bias_value, shift_value, cap_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FIRST: tl.constexpr, ENDS: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SHIFT: tl.constexpr, SIGMOID: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, (query, head of the group), against one part of the keys; launch_decode.py has the rest."""
     row_tiles = tl.cdiv(n * GROUP, BLOCK_M)
@@ -83,8 +84,11 @@ def decode_kernel(
         v = tl.load(
             value_at[:, None] + outputs[None, :] * v_d, mask=valid[:, None] & (outputs[None, :] < DV), other=0.0
         )
+        products = dot(q, tl.trans(k), None, PRECISION)
+        if SOFTCAP:
+            products = tanh(products * cap_scale)
         p = weights(
-            dot(q, tl.trans(k), None, PRECISION), z_scale, z_bias, place[:, None], columns[None, :], 0, 0, 0,
+            products, z_scale, z_bias, place[:, None], columns[None, :], 0, 0, 0,
             left, right, before, after, query, 0, 0, unit, shift,
             True, HAS_LEFT, HAS_RIGHT, SLOPES, "none", SIGMOID, SHIFT,
         )  # (BLOCK_M, BLOCK_N)  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sigattn.ops.triton.activation import tanh
 from sigattn.ops.triton.tile import (
     bias_terms,
     column_hash,
@@ -29,12 +30,12 @@ def forward_kernel(
     query, key, value, out, bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
-    n, keys, heads, first_row, left, right, seed, threshold, z_scale, bias_value, shift_value, out_scale,
+    n, keys, heads, first_row, left, right, seed, threshold, z_scale, bias_value, shift_value, out_scale, cap_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one head; prepare.py says what the arguments are."""
     tiles = tl.cdiv(n, BLOCK_M)
@@ -99,6 +100,8 @@ def forward_kernel(
                 v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
                 columns = column_start + tl.arange(0, BLOCK_N)
                 products = dot(q, tl.trans(k), None, PRECISION)
+                if SOFTCAP:
+                    products = tanh(products * cap_scale)
                 p = weights(
                     products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
                     left, right, before, after, mask, mask_n, mask_m, unit, shift,

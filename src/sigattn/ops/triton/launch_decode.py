@@ -13,7 +13,7 @@ from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import UNLIMITED
 from sigattn.ops.triton import tuning
 from sigattn.ops.triton.decode import decode_kernel
-from sigattn.ops.triton.prepare import LOG2E, named, precision, sigmoid_form, single, within_reach
+from sigattn.ops.triton.prepare import LOG2E, named, precision, scales, sigmoid_form, single, within_reach
 
 _MOST_SPLITS = 128
 _INTERPRETED_PROCESSORS = 4  # so that the interpreter has parts to add as well
@@ -77,7 +77,7 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
         "table_width": 1 if p.table is None else p.table.shape[1],
         "left": p.left,
         "right": p.right,
-        "z_scale": single(-p.scale_value * LOG2E),
+        **scales(p),
         "GROUP": heads // kv_heads,
         "D": d,
         "DV": dv,

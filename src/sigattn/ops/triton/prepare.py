@@ -95,7 +95,7 @@ def arguments_of(problem: Problem | PackedProblem) -> Launch:
         "right": p.right,
         "seed": int(p.seed) if p.seed is not None else 0,
         "threshold": round(p.dropout_p * (1 << 32)) - (1 << 31) if dropout else 0,
-        "z_scale": single(-p.scale_value * LOG2E),
+        **scales(p),
         "out_scale": single(p.keep_scale),
         "D": d,
         "DV": dv,
@@ -216,6 +216,16 @@ def _slopes(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
         return {"slopes": p.query, "SLOPES": False, **named("slopes", "bhs", (0, 0, 0))}
     strides = p.alibi_slopes.expand(shape.batch, shape.heads, 2).stride()
     return {"slopes": p.alibi_slopes, "SLOPES": True, **named("slopes", "bhs", strides)}
+
+
+def scales(p: Any) -> dict[str, Any]:
+    """The factors that take Q Kᵀ to a term of z, with a soft cap in between or not.
+
+    Without: z = z_scale · Q Kᵀ + …; with: z = z_scale · tanh(cap_scale · Q Kᵀ) + ….
+    """
+    if not p.softcap:
+        return {"z_scale": single(-p.scale_value * LOG2E), "cap_scale": 0.0, "SOFTCAP": False}
+    return {"z_scale": single(-p.softcap * LOG2E), "cap_scale": single(p.scale_value / p.softcap), "SOFTCAP": True}
 
 
 def single(x: float) -> float:

@@ -123,7 +123,7 @@ def kind(problem: Problem | PackedProblem, *more: Tensor) -> Hashable:
     q = p.query
     # what kernels are compiled for: an address that is a multiple of 16, or not
     tensors = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *more))
-    numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.first_row, p.fast)
+    numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.first_row, p.fast, p.softcap)
     tables = (tuning.configuration, tuple(tuning.ADD_QUERY_FROM.items()), tuning.SPECIALISED)
     special = tuple(tuning.HOPPER[kernel].get(q.shape[-1]) for kernel in tuning.SPECIALISED)
     precision = None
