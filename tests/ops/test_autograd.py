@@ -50,14 +50,14 @@ def arguments(op, backend):
     rest = (None, -1, 0, 0.0)
     if op == "forward":
         q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
-        return [q, k, v, None, None, None, None, None, *rest, 0, False, False, backend]
+        return [q, k, v, None, None, None, None, None, *rest, 0, False, False, 2.5, backend]
     if op == "packed_forward":
         q, k, v = torch.randn(3, 5, 2, 4).unbind()
         starts = torch.tensor([0, 2, 5])
-        return [q, k, v, None, None, starts, starts, None, 3, 3, *rest, False, False, backend]
+        return [q, k, v, None, None, starts, starts, None, 3, 3, *rest, False, False, 2.5, backend]
     q, k, v = torch.randn(1, 1, 2, 4), *torch.randn(2, 1, 8, 2, 4).unbind()
     bias = torch.tensor(-1.0, dtype=torch.float64)
-    return [q, k, v, torch.tensor([5]), bias, None, None, None, None, -1, 0, False, 0, None, backend]
+    return [q, k, v, torch.tensor([5]), bias, None, None, None, None, -1, 0, False, 0, None, 2.5, backend]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -40,7 +40,7 @@ def truth(values, lengths, of_keys, **options):
     ("ours", "theirs", "of_keys", "heads"),
     [
         ({}, {}, OTHERS, 4),
-        ({"bias": -1.0, "scale": 0.3}, {"bias": -1.0, "scale": 0.3}, OTHERS, 4),
+        ({"bias": -1.0, "scale": 0.3, "softcap": 0.5}, {"bias": -1.0, "scale": 0.3, "softcap": 0.5}, OTHERS, 4),
         ({"is_causal": True, "enable_gqa": True}, {"causal": True}, LENGTHS, 2),
         ({"window": (2, 1)}, {"window": (2, 1)}, LENGTHS, 4),
         ({"alibi_slopes": SLOPES}, {"slopes": SLOPES}, LENGTHS, 4),
@@ -95,10 +95,10 @@ def test_what_pytorch_accepts_besides():
         torch.testing.assert_close(one, sigmoid_attention(x, x, x, is_causal=True)[0])
     out.sum().backward()
     assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in given)
-    out = sigmoid_attention(nested, nested, nested)
+    out = sigmoid_attention(nested, nested, nested, softcap=0.5)
     assert out.shape == F.scaled_dot_product_attention(nested, nested, nested).shape
     for x, one in zip(given, out.unbind(), strict=True):
-        torch.testing.assert_close(one, sigmoid_attention(x, x, x))
+        torch.testing.assert_close(one, sigmoid_attention(x, x, x, softcap=0.5))
 
 
 def test_dropout_and_autocast():

@@ -92,7 +92,7 @@ def sigmoid_attention(
     if nested.is_nested(query, key, value):
         return _on_nested(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias, window, alibi_slopes,
-            key_lengths, backend,
+            key_lengths, softcap, backend,
         )  # fmt: skip
     shape = None
     if broadcasting.is_needed(query, key, value, enable_gqa):
@@ -139,6 +139,7 @@ def _on_nested(
     window: tuple[int, int] | None,
     alibi_slopes: Tensor | None,
     key_lengths: Tensor | None,
+    softcap: float,
     backend: str | None,
 ) -> Tensor:
     """Attention of nested tensors, in their layout."""
@@ -148,7 +149,7 @@ def _on_nested(
     if nested.has_ragged_batch(query):
         out = sigmoid_attention(
             query.values(), key.values(), value.values(), None, dropout_p, is_causal, scale, enable_gqa,
-            bias=bias, window=window, alibi_slopes=alibi_slopes, backend=backend,
+            bias=bias, window=window, alibi_slopes=alibi_slopes, softcap=softcap, backend=backend,
         )  # fmt: skip
         return nested.like_transposed(query, out)
     if backend == "reference":
@@ -157,6 +158,7 @@ def _on_nested(
     batch, heads = len(query), query.shape[1]
     bias = checks.bias_of_sequences(bias, query, batch, heads)
     dropout_p, scale, window = checks.numbers("sigmoid_attention", dropout_p, scale, window)
+    softcap = checks.softcap(softcap)
     if alibi_slopes is not None:
         checks.slopes(alibi_slopes, parts.query, batch, heads)
     left, right = sides(window, is_causal)
@@ -179,6 +181,7 @@ def _on_nested(
         dropout_p=dropout_p,
         fast=settings.is_fast(None),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        softcap=softcap,
     )
     return nested.like(query, packed.call(problem, library.choose(problem, backend)))
 
