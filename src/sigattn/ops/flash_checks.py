@@ -37,7 +37,7 @@ def varlen(
 def longest(caller: str, name: str, most: Any) -> int:
     """Return the length of the longest sequence as Python's number."""
     length = scalars.integer(caller, name, most)
-    if isinstance(length, int) and length < 0:  # of a symbol, whose value may be unknown, the op checks it
+    if not torch.compiler.is_compiling() and length < 0:  # a traced length may be unknown: then the op checks it
         _wrong(caller, ValueError, f"{name} is a length", **{name: most})
     return length
 
