@@ -7,6 +7,8 @@ from torch.nn import functional as F
 timm = pytest.importorskip("timm")
 
 from sigattn.integrations.timm import attention_layer  # noqa: E402
+from sigattn.nn.surgery import find_softmax  # noqa: E402
+from tests.integrations.timm_outcomes import SoftmaxOperators  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = {"img_size": 32, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -15,6 +17,15 @@ MODELS = {
     "deit3_small_patch16_224": {**SMALL, "patch_size": 8},
     "naflexvit_base_patch16_gap": {"num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 8},
 }
+IGNORING = {  # timm ignores attn_layer in these blocks, and in pools
+    "vit_base_patch16_xp_224": {**SMALL, "patch_size": 8},
+    "vit_pwee_patch16_reg1_gap_256": {**SMALL, "patch_size": 8},
+    "vit_dpwee_patch16_reg1_gap_256": {**SMALL, "patch_size": 8},
+    "vit_base_patch16_siglip_224": {**SMALL, "patch_size": 8},
+    "naflexvit_base_patch16_map": MODELS["naflexvit_base_patch16_gap"],
+    "naflexvit_base_patch16_gap": {**MODELS["naflexvit_base_patch16_gap"], "rope_type": "axial"},
+}
+BLOCKS_IGNORE = list(IGNORING)[:3] + list(IGNORING)[5:]
 
 
 def answered(model, x, bias):
@@ -32,17 +43,45 @@ def answered(model, x, bias):
 
 
 @pytest.mark.parametrize("bias", ["log_visible", 0.0, -2.0])
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name, bias):
+@pytest.mark.parametrize(("name", "options"), [*MODELS.items(), *IGNORING.items()], ids=str)
+def test_models(name, options, bias):
     torch.manual_seed(0)
-    ours = timm.create_model(name, attn_layer=attention_layer(bias), **MODELS[name]).eval()
-    plain = timm.create_model(name, **MODELS[name]).eval()
+    ours = timm.create_model(name, attn_layer=attention_layer(bias), **options).eval()
+    plain = timm.create_model(name, **options).eval()
     plain.load_state_dict(ours.state_dict())  # the same names
     x = torch.randn(2, 3, 32, 32)
     expected = answered(plain, x, bias)
-    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+    with SoftmaxOperators() as seen:
+        torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+    assert not seen.count
     ours(x).square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+
+
+@pytest.mark.parametrize("name", BLOCKS_IGNORE)
+def test_hybrid_norm_is_refused_where_blocks_ignore_it(name):
+    with pytest.raises(ValueError, match=r"ignores attn_layer in its blocks.*'blocks\.0"):
+        timm.create_model(name, attn_layer=attention_layer(0.0, "hybrid"), **IGNORING[name])
+
+
+def test_a_softmax_that_cannot_be_replaced_is_refused():
+    class Own(torch.nn.Module):
+        def __init__(self, *_, **__):
+            super().__init__()
+
+        def forward(self, x):
+            return (x @ x.mT).softmax(-1) @ x
+
+    with pytest.raises(ValueError, match=r"ignores attn_layer.*'blocks\.1' \(Own\)"):
+        timm.create_model(
+            "vit_tiny_patch16_224", attn_layer=attention_layer(), block_fn=Own, **SMALL, weight_init="skip"
+        )
+
+
+def test_other_classes_stay_as_they_are():
+    attention_layer()
+    model = timm.create_model("vit_base_patch16_siglip_224", **SMALL, patch_size=8)
+    assert len(find_softmax(model)) == 3
 
 
 def test_hybrid_norm_is_on_the_branch():

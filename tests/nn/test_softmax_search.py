@@ -347,6 +347,37 @@ class TestWhatIsNoAttention:
         torch.testing.assert_close(layer(x), expected)
 
 
+class Flagged(Mixer):
+    """As timm writes it: a flag selects the function or a submodule's softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused_attn, self.softmax = False, nn.Softmax(-1)
+
+    def mix(self, q, k, v):
+        if self.fused_attn:
+            return F.scaled_dot_product_attention(q, k, v)
+        return self.softmax(scores(q, k)) @ v
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+def test_timm_s_flag_is_set(by_example, x):
+    net = Net(Flagged())
+    assert [r.name for r in sigmoidify(net, (x,) if by_example else None)] == ["layers.0"]
+    torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
+    net.layers[0].fused_attn = False
+    with pytest.raises(RuntimeError, match="Flagged was sigmoidified, but this forward computes a softmax"):
+        net(x)
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+def test_timm_s_flag_is_as_before_where_the_model_is_refused(by_example, x):
+    net = Net(Flagged(), TorchSoftmax())
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):
+        sigmoidify(net, (x,) if by_example else None)
+    assert net.layers[0].fused_attn is False
+
+
 def test_layers_that_the_example_does_not_reach(x):
     class Half(Net):
         def forward(self, x):

@@ -5,33 +5,61 @@
                               class_token=False, global_pool="avg")
 
 On ``vit_*``, ``deit3_*``, ``naflexvit_*`` and others that take ``attn_layer``. Parameters have timm's names, so weights
-that timm trained can be loaded (and must be trained further: the function is another one). The practitioner's guide
-(App. G.5) for supervised vision: QK-norm, LayerScale 1e-4, no bias, global average pooling.
+that timm trained can be loaded (the model must be trained further, because it computes another function). The
+practitioner's guide (App. G.5) for supervised vision: QK-norm, LayerScale 1e-4, no bias, global average pooling.
+
+timm uses ``attn_layer`` in plain blocks only: parallel blocks (``vit_*_xp_*``, ``vit_pwee_*``, ``vit_dpwee_*``), rotary
+blocks of naflexvit and attention pools ignore it. A model that is made with a class of ``attention_layer`` gets sigmoid
+attention there too, by ``sigmoidify``, or its construction raises and names what stays softmax. Models that do not take
+``attn_layer`` are converted by ``sigattn.nn.sigmoidify``.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any, Literal
 
 import torch
 from timm.layers import Attention
+from timm.models.naflexvit import NaFlexVit
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from sigattn.nn.surgery import find_softmax, replace
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 
 OutputNorm = Literal["none", "hybrid"]
+Bias = float | Literal["log_visible"]
 
 
-def attention_layer(
-    bias: float | Literal["log_visible"] = "log_visible", output_norm: OutputNorm = "none"
-) -> type[Attention]:
-    """A class for timm's ``attn_layer``. (timm asks for a class: a ``functools.partial`` would not do.)
+class SigmoidAttention(Attention):
+    """timm's ``Attention`` with sigmoid attention. ``attention_layer`` makes subclasses with other settings."""
+
+    sigmoid_bias: Bias = "log_visible"
+    output_norm: OutputNorm = "none"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.branch_norm: nn.Module = nn.Identity()
+        if self.output_norm == "hybrid":
+            self.branch_norm = nn.LayerNorm(self.proj.out_features, elementwise_affine=False)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, N, width) → (B, N, width)."""
+        return _forward(self, x, attn_mask, is_causal)
+
+
+def attention_layer(bias: Bias = "log_visible", output_norm: OutputNorm = "none") -> type[Attention]:
+    """Return a class for timm's ``attn_layer``. (timm asks for a class: a ``functools.partial`` does not work.)
 
     Args:
         bias: b: a number (0.0 for none, as the guide has it for vision), or "log_visible": -log of the number of tokens
-            that a query sees, padding (naflexvit) left out.
-        output_norm: "hybrid": a LayerNorm without parameters after the output projection (hybrid-norm, App. G.3).
+            that a query sees, without padding (naflexvit). Where timm ignores ``attn_layer``, the tokens that at least
+            one query of the sample sees are counted.
+        output_norm: "hybrid": a LayerNorm without parameters after the output projection (hybrid-norm, App. G.3) of
+            every block. Attention pools have none.
 
     Raises:
         ValueError: for something else.
@@ -42,21 +70,53 @@ def attention_layer(
             'attention_layer: bias must be a number or "log_visible", and output_norm "none" or "hybrid"; got '
             f"{bias!r}, {output_norm!r}"
         )
+    for model in (VisionTransformer, NaFlexVit):
+        _complete_after_init(model)
+    settings = {"sigmoid_bias": bias, "output_norm": output_norm, "__module__": __name__}
+    return type("SigmoidAttention", (SigmoidAttention,), settings)
 
-    class SigmoidAttention(Attention):
-        sigmoid_bias = bias
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            width = self.proj.out_features
-            self.branch_norm: nn.Module = nn.Identity()
-            if output_norm == "hybrid":
-                self.branch_norm = nn.LayerNorm(width, elementwise_affine=False)
+def _complete_after_init(model_class: Any) -> None:
+    """Make models that are constructed with a class of ``attention_layer`` convert the attention that ignores it."""
+    init = model_class.__init__
+    if hasattr(init, "sigattn"):
+        return
+    signature = inspect.signature(init)
 
-        def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-            return _forward(self, x, attn_mask, is_causal)
+    @functools.wraps(init)
+    def completing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        options = {**arguments, **arguments.get("kwargs", {})}
+        layer_class = options.get("attn_layer", getattr(options.get("cfg"), "attn_layer", None))
+        if isinstance(layer_class, type) and issubclass(layer_class, SigmoidAttention):
+            _complete(self, layer_class)
 
-    return SigmoidAttention
+    completing.sigattn = True  # type: ignore[attr-defined]
+    model_class.__init__ = completing
+
+
+def _complete(model: nn.Module, layer_class: type[SigmoidAttention]) -> None:
+    findings = find_softmax(model)
+    refused = [f for f in findings if f.attention and not f.replaceable]
+    if refused:
+        raise ValueError(
+            f"{type(model).__name__} ignores attn_layer in layers that compute a softmax themselves, which cannot be "
+            f"replaced: {_listed(refused)}"
+        )
+    replaced = [f for f in findings if f.replaceable]
+    blocks = [f for f in replaced if f.name.startswith("blocks.")]
+    if blocks and layer_class.output_norm == "hybrid":
+        raise ValueError(
+            f'{type(model).__name__} ignores attn_layer in its blocks, so that output_norm="hybrid" cannot be applied: '
+            f'{_listed(blocks)}. Pass attention_layer(output_norm="none")'
+        )
+    bias = layer_class.sigmoid_bias
+    replace(model, replaced, [f for f in findings if not f.replaceable], None if bias == "log_visible" else bias)
+
+
+def _listed(findings: Any) -> str:
+    return ", ".join(f"{f.name!r} ({type(f.module).__name__})" for f in findings)
 
 
 def _forward(layer: Any, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -27,7 +27,8 @@ from sigattn.nn.attention_calls import (
 )
 
 _MATRIX_PRODUCT = "@"
-_CALLS = {SDPA_NAME, MHA_NAME, "Softmax", *SOFTMAX_NAMES, *OPAQUE_NAMES, *PRODUCT_NAMES}
+_SOFTMAX = SOFTMAX_NAMES | {"Softmax"}
+_CALLS = {SDPA_NAME, MHA_NAME, *_SOFTMAX, *OPAQUE_NAMES, *PRODUCT_NAMES}
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "sigattn"})
 _NOT_RUN = frozenset({"__init__", "__repr__", "__setstate__", "__getstate__", "reset_parameters", "init_weights"})
 _CALLS_OF_ACTIVATION = {"softmax": frozenset({SDPA_NAME}), "performer": frozenset({"softmax", "bmm"})}
@@ -37,7 +38,7 @@ _DEPTH = 4
 def find(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
     """Find what the code of some of a model's layers computes with a softmax.
 
-    A layer that can reach both ``F.scaled_dot_product_attention`` and a softmax, one by choice of a flag, counts as
+    A layer that can reach both ``F.scaled_dot_product_attention`` and a softmax, selected by a flag, counts as
     replaceable. A softmax is taken for an attention's unless its layer, and the layer around it, multiply no matrices.
 
     Args:
@@ -46,16 +47,23 @@ def find(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Fin
     findings = []
     for name, module in modules:
         calls = reachable_calls(module)
+        if isinstance(module, SOFTMAX_MODULES) and _reaches_sdpa(model, name):
+            continue  # the path of the layer around it that is not taken; if it is, that layer raises
         call = next((c for c in (SDPA_NAME, MHA_NAME) if c in calls), None)
         if call is not None:
             findings.append(Finding(name, module, call, replaceable=True, attention=True))
             continue
         opaque = sorted(calls & OPAQUE_NAMES)
-        softmax = sorted(calls & (SOFTMAX_NAMES | {"Softmax"}))
+        softmax = sorted(calls & _SOFTMAX)
         if opaque or softmax:
             attention = bool(opaque) or named_as_attention(module) or _multiplies(model, name, calls)
             findings.append(Finding(name, module, (opaque or softmax)[0], replaceable=False, attention=attention))
     return findings
+
+
+def _reaches_sdpa(model: nn.Module, name: str) -> bool:
+    """Return True if the layer around a submodule can reach the attention function."""
+    return bool(name) and SDPA_NAME in reachable_calls(model.get_submodule(name.rpartition(".")[0]))
 
 
 def _multiplies(model: nn.Module, name: str, calls: frozenset[str]) -> bool:

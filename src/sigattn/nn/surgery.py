@@ -8,15 +8,16 @@ class, whose forward runs as before while those functions compute sigmoid attent
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from sigattn.nn import attention_in_code, attention_in_run
-from sigattn.nn.attention_calls import MHA_NAME, Finding
+from sigattn.nn.attention_calls import MHA_NAME, SDPA_NAME, Finding
 from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
 from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.sigmoid_layer import SigmoidLayer, sigmoid_class
@@ -91,6 +92,35 @@ def sigmoidify(
     """
     if isinstance(bias, QueryBias):
         raise ValueError("sigmoidify: a bias added to Q is not part of what these layers share; take another bias")
+    with _fused_paths(model):
+        return _sigmoidify(model, example, bias, allow_softmax)
+
+
+@contextlib.contextmanager
+def _fused_paths(model: nn.Module) -> Iterator[None]:
+    """Set timm's flag ``fused_attn`` where it is False, and back if the block raises.
+
+    The flag selects ``F.scaled_dot_product_attention`` instead of a softmax in the layer's own code; timm leaves it off
+    in some layers (XCiT, Swin) because the function is not faster there.
+    """
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
+    layers = [m for m in layers if SDPA_NAME in attention_in_code.reachable_calls(m)]
+    for layer in layers:
+        layer.fused_attn = True
+    try:
+        yield
+    except BaseException:
+        for layer in layers:
+            layer.fused_attn = False
+        raise
+
+
+def _sigmoidify(
+    model: nn.Module,
+    example: Sequence[Any] | Mapping[str, Any] | None,
+    bias: AttentionBias | float | None,
+    allow_softmax: Sequence[str],
+) -> list[Replaced | RemainingSoftmax]:
     findings = find_softmax(model, example)
     _check_patterns(allow_softmax, findings)
     staying = [f for f in findings if not f.replaceable or _matches(f.name, allow_softmax)]

@@ -1,0 +1,108 @@
+"""What sigmoidify makes of a model of timm: exact, refused by name, or without attention."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import NamedTuple
+
+import timm
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sigattn.nn import sigmoidify
+from sigattn.nn.surgery import RemainingSoftmax, Replaced
+
+
+class Outcome(NamedTuple):
+    """verdict: "exact", "refused" or "no attention". detail: classes of the layers. remaining: number of softmaxes."""
+
+    verdict: str
+    detail: str
+    remaining: int
+
+
+class SoftmaxOperators(TorchDispatchMode):
+    """Counts the operators that compute a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        self.count += any(s in name for s in ("softmax", "attention")) and "log_softmax" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def formula(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+    """σ(scale · Q Kᵀ - log M) V, or with the keys that a mask shows instead of M."""
+    assert not is_causal
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+    n = torch.tensor(float(k.shape[-2]), dtype=q.dtype)
+    if attn_mask is not None:
+        n = (attn_mask.expand(*attn_mask.shape[:-1], k.shape[-2]) > -1000).any(-2, keepdim=True)
+        n = n.any(-3, keepdim=True).sum(-1, keepdim=True).to(q.dtype)
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) - n.log()
+    return torch.sigmoid(logits if attn_mask is None else logits + attn_mask) @ v
+
+
+@contextlib.contextmanager
+def formula_instead_of_softmax():
+    own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, formula
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
+
+
+@torch.no_grad()
+def outcome(name: str, size: tuple[int, int, int] | None = None, **options) -> Outcome:
+    """Convert a model, compare it with the formula in its own layers, and count the softmaxes that ran.
+
+    Raises:
+        AssertionError: if the model differs from the formula, or computes a softmax that the report does not list.
+    """
+    torch.manual_seed(0)
+    plain = timm.create_model(name, **options).eval()
+    x = torch.randn(1, *(size or plain.default_cfg["input_size"]))
+    for by_example in (False, True):
+        model = copy.deepcopy(plain)
+        try:
+            report = sigmoidify(model, (x,) if by_example else None)
+        except ValueError as error:
+            result = refusal(str(error), plain, x)
+            continue
+        replaced = sorted({r.kind for r in report if isinstance(r, Replaced)})
+        remaining = [r for r in report if isinstance(r, RemainingSoftmax)]
+        with SoftmaxOperators() as seen:
+            ours = model(x)
+        assert remaining or not seen.count, f"{name}: {seen.count} softmaxes are not listed"
+        compare(name, plain, x, ours)
+        result = Outcome("exact", ", ".join(replaced), len(remaining))
+    return result
+
+
+def refusal(message: str, plain: torch.nn.Module, x: torch.Tensor) -> Outcome:
+    if "no attention layer" in message:
+        with SoftmaxOperators() as seen:
+            plain(x)
+        return Outcome("no attention", "", seen.count)
+    assert "cannot be replaced" in message
+    kinds = {part.partition(":")[0] for part in message.split(" (")[1:] if ": " in part[:60]}
+    return Outcome("refused", ", ".join(sorted(kinds)), 0)
+
+
+def compare(name: str, plain: torch.nn.Module, x: torch.Tensor, ours: torch.Tensor) -> None:
+    """The error may be twice that of the formula in the same dtype, both judged by the formula in float64."""
+    plain = copy.deepcopy(plain)
+    for layer in plain.modules():
+        if hasattr(layer, "fused_attn"):
+            layer.fused_attn = True
+    with formula_instead_of_softmax():
+        single = plain(x)
+        truth = copy.deepcopy(plain).double()(x.double())
+    error, allowed = (ours - truth).abs().max(), 2 * (single - truth).abs().max() + 1e-5 * truth.abs().max()
+    assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
