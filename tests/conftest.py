@@ -17,7 +17,7 @@ LEFT_OUT = {
     "sigattn.ops.triton.hopper_backward",
     "sigattn.ops.triton.hopper_fused",
     *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "options", "padding", "ragged", "varlen")),
-    "sigattn.nn.mechanism",
+    *(f"sigattn.nn.{name}" for name in ("mechanism", "multihead", "sigmoid_layer", "visible_keys")),
     "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",
     "sigattn.ops.statistics",

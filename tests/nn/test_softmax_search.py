@@ -306,6 +306,23 @@ def test_a_pool_through_multi_head_attention_forward(by_example, x):
     torch.testing.assert_close(net(x), pool.out(expected.transpose(1, 2).flatten(1)))
 
 
+class Causal(Mixer):
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", [Causal, Pool])
+def test_compiled_and_exported(kind, x):
+    net = Net(kind()).eval()
+    sigmoidify(net)
+    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))
+    exported = torch.export.export(net, (x,), dynamic_shapes=({1: torch.export.Dim("n", min=2)},))
+    longer = torch.randn(2, 9, 8)
+    torch.testing.assert_close(exported.module()(longer), net(longer))
+
+
 class TestWhatIsNoAttention:
     def test_an_example_tells_a_router_apart(self, x):
         net = Net(Fused(), Gated())

@@ -124,8 +124,10 @@ def sigmoid_sdpa(
             )
     elif attn_mask is not None:
         bias = log_length_bias(count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3))
-    elif is_causal:
-        bias = log_length_bias(max(min(num_queries, num_keys), 1))
+    elif (
+        is_causal and not query.is_nested and 0 < num_queries < num_keys
+    ):  # no query sees the keys beyond the last query
+        bias = log_length_bias(num_queries)
     return sigmoid_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias, window=window
     )
