@@ -18,12 +18,20 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from sigattn.ops import onnx
+
 NO_DERIVATIVE = (
     'the fast backends of sigmoid_attention have no {what}; pass backend="reference", which has it (in O(N·M) memory)'
 )
 
 
-def register(library: torch.library.Library, forward: OpOverload, backward: OpOverload, differentiable: int) -> None:
+def register(
+    library: torch.library.Library,
+    forward: OpOverload,
+    backward: OpOverload,
+    differentiable: int,
+    onnx_formula: Callable[..., Any] | None = None,
+) -> None:
     """Register the derivative of a forward op.
 
     Args:
@@ -32,6 +40,7 @@ def register(library: torch.library.Library, forward: OpOverload, backward: OpOv
         backward: its derivative: (grad_out, arguments of the forward op, needs), needs saying which gradients are
             needed. It returns one tensor per differentiable argument. Its own derivative raises.
         differentiable: the number of leading arguments that have a gradient.
+        onnx_formula: called instead of the forward op while exporting to ONNX; None raises there.
     """
     tensors = _leading_tensors(forward)
 
@@ -45,7 +54,7 @@ def register(library: torch.library.Library, forward: OpOverload, backward: OpOv
         own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
         return (*own, *(None,) * (tensors - differentiable + len(ctx.rest)))
 
-    _register(library, forward, setup, derivative)
+    _register(library, forward, setup, derivative, onnx_formula)
     register_without(library, backward, "sigmoid_attention: " + NO_DERIVATIVE.format(what="second derivative"))
 
 
@@ -66,6 +75,8 @@ def register_without(library: torch.library.Library, op: OpOverload, message: st
 
 def _register_mutation(library: torch.library.Library, op: OpOverload, message: str) -> None:
     def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> None:
+        if onnx.exporting():
+            onnx.refuse(str(op))
         tensors = [t for t in args if isinstance(t, Tensor)]
         refuse_tangents(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -85,6 +96,7 @@ def _register(
     op: OpOverload,
     setup: Callable[[Any, Sequence[Any]], None],
     derivative: Callable[..., Any],
+    onnx_formula: Callable[..., Any] | None = None,
 ) -> None:
     # For a single level of torch.func: the dispatcher calls the kernel once per level, as for PyTorch's own ops.
     class Recorded(_SingleLevelFunction):
@@ -105,6 +117,8 @@ def _register(
     apply: Callable[..., Any] = Recorded.apply  # type: ignore[attr-defined]
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if onnx.exporting():
+            return onnx_formula(*args) if onnx_formula is not None else onnx.refuse(str(op))
         tensors = [t for t in args if isinstance(t, Tensor)]
         refuse_tangents(tensors)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):

@@ -201,7 +201,7 @@ def slopes(slopes: Any, query: Tensor, batch: int, heads: int) -> None:
     if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
         raise TypeError(f"{_NAME}: alibi_slopes must be a floating-point tensor, got {scalars.describe(slopes)}")
     shape = tuple(slopes.shape)
-    if shape not in {(heads,), (batch, heads), (batch, heads, 2), (1, heads, 2)}:
+    if shape not in ((heads,), (batch, heads), (batch, heads, 2), (1, heads, 2)):  # no set: sizes may be symbols
         wrong(
             ValueError,
             "alibi_slopes must be (Hq,), (B, Hq) or (B or 1, Hq, 2; one slope before, one after the query)",

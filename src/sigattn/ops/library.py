@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sigattn.ops import autograd, blocked, flops, triton
+from sigattn.ops import autograd, blocked, flops, onnx, triton
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import PackedProblem, Problem, new_output
 
@@ -135,7 +135,11 @@ _library.impl("backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("sigattn::forward", _fake_forward, lib=_library)
 torch.library.register_fake("sigattn::backward", _fake_backward, lib=_library)
 autograd.register(
-    _library, torch.ops.sigattn.forward.default, torch.ops.sigattn.backward.default, differentiable=_DIFFERENTIABLE
+    _library,
+    torch.ops.sigattn.forward.default,
+    torch.ops.sigattn.backward.default,
+    differentiable=_DIFFERENTIABLE,
+    onnx_formula=onnx.formula,
 )
 flops.register("forward", "backward")
 

@@ -215,7 +215,7 @@ def band(
     """True where the key's position lies within the query's window i - left ≤ j ≤ i + right."""
     i = torch.arange(*rows, device=device).unsqueeze(1)
     j = torch.arange(*columns, device=device)
-    visible = torch.ones((), dtype=torch.bool, device=device).expand(len(i), len(j))
+    visible = torch.ones((), dtype=torch.bool, device=device).expand(i.shape[0], j.shape[0])
     if left != UNLIMITED:
         visible = visible & (j >= i - left)
     if right != UNLIMITED:

@@ -1,0 +1,53 @@
+"""Export to ONNX: the dense op as the plain formula, in operators that ONNX has.
+
+``torch.onnx.export`` traces the registered ops again while it decomposes an exported program. The autograd kernels,
+which every such call passes, ask ``exporting`` and then return ``formula`` instead of calling the op.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import reference
+from sigattn.ops.problem import Problem
+
+
+def exporting() -> bool:
+    """Return True while ``torch.onnx.export`` traces a call (without importing ``torch.onnx``, which takes 0.1 s)."""
+    tracing = torch._C._len_torch_dispatch_stack() > 0
+    return tracing and "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
+def formula(*args: Any) -> Tensor:
+    """Return the output of ``sigattn::forward`` from its arguments, for any sequence length that is not yet known.
+
+    Raises:
+        RuntimeError: with dropout.
+    """
+    problem = Problem(*args[:-1])
+    if problem.seed is not None:
+        raise RuntimeError("sigmoid_attention with dropout cannot be exported to ONNX: call eval() on the model first")
+    return reference.attention(problem._replace(bias=_bias(problem)))
+
+
+def _bias(p: Problem) -> Tensor | None:
+    """Return the bias as a tensor, because a number would be that of the lengths traced."""
+    dtype = torch.promote_types(p.query.dtype, torch.float32)
+    if p.bias is not None:
+        return p.bias.to(p.query.device, dtype).view(1, 1, 1, 1) if p.bias.dim() == 0 else p.bias
+    if p.key_lengths is not None:
+        return None  # the reference takes -log of each length
+    keys = torch.full((1, 1, 1, 1), p.key.shape[2], dtype=dtype, device=p.query.device)
+    return -keys.clamp(min=1).log()
+
+
+def refuse(name: str) -> None:
+    """Raise RuntimeError for an op that has no formula in ONNX."""
+    raise RuntimeError(
+        f"{name} cannot be exported to ONNX, which has no packed sequences and no caches that are written in place: "
+        "use sigmoid_attention with key_lengths or a mask"
+    )

@@ -1,0 +1,58 @@
+"""Whole models through torch.onnx.export, run by onnxruntime at other batch sizes and lengths than traced."""
+
+import pytest
+import torch
+from torch.export import Dim
+
+pytest.importorskip("onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.filterwarnings("ignore"),  # PyTorch's exporter's own, and transformers'
+]
+DYNAMIC = {0: Dim("b", max=9), 1: Dim("n", min=2, max=60)}
+LENGTHS = ((2, 20), (3, 7), (1, 60))
+
+
+def assert_equal_in_onnx(model, inputs_of):
+    """Compare the first output at each length."""
+    first = inputs_of(*LENGTHS[0])
+    shapes = dict.fromkeys(first, DYNAMIC)
+    program = torch.onnx.export(model, kwargs=first, dynamic_shapes=shapes, dynamo=True, verbose=False)
+    running = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    for size in LENGTHS:
+        inputs = inputs_of(*size)
+        with torch.no_grad():
+            expected = model(**inputs)
+        expected = expected if isinstance(expected, torch.Tensor) else expected.logits
+        out = torch.from_numpy(running.run(None, {name: t.numpy() for name, t in inputs.items()})[0])
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_language_model():
+    config = LanguageModelConfig(vocabulary=50, context=64, layers=2, width=32, heads=4, kv_heads=2, position="alibi")
+    model = LanguageModel(config).eval()
+    assert_equal_in_onnx(model, lambda b, n: {"tokens": torch.randint(50, (b, n))})
+
+
+def test_llama():
+    """Padded on the left, with the default bias, -log of the keys that each query sees."""
+    transformers = pytest.importorskip("transformers")
+    from sigattn.integrations import transformers as sigmoid
+
+    sigmoid.register()
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid").eval()
+
+    def inputs_of(b, n):
+        mask = torch.ones(b, n, dtype=torch.long)
+        mask[-1, :2] = 0
+        return {"input_ids": torch.randint(50, (b, n)), "attention_mask": mask}
+
+    assert_equal_in_onnx(model, inputs_of)

@@ -1,0 +1,131 @@
+"""torch.onnx.export of the operator, run by onnxruntime at other lengths than traced, against the float64 formula."""
+
+import re
+
+import pytest
+import torch
+from torch.export import Dim
+
+pytest.importorskip("onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+from sigattn import flash, sigmoid_attention  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.filterwarnings("ignore"),  # PyTorch's exporter's own
+]
+B, N, M = Dim("b", max=9), Dim("n", max=99), Dim("m", max=99)
+LENGTHS = ((2, 7, 9), (3, 1, 33), (1, 20, 13))
+CALLS = {
+    "-log M": {},
+    "number": {"bias": -2.5, "scale": 0.5},
+    "causal": {"is_causal": True},
+    "window": {"window": (2, 1), "bias": -1.0},
+    "bool mask": {"attn_mask": "visible", "is_causal": True},
+    "float mask": {"attn_mask": "additive", "bias": "bias"},
+    "lengths": {"key_lengths": "lengths", "alibi_slopes": "slopes"},
+}
+
+
+class Calls(torch.nn.Module):
+    """Several calls of the operator with the same query, key and value; the names of tensors stand for them."""
+
+    def __init__(self, *calls, backend=None):
+        super().__init__()
+        self.calls, self.backend = calls, backend
+
+    def forward(self, query, key, value, tensors):
+        def call(options):
+            named = {k: tensors[v] if isinstance(v, str) else v for k, v in options.items()}
+            return sigmoid_attention(query, key, value, enable_gqa=True, backend=self.backend, **named)
+
+        return [call(options) for options in self.calls]
+
+
+def operands(b, n, m, key_heads=4):
+    return tuple(torch.randn(b, h, s, 8) for h, s in ((4, n), (key_heads, m), (key_heads, m)))
+
+
+def arguments(b, n, m):
+    """Some queries see no key at all, and the keys beyond lengths hold NaN."""
+    visible = torch.rand(b, 1, n, m) > 0.4
+    visible[0, :, 0] = False
+    additive = torch.randn(b, 1, n, m).masked_fill(~visible, -torch.inf)
+    lengths = torch.arange(m, m - b, -1)
+    tensors = {"visible": visible, "additive": additive, "lengths": lengths}
+    return *operands(b, n, m), {**tensors, "bias": torch.randn(1, 4, 1, 1), "slopes": torch.rand(4)}
+
+
+def dynamic(tensors):
+    shapes = {"visible": {0: B, 2: N, 3: M}, "additive": {0: B, 2: N, 3: M}, "lengths": {0: B}}
+    return {0: B, 2: N}, {0: B, 2: M}, {0: B, 2: M}, {name: shapes.get(name, {}) for name in tensors}
+
+
+def session(program):
+    return onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def run(running, *arguments):
+    given = (t.numpy() for t in torch.utils._pytree.tree_leaves(arguments))
+    names = (i.name for i in running.get_inputs())
+    return [torch.from_numpy(out) for out in running.run(None, dict(zip(names, given, strict=True)))]
+
+
+def double(arguments):
+    return torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, arguments)
+
+
+def assert_equal_to_formula(running, calls, arguments):
+    reference = Calls(*calls.values(), backend="reference")
+    expected = zip(calls, run(running, *arguments), reference(*arguments), reference(*double(arguments)), strict=True)
+    for name, out, plain, exact in expected:
+        error, allowed = ((t.double() - exact).abs().max() for t in (out, plain))
+        assert error <= 2 * allowed + 4 * torch.finfo(plain.dtype).eps, (name, exact.shape, error)
+
+
+def test_options():
+    """-log M, causality, windows, masks and lengths are those of the call, not of what was traced."""
+    first, *others = [arguments(*lengths) for lengths in LENGTHS]
+    module = Calls(*CALLS.values())
+    named = dict(zip(("query", "key", "value", "tensors"), first, strict=True))
+    shapes = dict(zip(named, dynamic(first[3]), strict=True))
+    program = torch.onnx.export(module, kwargs=named, dynamic_shapes=shapes, dynamo=True, verbose=False)
+    running = session(program)
+    for args in (first, *others):
+        assert_equal_to_formula(running, CALLS, args)
+
+
+def test_exported_first():
+    """A program of torch.export, which holds the op itself, is translated too; half precision, grouped heads."""
+    calls = {"causal": CALLS["causal"]}
+    first, *others = [(*(t.half() for t in operands(*lengths, 2)), {}) for lengths in LENGTHS]
+    program = torch.export.export(Calls(*calls.values()), first, dynamic_shapes=dynamic({})).run_decompositions()
+    assert any(node.target is torch.ops.sigattn.forward.default for node in program.graph.nodes)
+    running = session(torch.onnx.export(program, dynamo=True, verbose=False))
+    for args in (first, *others):
+        assert_equal_to_formula(running, calls, args)
+
+
+class Packed(torch.nn.Module):
+    def forward(self, query, offsets):
+        return flash.flash_attn_varlen_func(query, query, query, offsets, offsets, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "message"),
+    [
+        (Calls({"dropout_p": 0.5}), (*operands(2, 7, 9), {}), r"dropout cannot be exported to ONNX: call eval\(\)"),
+        (
+            Packed(),
+            (torch.randn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)),
+            r"sigattn\.\w+\.default cannot be exported to ONNX.*key_lengths",
+        ),
+    ],
+    ids=["dropout", "packed"],
+)
+def test_refused(module, args, message):
+    program = torch.export.export(module, args)
+    with pytest.raises(torch.onnx.errors.OnnxExporterError) as caught:
+        torch.onnx.export(program, dynamo=True, verbose=False)
+    assert re.search(message, str(caught.value.__cause__)), caught.value.__cause__
