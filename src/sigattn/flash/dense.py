@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,31 +57,10 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True, sigmoid_bias="-log n").shape
     torch.Size([2, 128, 4, 64])
     """
-    name = "flash_attn_func"
-    options.refuse(name, return_attn_probs)
-    softcap = checks.softcap(softcap, name)
-    flash_checks.dense(name, q, k, v)
-    dropout_p, softmax_scale, window = options.check(
-        name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
-    )
-    query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
-    problem = canonical(
-        query,
-        key,
-        value,
-        None,
-        dropout_p,
-        causal,
-        softmax_scale,
-        options.dense_bias(sigmoid_bias),
-        window,
-        alibi_slopes,
-        first_row=k.shape[1] - q.shape[1],
-        fast=is_fast(sigmoid_precision),
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        softcap=softcap,
-    )
-    return library.call(problem, library.choose(problem, backend)).transpose(1, 2).contiguous()
+    return attend(
+        "flash_attn_func", q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend,
+    )  # fmt: skip
 
 
 def flash_attn_qkvpacked_func(
@@ -125,3 +106,64 @@ def flash_attn_kvpacked_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sigmoid_bias, sigmoid_precision, backend,
     )  # fmt: skip
+
+
+def attend(
+    name: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: bool,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: bool,
+    return_attn_probs: bool,
+    sigmoid_bias: Any,
+    sigmoid_precision: str | None,
+    backend: str | None,
+    *,
+    attention_chunk: int = 0,
+) -> Tensor:
+    """Return the attention of a batch, for the functions of several versions of flash-attn.
+
+    Args:
+        name: of the function, for errors.
+        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries.
+        The rest is as in ``flash_attn_func``.
+    """
+    options.refuse(name, return_attn_probs)
+    softcap = checks.softcap(softcap, name)
+    flash_checks.dense(name, q, k, v)
+    dropout_p, softmax_scale, window = options.check(
+        name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
+    )
+    query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
+    problem = canonical(
+        query,
+        key,
+        value,
+        _chunks(q, k, attention_chunk) if attention_chunk else None,
+        dropout_p,
+        causal,
+        softmax_scale,
+        options.dense_bias(sigmoid_bias),
+        window,
+        alibi_slopes,
+        first_row=k.shape[1] - q.shape[1],
+        fast=is_fast(sigmoid_precision),
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        softcap=softcap,
+    )
+    return library.call(problem, library.choose(problem, backend)).transpose(1, 2).contiguous()
+
+
+def _chunks(q: Tensor, k: Tensor, chunk: int) -> Tensor:  # (N, M)
+    """True where the key lies in the query's chunk, the last query standing at the last key."""
+    n, m = q.shape[1], k.shape[1]
+    position = torch.arange(m - n, m, device=q.device).unsqueeze(1)
+    start = position - position.remainder(chunk)
+    key = torch.arange(m, device=q.device)
+    return (key >= start) & (key < start + chunk)

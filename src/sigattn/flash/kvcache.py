@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.flash import options
+from sigattn.flash import options, ragged
 from sigattn.ops import cached, checks, flash_checks, one_query, scalars
 from sigattn.ops.attention import bias_operand, sides, two_sided
 from sigattn.ops.cached import CachedProblem
@@ -95,9 +95,64 @@ def flash_attn_with_kvcache(
         light = _light(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
         if light is not None:
             return light
+    return attend(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
+        sigmoid_bias, sigmoid_precision, backend,
+    )  # fmt: skip
+
+
+def attend(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    cache_seqlens: Any,
+    cache_batch_idx: Any,
+    cache_leftpad: Any,
+    block_table: Any,
+    softmax_scale: Any,
+    causal: bool,
+    window_size: Any,
+    softcap: Any,
+    rotary_interleaved: bool,
+    alibi_slopes: Any,
+    num_splits: Any,
+    return_softmax_lse: bool,
+    sigmoid_bias: Any,
+    sigmoid_precision: str | None,
+    backend: str | None,
+    *,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: Any = None,
+    cu_seqlens_k_new: Any = None,
+    rotary_seqlens: Any = None,
+    attention_chunk: int = 0,
+) -> Tensor:
+    """Return the attention of new queries against a cache, for the functions of several versions of flash-attn.
+
+    Args:
+        cu_seqlens_q, max_seqlen_q: (B + 1,) integers: q is then (total_q, Hq, D), some queries for each sample.
+        cu_seqlens_k_new: (B + 1,) integers: k and v are then (total_new, Hkv, ·), some new keys for each sample.
+        rotary_seqlens: (B,), where the angles of each sample's new queries and keys begin; None for cache_seqlens.
+        attention_chunk: c > 0: the only query of a sample sees keys of its own chunk of c.
+        The rest is as in ``flash_attn_with_kvcache``.
+    """
     _refuse(return_softmax_lse)
     softcap = checks.softcap(softcap, _NAME)
-    flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
+    queries = keys = None
+    if cu_seqlens_q is not None:
+        queries = ragged.tokens(_NAME, "q", q, "cu_seqlens_q", cu_seqlens_q)
+        q = queries.padded(q, _longest(max_seqlen_q, queries))
+    if cu_seqlens_k_new is not None:
+        flash_checks.new_keys(_NAME, q, k_cache, v_cache, k, v)
+        keys = ragged.tokens(_NAME, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new, whole=True)
+        k, v = k.unsqueeze(1), v.unsqueeze(1)  # (total_new, 1, Hkv, ·): each as if it were a sample's only new key
+    of_each = (k, v) if keys is None else (None, None)
+    flash_checks.cache(_NAME, q, k_cache, v_cache, of_each[0], of_each[1], cache_batch_idx, block_table)
     batch, n = q.shape[:2]
     checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
     _, softmax_scale, window = options.numbers(_NAME, 0.0, softmax_scale, window_size)
@@ -107,12 +162,20 @@ def flash_attn_with_kvcache(
     num_splits = scalars.integer(_NAME, "num_splits", num_splits)
     if num_splits < 0:
         raise ValueError(f"{_NAME}: num_splits must be a number of parts, 0 to let the kernel choose; got {num_splits}")
+    if attention_chunk and n != 1:
+        raise ValueError(f"{_NAME}: attention_chunk is supported for one new query per sample; got {n}")
     _refuse_gradients(q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes)
     table = block_table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     lengths = _lengths(cache_seqlens, q, capacity, needed=k is not None)
-    flash_checks.of_samples(_NAME, "cache_leftpad", cache_leftpad, q)
-    new = 0 if k is None else k.shape[1]
+    for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary_seqlens)):
+        flash_checks.of_samples(_NAME, argument, t, q)
+    for tokens in (queries, keys):
+        if tokens is not None and len(tokens.counts) != batch:
+            raise ValueError(
+                f"{_NAME}: there must be as many sequences in cu_seqlens_q and cu_seqlens_k_new as samples"
+            )
+    new = keys.counts if keys is not None else 0 if k is None else k.shape[1]
     if not torch.compiler.is_compiling():
         try:
             cached.check_places(lengths, None, None, len(k_cache), capacity)
@@ -121,17 +184,22 @@ def flash_attn_with_kvcache(
             raise ValueError(f"{_NAME}: {error}") from None
     left, right = sides(window, causal)
     if rotary_cos is not None or rotary_sin is not None:
-        stand_apart = left != UNLIMITED or right != UNLIMITED
-        flash_checks.rotary(_NAME, rotary_cos, rotary_sin, q, k, lengths, n if stand_apart else 1)
-        assert rotary_cos is not None
-        assert rotary_sin is not None
-        assert k is not None
+        flash_checks.rotary(_NAME, rotary_cos, rotary_sin, q, k)
+        starts = lengths if rotary_seqlens is None else rotary_seqlens
+        together = left == UNLIMITED and right == UNLIMITED and not attention_chunk
+        places = _places(starts, n, queries, together=together), _places(starts, k.shape[1], keys, packed=True)
+        _check_angles(rotary_cos, *places)
         turns = (rotary_cos, rotary_sin, rotary_interleaved)
-        q = _turned(q, _places(lengths, n, together=not stand_apart), *turns)
-        k = _turned(k, _places(lengths, new), *turns)
-    if k is not None and v is not None:
-        cached.append(k_cache, v_cache, k, v, lengths, table)
+        q, k = (_turned(x, at, *turns) for x, at in zip((q, k), places, strict=True))
+    if k is not None:
+        if keys is None:
+            cached.append(k_cache, v_cache, k, v, lengths, table)
+        else:
+            rows = keys.sample[:, None] if table is None else table[keys.sample]
+            cached.append(k_cache, v_cache, k, v, lengths.long()[keys.sample] + keys.offset, rows)
         lengths = lengths + new
+    if attention_chunk:
+        cache_leftpad = _chunk_start(lengths, cache_leftpad, attention_chunk)
     problem = CachedProblem(
         q,
         k_cache,
@@ -146,9 +214,39 @@ def flash_attn_with_kvcache(
         right,
         is_fast(sigmoid_precision),
         num_splits,
+        ends=None if queries is None else lengths - queries.counts + n,
         softcap=softcap,
     )
-    return cached.call(problem, cached.choose(problem, backend))
+    out = cached.call(problem, cached.choose(problem, backend))
+    return out if queries is None else queries.packed(out)
+
+
+def _longest(max_seqlen_q: Any, queries: ragged.Tokens) -> int:
+    if max_seqlen_q is None:
+        raise ValueError(f"{_NAME}: with cu_seqlens_q, max_seqlen_q must say how long the longest sequence is")
+    longest = flash_checks.longest(_NAME, "max_seqlen_q", max_seqlen_q)
+    counts = queries.counts
+    if counts.device.type == "cpu" and not torch.compiler.is_compiling() and len(counts) and counts.max() > longest:
+        raise ValueError(f"{_NAME}: max_seqlen_q is {longest}, but cu_seqlens_q has a sequence of {int(counts.max())}")
+    return longest
+
+
+def _chunk_start(lengths: Tensor, leftpad: Tensor | None, chunk: int) -> Tensor:  # (B,)
+    """Return where the chunk of each sample's last key begins."""
+    first = torch.zeros_like(lengths) if leftpad is None else leftpad
+    position = (lengths - 1 - first).clamp(min=0)
+    return first + position - position % chunk
+
+
+def _check_angles(cos: Tensor, *places: Tensor) -> None:
+    if cos.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for at in places:
+        if at.numel() and (int(at.min()) < 0 or int(at.max()) >= len(cos)):
+            raise ValueError(
+                f"{_NAME}: rotary_cos has too few positions for places up to {int(at.max())} (from {int(at.min())}); "
+                f"got {checks.describe(rotary_cos=cos)}"
+            )
 
 
 def _light(
@@ -243,10 +341,18 @@ def _bias(bias: Any) -> Tensor:
     return bias.reshape(dimensions[bias.dim()]) if bias.dim() < 3 else bias
 
 
-def _places(lengths: Tensor, count: int, *, together: bool = False) -> Tensor:  # (B, count)
-    """Where new queries or keys stand: one after another, or all where the first does."""
-    steps = torch.zeros if together else torch.arange
-    return lengths.long()[:, None] + steps(count, device=lengths.device, dtype=torch.int64)
+def _places(
+    starts: Tensor, count: int, tokens: ragged.Tokens | None, *, together: bool = False, packed: bool = False
+) -> Tensor:  # (B, count), or (total, 1) if packed
+    """Return where new queries or keys stand: one after another, or all where the first does."""
+    if packed and tokens is not None:
+        return (starts.long()[tokens.sample] + tokens.offset)[:, None]
+    steps = torch.arange(count, device=starts.device)
+    if together:
+        steps = torch.zeros_like(steps)
+    if tokens is None:
+        return starts.long()[:, None] + steps
+    return starts.long()[:, None] + torch.minimum(steps, tokens.counts[:, None] - 1).clamp(min=0)
 
 
 def _turned(x: Tensor, places: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

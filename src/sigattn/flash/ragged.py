@@ -6,13 +6,71 @@ indices that are computed without reading any value from an accelerator; the gra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sigattn.flash.padding import cumulative
-from sigattn.ops import cached, flash_checks
+from sigattn.ops import cached, flash_checks, scalars
+
+
+class Tokens(NamedTuple):
+    """Some tokens of each sample, packed: (total, H, ·).
+
+    Attributes:
+        sample: (total,), whose each is; those beyond the last sequence count as the last sample's.
+        offset: (total,), where it stands among its sample's tokens.
+        counts: (B,), how many each sample has.
+        starts: (B + 1,), the cu_seqlens.
+    """
+
+    sample: Tensor
+    offset: Tensor
+    counts: Tensor
+    starts: Tensor
+
+    def padded(self, packed: Tensor, longest: int) -> Tensor:  # (B, longest, H, E)
+        """Return the tokens of each sample first in a row; what follows them is arbitrary."""
+        if not len(packed):
+            return packed.new_zeros(len(self.counts), longest, *packed.shape[1:])
+        rows = self.starts[:-1, None] + torch.arange(longest, device=packed.device)
+        return packed[rows.clamp(max=len(packed) - 1)]
+
+    def packed(self, padded: Tensor) -> Tensor:  # (total, H, E)
+        """Return the tokens from ``padded``'s layout; 0 beyond the last sequence."""
+        if not padded.shape[0] * padded.shape[1]:
+            return padded.new_zeros(len(self.sample), *padded.shape[2:])
+        rows = padded[self.sample, self.offset.clamp(max=padded.shape[1] - 1)]
+        exists = self.offset < self.counts[self.sample]
+        return torch.where(exists[:, None, None], rows, 0)
+
+
+def tokens(caller: str, name: str, t: Any, which: str, cu_seqlens: Any, *, whole: bool = False) -> Tokens:
+    """Return the tokens t (total, H, E), which begin where cu_seqlens says.
+
+    Args:
+        name, which: of t and cu_seqlens in the call.
+        whole: no token may lie beyond the last sequence.
+
+    Raises:
+        ValueError, TypeError: naming what does not fit; on a CPU also values that descend or are too large.
+    """
+    if not isinstance(t, Tensor) or t.dim() != 3:
+        given = scalars.describe(t)
+        raise ValueError(f"{caller}: with {which}, {name} must be (total, heads, head_dim); got {given}")
+    flash_checks.starts(caller, t, **{which: cu_seqlens})
+    starts = cu_seqlens.long()
+    if starts.device.type == "cpu" and not torch.compiler.is_compiling():
+        last = int(starts[-1])
+        if starts[0] != 0 or (starts.diff() < 0).any() or last > len(t) or (whole and last != len(t)):
+            ends = "end at" if whole else "end at most at"
+            raise ValueError(
+                f"{caller}: {which} must begin at 0, never descend and {ends} {len(t)}; got {starts.tolist()}"
+            )
+    rows = torch.arange(len(t), device=starts.device)
+    sample = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp(max=max(len(starts) - 2, 0))
+    return Tokens(sample, rows - starts[sample], starts.diff(), starts)
 
 
 def check_used(caller: str, name: str, used: Any, cu_seqlens: Tensor) -> None:

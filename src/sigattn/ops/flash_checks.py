@@ -71,6 +71,18 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
         _wrong(caller, ValueError, what, **given)
 
 
+def new_keys(caller: str, q: Tensor, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
+    """Raise unless k (total_new, Hkv, D) and v (total_new, Hkv, Dv) fit the cache."""
+    if k is None or v is None:
+        _wrong(caller, ValueError, "cu_seqlens_k_new says where the sequences of k and v begin: give both", k=k, v=v)
+    _together(caller, q[0] if isinstance(q, Tensor) and q.dim() == 4 and len(q) else q, k, v, 3,
+              "(total, heads, head_dim)")  # fmt: skip
+    _together(caller, q, k_cache, v_cache, 4, "(batch, length, heads, head_dim)", ("q", "k_cache", "v_cache"))
+    if (k.shape[1], k.shape[2], v.shape[2]) != (k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]):
+        what = "k and v must have the cache's heads and head_dim"
+        _wrong(caller, ValueError, what, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+
+
 def of_samples(caller: str, name: str, t: Any, q: Tensor, batch: int | None = None) -> None:
     """Raise unless this is None or (B,) integers on q's device; B is q's first dimension unless given."""
     if t is None:
@@ -113,11 +125,8 @@ def pages(caller: str, q: Any, k: Any, v: Any, table: Any, batch: int) -> None:
         _wrong(caller, ValueError, "block_table must be on q's device: move it with .to(device)", block_table=table)
 
 
-def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any, lengths: Tensor, query_places: int) -> None:
-    """Raise unless these are (positions, rotary_dim / 2), narrow enough for a head and long enough.
-
-    query_places: how many positions the queries of a sample stand at: N, or 1 if all are turned by the same angle.
-    """
+def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> None:
+    """Raise unless these are (positions, rotary_dim / 2), narrow enough for a head."""
     given = {"rotary_cos": cos, "rotary_sin": sin}
     if k is None:
         _wrong(caller, ValueError, "rotary_cos and rotary_sin turn new keys: give k and v as well", **given)
@@ -128,10 +137,6 @@ def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any, lengths: Tensor, 
         _wrong(caller, ValueError, what, q=q, **given)
     if cos.device != q.device or sin.device != q.device:
         _wrong(caller, ValueError, "rotary_cos and rotary_sin must be on q's device", q=q, **given)
-    if q.device.type == "cpu" and not torch.compiler.is_compiling() and len(q):
-        most = int(lengths.max()) + max(query_places, k.shape[1])
-        if most > len(cos):
-            _wrong(caller, ValueError, f"rotary_cos has too few positions for places up to {most - 1}", **given)
 
 
 def _integers(t: Any) -> bool:
