@@ -95,14 +95,55 @@ class TestImageFolder:
         for step, batch in zip(range(2, 7), ahead.batches(2, 4, seed=1), strict=False):
             assert torch.equal(batch[0], plain.batch(step, 4, seed=1)[0])
 
-    def test_a_broken_image_is_counted_and_skipped(self, folder, capsys):
-        (folder / "train" / "class0" / "3.png").write_bytes(b"no image")
-        data = ImageFolder(folder, 16, "crop", tolerated=1)
+    @staticmethod
+    def files(folder, part):
+        return sorted((folder / part).rglob("*.png"))
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_broken_images_are_counted_and_skipped(self, folder, capfd, workers):
+        broken = [*self.files(folder, "train")[:3], self.files(folder, "val")[0]]
+        whole = broken[0].read_bytes()
+        for file, content in zip(broken, (b"", b"no image", whole[:-40], whole[:60]), strict=True):
+            file.write_bytes(content)
+        broken.append(self.files(folder, "train")[-1])
+        broken[-1].unlink()
+        broken[-1].symlink_to(folder / "nowhere")
+        data = ImageFolder(folder, 16, "crop", workers=workers)
+        for _, batch in zip(range(4), data.batches(0, 10, seed=0), strict=False):
+            assert batch[0].shape[0] == 10
+        held_out = list(data.validation(2))
+        assert sum(len(images) for images, _ in held_out) == len(self.files(folder, "val")) - 1
+        assert set(data.unreadable.errors) == set(map(str, broken))
+        said = capfd.readouterr().out
+        assert all(said.count(f"unreadable image {file}: ") == 1 for file in broken)
+        assert data.left_out().startswith(f"5 of {len(list(folder.rglob('*.png')))} images could not be read")
+        assert all(str(file) in data.left_out() for file in broken)
+
+    def test_a_decompression_bomb_is_a_broken_image(self, folder, monkeypatch, capsys):
+        image = pytest.importorskip("PIL.Image")
+        bombs = {self.files(folder, "train")[0]: (60, 60), self.files(folder, "val")[0]: (90, 90)}
+        for file, size in bombs.items():
+            image.new("RGB", size).save(file)
+        monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 3000)  # a warning above it, an error above twice as many
+        data = ImageFolder(folder, 16, "none")
         assert data.batch(0, 10, seed=0)[0].shape[0] == 10
-        assert data.unreadable == 1
-        assert "unreadable image" in capsys.readouterr().out
-        with pytest.raises(DataError, match="more than 1 images"):
-            data.batch(1, 10, seed=0)
+        list(data.validation(4))
+        assert set(data.unreadable.errors) == set(map(str, bombs))
+        assert "DecompressionBomb" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_mostly_broken_images_are_an_error(self, folder, workers, capfd):
+        for file in self.files(folder, "train"):
+            file.write_bytes(b"no image")
+        with pytest.raises(DataError, match=r"images cannot be read, the last .*png: UnidentifiedImageError") as error:
+            next(iter(ImageFolder(folder, 16, "crop", workers=workers).batches(0, 10, seed=0)))
+        assert "\n" not in str(error.value)
+
+    def test_held_out_images_that_are_all_broken_are_an_error(self, folder, capsys):
+        for file in self.files(folder, "val"):
+            file.write_bytes(b"no image")
+        with pytest.raises(DataError, match=r"no held-out image of .* can be read"):
+            list(ImageFolder(folder, 16, "crop").validation(4))
 
     def test_another_layout_is_described(self, tmp_path, folder):
         with pytest.raises(DataError, match=r"looked for .*train/CLASS/\*\.jpeg and found no folder"):

@@ -9,6 +9,7 @@ import torch
 from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import DataError
 from sigattn.data.speech import Speech, Tokens, Utterance, log_mel, mel_filters, spec_augment
+from sigattn.data.unreadable import Unreadable
 
 soundfile = pytest.importorskip("soundfile")
 ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"
@@ -106,16 +107,61 @@ class TestBatches:
         assert torch.equal(late.batch(4, 6, 0)[0], never.batch(4, 6, 0)[0])
         assert not torch.equal(late.batch(5, 6, 0)[0], never.batch(5, 6, 0)[0])
 
-    def test_a_broken_recording_is_counted_and_left_out(self, digits, capsys):
-        data = self.data(digits, tolerated=30)
+    def test_masks_differ_from_epoch_to_epoch(self, digits):
+        training, held_out, _ = spoken_digits(digits, training=12, held_out=2)
+        masked = Speech(training, held_out, Tokens(ALPHABET), spec_augment_from=0)
+        assert len(masked._epoch(0, 1000, seed=0)) == 1  # the whole set is one batch: an epoch is one step
+        kept = []
+        for step in range(3):
+            chosen, number = masked._chosen(step, 1000, seed=0)
+            assert number == step
+            frames, lengths, *_ = masked.batch(step, 1000, seed=0)
+            first = chosen.index(0)
+            kept.append(frames[first, : lengths[first]] != 0)
+        assert not torch.equal(kept[0], kept[1])
+        assert not torch.equal(kept[1], kept[2])
+        again = masked.batch(1, 1000, seed=0)[0]
+        assert torch.equal(again, masked.batch(1, 1000, seed=0)[0])
+
+    def test_broken_recordings_are_counted_and_left_out(self, digits, capsys):
+        data = self.data(digits)
         first, *_ = data._chosen(0, 6, seed=0)[0]
-        data.training[first].pieces[0][0].write_bytes(b"no sound")
-        frames, *_ = data.batch(0, 6, seed=0)
-        assert len(frames) < len(data._chosen(0, 6, seed=0)[0])
-        assert data.unreadable >= 1
-        assert "unreadable recording" in capsys.readouterr().out
-        with pytest.raises(DataError, match="more than 0 recordings cannot be read"):
-            Speech(data.training, [], Tokens(ALPHABET), tolerated=0).batch(0, 6, seed=0)
+        broken, missing = data.training[first].pieces[0][0], data.held_out[0].pieces[0][0]
+        broken.write_bytes(b"no sound")
+        missing.unlink()
+        for _ in range(2):
+            frames, *_ = data.batch(0, 6, seed=0)
+            assert len(frames) < len(data._chosen(0, 6, seed=0)[0])
+        assert 0 < sum(len(b[0]) for b in data.validation(4)) < 12
+        assert set(data.unreadable.errors) == {str(broken), str(missing)}
+        said = capsys.readouterr().out
+        assert said.count(f"unreadable recording {broken}: ") == 1
+        assert data.left_out().startswith("2 of ")
+        assert str(broken) in data.left_out()
+
+    def test_a_batch_of_one_broken_recording_is_another_one(self, digits, capsys):
+        data = self.data(digits)
+        (chosen,) = data._chosen(0, 0, seed=0)[0]  # no seconds at all: each batch is one utterance
+        data.training[chosen].pieces[0][0].write_bytes(b"no sound")
+        frames, lengths, *_ = data.batch(0, 0, seed=0)
+        assert len(frames) == len(lengths) == 1
+        assert frames.isfinite().all()
+
+    def test_mostly_broken_recordings_are_an_error(self, digits, capsys):
+        data = self.data(digits)
+        for file in (digits / "recordings").glob("*.wav"):
+            file.write_bytes(b"no sound")
+        with pytest.raises(DataError, match=r"recordings cannot be read, the last .*wav: LibsndfileError"):
+            list(zip(range(99), data.batches(0, 6, seed=0), strict=False))
+        data = self.data_of_broken_held_out(digits)
+        with pytest.raises(DataError, match="no held-out recording can be read"):
+            list(data.validation(4))
+
+    @staticmethod
+    def data_of_broken_held_out(digits):
+        nowhere = Utterance(((digits / "nowhere.wav", 0.0, math.inf),), "one", 1.0)
+        others = [Utterance(((digits / f"{i}.wav", 0.0, math.inf),), "one", 1.0) for i in range(3)]
+        return Speech(others, [nowhere], Tokens(ALPHABET))
 
 
 class TestCorpora:
@@ -157,6 +203,40 @@ class TestCorpora:
         with pytest.raises(DataError, match="test-clean/SPEAKER/CHAPTER"):
             librispeech(tmp_path, ["test-clean"])
 
+    def test_unreadable_recordings_do_not_prevent_the_start(self, digits, tmp_path, capsys):
+        recordings = digits / "recordings"
+        (recordings / "3_ann_7.wav").write_bytes(b"no sound")
+        (recordings / "readme_of_this.wav").write_bytes(b"not a recording of a digit")
+        unreadable = Unreadable("recording")
+        training, held_out, _ = spoken_digits(digits, training=50, held_out=20, unreadable=unreadable)
+        assert (len(training), len(held_out)) == (50, 20)
+        assert list(unreadable.errors) == [str(recordings / "3_ann_7.wav")]
+        assert unreadable.total == 80
+        for file in recordings.glob("*_ann_*.wav"):
+            file.write_bytes(b"no sound")
+        (recordings / "3_bob_7.wav").write_bytes(b"no sound")
+        with pytest.raises(DataError, match="41 of 80 recordings cannot be read"):
+            spoken_digits(digits)
+
+    def test_librispeech_without_some_recordings(self, tmp_path, capsys):
+        chapter = tmp_path / "dev-clean" / "12" / "34"
+        chapter.mkdir(parents=True)
+        names = [f"12-34-000{i}" for i in range(4)]
+        (chapter / "12-34.trans.txt").write_text("\n\n".join(f"{name} HELLO" for name in names))
+        for name in names[:2]:
+            soundfile.write(chapter / f"{name}.flac", tone(0.5, 16_000).numpy(), 16_000)
+        (chapter / f"{names[2]}.flac").write_bytes(b"no sound")
+        unreadable = Unreadable("recording")
+        assert len(librispeech(tmp_path, ["dev-clean"], unreadable)) == 2
+        assert list(unreadable.errors) == [str(chapter / f"{name}.flac") for name in names[2:]]
+        assert "2 of 4 recordings could not be read" in unreadable.summary()
+        (chapter / f"{names[1]}.flac").unlink()
+        with pytest.raises(DataError, match="3 of 4 recordings cannot be read"):
+            librispeech(tmp_path, ["dev-clean"])
+        (chapter / "12-34.trans.txt").write_bytes(b"\xff\xfe")
+        with pytest.raises(DataError, match=r"cannot read .*12-34\.trans\.txt"):
+            librispeech(tmp_path, ["dev-clean"])
+
     def test_tedlium(self, tmp_path):
         talk = tmp_path / "legacy" / "test"
         for name in ("stm", "sph"):
@@ -173,6 +253,10 @@ class TestCorpora:
         assert lengths.tolist() == [151]
         with pytest.raises(DataError, match=r"legacy/dev/stm/\*\.stm"):
             tedlium(tmp_path, "dev")
+        for line, message in (("ann 1 ann", "expected a line of .stm"), ("a 1 a 2.0 1.0 <o> we", "a time after 2.0")):
+            (talk / "stm" / "ann.stm").write_text(line + "\n")
+            with pytest.raises(DataError, match=message):
+                tedlium(tmp_path, "test")
 
     def test_buckets_of_duration(self):
         made = [Utterance((), "", s) for s in (0.5, 9.99, 10.0, 25.0, 30.0, 61.0)]

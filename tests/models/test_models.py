@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import warnings
 from dataclasses import replace
 
@@ -241,6 +242,19 @@ class TestSaving:
             assert a == b
             assert torch.equal(x, y)  # those that are not saved too
         assert not again.training
+
+    @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+    @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+    def test_files_have_the_permissions_of_new_files(self, mask, tmp_path):
+        before = os.umask(mask)
+        try:
+            save(LanguageModel(LANGUAGE), tmp_path)
+            save(LanguageModel(LANGUAGE), tmp_path)  # over an older one, too
+        finally:
+            os.umask(before)
+        assert {f.name: f.stat().st_mode & 0o777 for f in tmp_path.iterdir()} == dict.fromkeys(
+            ("config.json", "model.safetensors"), 0o666 & ~mask
+        )
 
     def test_every_kind_is_tested(self):
         assert set(SMALL) == set(MODELS)

@@ -24,7 +24,14 @@ from sigattn.bench import gpu, provenance
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.cache import LayerCache
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
+from sigattn.validation import (
+    SettingsError,
+    check_among,
+    check_at_least,
+    check_not_empty,
+    check_not_negative,
+    check_positive,
+)
 
 OURS, PAGED, SOFTMAX, FLEX = "sigattn", "sigattn, pages of 64", "softmax SDPA", "softmax FlexAttention"
 PAGE = 64
@@ -64,6 +71,8 @@ class DecodeBenchmark:
     def __post_init__(self) -> None:
         check_at_least(1, self, "contexts", "batches", "heads", "kv_heads", "head_dim", "threads", "prompts", "rounds")
         check_positive(self, "most_gib")
+        if self.heads % self.kv_heads:
+            raise SettingsError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         check_not_negative(self, "round_seconds")
         check_among(tuple(gpu.DTYPES), self, "dtypes")
         check_not_empty(self, "contexts", "batches", "dtypes")

@@ -16,16 +16,19 @@ try:
     from sigattn import info
     from sigattn.bench.provenance import BenchmarkError
     from sigattn.cli.bench import BENCHMARKS
+    from sigattn.cli.corpus import make_tokenizer, pack_tokens
     from sigattn.cli.demo import run_demo
     from sigattn.cli.ecosystem import export, lm_eval
     from sigattn.cli.parsing import bind, parse
     from sigattn.cli.recipes import compare_all, list_recipes, show_norms
     from sigattn.cli.reproduce import reproduce
     from sigattn.cli.theory import run_theory
-    from sigattn.cli.train import evaluate, generate, make_tokenizer, pack_tokens, probe, run_train
+    from sigattn.cli.train import evaluate, generate, probe, run_train
     from sigattn.data.dataset import DataError
     from sigattn.experiments.experiment import ExperimentError
+    from sigattn.files import FileFormatError
     from sigattn.models.saving import ModelError
+    from sigattn.optional import MissingPackageError
     from sigattn.recipes.registry import RecipeError
     from sigattn.train.checkpoint import CheckpointError
     from sigattn.train.loop import NonFiniteLossError
@@ -69,7 +72,16 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 DESCRIPTION = "The command line: ``sigattn COMMAND --help`` says what each command takes."
 USAGE_ERRORS = (SettingsError, RecipeError, ExperimentError)
-DATA_ERRORS = (DataError, CheckpointError, ModelError, NonFiniteLossError, BenchmarkError, OSError)
+DATA_ERRORS = (
+    DataError,
+    CheckpointError,
+    ModelError,
+    NonFiniteLossError,
+    BenchmarkError,
+    FileFormatError,
+    MissingPackageError,
+    OSError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

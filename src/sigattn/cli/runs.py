@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sigattn.data.dataset import DataError
+from sigattn.files import TEXT_OR_NONE, FileFormatError, naming, read_object
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import RecipeError, find
 from sigattn.train.config import TrainConfig
+from sigattn.validation import SettingsError
 
 
 def remember(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
@@ -22,7 +24,8 @@ def remember(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
     settings: Any = (recipe.model, recipe.task, recipe.training)
     model, task, training = (dataclasses.asdict(s) for s in settings)
     about = {"recipe": name, **paths, "model": model, "task": task, "training": training}
-    (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+    with naming(folder / "run.json"):
+        (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
@@ -32,12 +35,20 @@ def recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
         DataError: if the folder holds no run.
     """
     try:
-        about = json.loads((folder / "run.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        about = read_object(
+            folder / "run.json",
+            recipe=str,
+            data=TEXT_OR_NONE,
+            tokenizer=TEXT_OR_NONE,
+            model=dict,
+            task=dict,
+            training=dict,
+        )
+        recipe = find(about["recipe"])
+        training = TrainConfig(**{**about["training"], "betas": tuple(about["training"]["betas"])})
+        model, task = saving.from_dict(type(recipe.model), about["model"]), type(recipe.task)(**about["task"])
+    except (OSError, FileFormatError, RecipeError, SettingsError, KeyError, TypeError) as error:
         raise DataError(f"{folder} holds no run of sigattn train: {error}") from error
-    recipe = find(about["recipe"])
-    training = TrainConfig(**{**about["training"], "betas": tuple(about["training"]["betas"])})
-    model, task = saving.from_dict(type(recipe.model), about["model"]), type(recipe.task)(**about["task"])
     paths = [None if about[n] is None else Path(about[n]) for n in ("data", "tokenizer")]
     return dataclasses.replace(recipe, model=model, task=task, training=training), paths[0], paths[1]
 

@@ -17,7 +17,7 @@ from sigattn.cli.parsing import parse
 from sigattn.cli.runs import language_model, recall, remember
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
-from sigattn.data.tokens import END, MIN_VOCABULARY, load_tokenizer, pack, train_tokenizer
+from sigattn.data.tokens import END, load_tokenizer
 from sigattn.distributed.sharding import leave, processes
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
@@ -95,13 +95,13 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     except Interrupted as stop:
         console.print(f"\n{stop}\nTo go on: the same command with --resume", highlight=False)
         sys.exit(130)
-    except ModuleNotFoundError as error:
-        raise SettingsError(str(error)) from error
     if first:
         rows = metrics.read(folder / "metrics.jsonl")
         final = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
         spikes = {n: metrics.count_spikes([r[n] for r in rows], f) for n, f in (("gradient_norm", 3.0), ("loss", 1.2))}
         console.print(", ".join(f"{k} {v:.4g}" for k, v in final.items()), highlight=False)
+        if left_out := data.left_out():
+            console.print(left_out, soft_wrap=True, highlight=False)
         console.print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")
         console.print(f"model: {folder / 'model'}", soft_wrap=True, highlight=False)
 
@@ -167,6 +167,8 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
         found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
         for key, value in found.items():
             print(f"{part} {key} {value:.6g}".strip())
+        if left_out := source.left_out():
+            print(f"{part} {left_out}".strip())
 
 
 def generate(
@@ -251,31 +253,3 @@ def probe(
         if path is not None:
             raise SettingsError("to fine-tune on a folder of images, train vit-supervised from the saved model")
         print(f"fine-tuned: top1 {fine_tune(model, digits[0], digits[1]):.4f}")
-
-
-def make_tokenizer(data: Path, save: Path, vocabulary: int = 32_768) -> None:
-    """Learn a byte-level BPE vocabulary from a text.
-
-    Args:
-        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
-        save: the JSON file to write.
-        vocabulary: number of tokens.
-    """
-    check_at_least(MIN_VOCABULARY, {"vocabulary": vocabulary})
-    tokenizer = train_tokenizer(data, vocabulary, save)
-    print(f"{tokenizer.get_vocab_size()} tokens: {save}; documents end with {tokenizer.token_to_id(END)}")
-
-
-def pack_tokens(data: Path, tokenizer: Path, save: Path, limit: int | None = None) -> None:
-    """Turn a corpus into one file of tokens, to train language models on.
-
-    Args:
-        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
-        tokenizer: of sigattn tokenizer, or any that Hugging Face's tokenizers saved as JSON.
-        save: the file to write, ending in .bin.
-        limit: tokens after which to stop, at the end of a document.
-    """
-    check_at_least(1, {"limit": limit})
-    if save.suffix != ".bin":
-        raise SettingsError(f"name a file that ends in .bin, got {save}")
-    print(f"{pack(data, load_tokenizer(tokenizer), save, limit):,} tokens: {save}")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sigattn.data.dataset import DataError
 from sigattn.data.speech import Utterance, unpacked
+from sigattn.data.unreadable import Unreadable
+from sigattn.optional import require
 
+_FSDD_NAME = re.compile(r"\d_[^_]+_\d+")  # digit, speaker, index
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -25,41 +28,50 @@ def by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utterance]]:
     return found
 
 
-def librispeech(root: Path, parts: Sequence[str]) -> list[Utterance]:
+def librispeech(root: Path, parts: Sequence[str], unreadable: Unreadable | None = None) -> list[Utterance]:
     """LibriSpeech: ``PART/SPEAKER/CHAPTER/….trans.txt`` beside ``….flac``.
 
+    Args:
+        root: holds the parts. parts: their names.
+        unreadable: gets the recordings that are missing or broken, which are left out.
+
     Raises:
-        DataError: if a part is not there, or soundfile is missing.
+        DataError: if a part is not there, or most recordings cannot be read.
+        MissingPackageError: without soundfile.
     """
-    soundfile = _soundfile()
-    found = []
+    listed: list[tuple[Path, str]] = []
     for part in parts:
-        folder = root / part
+        folder, before = root / part, len(listed)
         for transcript in sorted(folder.glob("*/*/*.trans.txt")):
-            for line in transcript.read_text().splitlines():
+            for line in _lines(transcript):
                 name, _, text = line.partition(" ")
-                path = transcript.parent / f"{name}.flac"
-                found.append(Utterance(((path, 0.0, math.inf),), text, soundfile.info(path).duration))
-        if not found:
+                listed.append((transcript.parent / f"{name}.flac", text))
+        if len(listed) == before:
             raise DataError(f"looked for {folder}/SPEAKER/CHAPTER/*.trans.txt (LibriSpeech's layout) and found none")
-    return found
+    seconds = _durations({path: path for path, _ in listed}, unreadable)
+    return [Utterance(((path, 0.0, math.inf),), text, seconds[path]) for path, text in listed if path in seconds]
 
 
 def tedlium(root: Path, part: str) -> list[Utterance]:
     """TED-LIUM v3: ``legacy/PART/stm/*.stm`` beside ``legacy/PART/sph/*.sph``.
 
     Raises:
-        DataError: if the part is not there.
+        DataError: if the part is not there, or a line is not one of .stm.
     """
     folder = root / "legacy" / part
     found = []
     for file in sorted((folder / "stm").glob("*.stm")):
-        for line in file.read_text().splitlines():
-            name, _, _, first, last, *words = line.split(maxsplit=6)
+        for line in _lines(file):
+            try:
+                name, _, _, first, last, *words = line.split(maxsplit=6)
+                start, stop = float(first), float(last)
+            except ValueError as error:
+                raise DataError(f"{file}: expected a line of .stm, got {line[:60]!r}") from error
             text = words[1] if len(words) == 2 else ""
             if text and text != "ignore_time_segment_in_scoring":
+                if not 0 <= start < stop < math.inf:
+                    raise DataError(f"{file}: expected a time after {first}, got {last}")
                 path = folder / "sph" / f"{name}.sph"
-                start, stop = float(first), float(last)
                 found.append(
                     Utterance(((path, start, stop),), text.replace("<unk>", "").replace(" '", "'"), stop - start)
                 )
@@ -69,36 +81,44 @@ def tedlium(root: Path, part: str) -> list[Utterance]:
 
 
 def spoken_digits(
-    source: Path, *, training: int = 3000, held_out: int = 200, longest: int = 7
+    source: Path,
+    *,
+    training: int = 3000,
+    held_out: int = 200,
+    longest: int = 7,
+    unreadable: Unreadable | None = None,
 ) -> tuple[list[Utterance], list[Utterance], Path | None]:
     """Strings of spoken digits: the Free Spoken Digit Dataset's recordings, 1 to ``longest`` of one speaker in a row.
 
     Args:
         source: the folder ``recordings`` (or what holds it), or the whole as .tar.gz.
         training, held_out: number of strings. Held-out ones are of the official test recordings (0 to 4).
+        longest: most digits of a string.
+        unreadable: gets the recordings that are broken, which are left out.
 
     Returns:
         Strings to train on, held-out ones, and the archive, where source is one.
 
     Raises:
-        DataError: if no recordings are there.
+        DataError: if no recordings are there, or most of them cannot be read.
+        MissingPackageError: without soundfile.
     """
-    soundfile = _soundfile()
+    files: dict[Path, Path | bytes]
     if source.is_file():
-        archive, files = source, unpacked(source)
-        durations = {Path(n): soundfile.info(io.BytesIO(b)).duration for n, b in files.items()}
+        archive, files = source, {Path(name): content for name, content in unpacked(source).items()}
     else:
         archive, folder = None, source / "recordings" if (source / "recordings").is_dir() else source
-        durations = {p: soundfile.info(p).duration for p in sorted(folder.glob("*_*_*.wav"))}
-    if not durations:
+        files = {path: path for path in sorted(folder.glob("*.wav"))}
+    durations = _durations({p: f for p, f in files.items() if _FSDD_NAME.fullmatch(p.stem)}, unreadable)
+    speakers = [{_speaker(p) for p in durations if _is_test(p) == test} for test in (False, True)]
+    if not all(speakers):
         raise DataError(f"looked for recordings/DIGIT_SPEAKER_INDEX.wav (FSDD's layout) in {source} and found none")
     made = []
     for test, count in ((False, training), (True, held_out)):
         by_speaker: dict[str, list[Path]] = {}
         for path in sorted(durations):
-            _, speaker, index = path.stem.split("_")
-            if (int(index) < 5) == test:
-                by_speaker.setdefault(speaker, []).append(path)
+            if _is_test(path) == test:
+                by_speaker.setdefault(_speaker(path), []).append(path)
         made.append(_strings(by_speaker, durations, count, longest, seed=int(test)))
     return made[0], made[1], archive
 
@@ -121,9 +141,32 @@ def _strings(
     return strings
 
 
-def _soundfile() -> Any:
+def _speaker(path: Path) -> str:
+    return path.stem.split("_")[1]
+
+
+def _is_test(path: Path) -> bool:
+    return int(path.stem.split("_")[2]) < 5
+
+
+def _lines(file: Path) -> list[str]:
+    """Lines of a transcript, without empty ones and comments."""
     try:
-        import soundfile
-    except ModuleNotFoundError as error:
-        raise DataError("recordings are read by soundfile: pip install 'sigattn[speech]'") from error
-    return soundfile
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read {file}: {error}") from error
+    return [line for line in lines if line.strip() and not line.startswith(";;")]
+
+
+def _durations(files: Mapping[Path, Path | bytes], unreadable: Unreadable | None) -> dict[Path, float]:
+    """Seconds of each recording that can be read; the others are added to ``unreadable``."""
+    soundfile = require("soundfile", "recordings", "'sigattn[speech]'")
+    unreadable = Unreadable("recording") if unreadable is None else unreadable
+    unreadable.total += len(files)
+    found: dict[Path, float] = {}
+    for name, file in files.items():
+        try:
+            found[name] = soundfile.info(io.BytesIO(file) if isinstance(file, bytes) else file).duration
+        except Exception as error:  # decoders raise anything for broken files
+            unreadable.add(str(name), f"{type(error).__name__}: {error}")
+    return found

@@ -43,6 +43,10 @@ class Data(ABC):
     def validation(self, size: int) -> Iterable[Batch]:
         """Held-out batches of at most so many samples, always the same."""
 
+    def left_out(self) -> str:
+        """Return a line about samples that could not be read; empty if there are none."""
+        return ""
+
     @property
     @abstractmethod
     def fingerprint(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator, shuffled
 from sigattn.data.shards import ShardedImage, sharded_images, shards
+from sigattn.data.unreadable import Unreadable
 
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
@@ -118,7 +120,8 @@ class ImageFolder(Data):
 
     Or in WebDataset's shards, ``…train….tar`` and ``…val….tar``, each image beside the number of its class.
 
-    An image that cannot be read is counted, reported and replaced by the next, up to ``tolerated`` of them.
+    An image that cannot be read, or that Pillow takes for a decompression bomb, is counted and reported. In training
+    the next image takes its place; a held-out one is left out. When they are more than half of all, that is an error.
 
     Args:
         root: holds train and val, or the shards. size: pixels of a side.
@@ -139,7 +142,6 @@ class ImageFolder(Data):
         labels: bool = True,
         jitter: float = 0.5,
         workers: int = 0,
-        tolerated: int = 100,
     ) -> None:
         self._train: Sequence[_File | ShardedImage]
         self._held: Sequence[_File | ShardedImage]
@@ -150,7 +152,8 @@ class ImageFolder(Data):
             self.classes = _classes(root / "train")
             self._train, self._held = (_files(root / split, self.classes) for split in ("train", "val"))
         self.root, self.size, self.augmentation, self.labels = root, size, augmentation, labels
-        self.jitter, self.workers, self.tolerated, self.unreadable = jitter, workers, tolerated, 0
+        self.jitter, self.workers = jitter, workers
+        self.unreadable = Unreadable("image", len(self._train) + len(self._held))
         self._vary, self._plain = transforms(augmentation, size, jitter), transforms("none", size)
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
@@ -159,7 +162,13 @@ class ImageFolder(Data):
             yield from super().batches(first_step, size, seed, shard)
             return
         steps = _Steps(self, first_step, size, seed, shard)
-        yield from torch.utils.data.DataLoader(steps, batch_size=None, num_workers=self.workers, prefetch_factor=2)
+        for batch, found in torch.utils.data.DataLoader(
+            steps, batch_size=None, num_workers=self.workers, prefetch_factor=2
+        ):
+            self.unreadable.merge(found)
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Images (B, 3, size, size), a tensor for each view, and labels (B,) where there is one view."""
@@ -168,12 +177,27 @@ class ImageFolder(Data):
         return self._collate(samples)
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """Held-out images in order, unvaried but for the views' sake."""
+        """Held-out images in order, unvaried but for the views' sake.
+
+        Raises:
+            DataError: if none can be read.
+        """
+        read = 0
         vary = self._vary if self.augmentation in ("simclr", "multicrop") else self._plain
         for start in range(0, len(self._held), size):
-            files = self._held[start : start + size]
-            samples = [(self._varied(self._read(f), vary, start + i), f.label) for i, f in enumerate(files)]
-            yield self._collate(samples)
+            samples = []
+            for i, file in enumerate(self._held[start : start + size], start):
+                if (image := self._read(file)) is not None:
+                    samples.append((self._varied(image, vary, i), file.label))
+            if samples:
+                read += len(samples)
+                yield self._collate(samples)
+        if not read:
+            raise DataError(f"no held-out image of {self.root} can be read")
+
+    def left_out(self) -> str:
+        """See ``Data``."""
+        return self.unreadable.summary()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -187,13 +211,7 @@ class ImageFolder(Data):
     def _sample(self, index: int, epoch: int, seed: int) -> tuple[Any, int]:
         for other in range(len(self._train)):
             file = self._train[(index + other) % len(self._train)]
-            try:
-                image = self._read(file)
-            except (OSError, ValueError, SyntaxError) as error:
-                self.unreadable += 1
-                print(f"unreadable image {file}: {error} ({self.unreadable} so far)")
-                if self.unreadable > self.tolerated:
-                    raise DataError(f"more than {self.tolerated} images of {self.root} cannot be read") from error
+            if (image := self._read(file)) is None:
                 continue
             drawn = int(torch.randint(1 << 62, (), generator=sample_generator(seed, epoch, index)))
             return self._varied(image, self._vary, drawn), file.label
@@ -206,10 +224,17 @@ class ImageFolder(Data):
             return vary(image)
 
     def _read(self, file: _File | ShardedImage) -> Any:
+        """Return an image, or None if it cannot be read."""
         from PIL import Image
 
-        with file.open() as content, Image.open(content) as image:
-            return image.convert("RGB")
+        try:
+            with file.open() as content, warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(content) as image:
+                    return image.convert("RGB")
+        except Exception as error:
+            self.unreadable.add(str(file), f"{type(error).__name__}: {error}")
+            return None
 
     def _collate(self, samples: list[tuple[Any, int]]) -> Batch:
         images, labels = zip(*samples, strict=True)
@@ -219,17 +244,23 @@ class ImageFolder(Data):
         return (stacked, torch.tensor(labels)) if self.labels else (stacked,)
 
 
-class _Steps(torch.utils.data.IterableDataset[Batch]):
-    """The steps from one on, shared out over worker processes in turn."""
+class _Steps(torch.utils.data.IterableDataset[tuple[Batch | DataError, dict[str, str]]]):
+    """The steps from one on, shared out over worker processes in turn; and the files that each found unreadable."""
 
     def __init__(self, data: ImageFolder, first: int, size: int, seed: int, shard: tuple[int, int]) -> None:
         self.data, self.first, self.size, self.seed, self.shard = data, first, size, seed, shard
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[tuple[Batch | DataError, dict[str, str]]]:
+        found = self.data.unreadable = Unreadable("image", self.data.unreadable.total)
         info = torch.utils.data.get_worker_info()
         step, stride = (self.first, 1) if info is None else (self.first + info.id, info.num_workers)
         while True:
-            yield self.data.batch(step, self.size, self.seed, self.shard)
+            known = len(found)
+            try:
+                batch: Batch | DataError = self.data.batch(step, self.size, self.seed, self.shard)
+            except DataError as error:  # raised there, it would come with the worker's traceback in its message
+                batch = error
+            yield batch, dict(list(found.errors.items())[known:])
             step += stride
 
 

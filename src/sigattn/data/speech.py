@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import math
 import tarfile
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator
+from sigattn.data.unreadable import Unreadable
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,14 @@ class Utterance:
 class Speech(Data):
     """Utterances in batches of so many seconds, samples of about one length together.
 
-    A recording that cannot be read is counted, reported and left out, up to ``tolerated`` of them.
+    A recording that cannot be read is counted, reported and left out. When they are more than half of all, that is an
+    error.
 
     Args:
         training, held_out: utterances. tokens: from a text to numbers.
         mels: channels. spec_augment_from: the step from which frames are masked; None for never.
         archive: a tar file in which the paths are, instead of on the disk.
+        unreadable: of these recordings, those that were found unreadable before.
     """
 
     def __init__(
@@ -51,10 +55,12 @@ class Speech(Data):
         mels: int = 80,
         spec_augment_from: int | None = 0,
         archive: Path | None = None,
-        tolerated: int = 100,
+        unreadable: Unreadable | None = None,
     ) -> None:
         self.training, self.held_out, self.tokens, self.mels = training, held_out, tokens, mels
-        self.spec_augment_from, self.tolerated, self.unreadable = spec_augment_from, tolerated, 0
+        self.spec_augment_from = spec_augment_from
+        files = {path for u in (*training, *held_out) for path, _, _ in u.pieces}
+        self.unreadable = Unreadable("recording", len(files)) if unreadable is None else unreadable
         self._archive = {} if archive is None else unpacked(archive)
         self._epochs: list[list[list[int]]] = []
         self._made_for: tuple[int, int] | None = None
@@ -63,24 +69,46 @@ class Speech(Data):
         """Frames (B, T, mels), lengths (B,), targets (B, C), target lengths (B,) of at most ``size`` seconds."""
         chosen, epoch = self._chosen(step, size, seed)
         mask = self.spec_augment_from is not None and step >= self.spec_augment_from
-        samples = []
-        for i in chosen[shard[0] :: shard[1]] or chosen[:1]:
-            frames = self._frames(self.training[i])
-            if frames is not None:
-                frames = spec_augment(frames, sample_generator(seed, epoch, i)) if mask else frames
-                samples.append((frames, self.tokens(self.training[i].text)))
+        wanted = chosen[shard[0] :: shard[1]] or chosen[:1]
+        samples = self._readable(wanted)
+        if not samples:  # the next one that can be read stands in for them
+            everything = range(len(self.training))
+            others = itertools.chain(everything[wanted[-1] + 1 :], everything[: wanted[-1]])
+            samples = next((found for i in others if (found := self._readable([i]))), [])
         if not samples:
-            raise DataError(f"no recording of step {step} can be read")
-        return collate(samples)
+            raise DataError("no recording to train on can be read")
+        return collate(
+            [
+                (spec_augment(frames, sample_generator(seed, epoch, i)) if mask else frames, text)
+                for i, frames, text in samples
+            ]
+        )
+
+    def _readable(self, chosen: Sequence[int]) -> list[tuple[int, Tensor, list[int]]]:
+        """Number, frames and text of those utterances to train on that can be read."""
+        made = [(i, self._frames(self.training[i]), self.tokens(self.training[i].text)) for i in chosen]
+        return [(i, frames, text) for i, frames, text in made if frames is not None]
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """The held-out utterances, shortest first."""
+        """The held-out utterances, shortest first.
+
+        Raises:
+            DataError: if there are some, and none can be read.
+        """
+        read = 0
         order = sorted(range(len(self.held_out)), key=lambda i: self.held_out[i].seconds)
         for group in _groups(order, self.held_out, float(size)):
             made = [(self._frames(self.held_out[i]), self.tokens(self.held_out[i].text)) for i in group]
             samples = [(frames, text) for frames, text in made if frames is not None]
             if samples:
+                read += len(samples)
                 yield collate(samples)
+        if self.held_out and not read:
+            raise DataError("no held-out recording can be read")
+
+    def left_out(self) -> str:
+        """See ``Data``."""
+        return self.unreadable.summary()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -111,28 +139,29 @@ class Speech(Data):
         return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
 
     def _frames(self, utterance: Utterance) -> Tensor | None:
+        """Log-mel frames of an utterance, or None if one of its recordings cannot be read."""
+        parts, rate = [], 0
+        for piece in utterance.pieces:
+            try:
+                wave, rate = self._wave(*piece)
+            except Exception as error:  # decoders raise anything for broken files
+                self.unreadable.add(str(piece[0]), f"{type(error).__name__}: {error}")
+                return None
+            parts.append(wave)
+        return log_mel(torch.cat(parts), rate, self.mels)
+
+    def _wave(self, path: Path, first: float, last: float) -> tuple[Tensor, int]:
+        """Samples of a recording, (samples,), and how many there are in a second."""
         import soundfile
 
-        parts, rate = [], 0
-        try:
-            for path, first, last in utterance.pieces:
-                file: Path | io.BytesIO = path
-                if self._archive:
-                    file = io.BytesIO(self._archive[str(path)])
-                with soundfile.SoundFile(file) as sound:
-                    rate = sound.samplerate
-                    sound.seek(round(first * rate))
-                    count = -1 if last == math.inf else round((last - first) * rate)
-                    parts.append(torch.from_numpy(sound.read(count, dtype="float32", always_2d=True).mean(1)))
-            if not rate or not sum(map(len, parts)):
-                raise DataError("it is empty")
-        except (OSError, KeyError, DataError, soundfile.LibsndfileError) as error:
-            self.unreadable += 1
-            print(f"unreadable recording {utterance.pieces[0][0]}: {error} ({self.unreadable} so far)")
-            if self.unreadable > self.tolerated:
-                raise DataError(f"more than {self.tolerated} recordings cannot be read, the last: {error}") from error
-            return None
-        return log_mel(torch.cat(parts), rate, self.mels)
+        file: Path | io.BytesIO = io.BytesIO(self._archive[str(path)]) if self._archive else path
+        with soundfile.SoundFile(file) as sound:
+            sound.seek(round(first * sound.samplerate))
+            count = -1 if last == math.inf else round((last - first) * sound.samplerate)
+            wave = torch.from_numpy(sound.read(count, dtype="float32", always_2d=True).mean(1))
+            if not len(wave):
+                raise EOFError(f"it has no sound at {first:g} s")
+            return wave, sound.samplerate
 
 
 class Tokens:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sigattn.data.dataset import Batch, Data, DataError
+from sigattn.data.text import check_tokens
 
 HUB = "hf:"
 
@@ -56,7 +57,7 @@ class StreamedText(Data):
     Args:
         documents: starts reading from the first document. name: tells this text from others.
         encode: a document's tokens, with whatever ends it.
-        context: tokens of a window. held_out: number of windows held out.
+        context: tokens of a window. held_out: number of windows held out. vocabulary: number of tokens that there are.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class StreamedText(Data):
         encode: Callable[[str], list[int]],
         context: int,
         held_out: int = 64,
+        vocabulary: int = 256,
     ) -> None:
-        self.documents, self.name, self.encode = documents, name, encode
+        self.documents, self.name, self.encode, self.vocabulary = documents, name, encode, vocabulary
         self.context, self.held_out = context, held_out
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
@@ -75,7 +77,7 @@ class StreamedText(Data):
         windows = itertools.islice(self._training(), first_step * size, None)
         while True:
             rows = list(itertools.islice(windows, size))[shard[0] :: shard[1]]
-            yield _batch(rows)
+            yield self._batch(rows)
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """One of them."""
@@ -87,12 +89,18 @@ class StreamedText(Data):
 
     def validation(self, size: int) -> Iterable[Batch]:
         """The first windows."""
-        return [_batch(self._held[i : i + size]) for i in range(0, self.held_out, size)]
+        return [self._batch(self._held[i : i + size]) for i in range(0, self.held_out, size)]
 
     @property
     def fingerprint(self) -> str:
         """Its name."""
         return f"{self.name}, windows of {self.context}, {self.held_out} held out"
+
+    def _batch(self, rows: list[list[int]]) -> Batch:
+        windows = torch.tensor(rows, dtype=torch.int64)
+        if len(windows):
+            check_tokens(windows, self.vocabulary)
+        return windows[:, :-1], windows[:, 1:]
 
     def _windows(self) -> Iterator[list[int]]:
         """Of context + 1 tokens each, of which the last is the first of the next: one pass over the text."""
@@ -117,8 +125,3 @@ class StreamedText(Data):
                     f"{self.name} is too short: it has not more than the {self.held_out} windows of {self.context} "
                     "tokens that are held out"
                 )
-
-
-def _batch(rows: list[list[int]]) -> Batch:
-    windows = torch.tensor(rows, dtype=torch.int64)
-    return windows[:, :-1], windows[:, 1:]

@@ -56,11 +56,16 @@ class ByteText:
     """A text as byte tokens, its end held out for validation.
 
     What a step is trained on depends on the seed and the step alone: so a run that is resumed sees what it would have.
+
+    Attributes:
+        training, validation: the tokens. sha256: of all of them.
+        vocabulary: number of tokens that there are; a window with another token is an error.
     """
 
     training: Int[Tensor, " training_bytes"]
     validation: Int[Tensor, " validation_bytes"]
     sha256: str
+    vocabulary: int = 256
 
     @classmethod
     def split(cls, text: bytes, context: int, held_out: float = 0.1) -> ByteText:
@@ -74,7 +79,13 @@ class ByteText:
 
     @classmethod
     def split_tokens(
-        cls, tokens: Int[Tensor, " tokens"], context: int, held_out: float, sha256: str, unit: str = "tokens"
+        cls,
+        tokens: Int[Tensor, " tokens"],
+        context: int,
+        held_out: float,
+        sha256: str,
+        unit: str = "tokens",
+        vocabulary: int = 256,
     ) -> ByteText:
         """The same of tokens of any vocabulary."""
         cut = len(tokens) - int(held_out * len(tokens))
@@ -83,7 +94,7 @@ class ByteText:
                 f"the text has {len(tokens)} {unit}, of which {len(tokens) - cut} are held out: too short for a "
                 f"context of {context} (at least {int((context + 1) / held_out) + 1} {unit} are needed)"
             )
-        return cls(tokens[:cut], tokens[cut:], sha256)
+        return cls(tokens[:cut], tokens[cut:], sha256, vocabulary)
 
     def batch(
         self, step: int, size: int, context: int, seed: int
@@ -91,14 +102,14 @@ class ByteText:
         """Random windows of the training text and, shifted by one, the bytes to predict."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         starts = torch.randint(len(self.training) - context, (size,), generator=generator)
-        return _windows(self.training, starts, context)
+        return _windows(self.training, starts, context, self.vocabulary)
 
     def validation_batch(
         self, count: int, context: int
     ) -> tuple[Int[Tensor, "count context"], Int[Tensor, "count context"]]:
         """Windows spread evenly over the held-out text, always the same."""
         starts = torch.linspace(0, len(self.validation) - context - 1, count).long()
-        return _windows(self.validation, starts, context)
+        return _windows(self.validation, starts, context, self.vocabulary)
 
 
 class TextData(Data):
@@ -127,7 +138,16 @@ class TextData(Data):
         return self.text.sha256
 
 
-def _windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+def _windows(tokens: Tensor, starts: Tensor, context: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     at = starts[:, None] + torch.arange(context + 1)
     window = tokens[at].long()
+    check_tokens(window, vocabulary)
     return window[:, :-1], window[:, 1:]
+
+
+def check_tokens(window: Int[Tensor, "batch length"], vocabulary: int) -> None:
+    """Raise DataError if a token is not in 0 … vocabulary - 1."""
+    least, most = window.aminmax()
+    if least < 0 or most >= vocabulary:
+        wrong = int(least if least < 0 else most)
+        raise DataError(f"the text holds token {wrong}, and the model has a vocabulary of {vocabulary}")

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import torch
 from sigattn.data.dataset import DataError
 from sigattn.data.stream import hub_documents, is_streamed
 from sigattn.data.text import ByteText
+from sigattn.files import FileFormatError, naming, read_object
+from sigattn.validation import SettingsError, check_at_least
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".parquet")
 END = "<|end|>"  # between documents
@@ -54,14 +57,21 @@ def documents(path: Path) -> Iterator[str]:
 def _json_lines(file: Path) -> Iterator[str]:
     opener = gzip.open if file.suffix == ".gz" else open
     try:
-        with opener(file, "rt") as lines:
+        with opener(file, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                try:
-                    yield json.loads(line)["text"]
-                except (json.JSONDecodeError, KeyError, TypeError) as error:
-                    raise DataError(f'{file}, line {number}: expected JSON with a "text", got {line[:60]!r}') from error
-    except (OSError, EOFError) as error:
+                yield _text_of(line, f"{file}, line {number}")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"cannot read {file}: {error}") from error
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise DataError(f'{place}: expected JSON with a "text", got {line[:60]!r}')
+    return text
 
 
 def _parquet(file: Path) -> Iterator[str]:
@@ -69,11 +79,18 @@ def _parquet(file: Path) -> Iterator[str]:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError as error:
         raise DataError(f"{file} is read by pyarrow: pip install 'sigattn[text]'") from error
-    table = parquet.ParquetFile(file)
-    if "text" not in table.schema_arrow.names:
-        raise DataError(f'{file} has no column "text", but {", ".join(table.schema_arrow.names)}')
-    for batch in table.iter_batches(columns=["text"]):
-        yield from (text for text in batch.column(0).to_pylist() if text is not None)
+    import pyarrow
+
+    try:
+        table = parquet.ParquetFile(file)
+        if "text" not in table.schema_arrow.names:
+            raise DataError(f'{file} has no column "text", but {", ".join(table.schema_arrow.names)}')
+        if (kind := str(table.schema_arrow.field("text").type)) not in ("string", "large_string", "string_view"):
+            raise DataError(f'the column "text" of {file} must hold strings, got {kind}')
+        for batch in table.iter_batches(columns=["text"]):
+            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {file}: {error}") from error
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -89,8 +106,18 @@ def load_tokenizer(path: Path) -> Any:
         raise DataError(f"cannot read the tokenizer {path}: {error}") from error
 
 
-def train_tokenizer(path: Path, vocabulary: int, save: Path) -> Any:
-    """A byte-level BPE tokenizer of so many tokens, learned from a text and saved."""
+Progress = Callable[[int, int], None]  # called with the number of documents read so far, and of tokens made of them
+
+
+def train_tokenizer(path: Path, vocabulary: int, save: Path, on_progress: Progress = lambda *_: None) -> Any:
+    """Train a byte-level BPE tokenizer on a text and save it as JSON.
+
+    Raises:
+        DataError: if the text cannot be read.
+        SettingsError: if the vocabulary does not hold all bytes, or ``save`` is a folder.
+    """
+    check_at_least(MIN_VOCABULARY, {"vocabulary": vocabulary})
+    _check_save(save)
     tokenizers = _tokenizers()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -101,10 +128,22 @@ def train_tokenizer(path: Path, vocabulary: int, save: Path) -> Any:
         show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator(documents(path), trainer)
+
+    def counted() -> Iterator[str]:
+        for count, text in enumerate(documents(path), 1):
+            on_progress(count, 0)
+            yield text
+
+    tokenizer.train_from_iterator(counted(), trainer)
     save.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(save))
+    with naming(save):
+        save.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     return tokenizer
+
+
+def _check_save(save: Path) -> None:
+    if save.is_dir():
+        raise SettingsError(f"name a file to write, got the folder {save}")
 
 
 def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: float = 0.05) -> ByteText:
@@ -118,7 +157,8 @@ def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: 
     encoded = encoder(tokenizer)
     parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in documents(path)]
     tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
-    return ByteText.split_tokens(tokens.long(), context, held_out, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())
+    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    return ByteText.split_tokens(tokens.long(), context, held_out, digest, vocabulary=vocabulary)
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
@@ -132,23 +172,31 @@ def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return encode_document
 
 
-def pack(path: Path, tokenizer: Any, save: Path, limit: int | None = None) -> int:
+def pack(
+    path: Path, tokenizer: Any, save: Path, limit: int | None = None, on_progress: Progress = lambda *_: None
+) -> int:
     """Write all documents as one row of tokens, an end token after each, into a file of 32-bit numbers; gives how many.
 
     With a limit, the document that reaches so many tokens is the last. ``save`` ends in .bin. What is needed to read it
     stands beside it, in a file that ends in .bin.json.
     """
     encoded, count, digest = encoder(tokenizer), 0, hashlib.sha256()
+    _check_save(save)
     save.parent.mkdir(parents=True, exist_ok=True)
     unfinished = save.with_name(save.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        for text in documents(path):
-            row = array.array("i", encoded(text)).tobytes()
-            file.write(row)
-            digest.update(row)
-            count += len(row) // 4
-            if limit is not None and count >= limit:
-                break
+    try:
+        with naming(unfinished), unfinished.open("wb") as file:
+            for number, text in enumerate(documents(path), 1):
+                row = array.array("i", encoded(text)).tobytes()
+                file.write(row)
+                digest.update(row)
+                count += len(row) // 4
+                on_progress(number, count)
+                if limit is not None and count >= limit:
+                    break
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     about = {"tokens": count, "vocabulary": tokenizer.get_vocab_size(), "sha256": digest.hexdigest()}
     save.with_name(save.name + ".json").write_text(json.dumps(about) + "\n")
     os.replace(unfinished, save)
@@ -162,16 +210,16 @@ def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -
         DataError: if it is not such a file, has more tokens than the model, or is too short.
     """
     try:
-        about = json.loads(path.with_name(path.name + ".json").read_text())
+        about = read_object(path.with_name(path.name + ".json"), tokens=int, vocabulary=int, sha256=str)
         size = path.stat().st_size
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, FileFormatError) as error:
         raise DataError(f"{path} is no file of sigattn pack: {error}") from error
     if size != 4 * about["tokens"]:
         raise DataError(f"{path} should hold {about['tokens']} tokens of 4 bytes, and has {size} bytes")
     if about["vocabulary"] > vocabulary:
         raise DataError(f"the tokenizer has {about['vocabulary']} tokens, and the model {vocabulary}")
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
-    return ByteText.split_tokens(tokens, context, held_out, about["sha256"])
+    return ByteText.split_tokens(tokens, context, held_out, about["sha256"], vocabulary=vocabulary)
 
 
 def _tokenizers() -> Any:

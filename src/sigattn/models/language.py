@@ -197,6 +197,9 @@ class LanguageModel(Transformer):
             raise ValueError(
                 f"generate needs a prompt of at least one token, and new_tokens ≥ 0: got {shapes} and {new_tokens}"
             )
+        size = self.config.vocabulary
+        if any(int(p.min()) < 0 or int(p.max()) >= size for p in rows):
+            raise SettingsError(f"prompts must hold tokens of the vocabulary of {size}, 0 … {size - 1}")
         training = self.training
         self.eval()
         try:

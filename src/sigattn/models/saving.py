@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sigattn.files import FileFormatError, naming, read_object
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
@@ -55,9 +59,8 @@ def save(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None)
 
     Raises:
         TypeError: if it is none of this library's models.
+        OSError: if it cannot be written.
     """
-    from safetensors.torch import save_file
-
     # FSDP makes a subclass of a model's class
     name = next((n for n, (_, kind) in MODELS.items() if isinstance(model, kind)), None)
     if name is None:
@@ -66,8 +69,30 @@ def save(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None)
     folder.mkdir(parents=True, exist_ok=True)
     about = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+    _write_tensors(tensors, folder / "model.safetensors")
+    with naming(folder / "config.json"):
+        (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file whole or not at all, with the permissions of any new file (safetensors gives it to its owner only).
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+        save_file(tensors, unfinished)
+        unfinished.chmod(stat.S_IMODE(mode))
+        unfinished.replace(path)
+    except SafetensorError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def load(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
@@ -80,14 +105,15 @@ def load(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
     from safetensors.torch import load_file
 
     try:
-        about = json.loads((folder / "config.json").read_text())
+        about = read_object(folder / "config.json", model=str, config=dict)
         kind, _ = MODELS[about["model"]]
         config = from_dict(kind, about["config"])
         model = build(config, "meta").to_empty(device=device)
         _refill_buffers(model)
         model.load_state_dict(load_file(folder / "model.safetensors", device=str(device)))
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{folder} holds no model that can be loaded: {type(error).__name__}: {error}") from error
+    except (OSError, FileFormatError, KeyError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{folder} holds no model that can be loaded: {type(error).__name__}: {reason}") from error
     return model.eval()
 
 

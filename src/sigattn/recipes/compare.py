@@ -24,6 +24,7 @@ import torch
 
 from sigattn.data.images import Digits
 from sigattn.data.text import ByteText, TextData
+from sigattn.files import Kind, read_object
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
 from sigattn.recipes import intervals, loading, workers
@@ -88,11 +89,30 @@ class Compare:
         if not any(self.only in entry.title for entry in ENTRIES):
             titles = "; ".join(entry.title for entry in ENTRIES)
             raise SettingsError(f"only={self.only!r} is in the title of no row; there are {titles}")
+        if not self.entries:
+            raise SettingsError("name the recordings of spoken digits with --speech: all these rows need them")
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Rows of the table."""
+        return [e for e in ENTRIES if self.only in e.title and (self.speech or e.needs != "speech")]
+
+
+RESULT: dict[str, Kind] = {  # keys of a run's result.json
+    "entry": str,
+    "mechanism": str,
+    "value": (int, float),
+    "gradient_spikes": int,
+    "loss_spikes": int,
+    "first_attention_norm": (int, float),
+    "last_attention_norm": (int, float),
+    "steps_per_second": (int, float),
+}
 
 
 def run(options: Compare, show: Callable[[str], None]) -> str:
     """Do all runs that are not done, and give the table as Markdown (written to table.md, beside results.json)."""
-    entries = [e for e in ENTRIES if options.only in e.title and (options.speech or e.needs != "speech")]
+    entries = options.entries
     jobs = [(e, m, s) for e in entries for s in range(options.seeds) for m in MECHANISMS]
     jobs = [job for job in jobs if not _result_file(options, *job).exists()]
     with workers.pool(options.workers) as processes:
@@ -101,7 +121,7 @@ def run(options: Compare, show: Callable[[str], None]) -> str:
             entry, mechanism, seed = futures[future]
             result = future.result()
             show(f"{i} of {len(jobs)}: {entry.title}, {mechanism}, seed {seed}: {result['value']:.4g}")
-    results = [json.loads(_result_file(options, e, m, s).read_text()) for e in entries for m in MECHANISMS
+    results = [read_object(_result_file(options, e, m, s), **RESULT) for e in entries for m in MECHANISMS
                for s in range(options.seeds)]  # fmt: skip
     table = markdown(results)
     (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -14,6 +14,7 @@ from sigattn.data.stream import StreamedText, hub_documents, is_streamed
 from sigattn.data.synthetic import KSummation, PairRepeat
 from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.data.tokens import encode, encoder, load_tokenizer, packed
+from sigattn.data.unreadable import Unreadable
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.sequence import SequenceModelConfig
@@ -93,7 +94,9 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
         if vocabulary.get_vocab_size() > model.vocabulary:
             raise DataError(f"the tokenizer has {vocabulary.get_vocab_size()} tokens, and the model {model.vocabulary}")
         name = f"{path} as {tokenizer.name}, {hashlib.sha256(tokenizer.read_bytes()).hexdigest()}"
-        return StreamedText(lambda: hub_documents(path), name, encoder(vocabulary), model.context)
+        return StreamedText(
+            lambda: hub_documents(path), name, encoder(vocabulary), model.context, vocabulary=model.vocabulary
+        )
     return TextData(encode(path, load_tokenizer(tokenizer), model.vocabulary, model.context), model.context)
 
 
@@ -115,15 +118,23 @@ def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data
     if not path.exists():
         raise DataError(f"no such file or folder: {path}")
     assert isinstance(recipe.task, CTC)
-    tokens = Tokens(recipe.task.alphabet)
+    tokens, unreadable = Tokens(recipe.task.alphabet), Unreadable("recording")
     if recipe.data not in _LIBRISPEECH:
-        training, held_out, archive = spoken_digits(path)
+        training, held_out, archive = spoken_digits(path, unreadable=unreadable)
         # a sample of two seconds has no room for the paper's masks, which are made for fifteen
-        return Speech(training, held_out, tokens, mels=model.mels, spec_augment_from=None, archive=archive)
+        return Speech(
+            training,
+            held_out,
+            tokens,
+            mels=model.mels,
+            spec_augment_from=None,
+            archive=archive,
+            unreadable=unreadable,
+        )
     start = 10_000 if "10,000" in recipe.augmentation else 0
-    training = librispeech(path, _LIBRISPEECH[recipe.data])
-    held_out = librispeech(path, ("dev-clean", "dev-other"))
-    return Speech(training, held_out, tokens, mels=model.mels, spec_augment_from=start)
+    training = librispeech(path, _LIBRISPEECH[recipe.data], unreadable)
+    held_out = librispeech(path, ("dev-clean", "dev-other"), unreadable)
+    return Speech(training, held_out, tokens, mels=model.mels, spec_augment_from=start, unreadable=unreadable)
 
 
 def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:

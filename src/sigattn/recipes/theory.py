@@ -41,18 +41,19 @@ class Theory:
     report: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(2, self, "limit", "longest")
+        check_at_least(4, self, "limit", "longest")  # the least for which every statement has a case
         check_at_least(1, self, "trials")
 
 
 def run(options: Theory, show: Callable[[Statement], None]) -> list[Statement]:
     """Check everything, show each statement as it is done, and write the page if one is wanted."""
+    if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
     found = []
     for statement in check_all(options.limit, options.longest):
         show(statement)
         found.append(statement)
     if options.report is not None:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(page(found, options.trials))
     return found
 

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
 from sigattn.models.speech import ALPHABET, SpeechModel, SpeechModelConfig
+from sigattn.optional import require
 from sigattn.tasks.task import Task
+from sigattn.validation import SettingsError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,12 @@ class CTC(Task):
         """The speech model itself.
 
         Raises:
-            ValueError: if it has not one output for each character and the blank.
+            SettingsError: if it has not one output for each character and the blank.
+            MissingPackageError: without jiwer, which ``evaluate`` counts errors with.
         """
+        require("jiwer", "word error rates", "'sigattn[speech]'")
         if model.vocabulary != 1 + len(self.alphabet):
-            raise ValueError(
+            raise SettingsError(
                 f"an alphabet of {len(self.alphabet)} characters needs vocabulary={1 + len(self.alphabet)}, got "
                 f"{model.vocabulary}"
             )
@@ -46,11 +50,7 @@ class CTC(Task):
         return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class.
-
-        Raises:
-            ModuleNotFoundError: without jiwer, which counts the errors (pip install 'sigattn[speech]').
-        """
+        """See the class."""
         import jiwer
 
         loss, samples, said, heard = 0.0, 0, [], []

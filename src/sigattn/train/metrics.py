@@ -11,6 +11,9 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from sigattn.files import naming
+from sigattn.optional import require
+
 
 class MetricsLog:
     """Appends to ``metrics.jsonl`` and to tensorboard's event file in a folder.
@@ -37,14 +40,16 @@ class MetricsLog:
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read(self.path) if row["step"] < first_step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        with naming(self.path):
+            self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file = self.path.open("a")
         self._board = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, row: dict[str, Any]) -> None:
         """Add the measurements of one step; ``row`` must name its ``step``."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
         for name, value in row.items():
             if name != "step":
                 self._board.add_scalar(name, value, row["step"])
@@ -61,10 +66,7 @@ class MetricsLog:
 
 def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
     """The folder's run in a project, made if it is new; its name there is kept in the folder."""
-    try:
-        import wandb
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("metrics for Weights & Biases need wandb: pip install wandb") from error
+    wandb = require("wandb", "metrics for Weights & Biases", "wandb")
     kept = folder / "wandb.txt"
     if not kept.exists():
         kept.write_text(secrets.token_hex(8))

@@ -1,0 +1,54 @@
+"""Samples of a data set that cannot be read: left out, counted and reported, unless they are the most of it."""
+
+from __future__ import annotations
+
+from sigattn.data.dataset import DataError
+
+MOST_SHARE = 0.5  # more than this part of a data set is no accident
+NAMED = 5
+
+
+class Unreadable:
+    """Names of the files of a data set that cannot be read, each reported once, when it is found.
+
+    Args:
+        kind: "image" or "recording". total: number of files. most_share: part of them above which to give up.
+    """
+
+    def __init__(self, kind: str, total: int = 0, most_share: float = MOST_SHARE) -> None:
+        self.kind, self.total, self.most_share = kind, total, most_share
+        self.errors: dict[str, str] = {}  # by name
+
+    def __len__(self) -> int:
+        return len(self.errors)
+
+    def add(self, name: str, error: str) -> None:
+        """Report a file.
+
+        Raises:
+            DataError: if more than ``most_share`` of all files cannot be read.
+        """
+        if name not in self.errors:
+            print(f"unreadable {self.kind} {name}: {error} ({len(self) + 1} so far)", flush=True)
+            self.merge({name: error})
+
+    def merge(self, errors: dict[str, str]) -> None:
+        """Add files that another process has reported.
+
+        Raises:
+            DataError: as ``add``.
+        """
+        self.errors |= errors
+        if errors and len(self) > self.most_share * self.total:
+            name, error = next(reversed(self.errors.items()))
+            raise DataError(f"{len(self)} of {self.total} {self.kind}s cannot be read, the last {name}: {error}")
+
+    def summary(self) -> str:
+        """Return a line for the end of a run; empty if every file could be read."""
+        if not self.errors:
+            return ""
+        more = f" and {len(self) - NAMED} more" if len(self) > NAMED else ""
+        return (
+            f"{len(self)} of {self.total:,} {self.kind}s could not be read and were left out: "
+            f"{', '.join(list(self.errors)[:NAMED])}{more}"
+        )

@@ -1,0 +1,367 @@
+"""What a user can get wrong at the command line: each mistake ends in one line that names it, and in an exit code."""
+
+import errno
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sigattn import cli
+from sigattn.cli.runs import remember
+from sigattn.data.dataset import DataError
+from sigattn.data.tokens import packed
+from sigattn.models import saving
+from sigattn.recipes import compare
+from sigattn.recipes.registry import find
+from tests.test_cli import failure
+
+TINY = ["lm-1b-2k", "--tiny", "--training.steps", "1", "--training.batch", "2", "--model.context", "16"]
+USAGE, DATA = 2, 1
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder of a language model of bytes, as sigattn train leaves it."""
+    recipe = find("lm-1b-2k-tiny").with_transformer(layers=1, width=16, heads=2, context=16)
+    options = type("Options", (), {"data": None, "tokenizer": None})()
+    remember(tmp_path / "run", recipe, "lm-1b-2k-tiny", options)
+    saving.save(saving.build(recipe.model), tmp_path / "run" / "model")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A text, its tokenizer, and both packed."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
+    tokenizer = tmp_path / "tokenizer.json"
+    cli.main(["tokenizer", "--data", str(tmp_path / "text.txt"), "--save", str(tokenizer), "--vocabulary", "300"])
+    cli.main(["pack", "--data", str(tmp_path / "text.txt"), "--tokenizer", str(tokenizer), "--save",
+              str(tmp_path / "text.bin")])  # fmt: skip
+    return tmp_path
+
+
+def mistake(arguments, code, message, capsys):
+    """Check that a command fails with a code and one line that holds a message."""
+    capsys.readouterr()
+    found, said = failure([str(a) for a in arguments], capsys)
+    assert message in said
+    assert found == code
+
+
+SETTINGS = [
+    (["train", *TINY, "--model.width", "0"], "width must be at least 1, got 0"),
+    (["train", *TINY, "--model.hidden", "0"], "hidden must be at least 1, got 0"),
+    (["train", *TINY, "--model.layers", "-1"], "layers must be at least 1, got -1"),
+    (["train", *TINY, "--model.bias", "inf"], "bias must be a finite number, got inf"),
+    (["train", *TINY, "--training.clip", "-1"], "clip must be a finite number above 0, got -1.0"),
+    (
+        ["train", *TINY, "--training.learning-rate", "nan"],
+        "learning_rate must be a finite number of at least 0, got nan",
+    ),
+    (["train", *TINY, "--task.end-token", "256"], "end_token must be below the vocabulary of 256, got 256"),
+    (["train", *TINY, "--workers", "-1"], "workers must be at least 0, got -1"),
+    (
+        ["train", "vit-supervised", "--tiny", "--model.classes", "5"],
+        "10 classes and the model 5: say --model.classes 10",
+    ),
+    (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
+    (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocabulary=3"),
+    (["demo", "--steps", "-1"], "steps must be at least 1, got -1"),
+    (["norms", "--layers", "0"], "layers must be at least 1, got 0"),
+    (["norms", "--seconds", "nan"], "seconds must be a finite number above 0, got nan"),
+    (["theory", "--limit", "-1"], "limit must be at least 4, got -1"),
+    (["compare", "--only", "nosuch"], "only='nosuch' is in the title of no row"),
+    (["compare", "--seeds", "0"], "seeds must be at least 1, got 0"),
+    (["compare", "--only", "CTC"], "name the recordings of spoken digits with --speech"),
+    (["reproduce", "flops", "--seeds", "0"], "seeds must be at least 1, got 0"),
+    (["reproduce", "nosuch"], "no experiment is called 'nosuch'"),
+    (["bench", "cpu", "--lengths", "0"], "lengths must be at least 1, got 0"),
+    (["bench", "cpu", "--dtypes", "float8"], "dtypes must be one of float32, bfloat16, got 'float8'"),
+    (["bench", "decode", "--heads", "3", "--kv-heads", "2"], "heads must be a multiple of kv_heads, got 3 and 2"),
+    (["tokenizer", "--data", "x", "--save", "y", "--vocabulary", "5"], "vocabulary must be at least 257, got 5"),
+    (["pack", "--data", "x", "--tokenizer", "y", "--save", "z.bin", "--limit", "0"], "limit must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [pytest.param(*s, id=" ".join(s[0])) for s in SETTINGS])
+def test_settings(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mistake(arguments, USAGE, message, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_processes_than_there_are(tmp_path, capsys):
+    arguments = ["train", *TINY, "--training.tensor-parallel", "2", "--folder", tmp_path / "run"]
+    mistake(arguments, USAGE, "tensor_parallel=2 does not divide the 1 processes", capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "nan"], "temperature must be a finite number of at least 0, got nan"),
+        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+        (["--tokens", "-1"], "tokens must be at least 0, got -1"),
+        (["--top-k", "0"], "top_k must be at least 1, got 0"),
+        (["--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
+        (["--beams", "0"], "beams must be at least 1, got 0"),
+        (["--seed", "-1"], "seed must be at least 0, got -1"),
+        (["--prompt", ""], "a prompt of at least one token"),
+    ],
+)
+def test_generating(arguments, message, run, capsys):
+    mistake(["generate", run, *arguments], USAGE, message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "run.json lacks data, model, recipe, task, tokenizer, training"),
+        ("[]", "run.json must hold a JSON object, got list"),
+        ("not JSON", "run.json is no JSON"),
+        ("\xff", "run.json is no JSON"),
+        ("[" * 100_000, "run.json is no JSON"),
+        (None, "No such file"),
+        ({"recipe": "nosuch"}, "no recipe is called 'nosuch'"),
+        ({"recipe": 5}, "run.json has a wrong value for recipe: '5'"),
+        ({"training": {}}, "'betas'"),
+        ({"training": {"betas": [0.9, 0.95], "steps": 0}}, "steps must be at least 1, got 0"),
+        ({"training": {"betas": [0.9, 0.95], "nosuch": 0}}, "unexpected keyword argument 'nosuch'"),
+        ({"model": {"width": "wide"}}, "width must be a whole number, got 'wide'"),
+        ({"task": {"end_token": -1}}, "end_token must be at least 0, got -1"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_run_json(content, message, run, capsys):
+    path = run / "run.json"
+    if content is None:
+        path.unlink()
+    elif isinstance(content, dict):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
+    else:
+        path.write_bytes(content.encode("latin-1"))
+    for command in ("evaluate", "generate", "probe"):
+        mistake([command, run], DATA, f"{run} holds no run of sigattn train: ", capsys)
+    mistake(["evaluate", run], DATA, message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{}", "config.json lacks config, model"),
+        ("config.json", "not JSON", "config.json is no JSON"),
+        ("config.json", '{"model": "nosuch", "config": {}}', "'nosuch'"),
+        ("config.json", '{"model": "language", "config": {"width": 0}}', "width must be at least 1, got 0"),
+        ("config.json", '{"model": "language", "config": {}}', "Error(s) in loading state_dict"),
+        ("model.safetensors", "no tensors at all", "SafetensorError"),
+        ("model.safetensors", None, "No such file"),
+    ],
+)
+def test_model_folder(file, content, message, run, capsys):
+    path = run / "model" / file
+    path.unlink() if content is None else path.write_text(content)
+    mistake(["generate", run], DATA, message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "text.bin.json lacks sha256, tokens, vocabulary"),
+        ("[1]", "must hold a JSON object, got list"),
+        ('{"tokens": true, "vocabulary": 300, "sha256": ""}', "wrong value for tokens: 'True'"),
+        ('{"tokens": 5, "vocabulary": 300, "sha256": ""}', "should hold 5 tokens"),
+        (None, "No such file"),
+    ],
+)
+def test_packed_tokens(content, message, corpus, capsys):
+    about = corpus / "text.bin.json"
+    about.unlink() if content is None else about.write_text(content)
+    arguments = ["train", *TINY, "--data", corpus / "text.bin", "--model.vocabulary", "300"]
+    mistake([*arguments, "--folder", corpus / "run"], DATA, message, capsys)
+    assert not (corpus / "run").exists()
+
+
+@pytest.mark.parametrize("token", [300, -1])
+def test_tokens_beyond_the_vocabulary(token, corpus):
+    file = corpus / "text.bin"
+    tokens = torch.from_file(str(file), shared=True, size=file.stat().st_size // 4, dtype=torch.int32)
+    tokens[5] = token
+    tokens[-5] = token
+    text = packed(file, 300, context=16, held_out=0.1)
+    with pytest.raises(DataError, match=f"holds token {token}, and the model has a vocabulary of 300"):
+        text.batch(0, 2000, 16, seed=0)
+    with pytest.raises(DataError, match=f"holds token {token}"):
+        text.validation_batch(2000, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": 5}\n', 'a.jsonl, line 1: expected JSON with a "text", got'),
+        ("a.jsonl", b"[1, 2]\n", "a.jsonl, line 1: expected JSON"),
+        ("a.jsonl", b'"text"\n', "a.jsonl, line 1: expected JSON"),
+        ("a.jsonl", b'{"text": "fine"}\n' + b"[" * 100_000, "a.jsonl, line 2: expected JSON"),
+        ("a.jsonl", b"\xff\xfe\n", "a.jsonl: 'utf-8' codec"),
+        ("a.jsonl.gz", b"not zipped", "a.jsonl.gz: Not a gzipped file"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff" + b"x" * 50, "cannot read"),
+        ("a.parquet", b"no parquet", "a.parquet: "),
+        ("a.parquet", b"", "a.parquet: "),
+        ("a.parquet", {"text": [1, 2]}, 'the column "text" of'),
+        ("a.parquet", {"words": ["one"]}, 'no column "text"'),
+    ],
+)
+@pytest.mark.parametrize("command", ["tokenizer", "pack"])
+def test_corpora(name, content, message, command, corpus, capsys):
+    if name.endswith("parquet"):
+        parquet = pytest.importorskip("pyarrow.parquet")
+    if isinstance(content, dict):
+        parquet.write_table(pytest.importorskip("pyarrow").table(content), corpus / name)
+    else:
+        (corpus / name).write_bytes(content)
+    tokenizer = ["--tokenizer", corpus / "tokenizer.json"] if command == "pack" else []
+    mistake([command, "--data", corpus / name, "--save", corpus / "new.bin", *tokenizer], DATA, message, capsys)
+    assert not list(corpus.glob("new*"))
+
+
+def test_where_results_go(corpus, capsys):
+    text, tokenizer, file = corpus / "text.txt", corpus / "tokenizer.json", corpus / "file"
+    file.write_text("in the way")
+    (corpus / "folder.bin").mkdir()
+    learn, pack = ["tokenizer", "--data", text], ["pack", "--data", text, "--tokenizer"]
+    mistake([*learn, "--save", corpus], USAGE, f"name a file to write, got the folder {corpus}", capsys)
+    mistake([*pack, tokenizer, "--save", corpus / "folder.bin"], USAGE, "got the folder", capsys)
+    mistake([*pack, text, "--save", corpus / "x.bin"], DATA, "cannot read the tokenizer", capsys)
+    mistake([*learn, "--save", file / "x"], DATA, f"{file}: ", capsys)
+    mistake(["train", *TINY, "--folder", file], DATA, f"{file}", capsys)
+    mistake(["demo", "--run-folder", file], DATA, f"cannot write to the run folder {file}", capsys)
+    mistake(["reproduce", "flops", "--scale", "smoke", "--folder", file], DATA, f"{file}", capsys)
+    mistake(["theory", "--report", file / "x.html"], DATA, f"{file}", capsys)
+    mistake(["evaluate", file], DATA, f"{file}", capsys)
+    mistake(["demo", "--text", corpus / "folder.bin"], DATA, "holds no .md, .py, .rst, .txt file", capsys)
+
+
+def test_without_permission(tmp_path, capsys, monkeypatch):
+    """Root may write everywhere, so the system's answer is imitated."""
+    mkdir = Path.mkdir
+
+    def refused(self, *args, **kwargs):
+        if self.is_relative_to(tmp_path / "run"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    for arguments in (["train", *TINY, "--folder"], ["reproduce", "flops", "--folder"]):
+        mistake([*arguments, tmp_path / "run"], DATA, f"{tmp_path / 'run'}", capsys)
+    mistake(["demo", "--run-folder", tmp_path / "run"], DATA, "run: Permission denied", capsys)
+
+
+class _Full:
+    """A file on a disk that is full: what is written is refused, without the file's name, as the system does."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Let writes to files of a name fail."""
+
+    def fill(ending):
+        opened = pathlib.Path.open
+
+        def full(self, mode="r", *args, **kwargs):
+            file = opened(self, mode, *args, **kwargs)
+            return _Full(file) if self.name.endswith(ending) and mode not in ("r", "rb") else file
+
+        monkeypatch.setattr(pathlib.Path, "open", full)
+
+    return fill
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
+def test_full_disk_while_training(name, full_disk, tmp_path, capsys):
+    full_disk(name)
+    mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, f"{name}: No space left on device", capsys)
+
+
+def test_full_disk_while_packing(full_disk, corpus, capsys):
+    full_disk("new.bin.unfinished")
+    arguments = ["--tokenizer", corpus / "tokenizer.json", "--save", corpus / "new.bin"]
+    mistake(["pack", "--data", corpus / "text.txt", *arguments], DATA, "new.bin.unfinished: No space left", capsys)
+    assert not list(corpus.glob("new*"))
+    full_disk("new.json")
+    arguments = ["--save", corpus / "new.json", "--vocabulary", "300"]
+    mistake(["tokenizer", "--data", corpus / "text.txt", *arguments], DATA, "new.json: No space left", capsys)
+
+
+def test_full_disk_while_the_model_is_saved(tmp_path, monkeypatch, capsys):
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def refused(*_args, **_more):
+        raise pytest.importorskip("safetensors").SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors, "save_file", refused)
+    mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, "model.safetensors: I/O error: No space left", capsys)
+    assert not list((tmp_path / "run" / "model").glob("*.safetensors*"))
+
+
+def test_results_of_compare_that_do_not_parse(tmp_path, capsys):
+    for entry in compare.ENTRIES:
+        for mechanism in compare.MECHANISMS:
+            file = compare._result_file(compare.Compare(folder=tmp_path), entry, mechanism, 0)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("{}")
+    mistake(["compare", "--folder", tmp_path, "--seeds", "1", "--only", "MAE"], DATA, "result.json lacks ", capsys)
+
+
+@pytest.mark.parametrize("module", ["torch", "tyro"])
+def test_ctrl_c_while_modules_are_imported(module, tmp_path):
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join((str(tmp_path), str(Path(cli.__file__).parents[2])))
+    done = subprocess.run([sys.executable, "-m", "sigattn", "info"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_program_gets_ctrl_c_while_the_library_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join((str(tmp_path), str(Path(cli.__file__).parents[2])))
+    code = "try:\n    import sigattn\nexcept KeyboardInterrupt:\n    print('mine')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    assert done.stdout == "mine\n"
+
+
+def test_defects_keep_their_traceback(monkeypatch):
+    """One line is for mistakes of users; a ValueError from within is a defect."""
+
+    def broken(*_args):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr("sigattn.cli.recipes._one", broken)
+    with pytest.raises(ValueError, match="a defect"):
+        cli.main(["recipes", "lm-1b-2k"])
+
+
+def test_what_validation_needs_is_missed_before_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jiwer", None)
+    arguments = ["train", "asr-ls960", "--tiny", "--data", tmp_path, "--folder", tmp_path / "run"]
+    mistake(arguments, DATA, "word error rates need jiwer: pip install 'sigattn[speech]'", capsys)
+    assert not (tmp_path / "run").exists()
