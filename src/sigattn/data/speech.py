@@ -192,8 +192,8 @@ def log_mel(wave: Tensor, rate: int, mels: int = 80) -> Tensor:  # (samples,) �
 def mel_filters(size: int, rate: int, mels: int) -> Tensor:  # (mels, size / 2 + 1)
     """Triangles, evenly spaced on the mel scale 2595 log₁₀(1 + f / 700), from 20 Hz to half the rate."""
     low, high = (2595 * math.log10(1 + f / 700) for f in (20.0, rate / 2))
-    corners = 700 * (10 ** (torch.linspace(low, high, mels + 2) / 2595) - 1)
-    bins = torch.linspace(0, rate / 2, size // 2 + 1)
+    corners = 700 * (10 ** (torch.linspace(low, high, mels + 2, device="cpu") / 2595) - 1)
+    bins = torch.linspace(0, rate / 2, size // 2 + 1, device="cpu")
     rising = (bins - corners[:-2, None]) / (corners[1:-1] - corners[:-2])[:, None]
     falling = (corners[2:, None] - bins) / (corners[2:] - corners[1:-1])[:, None]
     return torch.minimum(rising, falling).clamp(min=0)

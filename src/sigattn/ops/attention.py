@@ -239,7 +239,7 @@ def sides(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
 
 def new_seed(dropout_p: float) -> Tensor | None:
     """What decides which weights are dropped, from PyTorch's CPU generator; None where none are."""
-    return torch.randint(1 << 62, (), dtype=torch.int64) if dropout_p else None
+    return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if dropout_p else None
 
 
 def _on_reference(problem: Problem) -> Tensor:
@@ -265,8 +265,8 @@ def bias_operand(bias: Any) -> Tensor | None:
     if not isinstance(bias, (float, int, torch.SymFloat, torch.SymInt)):  # another library's number
         bias = float(bias)
     if torch.compiler.is_compiling():  # a sum, because that is what the compiler can carry a changing number through
-        return torch.zeros((), dtype=torch.float64) + bias
-    return torch.tensor(bias, dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu") + bias
+    return torch.tensor(bias, dtype=torch.float64, device="cpu")
 
 
 def _four_dimensional(t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from sigattn.ops.products import keep_memory_warm
 # measured on a CPU (docs/log.md)
 FEW = 1 << 19  # elements of a sample's K: beyond, the general way is faster, which walks a cache in pieces
 COPIED = 1 << 16  # up to which samples are worked on together even if their heads must be copied side by side for that
-_ONE = {dtype: torch.ones(1, 1, 1, dtype=dtype) for dtype in (torch.float32, torch.float64)}
+_ONE = {dtype: torch.ones(1, 1, 1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor | None:

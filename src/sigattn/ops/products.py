@@ -120,7 +120,7 @@ def _parts(bias: float | Tensor, dtype: torch.dtype, count: int) -> Sequence[Ten
 def _parts_of_number(bias: float, dtype: torch.dtype, count: int) -> list[float]:
     parts: list[float] = []
     for _ in range(count):
-        parts.append(torch.tensor(bias - math.fsum(parts), dtype=torch.float64).to(dtype).item())
+        parts.append(torch.tensor(bias - math.fsum(parts), dtype=torch.float64, device="cpu").to(dtype).item())
     return parts
 
 
@@ -175,13 +175,14 @@ def keep_memory_warm() -> None:
     touching fresh pages, which doubled the time of a forward (docs/log.md). The threshold follows the largest block
     freed so far, up to 32 MiB; so allocate that much, untouched, and free it. Elsewhere this does nothing.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 @functools.cache
 def _probe(dtype: torch.dtype) -> str | None:
     """Run the internal operator once on a small problem and compare it with the formula."""
-    x, w = torch.linspace(-2, 2, 12).view(3, 4).to(dtype), torch.linspace(-1, 3, 20).view(5, 4).to(dtype)
+    x = torch.linspace(-2, 2, 12, device="cpu").view(3, 4).to(dtype)
+    w = torch.linspace(-1, 3, 20, device="cpu").view(5, 4).to(dtype)
     try:
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return "this processor has no bfloat16 products"

@@ -59,7 +59,7 @@ def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor
     p = problem
     wide = torch.promote_types(p.query.dtype, torch.float32)
     if activation != "sigmoid" and p.bias is None:  # the paper's rule is for the sigmoid alone
-        p = p._replace(bias=torch.zeros((), dtype=wide))
+        p = p._replace(bias=torch.zeros((), dtype=wide, device="cpu"))
     key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
     rows = (p.first_row, p.first_row + p.query.shape[2])
     columns = (0, p.key.shape[2])

@@ -142,7 +142,7 @@ def _operands(p: Problem, dtype: torch.dtype) -> Operands:
 @functools.cache
 def _one(dtype: torch.dtype) -> Tensor:
     """Kept, because making it takes as long as a small product."""
-    return torch.ones(1, 1, 1, dtype=dtype)
+    return torch.ones(1, 1, 1, dtype=dtype, device="cpu")
 
 
 def _group_size(o: Operands) -> int:
