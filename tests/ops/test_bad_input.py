@@ -36,6 +36,9 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
     ),
     "heads": ((Q, K[:, :2], V[:, :2]), {}, ValueError, "pass enable_gqa=True"),
     "heads of value": ((Q, K, V[:, :2]), {}, ValueError, "key and value must have the same number of heads, or 1"),
+    "other layout": ((Q, torch.randn(2, 6, 5, 8), torch.randn(2, 6, 5, 8)), {}, ValueError, r"t.transpose\(1, 2\)"),
+    "mask of the other layout": ((Q, K, V, torch.ones(4, 4) > 0), {}, ValueError, r"t.transpose\(1, 2\)"),
+    "triton-sigmoid's order": ((Q, K, V, True), {}, TypeError, r"got bool; .* as in flash-attn and triton-sigmoid"),
     "heads of value shared": (
         (Q, K, V[:, :3]),
         {"enable_gqa": True},

@@ -114,7 +114,7 @@ def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
             )  # fmt: skip
         count = of_value if of_key == 1 else of_key
         what = f"query has {heads} heads and key {count}: pass enable_gqa=True if query heads share key heads"
-        checks.wrong(ValueError, what, **given)
+        checks.wrong(ValueError, what + checks.layout_hint(query, key), **given)
     return different.pop() if different else 1
 
 

@@ -15,6 +15,10 @@ from torch import Tensor
 from sigattn.ops import scalars
 
 _NAME = "sigmoid_attention"
+_OTHER_LAYOUT = (
+    "tensors of (batch, length, heads, head_dim), as in flash-attn and triton-sigmoid, go to sigattn.flash or are "
+    "transposed: t.transpose(1, 2) (docs/coming-from.md)"
+)
 
 
 def describe(**arguments: Any) -> str:
@@ -142,15 +146,31 @@ def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     return all(a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
 
 
+def layout_hint(query: Tensor, key: Tensor, mask: Any = None) -> str:
+    """Return advice if the shapes are those of (batch, length, heads, head_dim), else an empty text.
+
+    Only a call that fails can be told: if query and key have as many heads as positions agree, both layouts fit.
+    """
+    if query.dim() != 4 or key.dim() != 4:
+        return ""
+    lengths = (query.shape[1], key.shape[1])
+    if mask is None:
+        fits = query.shape[2] == key.shape[2] and lengths[0] != lengths[1]
+    else:
+        fits = mask.dim() >= 2 and tuple(mask.shape[-2:]) == lengths
+    return f"; {_OTHER_LAYOUT}" if fits else ""
+
+
 def _mask(mask: Any, query: Tensor, key: Tensor, target: Sequence[int]) -> None:
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{_NAME}: attn_mask must be a tensor, got {type(mask).__name__}")
+        hint = f"; {_OTHER_LAYOUT}" if isinstance(mask, bool) else ""
+        raise TypeError(f"{_NAME}: attn_mask must be a tensor, got {type(mask).__name__}{hint}")
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         wrong(TypeError, "attn_mask must be bool (True = attend) or floating point (added)", attn_mask=mask)
     if not broadcasts(mask.shape, target):
         wrong(
             ValueError,
-            f"attn_mask does not broadcast to (B, Hq, N, M) = {tuple(target)}",
+            f"attn_mask does not broadcast to (B, Hq, N, M) = {tuple(target)}{layout_hint(query, key, mask)}",
             query=query,
             key=key,
             attn_mask=mask,
