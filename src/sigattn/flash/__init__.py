@@ -14,8 +14,8 @@ Every function takes three arguments more, the last:
     sigmoid_precision: "accurate" or "fast"; None is what ``sigattn.set_sigmoid_precision`` said.
     backend: "triton" or "blocked"; None picks the fastest that can serve the call. On a CPU that is "blocked".
 
-``unpad_input``, ``pad_input`` and ``index_first_axis`` are those of ``flash_attn.bert_padding``. flash-attn 3's functions,
-whose arguments stand in another order, are in ``sigattn.flash.v3``.
+``unpad_input``, ``pad_input`` and ``index_first_axis`` are those of ``flash_attn.bert_padding``. flash-attn 3's
+functions, whose arguments stand in another order, are in ``sigattn.flash.v3``.
 
 ``return_attn_probs`` is refused, because a sigmoid has no log-sum-exp; ``sigattn.attention_statistics`` has what it is
 mostly looked at for.
