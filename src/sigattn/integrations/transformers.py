@@ -5,26 +5,36 @@
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid")
 
 The bias b is ``config.sigmoid_bias``: a number, or "log_visible", -log of the number of keys that each query sees,
-which is -log n in an encoder and does not change as a cache grows. A configuration without it gets the one
-``register`` was told.
+which is -log n in an encoder and does not change as a cache grows. The value of a composite model's configuration holds
+for its sub-configurations that have none; where no configuration has one, the default of ``register`` is used.
 
-A saved model is loaded as sigmoid attention again (see ``transformers_saving``). Models that accept the argument
-and never look at it (Bloom, MPT, Falcon: they compute their softmax themselves) are refused by name.
+The result is transformers' own eager attention with the sigmoid in place of the softmax, or an error that names what
+cannot be served: a layer that computes softmax attention itself, a keyword that changes results. ``check(model,
+**inputs)`` verifies a model by running it.
+
+A saved model is loaded as sigmoid attention again (see ``transformers_saving``).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
 
+from sigattn.integrations.transformers_check import check, watching
+from sigattn.integrations.transformers_choice import CONFIGS, wrap_choice
+from sigattn.integrations.transformers_mask import (
+    combine,
+    is_plain_causal,
+    same_document,
+    selected_keys,
+    sigmoid_mask,
+    visible_keys,
+)
 from sigattn.integrations.transformers_saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
@@ -32,6 +42,30 @@ from sigattn.ops.problem import log_length_bias
 __all__ = ["LOG_VISIBLE", "NAME", "Bias", "attention", "check", "register"]
 
 _default: Bias = LOG_VISIBLE
+_SERVED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
+_HARMLESS = {  # what transformers passes through to attention and what attention's result does not depend on
+    "cache_position",
+    "deterministic",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "use_cache",
+}
+_REFUSED = {
+    "block_indices": "blocks of visible keys are not supported",
+    "cache": "a paged cache of continuous batching is not supported",
+    "output_attentions": "attention weights are never formed",
+    "s_aux": "attention sinks have no meaning without a normalisation",
+    "sinks": "attention sinks have no meaning without a normalisation",
+    "softcap": "a cap of logits is not supported",
+}
 
 
 def register(bias: Bias = LOG_VISIBLE) -> None:
@@ -46,29 +80,9 @@ def register(bias: Bias = LOG_VISIBLE) -> None:
     global _default
     _default = checked_bias(bias)
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    own = PreTrainedModel.get_correct_attn_implementation
-    if not hasattr(own, "sigattn"):
-        PreTrainedModel.get_correct_attn_implementation = _refusing(own)
+    AttentionMaskInterface.register(NAME, sigmoid_mask)
+    wrap_choice()
     register_saved(_default)
-
-
-def _refusing(own: Any) -> Any:
-    """The same question to a model, refused where it would nod and stay a softmax."""
-
-    @functools.wraps(own)
-    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *more: Any, **named: Any) -> str:
-        if requested_attention == NAME and not type(self)._can_set_attn_implementation():
-            raise ValueError(
-                f"{type(self).__name__} does not use transformers' attention interface: with "
-                f'attn_implementation="{NAME}" it would silently stay a softmax. Take another model, or '
-                "sigattn.models.LanguageModel"
-            )
-        found: str = own(self, requested_attention, *more, **named)
-        return found
-
-    get_correct_attn_implementation.sigattn = True  # type: ignore[attr-defined]
-    return get_correct_attn_implementation
 
 
 def attention(
@@ -83,22 +97,35 @@ def attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: (B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, Dv) → (B, N, Hq, Dv), and no weights.
+    """Compute sigmoid attention for transformers; return the output, (B, N, Hq, Dv), and None instead of weights.
+
+    Args:
+        module: the layer. query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv).
+        attention_mask: boolean (True = visible), floating point (added to the logits), or None, which hides nothing.
+        dropout: probability of dropping a weight. scaling: factor of the logits.
+        is_causal: True if query i sees keys j ≤ i only, where there is no mask. ``module.is_causal`` is not read.
+        position_bias: added to the logits.
+        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate several sequences in a row, and ``indices``, (B, N, any
+            number), selects the visible keys. Keywords that cannot change the result are ignored.
 
     Raises:
-        ValueError: for what has no meaning here (logit caps, attention sinks, weights asked for, paged caches).
+        ValueError: for any other keyword that is neither None nor False, naming module and keyword.
     """
-    _refuse(module, kwargs)
-    for watch in _watching:
+    for watch in watching:
         watch.calls += 1
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-    if causal and key.shape[2] > query.shape[2]:  # the prefill of an empty static cache: the rest is not there yet
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
-    mask = attention_mask
-    if position_bias is not None:
-        mask = position_bias if mask is None else position_bias.masked_fill(~mask, -torch.inf)
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    _refuse(module, kwargs, attention_mask, num_keys)
+    plain = is_plain_causal(attention_mask)
+    if plain and is_causal is False:
+        raise _refusal(module, "is_causal=False contradicts the causal mask: set config.is_causal = False instead")
+    causal = num_queries > 1 and (plain or (attention_mask is None and bool(is_causal)))
+    mask, limits = attention_mask, _limits(module, query, key, kwargs)
+    if causal and position_bias is None and limits is None:
+        mask, key, value = None, key[:, :, :num_queries], value[:, :, :num_queries]  # a static cache is empty beyond
+    else:
+        if causal and mask is None:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+        mask, causal = combine(mask, position_bias, limits), False
     out = sigmoid_attention(
         query,
         key,
@@ -108,105 +135,56 @@ def attention(
         causal,
         scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-        bias=_bias(module, query, key, attention_mask, causal),
+        bias=_bias(module, query, key, mask, causal),
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    meaningless = {
-        "softcap": "a cap of logits",
-        "s_aux": "attention sinks",
-        "output_attentions": "weights: they are never formed",
-        "cache": "a paged cache of continuous batching",
-    }
-    for name, what in meaningless.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise ValueError(f'{type(module).__name__} with attn_implementation="{NAME}" cannot have {what} ({name})')
+def _refusal(module: nn.Module, reason: str) -> ValueError:
+    return ValueError(f'{type(module).__name__} with attn_implementation="{NAME}": {reason}')
+
+
+def _refuse(module: nn.Module, kwargs: Mapping[str, Any], mask: Tensor | None, num_keys: int) -> None:
+    for name, value in kwargs.items():
+        if name in _HARMLESS or name in _SERVED or value is None or value is False:
+            continue
+        raise _refusal(
+            module, f"{name}: {_REFUSED.get(name, 'a keyword that is not known, and may change the result')}"
+        )
+    window = kwargs.get("sliding_window")
+    if mask is None and window is not None and window < num_keys:
+        raise _refusal(module, f"sliding_window={window} without a mask: only masks are read")
+
+
+def _limits(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return which keys the keywords make visible, boolean, (B or 1, 1, N, M); None if there are no such keywords."""
+    limits: Tensor | None = None
+    cu_q, cu_k, indices = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), kwargs.get("indices")
+    if cu_q is not None or cu_k is not None:
+        if cu_q is None or cu_k is None or query.shape[0] != 1:
+            raise _refusal(
+                module, f"cu_seq_lens_q and cu_seq_lens_k are for a batch of one row, got shape {tuple(query.shape)}"
+            )
+        limits = same_document(cu_q, cu_k, query.shape[2], key.shape[2])
+    return limits if indices is None else combine(limits, None, selected_keys(indices, key.shape[2]))
 
 
 def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> float | Tensor:
-    """A number, or (B or 1, 1 or Hq, N, 1)."""
-    config: Any = getattr(module, "config", None)
-    bias = checked_bias(getattr(config, "sigmoid_bias", _default))
+    """Return b: a number, or broadcastable to (B, Hq, N, 1)."""
+    bias = _setting(module)
     if not isinstance(bias, str):
         return float(bias)
     if mask is not None:
-        seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        visible = seen.sum(-1, keepdim=True).clamp(min=1)
-        return log_length_bias(visible.expand(*visible.shape[:2], query.shape[2], 1))
+        return log_length_bias(visible_keys(mask, key.shape[2]))
     if causal:
         return log_length_bias(torch.arange(1, query.shape[2] + 1, device=query.device)).unsqueeze(-1)
     return log_length_bias(key.shape[2])
 
 
-# -- is it really a sigmoid? ------------------------------------------------------------------------------------------
-
-
-def check(model: nn.Module, **inputs: Any) -> int:
-    """Run a model once and see that no attention is a softmax any more.
-
-    Args:
-        model: any. inputs: of its forward.
-
-    Returns:
-        How often sigmoid attention was called.
-
-    Raises:
-        ValueError: naming the layers that computed a softmax, or if sigmoid attention was never called.
-    """
-    running: list[str] = []
-    watch = _Watch(running)
-
-    def enter(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            running.append(name)
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    hooks = [m.register_forward_pre_hook(enter(n)) for n, m in model.named_modules()]
-    hooks += [m.register_forward_hook(leave, always_call=True) for m in model.modules()]
-    training = model.training
-    model.eval()
-    _watching.append(watch)
-    try:
-        with torch.no_grad(), watch:
-            model(**inputs)
-    finally:
-        _watching.remove(watch)
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    if watch.softmax:
-        raise ValueError(
-            f"these layers of {type(model).__name__} compute a softmax: {', '.join(sorted(watch.softmax))}"
-        )
-    if not watch.calls:
-        raise ValueError(f"{type(model).__name__} never called sigmoid attention")
-    return watch.calls
-
-
-_watching: list[_Watch] = []
-
-
-class _Watch(TorchFunctionMode):
-    """Counts calls of the operator, and notes attention layers that compute a softmax."""
-
-    def __init__(self, running: list[str]) -> None:
-        super().__init__()
-        self.running, self.calls = running, 0
-        self.softmax: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if func is F.scaled_dot_product_attention or (
-            name in ("softmax", "_softmax") and "att" in self._here().lower()
-        ):
-            self.softmax.add(self._here())
-        return func(*args, **(kwargs or {}))
-
-    def _here(self) -> str:
-        return self.running[-1] if self.running else ""
+def _setting(module: nn.Module) -> Bias:
+    """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the default."""
+    own: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
+    for config in getattr(module, CONFIGS, own):
+        if (bias := getattr(config, "sigmoid_bias", None)) is not None:
+            return checked_bias(bias)
+    return _default

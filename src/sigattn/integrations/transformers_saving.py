@@ -67,6 +67,8 @@ def _recording(own: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str
             for key, part in vars(self).items():
                 if isinstance(part, PretrainedConfig) and (other := _implementation(part)) is not None:
                     output[key].setdefault(_KEY, other)
+                    if getattr(part, "sigmoid_bias", None) is None:  # the value of the whole holds for the part
+                        output[key].pop("sigmoid_bias", None)
         if implementation is not None and output.get("sigmoid_bias") is not None:
             # as a plain string it would be applied to the parts of a composite configuration too; they have their own
             output[_KEY] = {"": implementation} if self.sub_configs else implementation
@@ -86,6 +88,7 @@ def _selecting(own: Callable[..., str]) -> Callable[..., str]:
         bias = getattr(self.config, "sigmoid_bias", None)
         if bias is not None and attn_implementation is None:
             attn_implementation = NAME
+            _select_in_parts(self.config)
         elif bias is not None and attn_implementation != NAME:
             warnings.warn(  # names the configuration, which a model and its base share, so that Python shows it once
                 f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {bias!r} of '
@@ -95,3 +98,12 @@ def _selecting(own: Callable[..., str]) -> Callable[..., str]:
         return own(self, attn_implementation, *args, **kwargs)
 
     return _check_and_adjust_attn_implementation
+
+
+def _select_in_parts(config: PretrainedConfig) -> None:
+    """Select "sigmoid" in the sub-configurations for which no implementation was chosen."""
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part._attn_implementation_internal is None:
+            part._attn_implementation_internal = NAME
+            _select_in_parts(part)

@@ -1,0 +1,207 @@
+"""Find softmax attention that ``attn_implementation="sigmoid"`` does not replace in a model of transformers.
+
+``unserved`` reads the code of a model's layers, before anything runs; ``check`` runs a model and watches. Both look for
+softmax *attention*: a softmax that selects experts (a router), gates features or pools over layers is none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from sigattn.integrations.transformers_saving import NAME
+
+_SOFTMAX = {"softmax", "_softmax", "Softmax", "flex_attention"}
+_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention"}
+_INTERFACE = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
+# "attention" in their names, but neither queries nor keys: a gate over features, a pooling of statistics over time
+_NO_ATTENTION = {"PatchTSMixerGatedAttention", "AttentiveStatisticsPooling"}
+_known_names: dict[type[nn.Module], set[str]] = {}
+
+
+def unserved(model: nn.Module) -> list[str]:
+    """Return the attention of ``model`` that stays softmax although "sigmoid" was chosen, by name.
+
+    A part of the model for which another implementation was chosen explicitly (``attn_implementation`` as a dictionary)
+    is left out.
+    """
+    return list(_unserved(model, "", None, set()))
+
+
+def fixed_choices(model_class: type[PreTrainedModel]) -> str | None:
+    """Return the name of a table of attention classes in the model's module that has no entry for sigmoid, if any."""
+    for name, table in vars(sys.modules.get(model_class.__module__, object())).items():
+        if isinstance(table, dict) and "eager" in table and NAME not in table and isinstance(table["eager"], type):
+            return name
+    return None
+
+
+def _unserved(module: nn.Module, path: str, implementation: str | None, chosen: set[int]) -> Iterator[str]:
+    """Walk through ``module``; ``chosen`` holds the ids of the configurations whose implementation the user can set."""
+    kind = type(module).__name__
+    label = f"{path} ({kind})" if path else kind
+    config = getattr(module, "config", None)
+    own = config._attn_implementation if isinstance(config, PretrainedConfig) else None
+    if isinstance(module, PreTrainedModel):
+        chosen = chosen | _sub_configs(module.config)
+        if own != NAME and implementation == NAME and id(config) not in chosen and _has_attention(module):
+            yield f"{label} uses {own!r}"
+        implementation = own
+    elif implementation == NAME and own not in (None, NAME) and id(config) not in chosen and dispatches(module):
+        yield f"{label} uses {own!r}"
+    if implementation == NAME and computes_softmax(module):
+        yield label
+    for name, child in module.named_children():
+        yield from _unserved(child, f"{path}.{name}" if path else name, implementation, chosen)
+
+
+def _sub_configs(config: PretrainedConfig) -> set[int]:
+    """Return the ids of the registered sub-configurations, at any depth."""
+    found: set[int] = set()
+    for name in config.sub_configs:
+        if (sub := getattr(config, name, None)) is not None:
+            found |= {id(sub)} | _sub_configs(sub)
+    return found
+
+
+def _has_attention(model: nn.Module) -> bool:
+    return any(computes_softmax(m) or dispatches(m) for m in model.modules())
+
+
+def computes_softmax(layer: nn.Module) -> bool:
+    """Return True if ``layer`` is an attention layer that computes its softmax itself."""
+    if type(layer).forward is nn.MultiheadAttention.forward:
+        return True
+    names = _names(type(layer))
+    return not names & _INTERFACE and bool(names & (_SOFTMAX | _ATTENTION))
+
+
+def dispatches(layer: nn.Module) -> bool:
+    """Return True if ``layer`` is an attention layer that uses transformers' attention interface."""
+    return bool(_names(type(layer)) & _INTERFACE)
+
+
+def _names(layer: type[nn.Module]) -> set[str]:
+    """Return the names that an attention layer's methods use, functions of the same package that they call included."""
+    if layer not in _known_names:
+        _known_names[layer] = _collect_names(layer)
+    return _known_names[layer]
+
+
+def _collect_names(layer: type[nn.Module]) -> set[str]:
+    if "att" not in layer.__name__.lower() or layer.__name__ in _NO_ATTENTION or layer.__module__.startswith("torch."):
+        return set()
+    methods = (
+        inspect.getattr_static(layer, name)
+        for base in layer.__mro__
+        if not base.__module__.startswith("torch.")
+        for name in vars(base)
+    )
+    seen: set[types.CodeType] = set()
+    return set().union(*(_names_of(method, seen) for method in methods if callable(method)))
+
+
+def _names_of(function: Any, seen: set[types.CodeType]) -> set[str]:
+    function = inspect.unwrap(function)
+    if not isinstance(function, types.FunctionType) or function.__code__ in seen:
+        return set()
+    seen.add(function.__code__)
+    names = set(_code_names(function.__code__))
+    package = (function.__module__ or "").partition(".")[0]
+    for called in [function.__globals__.get(name) for name in names]:
+        if isinstance(called, types.FunctionType) and (called.__module__ or "").partition(".")[0] == package:
+            names |= _names_of(called, seen)
+    return names
+
+
+def _code_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_names(constant)
+
+
+# -- at run time ------------------------------------------------------------------------------------------------------
+
+
+class Watch(TorchFunctionMode):
+    """Counts the calls of sigmoid attention, and collects the names of layers that compute softmax attention."""
+
+    def __init__(self, running: list[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.running, self.calls = running, 0
+        self.softmax: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention or name in _ATTENTION:
+            self.softmax.add(self._innermost()[0])
+        elif name in _SOFTMAX:
+            path, module = self._innermost()
+            kind = type(module).__name__
+            if "att" in kind.lower() and kind not in _NO_ATTENTION:
+                self.softmax.add(path)
+        return func(*args, **(kwargs or {}))
+
+    def _innermost(self) -> tuple[str, nn.Module]:
+        """Return the innermost running layer that is not ``nn.Softmax`` itself."""
+        layers = [(path, m) for path, m in self.running if not isinstance(m, nn.Softmax)]
+        return layers[-1] if layers else ("", nn.Module())
+
+
+watching: list[Watch] = []
+
+
+def check(model: nn.Module, **inputs: Any) -> int:
+    """Run a model once and verify that all attention is sigmoid attention.
+
+    Args:
+        model: any model. inputs: arguments of its forward.
+
+    Returns:
+        The number of calls of sigmoid attention.
+
+    Raises:
+        ValueError: naming the layers that computed softmax attention, or if sigmoid attention was never called.
+    """
+    running: list[tuple[str, nn.Module]] = []
+    watch = Watch(running)
+
+    def enter(path: str, module: nn.Module) -> Any:
+        def hook(*_: Any) -> None:
+            running.append((path, module))
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    hooks = [m.register_forward_pre_hook(enter(path, m)) for path, m in model.named_modules()]
+    hooks += [m.register_forward_hook(leave, always_call=True) for m in model.modules()]
+    training = model.training
+    model.eval()
+    watching.append(watch)
+    try:
+        with torch.no_grad(), watch:
+            model(**inputs)
+    finally:
+        watching.remove(watch)
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    if watch.softmax:
+        raise ValueError(
+            f"these layers of {type(model).__name__} compute a softmax: {', '.join(sorted(watch.softmax))}"
+        )
+    if not watch.calls:
+        raise ValueError(f"{type(model).__name__} never called sigmoid attention")
+    return watch.calls

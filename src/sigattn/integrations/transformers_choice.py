@@ -1,0 +1,133 @@
+"""The choice of ``attn_implementation="sigmoid"`` in transformers: accepted if it reaches all attention of a model.
+
+transformers accepts a registered implementation for every model, also where layers compute softmax attention
+themselves, and only logs a warning in ``set_attn_implementation``. Here the choice is an error that names the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from sigattn.integrations.transformers_check import fixed_choices, unserved
+from sigattn.integrations.transformers_saving import NAME
+
+CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
+
+
+def wrap_choice() -> None:
+    """Wrap the methods of ``PreTrainedModel`` in which an implementation is chosen, once in a process."""
+    for wrap in (_get_correct_attn_implementation, _post_init, _set_attn_implementation):
+        name = wrap.__name__.removeprefix("_")
+        own = getattr(PreTrainedModel, name)
+        if not hasattr(own, "sigattn"):
+            wrapped: Any = functools.wraps(own)(wrap(own))
+            wrapped.sigattn = True
+            setattr(PreTrainedModel, name, wrapped)
+
+
+def _get_correct_attn_implementation(own: Any) -> Any:
+    """Refuse "sigmoid" before a model is built, where its code cannot look it up."""
+
+    def wrapped(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention == NAME:
+            _require_interface(type(self))
+        found: str = own(self, requested_attention, *args, **kwargs)
+        return found
+
+    return wrapped
+
+
+def _post_init(own: Any) -> Any:
+    """Refuse "sigmoid" as soon as the layers of a model exist, if one of them computes softmax attention."""
+
+    def wrapped(self: Any) -> None:
+        own(self)
+        if self.config._attn_implementation == NAME:
+            _accept(self)
+
+    return wrapped
+
+
+def _set_attn_implementation(own: Any) -> Any:
+    """Refuse "sigmoid" where transformers would only log a warning, and leave the model as it was."""
+
+    def wrapped(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if not _asks_for_sigmoid(attn_implementation):
+            own(self, attn_implementation, *args, **kwargs)
+            return
+        if attn_implementation == NAME:
+            _require_interface(type(self))
+        before = [(config, config._attn_implementation) for config in _configs(self)]
+        try:
+            own(self, attn_implementation, *args, **kwargs)
+            _accept(self)
+        except Exception:
+            for config, implementation in before:
+                config._attn_implementation_internal = implementation
+            raise
+
+    return wrapped
+
+
+def _asks_for_sigmoid(choice: Any) -> bool:
+    return any(map(_asks_for_sigmoid, choice.values())) if isinstance(choice, dict) else choice == NAME
+
+
+def _configs(model: nn.Module) -> list[PretrainedConfig]:
+    """Return the configurations of a model, of its parts and their sub-configurations, each once."""
+    found: dict[int, PretrainedConfig] = {}
+    waiting = [getattr(m, "config", None) for m in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PretrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+def _require_interface(model_class: type[PreTrainedModel]) -> None:
+    if not model_class._can_set_attn_implementation():
+        reason = "does not use transformers' attention interface"
+    elif table := fixed_choices(model_class):
+        reason = f"chooses its attention from {table}, which lacks registered implementations"
+    else:
+        return
+    raise ValueError(
+        f'{model_class.__name__} {reason}: with attn_implementation="{NAME}" it would silently stay a softmax. '
+        "Build it without, and convert it with sigattn.nn.surgery.sigmoidify, or take another model"
+    )
+
+
+def _accept(model: PreTrainedModel) -> None:
+    """Verify that the choice reaches all attention of a model, and attach the configurations to its layers.
+
+    Raises:
+        ValueError: naming the layers that would stay softmax.
+    """
+    if stay := unserved(model):
+        more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
+        raise ValueError(
+            f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '
+            f"silently stay a softmax: {', '.join(stay[:4])}{more}. Build the model without it and convert it with "
+            "sigattn.nn.surgery.sigmoidify, choose implementations by part "
+            '(attn_implementation={"": ..., "<sub-configuration>": ...}), or take another model'
+        )
+    _attach(model, ())
+
+
+def _attach(module: nn.Module, configs: tuple[PretrainedConfig, ...]) -> None:
+    """Give each layer the configurations around it, from which ``sigmoid_bias`` is read at each call.
+
+    A configuration of the same type as one around it is a copy that the model made for a part (an encoder, say); what
+    it holds may be out of date, so it is left out.
+    """
+    config = getattr(module, "config", None)
+    if isinstance(config, PretrainedConfig) and not any(type(config) is type(c) for c in configs):
+        configs = (config, *configs)
+    setattr(module, CONFIGS, configs)
+    for child in module.children():
+        _attach(child, configs)

@@ -1,0 +1,134 @@
+"""Attention masks for ``attn_implementation="sigmoid"`` in transformers.
+
+transformers leaves a causal mask out where PyTorch's SDPA can be called with ``is_causal``, and relies on
+``module.is_causal`` then, which is wrong in models that do not support SDPA. The mask function here never leaves one
+out: a mask of None hides nothing, as in transformers' eager attention. So that a plain causal mask needs not be read,
+it is marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+_MARK = "sigattn_causal"
+
+
+def sigmoid_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:  # (B, 1, N, M)
+    """Return a boolean mask, True where a key is visible, or None if all keys are.
+
+    The arguments are those of ``transformers.masking_utils.sdpa_mask``. ``allow_is_causal_skip`` says that
+    ``mask_function`` hides nothing beyond causality and a window (or chunk) of ``local_size`` keys. A plain causal mask
+    is marked, see ``is_plain_causal``; it takes N·M bytes whatever the batch size.
+    """
+    skippable = allow_is_causal_skip and (local_size is None or kv_length < local_size) and not _tracing(attention_mask)
+    if skippable and isinstance(q_offset, int):
+        if q_offset == kv_offset == 0 and _all_visible(attention_mask, 0, min(q_length, kv_length)):
+            dense = torch.ones(q_length, kv_length, dtype=torch.bool, device=kwargs.get("device", "cpu")).tril()
+            return _mark(dense.expand(batch_size, 1, q_length, kv_length))
+        last_query_only = q_length == 1 and q_offset + 1 == kv_offset + kv_length
+        if last_query_only and _all_visible(attention_mask, kv_offset, kv_offset + kv_length):
+            return None
+    mask: Tensor | None = sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **kwargs,
+    )
+    return mask
+
+
+def is_plain_causal(mask: Tensor | None) -> bool:
+    """Return True if ``mask`` is the marked result of ``sigmoid_mask``, not changed since: query i sees keys j ≤ i.
+
+    Whatever a model computes from the mask is a new tensor without the mark; a change in place raises its version.
+    """
+    if mask is None or torch.compiler.is_compiling():
+        return False
+    version = getattr(mask, _MARK, None)  # not set in inference mode, where tensors have no version
+    return version is not None and version == mask._version
+
+
+def combine(mask: Tensor | None, position_bias: Tensor | None, limits: Tensor | None) -> Tensor | None:
+    """Return one mask, boolean or added to the logits; None if there is none.
+
+    Args:
+        mask: boolean, floating point (added to the logits) or None.
+        position_bias: added to the logits, broadcastable to (B, Hq, N, M).
+        limits: boolean, broadcastable to (B, Hq, N, M).
+    """
+    if limits is not None:
+        mask = limits if mask is None else _restrict(mask, limits)
+    if position_bias is None or mask is None:
+        return mask if position_bias is None else position_bias
+    return _restrict(position_bias, mask) if mask.dtype is torch.bool else position_bias + mask
+
+
+def visible_keys(mask: Tensor, num_keys: int) -> Tensor:  # (..., N or 1, 1)
+    """Return the number of keys that each query sees, at least 1."""
+    seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return seen.expand(*seen.shape[:-1], num_keys).sum(-1, keepdim=True).clamp(min=1)
+
+
+def same_document(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int, num_keys: int
+) -> Tensor:  # (1, 1, N, M)
+    """Return True where query and key belong to the same of several sequences that stand one after another in a row."""
+    query, key = (
+        torch.searchsorted(cu, torch.arange(n, device=cu.device, dtype=cu.dtype), right=True)
+        for cu, n in ((cu_seqlens_q.contiguous(), num_queries), (cu_seqlens_k.contiguous(), num_keys))
+    )
+    return (query.unsqueeze(-1) == key).view(1, 1, num_queries, num_keys)
+
+
+def selected_keys(indices: Tensor, num_keys: int) -> Tensor:  # (B, 1, N, M)
+    """Return True at the keys that ``indices`` (B, N, any number) lists; negative entries are empty."""
+    count = indices.new_zeros(*indices.shape[:-1], num_keys, dtype=torch.int32)
+    count.scatter_add_(-1, indices.long().clamp(min=0), (indices >= 0).int())
+    return count.gt(0).unsqueeze(1)
+
+
+def _restrict(mask: Tensor, visible: Tensor) -> Tensor:
+    return mask & visible if mask.dtype is torch.bool else mask.masked_fill(~visible, -torch.inf)
+
+
+def _mark(mask: Tensor) -> Tensor:
+    if not mask.is_inference():  # tensors of inference mode have no version, so a change in place would not be noticed
+        setattr(mask, _MARK, mask._version)
+    return mask
+
+
+def _tracing(attention_mask: Tensor | None) -> bool:
+    """Return True where values must not be read or objects marked: torch.compile, torch.export, torch.jit.trace."""
+    fake = isinstance(attention_mask, torch._subclasses.FakeTensor)
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or fake
+
+
+def _all_visible(attention_mask: Tensor | None, start: int, stop: int) -> bool:
+    """Return True if no key from ``start`` to ``stop`` is padding; (B, M) masks are 0 at padding."""
+    if attention_mask is None:
+        return True
+    return attention_mask.shape[-1] >= stop and bool(attention_mask[:, start:stop].all())

@@ -1,0 +1,278 @@
+"""Every architecture of the installed transformers: sigmoid attention is exact, or refused by name.
+
+    python -m tests.integrations.sweep_transformers [ARCHITECTURE ...] [--write]
+
+The reference is the same model with transformers' eager attention, in which the softmax of ``eager_attention_forward``
+is replaced by the sigmoid: masks, biases and everything else are computed by transformers. Outputs and gradients of all
+parameters are compared, with a number as bias, set in the outermost configuration only, and with "log_visible".
+"""
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sigattn.integrations import transformers as sigmoid
+from sigattn.integrations import transformers_check
+from tests.integrations import tiny_transformers as tiny
+
+DATA = Path(__file__).parents[2] / "docs" / "compatibility" / "transformers.json"
+BIAS = -1.25
+LARGEST = 60_000_000  # parameters
+SECONDS = 120
+
+
+@dataclasses.dataclass
+class Result:
+    """The result for one architecture.
+
+    Attributes:
+        status: "exact", "refused", "wrong", "failed" (another error), "no attention" or "not built".
+        why: the reason. ran, layers: attention layers that were called, and all of them.
+    """
+
+    architecture: str
+    status: str
+    why: str = ""
+    ran: int = 0
+    layers: int = 0
+
+
+class EagerSigmoid(TorchFunctionMode):
+    """Replaces the softmax of transformers' eager attention functions by the sigmoid.
+
+    Args:
+        bias: a number, or "log_visible".
+    """
+
+    def __init__(self, bias: float | str) -> None:
+        super().__init__()
+        self.bias, self.calls = bias, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "softmax" and _in_eager_attention():
+            self.calls += 1
+            return _weights(args[0], self.bias)
+        return func(*args, **(kwargs or {}))
+
+
+def _in_eager_attention() -> bool:
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_name.endswith("eager_attention_forward"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _weights(logits: Tensor, bias: float | str) -> Tensor:
+    visible = logits > torch.finfo(logits.dtype).min / 2
+    b = -visible.sum(-1, keepdim=True).clamp(min=1).to(logits.dtype).log() if bias == "log_visible" else bias
+    return torch.where(visible, torch.sigmoid(logits + b), 0.0)
+
+
+# -- one architecture -------------------------------------------------------------------------------------------------
+
+
+def judge(architecture: str) -> Result:
+    """Compare one architecture with the reference."""
+    warnings.filterwarnings("ignore")
+    sigmoid.register()
+    try:
+        config = _config(architecture)
+        model = tiny.build(config, "sigmoid")
+    except tiny.NotBuilt as reason:
+        return Result(architecture, "not built", str(reason))
+    except Exception as error:
+        return _error(architecture, error)
+    layers = [m for m in model.modules() if transformers_check.dispatches(m)]
+    if not layers:
+        return Result(architecture, "no attention")
+    counter = _Counter(layers)
+    reason = "no inputs found"
+    for name, part in tiny.parts(model):
+        if name and all(layer in counter.ran for layer in layers if any(layer is m for m in part.modules())):
+            continue
+        for inputs in tiny.inputs(part):
+            try:
+                problem = _compare(config, model, name, inputs, counter)
+            except _Unusable as error:
+                reason = f"no inputs found ({error})"
+                continue
+            except Exception as error:
+                return _error(architecture, error)
+            if problem:
+                return Result(architecture, "wrong", f"{name or type(part).__name__}: {problem}", 0, len(layers))
+    if not counter.ran:
+        return Result(architecture, "not built", reason, 0, len(layers))
+    return Result(architecture, "exact", "", len(counter.ran), len(layers))
+
+
+class _Unusable(Exception):
+    """The reference itself does not accept the inputs, or calls no attention."""
+
+
+class _Counter:
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.ran: set[nn.Module] = set()
+        for layer in layers:
+            layer.register_forward_hook(lambda module, *_: self.ran.add(module))
+
+
+def _error(architecture: str, error: Exception) -> Result:
+    text = " ".join(str(error).split())
+    refused = isinstance(error, ValueError) and 'attn_implementation="sigmoid"' in text
+    return Result(architecture, "refused" if refused else "failed", text if refused else f"{type(error).__name__}: {text}")
+
+
+def _config(architecture: str) -> PretrainedConfig:
+    """Return the smallest configuration of which a model can be built.
+
+    Raises:
+        NotBuilt: if there is none.
+    """
+    config_class, reasons = CONFIG_MAPPING[architecture], []
+    for make in (tiny.tiny_config, tiny.reduced_config):
+        try:
+            config = make(config_class, sigmoid_bias=BIAS)
+            if tiny.size(config) < LARGEST:
+                tiny.build(make(config_class), "eager")
+                return config
+            reasons.append("too large")
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:80]}")
+    raise tiny.NotBuilt("; ".join(reasons))
+
+
+def _compare(config: Any, model: PreTrainedModel, part: str, inputs: dict[str, Any], counter: _Counter) -> str:
+    """Return what is wrong with a part of ``model``, or an empty string."""
+    eager = tiny.build(type(config).from_dict(config.to_dict()), "eager")
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        softmax = _run(eager.get_submodule(part), inputs, None)
+    for bias in (BIAS, "log_visible"):
+        model.config.sigmoid_bias = bias
+        reference = EagerSigmoid(bias)
+        expected = _run(eager.get_submodule(part), inputs, reference)
+        if not reference.calls:
+            raise _Unusable("no eager attention")
+        watch = transformers_check.Watch([])
+        found = _outputs(model.get_submodule(part), inputs)
+        del watch
+        if problem := _difference(found, expected, softmax):
+            return f"bias {bias}: {problem}"
+        if bias == BIAS and (problem := _gradients(model, eager, found, expected)):
+            return problem
+    model.config.sigmoid_bias = BIAS
+    return ""
+
+
+def _run(part: nn.Module, inputs: dict[str, Any], mode: EagerSigmoid | None) -> list[Tensor]:
+    try:
+        if mode is None:
+            return _outputs(part, inputs)
+        with mode:
+            return _outputs(part, inputs)
+    except Exception as error:
+        raise _Unusable(f"{type(error).__name__}: {' '.join(str(error).split())[:80]}") from error
+
+
+def _outputs(part: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    out = part(**{name: value.clone() for name, value in inputs.items()})
+    values = dict(out) if hasattr(out, "keys") else {"": out}
+    leaves = tree_leaves({n: v for n, v in values.items() if n not in ("past_key_values", "loss")})
+    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _difference(found: list[Tensor], expected: list[Tensor], softmax: list[Tensor]) -> str:
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return "outputs of other shapes"
+    effect = max((_distance(a, b) for a, b in zip(expected, softmax, strict=True)), default=0.0)
+    error = max((_distance(a, b) for a, b in zip(found, expected, strict=True)), default=0.0)
+    if effect < 1e-4:
+        raise _Unusable("attention does not change the output")
+    return "" if error <= 1e-5 + 1e-3 * effect else f"error {error:.2g}, where softmax differs by {effect:.2g}"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference, relative to the largest value."""
+    if a.numel() == 0 or not (a.detach().isfinite() == b.detach().isfinite()).all():
+        return 0.0 if a.numel() == 0 else float("inf")
+    a, b = a.detach().nan_to_num(posinf=0, neginf=0), b.detach().nan_to_num(posinf=0, neginf=0)
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
+
+
+def _gradients(model: nn.Module, eager: nn.Module, found: list[Tensor], expected: list[Tensor]) -> str:
+    named = [(n, p, q) for (n, p), q in zip(model.named_parameters(), eager.parameters(), strict=True) if q.requires_grad]
+    losses = [sum(_projection(t) for t in outputs if t.requires_grad) for outputs in (found, expected)]
+    if not all(isinstance(loss, Tensor) for loss in losses):
+        return ""
+    ours = torch.autograd.grad(losses[0], [p for _, p, _ in named], allow_unused=True)
+    theirs = torch.autograd.grad(losses[1], [q for _, _, q in named], allow_unused=True)
+    scale = max((float(g.norm()) for g in theirs if g is not None), default=0.0)
+    for (name, *_), a, b in zip(named, ours, theirs, strict=True):
+        if (a is None) != (b is None):
+            missing = b if a is None else a
+            if float(missing.abs().max()) > 0:
+                return f"gradient of {name} is missing"
+        elif a is not None and float((a - b).norm()) > 2e-3 * float(b.norm()) + 1e-4 * scale:
+            return f"gradient of {name}: error {float((a - b).norm()):.2g} of {float(b.norm()):.2g}"
+    return ""
+
+
+def _projection(t: Tensor) -> Tensor:
+    """Return a sum with fixed weights of both signs (a norm would have no gradient where outputs are normalised)."""
+    return t.flatten() @ torch.arange(t.numel()).cos().to(t.dtype) / t.numel() ** 0.5
+
+
+# -- all architectures ------------------------------------------------------------------------------------------------
+
+
+def sweep(architectures: list[str]) -> Iterator[Result]:
+    """Judge architectures one after another, each within ``SECONDS``."""
+
+    def expired(*_: Any) -> None:
+        raise TimeoutError(f"more than {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, expired)
+    for architecture in architectures:
+        signal.alarm(SECONDS)
+        try:
+            yield judge(architecture)
+        except TimeoutError as error:
+            yield Result(architecture, "not built", str(error))
+        finally:
+            signal.alarm(0)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("architectures", nargs="*", help="default: all of the registry")
+    parser.add_argument("--write", action="store_true", help=f"write the results into {DATA.name} and the page")
+    chosen = parser.parse_args()
+    results = []
+    for result in sweep(chosen.architectures or tiny.architectures()):
+        results.append(result)
+        print(f"{result.architecture:32} {result.status:12} {result.ran}/{result.layers} {result.why[:200]}", flush=True)
+    print(Counter(result.status for result in results))
+
+
+if __name__ == "__main__":
+    main()
