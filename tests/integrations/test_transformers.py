@@ -1,6 +1,7 @@
 """attn_implementation="sigmoid" in tiny random models of transformers, against the formula in the same models."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,9 +9,14 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    AttentionMaskInterface,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from sigattn.integrations.transformers_mask import is_plain_causal, sigmoid_mask  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
@@ -172,7 +178,200 @@ def test_trainer(tmp_path):
     assert losses[-1] < losses[0] - 1
 
 
+def test_packed_with_sequence_lengths():
+    """Sequences that only cu_seq_lens separates do not see one another, and each counts its own keys."""
+    ours, _ = pair("llama")
+    ids = torch.randint(3, 50, (1, 10))
+    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
+    positions = torch.arange(10)[None]
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 6, "max_length_k": 6}
+    packed = ours(ids, position_ids=positions, use_cache=False, **lengths).logits
+    first = ours(ids[:, :4]).logits
+    second = ours(ids[:, 4:], position_ids=positions[:, 4:]).logits
+    torch.testing.assert_close(packed, torch.cat([first, second], 1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="a batch of one row"):
+        ours(ids.expand(2, 10), use_cache=False, **lengths)
+
+
+class TestCompositeModels:
+    """sigmoid_bias of the outermost configuration holds where a sub-configuration has none of its own."""
+
+    def model(self, **biases):
+        size = {**SMALL, "num_hidden_layers": 1}
+        text = {**size, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
+        vision = {**size, "image_size": 16, "patch_size": 4}
+        for part in (text, vision):
+            part |= {"sigmoid_bias": biases.pop("text")} if part is text and "text" in biases else {}
+        config = AutoConfig.for_model("clip", text_config=text, vision_config=vision, projection_dim=16, **biases)
+        torch.manual_seed(0)
+        return AutoModel.from_config(config, attn_implementation="sigmoid").eval()
+
+    def outputs(self, model):
+        torch.manual_seed(1)
+        out = model(input_ids=torch.randint(3, 50, (2, 9)), pixel_values=torch.randn(2, 3, 16, 16))
+        return out.text_embeds, out.image_embeds
+
+    def test_inherited(self):
+        low, default, both = self.model(sigmoid_bias=-9.0), self.model(), self.model(text=-9.0)
+        for a, b in zip(self.outputs(low), self.outputs(default), strict=True):
+            assert not torch.equal(a, b)
+        assert torch.equal(self.outputs(low)[0], self.outputs(both)[0])
+        assert torch.equal(self.outputs(default)[1], self.outputs(both)[1])
+        default.config.sigmoid_bias = -9.0  # read at each call
+        for a, b in zip(self.outputs(low), self.outputs(default), strict=True):
+            assert torch.equal(a, b)
+
+    def test_a_value_of_the_part_wins(self):
+        expected = self.outputs(self.model(sigmoid_bias=-9.0))
+        found = self.outputs(self.model(sigmoid_bias=-9.0, text=-2.0))
+        assert not torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+    def test_saved_and_loaded(self, tmp_path):
+        model = self.model(sigmoid_bias=-9.0)
+        model.save_pretrained(tmp_path)
+        loaded = AutoModel.from_pretrained(tmp_path)
+        for a, b in zip(self.outputs(model), self.outputs(loaded), strict=True):
+            assert torch.equal(a, b)
+        loaded.config.sigmoid_bias = -2.0  # the parts were saved without a value of their own
+        assert not torch.equal(self.outputs(model)[0], self.outputs(loaded)[0])
+
+    def test_a_part_saved_alone(self, tmp_path):
+        model = self.model(sigmoid_bias=-9.0)
+        model.text_model.save_pretrained(tmp_path)
+        loaded = type(model.text_model).from_pretrained(tmp_path)
+        ids = torch.randint(3, 50, (2, 9))
+        torch.testing.assert_close(loaded(ids).last_hidden_state, model.text_model(ids).last_hidden_state)
+        assert model.text_model.config.to_dict().get("sigmoid_bias") != -9.0  # only what was saved has the value
+
+    def test_selected_by_the_bias_alone(self):
+        config = self.model(sigmoid_bias=-9.0).config.to_dict()
+        config.pop("attn_implementation", None)
+        for part in ("text_config", "vision_config"):
+            config[part].pop("attn_implementation", None)
+        torch.manual_seed(0)
+        model = AutoModel.from_config(AutoConfig.for_model(**config)).eval()
+        for a, b in zip(self.outputs(model), self.outputs(self.model(sigmoid_bias=-9.0)), strict=True):
+            assert torch.equal(a, b)
+
+
+MASKS = {
+    "causal": {"q_length": 5, "kv_length": 5},
+    "static cache": {"q_length": 5, "kv_length": 9},
+    "padded": {"q_length": 5, "kv_length": 5, "attention_mask": [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]},
+    "not padded": {"q_length": 3, "kv_length": 3, "attention_mask": [[1, 1, 1], [1, 1, 1]]},
+    "padding beyond": {"q_length": 3, "kv_length": 5, "attention_mask": [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]},
+    "short mask": {"q_length": 4, "kv_length": 4, "attention_mask": [[1, 1], [1, 1]]},
+    "continued": {"q_length": 3, "kv_length": 7, "q_offset": 4},
+    "one token": {"q_length": 1, "kv_length": 7, "q_offset": 6},
+    "one token, static": {"q_length": 1, "kv_length": 9, "q_offset": 6},
+    "one token, padded": {"q_length": 1, "kv_length": 3, "q_offset": 2, "attention_mask": [[0, 1, 1], [1, 1, 1]]},
+    "one token, window": {"q_length": 1, "kv_length": 4, "q_offset": 9, "kv_offset": 6, "local_size": 4},
+    "wide window": {"q_length": 5, "kv_length": 5, "local_size": 9},
+    "narrow window": {"q_length": 5, "kv_length": 5, "local_size": 3},
+    "unknown function": {"q_length": 5, "kv_length": 5, "allow_is_causal_skip": False},
+}
+
+
+class TestMask:
+    """The mask function against transformers' own, which is asked never to leave a mask out."""
+
+    @pytest.mark.parametrize("name", MASKS)
+    def test_hides_the_same(self, name):
+        case = {"allow_is_causal_skip": True, "batch_size": 2, **MASKS[name]}
+        if "attention_mask" in case:
+            case["attention_mask"] = torch.tensor(case["attention_mask"], dtype=torch.bool)
+        if "local_size" in case:
+            case["mask_function"] = sliding_window_causal_mask_function(case["local_size"])
+        found = sigmoid_mask(**case)
+        expected = sdpa_mask(**{**case, "allow_is_causal_skip": False})
+        assert torch.equal(torch.ones_like(expected) if found is None else found, expected)
+        plain = torch.ones(case["q_length"], case["kv_length"], dtype=torch.bool).tril().expand_as(expected)
+        assert not is_plain_causal(found) or torch.equal(expected, plain)
+        assert is_plain_causal(found) == (
+            name in ("causal", "static cache", "not padded", "padding beyond", "wide window")
+        )
+
+    def test_the_mark_is_lost(self):
+        mask = sigmoid_mask(2, 4, 4, allow_is_causal_skip=True)
+        assert is_plain_causal(mask)
+        for derived in (mask[:, :, 1:], mask.clone(), mask & mask, mask.to(torch.float32)):
+            assert not is_plain_causal(derived)
+        single = sigmoid_mask(1, 4, 4, allow_is_causal_skip=True)
+        single[..., 0] = False
+        assert not is_plain_causal(single)
+
+    def test_none_hides_nothing(self):
+        """module.is_causal is wrong in models that do not support SDPA, and is not read."""
+        q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+        module = torch.nn.Identity()
+        module.is_causal = True
+        out, _ = sigmoid.attention(module, q, k, v, None, scaling=1.0)
+        expected = torch.sigmoid(q @ k.mT - math.log(5)) @ v
+        torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+    def test_is_causal_must_agree_with_the_mask(self):
+        q = torch.randn(1, 4, 5, 8)
+        with pytest.raises(ValueError, match="is_causal=False contradicts the causal mask"):
+            sigmoid.attention(
+                torch.nn.Identity(), q, q, q, sigmoid_mask(1, 5, 5, allow_is_causal_skip=True), is_causal=False
+            )
+        with pytest.raises(ValueError, match="is_causal=True without a mask"):
+            sigmoid.attention(torch.nn.Identity(), q, q, q, None, is_causal=True)
+
+    def test_a_decoder_as_encoder(self):
+        """transformers' is_causal=False of a call, without and with padding."""
+        ours, _ = pair("llama")
+        ids, mask = inputs_of("llama").values()
+        changed = ids.clone()
+        changed[:, -1] = 3 + (ids[:, -1] - 2) % 40
+        for more in ({}, {"attention_mask": mask}):
+            a, b = (ours(i, is_causal=False, use_cache=False, **more).logits for i in (ids, changed))
+            assert (a - b)[:, 3].abs().amax(-1).min() > 1e-4
+            a, b = (ours(i, use_cache=False, **more).logits for i in (ids, changed))
+            assert torch.equal(a[:, :8], b[:, :8])
+
+
 class TestRefused:
+    @pytest.mark.parametrize("kind", ["bloom", "falcon", "gptj"])
+    def test_switching_models_that_would_stay_softmax(self, kind):
+        sizes = {"n_layer": 1, "n_head": 2, "num_attention_heads": 2, "n_embd": 32, "rotary_dim": 4}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=50, hidden_size=32, **sizes))
+        before = model.config._attn_implementation
+        with pytest.raises(ValueError, match="does not use transformers' attention interface"):
+            model.set_attn_implementation("sigmoid")
+        assert model.config._attn_implementation == before
+
+    def test_a_softmax_in_a_part(self):
+        """SigLIP pools with nn.MultiheadAttention, which no implementation reaches."""
+        size = {**SMALL, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+        config = AutoConfig.for_model("siglip_vision_model", **size)
+        message = r"does not reach all attention of SiglipVisionModel.*head.attention \(MultiheadAttention\)"
+        with pytest.raises(ValueError, match=message):
+            AutoModel.from_config(copy.deepcopy(config), attn_implementation="sigmoid")
+        model = AutoModel.from_config(config)
+        with pytest.raises(ValueError, match=message):
+            model.set_attn_implementation("sigmoid")
+        assert model.config._attn_implementation == "sdpa"
+        config = AutoConfig.for_model("siglip_vision_model", **size, vision_use_head=False)
+        AutoModel.from_config(config, attn_implementation="sigmoid")
+
+    def test_parts_chosen_one_by_one(self):
+        size = {**SMALL, "num_hidden_layers": 1}
+        vision = {**size, "image_size": 16, "patch_size": 4}
+        config = AutoConfig.for_model("siglip", text_config={**size, "vocab_size": 50}, vision_config=vision)
+        choice = {"": "sigmoid", "text_config": "sigmoid", "vision_config": "eager"}
+        model = AutoModel.from_config(config, attn_implementation=choice)
+        assert model.vision_model.config._attn_implementation == "eager"
+        assert model.text_model.config._attn_implementation == "sigmoid"
+
+    @pytest.mark.parametrize("name", ["sinks", "block_indices", "cache", "never_heard_of"])
+    def test_keywords_that_may_change_results(self, name):
+        q = torch.randn(1, 4, 5, 8)
+        with pytest.raises(ValueError, match=f"Identity.*{name}: "):
+            sigmoid.attention(torch.nn.Identity(), q, q, q, None, **{name: torch.ones(1)})
+        assert sigmoid.attention(torch.nn.Identity(), q, q, q, None, **{name: None})[0].shape == (1, 5, 4, 8)
+
     @pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
     def test_models_that_would_stay_softmax(self, kind):
         config = AutoConfig.for_model(kind, vocab_size=50, hidden_size=32, n_layer=1, n_head=2, num_attention_heads=2)
@@ -189,7 +388,12 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         ("kwargs", "message"),
-        [({"softcap": 30.0}, "a cap of logits"), ({"s_aux": torch.ones(4)}, "attention sinks")],
+        [
+            ({"softcap": 30.0}, "a cap of logits"),
+            ({"s_aux": torch.ones(4)}, "attention sinks"),
+            ({"output_attentions": True}, "weights are never formed"),
+            ({"sliding_window": 3}, "sliding_window=3 without a mask"),
+        ],
     )
     def test_what_has_no_meaning(self, kwargs, message):
         q = torch.randn(1, 4, 5, 8)
@@ -204,4 +408,30 @@ def test_a_position_bias_is_added():
     out, _ = sigmoid.attention(torch.nn.Identity(), q, k, v, mask, scaling=1.0, position_bias=position)
     b = -mask.sum(-1, keepdim=True).clamp(min=1).log()
     expected = (torch.sigmoid(q @ k.mT + b + position) * mask) @ v
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_a_position_bias_and_a_mask_of_numbers():
+    """As switch_transformers has them."""
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+    position, visible = torch.randn(1, 4, 5, 5), torch.rand(2, 1, 5, 5) > 0.3
+    mask = torch.zeros(2, 1, 5, 5).masked_fill(~visible, torch.finfo(torch.float32).min)
+    out, _ = sigmoid.attention(torch.nn.Identity(), q, k, v, mask, scaling=1.0, position_bias=position)
+    b = -visible.sum(-1, keepdim=True).clamp(min=1).log()
+    expected = (torch.sigmoid(q @ k.mT + b + position) * visible) @ v
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_indices_select_keys():
+    """As sparse attention passes them: -1 is empty, and a mask still hides."""
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
+    indices = torch.stack([torch.randperm(5)[:3] for _ in range(10)]).view(2, 5, 3)
+    indices[0, :, 2] = -1
+    selected = torch.zeros(2, 5, 5, dtype=torch.bool)
+    for at in ((b, n, j) for b in range(2) for n in range(5) for j in indices[b, n].tolist() if j >= 0):
+        selected[at] = True
+    out, _ = sigmoid.attention(torch.nn.Identity(), q, k, v, mask, scaling=1.0, indices=indices)
+    seen = mask & selected[:, None]
+    expected = (torch.sigmoid(q @ k.mT - seen.sum(-1, keepdim=True).clamp(min=1).log()) * seen) @ v
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)

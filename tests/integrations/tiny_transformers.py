@@ -30,10 +30,11 @@ SMALL = {
     r"\w*image_size$|^input_size$|^img_size$": 32,
     r"\w*patch_size$": 8,
     r"(num|n)_(local_|routed_)?experts$|^moe_num_experts$|^num_experts_per_layer$": 4,
-    r"^(num_experts_per_tok|moe_top_?k|top_k|num_selected_experts|moe_topk)$": 2,
+    r"^(num_experts_per_tok|moe_k|moe_top_?k|top_k|num_selected_experts|moe_topk)$": 2,
     r"^(kv|q|o)_lora_rank$": 16,
     r"^index_topk$": 4,
     r"^index_head_dim$": 16,
+    r"^qk_rope_head_dim$": 4,
     r"^num_queries$|^num_query_tokens$|^num_latents$": 6,
     r"^conv_dim$": 32,
     r"^codebook_size$": 32,
@@ -45,8 +46,8 @@ SMALL = {
 }
 
 
-class NotBuilt(Exception):
-    """No tiny model, or no inputs for it, were found."""
+RESNET = {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]}
+RESNET |= {"out_features": ["stage2", "stage3", "stage4"]}
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -67,17 +68,33 @@ def _settings(config: PretrainedConfig, only: tuple[str, ...] | None = None, nes
     found: dict[str, Any] = {}
     layers = _layer_count(config)
     skipped = {*config.attribute_map, "transformers_version", "dtype", "architectures", "id2label", "label2id"}
+    sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
+    if sections and only is None:
+        found["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    if hasattr(config, "use_timm_backbone") and getattr(config, "backbone_config", None) is None:
+        found |= {"use_timm_backbone": False, "backbone": None, "backbone_config": RESNET}
+    equal_heads = _get(config, "num_key_value_heads") == _get(config, "num_attention_heads")
     for field in dataclasses.fields(config):
-        name, value = field.name, getattr(config, field.name, None)
-        if name in skipped or name.startswith("_"):
+        name, value = field.name, _get(config, field.name)
+        if name in skipped or name in found or name.startswith("_"):
             continue
         if isinstance(value, PretrainedConfig):
             found[name] = {"model_type": value.model_type, **_settings(value, only, True)}
         elif name.endswith("layer_types") and isinstance(value, list):
             found[name] = _kinds(value)[:layers] + [value[-1]] * max(0, layers - len(_kinds(value)))
+        elif re.match(KV_HEADS, name) and equal_heads and only is None:
+            found[name] = HEADS
         elif (new := _value(name, value, layers, only, nested)) is not None:
             found[name] = new
     return found
+
+
+def _get(config: PretrainedConfig, name: str) -> Any:
+    """Return an attribute, or None where it is missing or differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except AttributeError:
+        return None
 
 
 def _kinds(values: list[str]) -> list[str]:
@@ -95,6 +112,8 @@ def _value(name: str, value: Any, layers: int, only: tuple[str, ...] | None, nes
         return None
     if name == "vision_use_head" and nested:  # as in the published checkpoints of composite models
         return False
+    if value is None and only is None:
+        return {"head_dim": HEAD_DIM, "prediction_length": 4}.get(name)
     if isinstance(value, bool) or value is None:
         return None
     if _is_token(name, value):
@@ -152,10 +171,11 @@ def architectures() -> list[str]:
 def _auto_classes(model_type: str) -> list[Any]:
     order = (
         "AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText",
-        "AutoModelForMaskedLM", "AutoModelForPreTraining", "AutoModelForImageClassification", "AutoModelForTextToWaveform", "AutoBackbone",
-        "AutoModelForKeypointMatching", "AutoModelForMaskGeneration", "AutoModelForObjectDetection",
-        "AutoModelForTimeSeriesPrediction", "AutoModelForMultimodalLM", "AutoModelForSpeechSeq2Seq", "AutoModelForCTC",
-        "AutoModelForUniversalSegmentation", "AutoModelForSemanticSegmentation", "AutoModelForDepthEstimation",
+        "AutoModelForMaskedLM", "AutoModelForPreTraining", "AutoModelForImageClassification",
+        "AutoModelForTextToWaveform", "AutoBackbone", "AutoModelForKeypointMatching", "AutoModelForMaskGeneration",
+        "AutoModelForObjectDetection", "AutoModelForTimeSeriesPrediction", "AutoModelForMultimodalLM",
+        "AutoModelForSpeechSeq2Seq", "AutoModelForCTC", "AutoModelForUniversalSegmentation",
+        "AutoModelForSemanticSegmentation", "AutoModelForDepthEstimation",
     )  # fmt: skip
     mappings = [getattr(modeling_auto, name, None) for name in order]
     return [m for m in mappings if m is not None and model_type in m._model_mapping._model_mapping]
@@ -223,8 +243,21 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
     channels = getattr(vision, "num_channels", 3)
     frames = getattr(vision, "num_frames", 4)
     mel = getattr(config, "num_mel_bins", 16)
+    if grid := next((name for name in accepted if name.startswith(("grid_thw", "image_grid"))), None):
+        patch, time = getattr(config, "patch_size", 8), getattr(config, "temporal_patch_size", 1)
+        patch = patch if isinstance(patch, int) else patch[-1]
+        channels = getattr(config, "in_channels", None) or getattr(config, "num_channels", 3)
+        first = next(name for name in accepted if name not in ("self", grid))
+        sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
+        for shape in ((48, channels * time * patch * patch), (48, channels, patch, patch), (48, config.hidden_size)):
+            yield {first: torch.randn(shape, generator=generator), grid: sizes}
     shapes = {
-        "pixel_values": [(BATCH, channels, side, side), (BATCH, frames, channels, side, side), (BATCH, 1, side, side)],
+        "pixel_values": [
+            (BATCH, channels, side, side),
+            (BATCH, frames, channels, side, side),
+            (BATCH, 1, side, side),
+            (BATCH, 2, channels, side, side),
+        ],
         "pixel_values_videos": [(BATCH, frames, channels, side, side)],
         "input_values": [(BATCH, 1, 1280), (BATCH, 1280), (BATCH, 64, mel)],
         "input_features": [(BATCH, mel, 128), (BATCH, 128, mel), (BATCH, 1, 128, mel), (BATCH, 40, 160)],

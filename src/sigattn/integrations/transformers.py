@@ -103,7 +103,7 @@ def attention(
         module: the layer. query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv).
         attention_mask: boolean (True = visible), floating point (added to the logits), or None, which hides nothing.
         dropout: probability of dropping a weight. scaling: factor of the logits.
-        is_causal: True if query i sees keys j ≤ i only, where there is no mask. ``module.is_causal`` is not read.
+        is_causal: must not contradict the mask, which alone is read, as in eager attention.
         position_bias: added to the logits.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate several sequences in a row, and ``indices``, (B, N, any
             number), selects the visible keys. Keywords that cannot change the result are ignored.
@@ -118,13 +118,13 @@ def attention(
     plain = is_plain_causal(attention_mask)
     if plain and is_causal is False:
         raise _refusal(module, "is_causal=False contradicts the causal mask: set config.is_causal = False instead")
-    causal = num_queries > 1 and (plain or (attention_mask is None and bool(is_causal)))
+    if attention_mask is None and is_causal and num_queries > 1:
+        raise _refusal(module, "is_causal=True without a mask: eager attention would hide nothing, SDPA the future")
+    causal = plain and num_queries > 1
     mask, limits = attention_mask, _limits(module, query, key, kwargs)
     if causal and position_bias is None and limits is None:
         mask, key, value = None, key[:, :, :num_queries], value[:, :, :num_queries]  # a static cache is empty beyond
     else:
-        if causal and mask is None:
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
         mask, causal = combine(mask, position_bias, limits), False
     out = sigmoid_attention(
         query,

@@ -20,7 +20,7 @@ CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around 
 
 def wrap_choice() -> None:
     """Wrap the methods of ``PreTrainedModel`` in which an implementation is chosen, once in a process."""
-    for wrap in (_get_correct_attn_implementation, _post_init, _set_attn_implementation):
+    for wrap in (_get_correct_attn_implementation, _post_init, _set_attn_implementation, _save_pretrained):
         name = wrap.__name__.removeprefix("_")
         own = getattr(PreTrainedModel, name)
         if not hasattr(own, "sigattn"):
@@ -69,6 +69,23 @@ def _set_attn_implementation(own: Any) -> Any:
             for config, implementation in before:
                 config._attn_implementation_internal = implementation
             raise
+
+    return wrapped
+
+
+def _save_pretrained(own: Any) -> Any:
+    """Save a part of a composite model with the ``sigmoid_bias`` that holds for it."""
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        values = [getattr(config, "sigmoid_bias", None) for config in getattr(self, CONFIGS, ())]
+        inherited = next((value for value in values if value is not None), None)
+        if inherited is None or getattr(self.config, "sigmoid_bias", None) is not None:
+            return own(self, *args, **kwargs)
+        self.config.sigmoid_bias = inherited
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            del self.config.sigmoid_bias
 
     return wrapped
 

@@ -1,0 +1,83 @@
+"""The generated tables of docs/compatibility.md: one section for each library, from data in docs/compatibility.
+
+compatibility_page.write("transformers", "transformers 5.23.0", results)    # a sweep over the library
+compatibility_page.table("transformers")                                    # its lines, as the page must have them
+"""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "compatibility.md"
+SHOWN = ("exact", "refused")
+
+
+def data_of(section: str) -> Path:
+    """Return the file that holds the results of a section."""
+    return DOCS / "compatibility" / f"{section}.json"
+
+
+def results(section: str) -> dict[str, dict[str, Any]]:
+    """Return the results of a section by architecture."""
+    return {row["architecture"]: row for row in json.loads(data_of(section).read_text())["results"]}
+
+
+def write(section: str, library: str, rows: list[dict[str, Any]]) -> None:
+    """Write the results of a section, and its table into the page.
+
+    Args:
+        section: name of the data file and of the markers in the page.
+        library: name and version. rows: each with "architecture", "status" and "why", and what else is known.
+    """
+    data_of(section).parent.mkdir(exist_ok=True)
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda r: r["architecture"]))
+    data_of(section).write_text(f'{{"library": {json.dumps(library)}, "results": [\n{lines}\n]}}\n')
+    PAGE.write_text(_between(section, PAGE.read_text(), table(section)))
+
+
+def section_of_page(section: str) -> str:
+    """Return what stands between a section's markers in the page."""
+    begin, end = _markers(section)
+    return PAGE.read_text().partition(begin)[2].partition(end)[0].strip()
+
+
+def table(section: str) -> str:
+    """Return a section's summary and table, as Markdown."""
+    data = json.loads(data_of(section).read_text())
+    rows = data["results"]
+    counts = Counter(row["status"] for row in rows)
+    lines = [f"{data['library']}: " + ", ".join(f"{n} {status}" for status, n in counts.most_common()) + ".", ""]
+    lines += ["| architecture | result | why |", "|---|---|---|"]
+    lines += [f"| {r['architecture']} | {r['status']} | {_why(r)} |" for r in rows if r["status"] in SHOWN]
+    for status in (s for s in sorted(counts) if s not in SHOWN):
+        names = ", ".join(row["architecture"] for row in rows if row["status"] == status)
+        lines += ["", f"{status[0].upper()}{status[1:]}: {names}."]
+    return "\n".join(lines)
+
+
+def _why(row: dict[str, Any]) -> str:
+    """Return the reason in a few words."""
+    why = row["why"]
+    if row["status"] == "exact":
+        ran = f"{row['ran']} of {row['layers']} attention layers ran" if row.get("ran") != row.get("layers") else ""
+        return "; ".join(filter(None, (ran, why)))
+    if layers := re.search(r"silently stay a softmax: (.*?)\. Build the model", why):
+        return f"softmax in {', '.join(dict.fromkeys(re.findall(r'[(](.*?)[)]', layers[1])))}"
+    if table := re.search(r"chooses its attention from (\w+)", why):
+        return f"attention chosen from {table[1]}"
+    if "does not use transformers' attention interface" in why:
+        return "attention outside transformers' interface"
+    return why.rpartition('attn_implementation="sigmoid": ')[2]
+
+
+def _markers(section: str) -> tuple[str, str]:
+    return f"<!-- {section}: generated -->", f"<!-- {section}: end -->"
+
+
+def _between(section: str, page: str, text: str) -> str:
+    begin, end = _markers(section)
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
