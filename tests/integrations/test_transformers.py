@@ -389,7 +389,6 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"softcap": 30.0}, "a cap of logits"),
             ({"s_aux": torch.ones(4)}, "attention sinks"),
             ({"output_attentions": True}, "weights are never formed"),
             ({"sliding_window": 3}, "sliding_window=3 without a mask"),
@@ -419,6 +418,14 @@ def test_a_position_bias_and_a_mask_of_numbers():
     out, _ = sigmoid.attention(torch.nn.Identity(), q, k, v, mask, scaling=1.0, position_bias=position)
     b = -visible.sum(-1, keepdim=True).clamp(min=1).log()
     expected = (torch.sigmoid(q @ k.mT + b + position) * visible) @ v
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_softcap():
+    """As Gemma 2 passes it."""
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+    out, _ = sigmoid.attention(torch.nn.Identity(), q, k, v, None, scaling=2.0, softcap=1.5)
+    expected = torch.sigmoid(1.5 * torch.tanh(2.0 * q @ k.mT / 1.5) - math.log(5)) @ v
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 

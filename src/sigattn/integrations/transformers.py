@@ -64,7 +64,6 @@ _REFUSED = {
     "output_attentions": "attention weights are never formed",
     "s_aux": "attention sinks have no meaning without a normalisation",
     "sinks": "attention sinks have no meaning without a normalisation",
-    "softcap": "a cap of logits is not supported",
 }
 
 
@@ -95,6 +94,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute sigmoid attention for transformers; return the output, (B, N, Hq, Dv), and None instead of weights.
@@ -105,6 +105,7 @@ def attention(
         dropout: probability of dropping a weight. scaling: factor of the logits.
         is_causal: must not contradict the mask, which alone is read, as in eager attention.
         position_bias: added to the logits.
+        softcap: bound of the logits, softcap · tanh(logits / softcap), before mask and bias are added.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate several sequences in a row, and ``indices``, (B, N, any
             number), selects the visible keys. Keywords that cannot change the result are ignored.
 
@@ -136,6 +137,7 @@ def attention(
         scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         bias=_bias(module, query, key, mask, causal),
+        softcap=softcap or 0.0,
     )
     return out.transpose(1, 2).contiguous(), None
 
