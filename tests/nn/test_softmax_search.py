@@ -95,7 +95,38 @@ class Stored(Mixer):
         self.mix = functools.partial(fused)
 
 
-SERVED = [Fused, Inherited, Renamed, Function, Builtin, Operator, Overload, Stored]
+class Processor:
+    """An object that is no module, as in diffusers."""
+
+    def __call__(self, layer, q, k, v):
+        return fused(q, k, v)
+
+
+class Processed(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.processor = Processor()
+
+    def mix(self, q, k, v):
+        return self.processor(self, q, k, v)
+
+
+class Projected(Mixer):
+    """The layer around it calls its method, not its forward."""
+
+    class Inner(Fused):
+        def forward(self, x):
+            raise AssertionError
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+
+    def mix(self, q, k, v):
+        return self.inner.mix(q, k, v)
+
+
+SERVED = [Fused, Inherited, Renamed, Function, Builtin, Operator, Overload, Stored, Processed]
 
 
 class TorchSoftmax(Mixer):
@@ -151,6 +182,20 @@ class FunctionSoftmax(Mixer):
         return eager_further_away(q, k, v)
 
 
+class ProcessorSoftmax(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.processor = EagerProcessor()
+
+    def mix(self, q, k, v):
+        return self.processor(q, k, v)
+
+
+class EagerProcessor:
+    def __call__(self, q, k, v):
+        return eager(q, k, v)
+
+
 class DecoratedSoftmax(Mixer):
     def mix(self, q, k, v):
         return decorated(q, k, v)
@@ -187,6 +232,7 @@ class TalkingHeads(Mixer):
 REFUSED = [
     *(TorchSoftmax, MethodSoftmax, FunctionalSoftmax, LowLevelSoftmax, OperatorSoftmax, NamedSoftmax),
     *(InheritedSoftmax, SuperSoftmax, ModuleSoftmax, FunctionSoftmax, DecoratedSoftmax, StoredSoftmax),
+    ProcessorSoftmax,
     *(FlashOperator, Flex, TalkingHeads),
 ]
 
@@ -259,6 +305,14 @@ def test_every_spelling_of_the_function_is_served(kind, by_example, x):
     net = Net(kind())
     (entry,) = sigmoidify(net, (x,) if by_example else None)
     assert entry == Replaced("layers.0", kind.__name__, "scaled_dot_product_attention")
+    torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+def test_a_method_that_the_layer_around_calls(by_example, x):
+    net = Net(Projected())
+    report = sigmoidify(net, (x,) if by_example else None)
+    assert "layers.0.inner" in [r.name for r in report]
     torch.testing.assert_close(net(x), net.layers[0].formula(x, -math.log(5)))
 
 
@@ -454,8 +508,9 @@ def test_a_module_made_in_a_forward(x):
             sigmoidify(Net(Fused(), Made()), example)
 
 
-def test_compiled_layers_run_eagerly_in_the_search(x):
+def test_compiled_functions(x):
     layer = TorchSoftmax()
     layer.mix = torch.compile(eager, backend="eager")
-    with pytest.raises(ValueError, match=r"'layers\.1'"):
-        sigmoidify(Net(Fused(), layer), (x,))
+    for example in ((x,), None):
+        with pytest.raises(ValueError, match=r"'layers\.1'"):
+            sigmoidify(Net(Fused(), layer), example)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.attention_calls import (
@@ -91,13 +91,28 @@ def reachable_calls(module: nn.Module) -> frozenset[str]:
         return _CALLS_OF_ACTIVATION.get(module.activation, frozenset())
     if type(module) is nn.MultiheadAttention:
         return frozenset({MHA_NAME})
-    own = [v for v in vars(module).values() if isinstance(v, (types.FunctionType, functools.partial))]
     kind: Any = type(module)
-    calls = _calls_of_class(kind).union(*(_calls_of_function(f, _DEPTH) for f in own))
+    calls = _calls_of_class(kind).union(*(_calls_of_attribute(v) for v in vars(module).values()))
     if isinstance(module, nn.MultiheadAttention) and not calls & SOFTMAX_NAMES:
         calls |= {MHA_NAME}  # by its base class
     submodules = {n for n, m in module.named_children() if m is not None}
     return calls - submodules  # self.softmax(x) is the submodule's call
+
+
+def calling_methods(kind: Any) -> list[str]:
+    """Return the names of a class's methods, other than forward, that can reach a function that can be replaced."""
+    names = {n for n, f in _methods(kind) if _calls_of_function(f, _DEPTH) & {SDPA_NAME, MHA_NAME}}
+    return sorted(n for n in names - {"forward"} if isinstance(inspect.getattr_static(kind, n), types.FunctionType))
+
+
+def _calls_of_attribute(value: Any) -> frozenset[str]:
+    """Return the calls of an object that a layer holds: a function, or another object that is no module."""
+    value = getattr(value, "__func__", value)
+    if isinstance(value, (types.FunctionType, functools.partial)):
+        return _calls_of_function(value, _DEPTH)
+    kind: Any = type(value)
+    known = isinstance(value, (nn.Module, Tensor)) or not callable(value) or not _followed(kind.__module__)
+    return frozenset() if known else _calls_of_class(kind)
 
 
 def _names_in_graph(module: Any) -> frozenset[str]:
@@ -111,13 +126,13 @@ def _names_in_graph(module: Any) -> frozenset[str]:
 @functools.cache
 def _calls_of_class(kind: Any) -> frozenset[str]:
     found: set[str] = set()
-    for function in _methods(kind):
+    for _, function in _methods(kind):
         found |= _calls_of_function(function, _DEPTH)
     return frozenset(found)
 
 
-def _methods(kind: type) -> Iterator[types.FunctionType]:
-    """Yield the methods of a class as the class finds them, those which it inherits included.
+def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield names and methods of a class as the class finds them, those which it inherits included.
 
     A method that is overridden counts where the one that overrides it calls ``super``.
     """
@@ -133,7 +148,7 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
                 continue
             if not any("super" in f.__code__.co_names for f in functions):
                 overridden.add(name)
-            yield from functions
+            yield from ((name, f) for f in functions)
         hidden |= overridden
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sigattn.nn.attention_calls import MHA, SOFTMAX_NAMES, is_sdpa
+from sigattn.nn.attention_in_code import calling_methods
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
 from sigattn.nn.visible_keys import count_visible_keys
@@ -26,6 +27,7 @@ class SigmoidLayer(nn.Module):
     """
 
     softmax_class: type[nn.Module]
+    attention_methods: tuple[str, ...]  # other methods that call attention functions: for layers around this one
     sigmoid_bias: AttentionBias | None
     softmax_allowed: bool
 
@@ -38,7 +40,8 @@ class SigmoidLayer(nn.Module):
         mode = _SigmoidMode(self)
         with mode:
             result = super().forward(*args, **kwargs)
-        if not mode.calls and not any(isinstance(m, _CONVERTED) for m in self.modules() if m is not self):
+        inside = bool(self.attention_methods) or any(isinstance(m, _CONVERTED) for m in self.modules() if m is not self)
+        if not mode.calls and not inside:
             raise RuntimeError(
                 f"{self.softmax_class.__name__} was sigmoidified, but this forward did not call "
                 "F.scaled_dot_product_attention: it took another path (a flag such as fused_attn=False, or weights "
@@ -66,7 +69,19 @@ class _UnfusedMultihead:
 def sigmoid_class(kind: Any) -> type[nn.Module]:
     """Return the subclass of a layer's class that computes sigmoid attention."""
     bases = (SigmoidLayer, _UnfusedMultihead, kind) if issubclass(kind, nn.MultiheadAttention) else (SigmoidLayer, kind)
-    return type(f"Sigmoid{kind.__name__}", bases, {"softmax_class": kind, "__module__": kind.__module__})
+    methods = calling_methods(kind)
+    members: dict[str, Any] = {name: _in_sigmoid_mode(getattr(kind, name)) for name in methods}
+    members |= {"softmax_class": kind, "attention_methods": tuple(methods), "__module__": kind.__module__}
+    return type(f"Sigmoid{kind.__name__}", bases, members)
+
+
+def _in_sigmoid_mode(method: Any) -> Any:
+    @functools.wraps(method)
+    def wrapped(self: SigmoidLayer, *args: Any, **kwargs: Any) -> Any:
+        with _SigmoidMode(self):
+            return method(self, *args, **kwargs)
+
+    return wrapped
 
 
 def _rebuild(kind: type[nn.Module]) -> nn.Module:

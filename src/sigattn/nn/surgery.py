@@ -129,8 +129,7 @@ def _sigmoidify(
         raise ValueError(_refusal(refused, example is None))
     replaced = [f for f in findings if f not in staying]
     if not replaced:
-        hint = " Pass example=(...) to find them by running the model" if example is None else ""
-        raise ValueError(f"sigmoidify: {type(model).__name__} has no attention layer that it can replace.{hint}")
+        raise ValueError(_nothing_found(model, staying, example is None))
     _check_nesting(replaced, [f for f in staying if f.replaceable])
     kinds = [(f, type(f.module).__name__) for f in findings]
     replace(model, replaced, staying, bias)
@@ -199,6 +198,17 @@ def _check_patterns(patterns: Sequence[str], findings: Sequence[Finding]) -> Non
         raise ValueError(f"sigmoidify: allow_softmax={unused} matches no layer with a softmax; there are: {found}")
 
 
+def _nothing_found(model: nn.Module, staying: Sequence[Finding], by_code: bool) -> str:
+    message = f"sigmoidify: {type(model).__name__} has no attention layer that it can replace."
+    if staying:
+        message += f" These compute a softmax that was allowed, or is no attention's: {_listed(staying)}."
+    return message + (" Pass example=(...) to find them by running the model" if by_code else "")
+
+
+def _listed(findings: Sequence[Finding]) -> str:
+    return ", ".join(f"{f.name!r} ({type(f.module).__name__}: {f.call})" for f in findings)
+
+
 def _check_nesting(replaced: Sequence[Finding], staying: Sequence[Finding]) -> None:
     """Refuse a layer that stays softmax inside one that becomes sigmoid, whose forward would change it too."""
     for outer in replaced:
@@ -211,10 +221,9 @@ def _check_nesting(replaced: Sequence[Finding], staying: Sequence[Finding]) -> N
 
 
 def _refusal(refused: Sequence[Finding], by_code: bool) -> str:
-    layers = ", ".join(f"{f.name!r} ({type(f.module).__name__}: {f.call})" for f in refused)
     message = (
-        f"sigmoidify: these layers compute a softmax themselves, where it cannot be replaced: {layers}. Let them use "
-        'F.scaled_dot_product_attention (a flag such as fused_attn=True or attn_implementation="sdpa"), or rewrite '
+        f"sigmoidify: these layers compute a softmax themselves, where it cannot be replaced: {_listed(refused)}. Let "
+        'them use F.scaled_dot_product_attention (a flag such as fused_attn=True or attn_implementation="sdpa"), or rewrite '
         "them with sigattn.nn.Attention. To let them stay softmax, pass their names, or patterns, as allow_softmax"
     )
     if by_code:
