@@ -223,8 +223,9 @@ def _check_nesting(replaced: Sequence[Finding], staying: Sequence[Finding]) -> N
 def _refusal(refused: Sequence[Finding], by_code: bool) -> str:
     message = (
         f"sigmoidify: these layers compute a softmax themselves, where it cannot be replaced: {_listed(refused)}. Let "
-        'them use F.scaled_dot_product_attention (a flag such as fused_attn=True or attn_implementation="sdpa"), or rewrite '
-        "them with sigattn.nn.Attention. To let them stay softmax, pass their names, or patterns, as allow_softmax"
+        'them use F.scaled_dot_product_attention (a flag such as fused_attn=True or attn_implementation="sdpa"), or '
+        "rewrite them with sigattn.nn.Attention. To let them stay softmax, pass their names, or patterns, as "
+        "allow_softmax"
     )
     if by_code:
         message += ". The code alone was read: pass example=(...) to tell other softmaxes from attention"
