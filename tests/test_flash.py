@@ -27,7 +27,7 @@ fuzz = settings(
 )
 
 
-def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.0):
+def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.0, mask=None):
     """(N, Hq, D), (M, Hkv, D), (M, Hkv, Dv), slopes (Hq,) or None, bias (Hq,) or a number → (N, Hq, Dv)."""
     n, m = len(q), len(k)
     i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
@@ -47,6 +47,9 @@ def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     s = s + b + position
+    if mask is not None:  # broadcastable to (Hq, N, M)
+        visible = visible & (mask if mask.dtype is torch.bool else mask != -torch.inf)
+        s = s if mask.dtype is torch.bool else s + torch.where(mask == -torch.inf, 0, mask.to(dtype))
     p = torch.where(visible, torch.sigmoid(s), 0).to(dtype)
     return (p @ v)[0].transpose(0, 1)
 
@@ -72,6 +75,8 @@ def packed_cases(draw):
         "bias": draw(st.sampled_from(["-log n", -2.0, "number", "sequence", "head", "both"])),
         "scale": draw(st.sampled_from([None, 0.3])),
         "softcap": draw(st.sampled_from([0.0, 0.7, 15.0])),
+        "mask": draw(st.sampled_from([None, None, "bool", "float", "-inf"])),
+        "mask of": draw(st.tuples(*[st.booleans()] * 4)),
         "beyond": draw(st.sampled_from([0, 3])),
         "seed": draw(st.integers(0, 1 << 30)),
     }
@@ -99,8 +104,25 @@ def leaves_of(case):
     if case["slopes"]:
         shape = (hq,) if case["slopes"] == "head" else (count, hq)
         leaves["slopes"] = (randn(*shape, dtype=other).detach().abs() / 8).requires_grad_()
+    if case["mask"]:
+        full = (count, hq, *(max(n, default=0) for n in case["lengths"]))
+        mask = randn(
+            *(size if own else 1 for size, own in zip(full, case["mask of"], strict=True)), dtype=other
+        ).detach()
+        if case["mask"] == "-inf":
+            mask = mask.masked_fill(mask < -0.5, -torch.inf)
+        leaves["mask"] = mask > -0.5 if case["mask"] == "bool" else mask.requires_grad_()
     starts = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in case["lengths"]]
     return leaves, starts
+
+
+def mask_of(mask, s, n, m):
+    """A sequence's part of a mask, (Hq or 1, n or 1, m or 1)."""
+    if mask is None:
+        return None
+    mask = mask[s if len(mask) > 1 else 0]
+    mask = mask if mask.shape[1] == 1 else mask[:, :n]
+    return mask if mask.shape[2] == 1 else mask[..., :m]
 
 
 def by_formula(case, leaves, starts, dtype):
@@ -132,6 +154,7 @@ def by_formula(case, leaves, starts, dtype):
                 bias,
                 case["scale"],
                 case["softcap"],
+                mask_of(leaves.get("mask"), s, lengths_q[s], lengths_k[s]),
             )
         )
     out.append(leaves["q"].new_zeros(case["beyond"], hq, case["dv"], dtype=dtype))
@@ -139,6 +162,7 @@ def by_formula(case, leaves, starts, dtype):
 
 
 def gradients(out, leaves):
+    leaves = {name: t for name, t in leaves.items() if t.is_floating_point()}
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(leaves["q"].dtype).to(out.dtype)
     found = torch.autograd.grad(out, list(leaves.values()), grad.to(out.device), allow_unused=True)
     return {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), found, strict=True)}
@@ -169,6 +193,7 @@ def test_packed_sequences_match_the_formula(backend, way, case):
             alibi_slopes=there.get("slopes"),
             sigmoid_bias=there.get("bias", case["bias"]),
             backend=backend,
+            attn_mask=there.get("mask"),
         ).cpu()
         ours = gradients(out, leaves)
     size = max(1.0, truth.abs().max().item()) if truth.numel() else 1.0
@@ -306,6 +331,7 @@ def test_as_a_citizen_of_pytorch(backend):
         k.detach(),
         v.detach(),
         torch.randn(2, 1, device=device),
+        torch.randn(1, 2, 7, 1, device=device),
         torch.rand(1, 2, 2, device=device),
         starts,
         starts,
@@ -317,7 +343,7 @@ def test_as_a_citizen_of_pytorch(backend):
     torch.library.opcheck(torch.ops.sigattn.packed_forward.default, args)
     torch.library.opcheck(
         torch.ops.sigattn.packed_backward.default,
-        (torch.randn(12, 2, 8, device=device), *args, [True, False, True, True, True]),
+        (torch.randn(12, 2, 8, device=device), *args, [True, False, True, True, True, True]),
     )
     with pytest.raises(RuntimeError, match='backend="reference"'):
         torch.func.jvp(call, (q, k, v), (q, k, v))
@@ -365,7 +391,7 @@ FLASH_ATTN_2_8 = [
     "deterministic",
     "return_attn_probs",
 ]
-OURS = ["sigmoid_bias", "sigmoid_precision", "backend"]
+OURS = ["sigmoid_bias", "sigmoid_precision", "backend", "attn_mask"]
 SIGNATURES = {
     "flash_attn_func": ["q", "k", "v", *FLASH_ATTN_2_8],
     "flash_attn_qkvpacked_func": ["qkv", *FLASH_ATTN_2_8],

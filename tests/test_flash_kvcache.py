@@ -61,6 +61,8 @@ def cases(draw):
         "rotary": draw(st.sampled_from([None, "interleaved", "halves"])) if new else None,
         "layout": draw(st.sampled_from(["length first", "heads first"])),
         "splits": draw(st.sampled_from([0, 1, 3])),
+        "mask": draw(st.sampled_from([None, None, "bool", "float", "-inf"])),
+        "mask of": (*draw(st.tuples(*[st.booleans()] * 3)), draw(st.sampled_from([1, 5, 40, 70]))),
         "seed": draw(st.integers(0, 1 << 30)),
     }
 
@@ -87,6 +89,28 @@ class Call:
         self.slopes = self.randn(*shape, dtype=torch.float32).abs() / 8 if shape else None
         angles = torch.rand(CAPACITY + 8, case["d"] // 2, generator=self.generator, dtype=torch.float64) * 6
         self.angles = angles[:, : max(1, case["d"] // 4)].to(device)
+        self.mask = self.make_mask() if case["mask"] else None
+
+    def make_mask(self):
+        """Of the last keys, fewer or more than a sample has."""
+        kind, (*own, keys) = self.case["mask"], self.case["mask of"]
+        full = (self.batch, self.hq, self.case["n"])
+        mask = self.randn(*(size if o else 1 for size, o in zip(full, own, strict=True)), keys, dtype=torch.float32)
+        if kind == "-inf":
+            mask = mask.masked_fill(mask < -0.5, -torch.inf)
+        return mask > -0.5 if kind == "bool" else mask
+
+    def mask_of(self, b, keys):
+        """The mask of a sample's keys, of which the first may have none."""
+        if self.mask is None:
+            return None
+        mask = self.mask[b if len(self.mask) > 1 else 0]  # (Hq or 1, N or 1, K)
+        whole = torch.zeros(*mask.shape[:2], keys, dtype=mask.dtype)
+        whole = ~whole if mask.dtype is torch.bool else whole
+        masked = min(keys, mask.shape[2])
+        if masked:
+            whole[..., keys - masked :] = mask[..., mask.shape[2] - masked :].cpu()
+        return whole
 
     def randn(self, *shape, dtype=None):
         t = torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -144,6 +168,7 @@ class Call:
             num_splits=case["splits"],
             sigmoid_bias=self.bias,
             backend=backend,
+            attn_mask=self.mask,
             **where,
         )
 
@@ -193,14 +218,12 @@ class Call:
             slopes = self.slopes if self.slopes is None or self.slopes.dim() == 1 else self.slopes[b]
             bias = self.bias_of(b)
             options = (dtype, case["causal"], case["window"], slopes)
+            rest = (case["scale"], case["softcap"], self.mask_of(b, total - first))
             if isinstance(bias, torch.Tensor) and bias.dim() == 2:  # one for each query
-                rows = [
-                    one_sequence(q, k, v, *options, bias[0, i].expand(self.hq), case["scale"], case["softcap"])[i]
-                    for i in range(case["n"])
-                ]
+                rows = [one_sequence(q, k, v, *options, bias[0, i].expand(self.hq), *rest)[i] for i in range(case["n"])]
                 outs.append(torch.stack(rows))
             else:
-                outs.append(one_sequence(q, k, v, *options, bias, case["scale"], case["softcap"]))
+                outs.append(one_sequence(q, k, v, *options, bias, *rest))
         return torch.stack(outs), caches
 
 
@@ -238,6 +261,7 @@ def test_one_token_and_few_keys(case):
         "rotary": None,
         "splits": 0,
         "softcap": 0.0,
+        "mask": None,
         "held": [max(case["held"][0], 1)] * len(case["held"]),
     }
     call, twin = Call(case, "cpu"), Call(case, "cpu")
@@ -355,7 +379,7 @@ def test_compiled():
 def test_ops_are_what_they_say():
     q, cache = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 16, 2, 8)
     lengths, bias = torch.tensor([3, 16]), torch.tensor(-2.0, dtype=torch.float64)
-    args = (q, cache[0], cache[1], lengths, bias, None, None, None, None, -1, 0, False, 0, None, 2.5, "blocked")
+    args = (q, cache[0], cache[1], lengths, bias, None, None, None, None, -1, 0, False, 0, None, 2.5, None, "blocked")
     torch.library.opcheck(torch.ops.sigattn.cached_forward.default, args)
     new = torch.randn(2, 2, 1, 2, 8)
     args = (cache[0], cache[1], new[0], new[1], torch.tensor([3, 15]), None)

@@ -107,7 +107,10 @@ def test_every_option_compiles():
     ]
     cases = [(k, 90, "float16", 64, True, o) for o in options for k in KERNELS]
     cases += [(k, 90, "float32", 64, True, {"PRECISION": "tf32"}) for k in KERNELS]
-    cases += [("decode", 90, "bfloat16", 64, False, {"SOFTCAP": True})]
+    cases += [
+        ("decode", 90, "bfloat16", 64, False, o) for o in ({"SOFTCAP": True}, {"MASK": "bool"}, {"MASK": "added"})
+    ]
+    cases += [(k, 90, "float16", 64, True, {"MASK": "bool", "VARLEN": True, "BOTTOM_RIGHT": True}) for k in KERNELS]
     assert len(compiled(cases)) == len(cases)
 
 

@@ -54,10 +54,10 @@ def arguments(op, backend):
     if op == "packed_forward":
         q, k, v = torch.randn(3, 5, 2, 4).unbind()
         starts = torch.tensor([0, 2, 5])
-        return [q, k, v, None, None, starts, starts, None, 3, 3, *rest, False, False, 2.5, backend]
+        return [q, k, v, None, None, None, starts, starts, None, 3, 3, *rest, False, False, 2.5, backend]
     q, k, v = torch.randn(1, 1, 2, 4), *torch.randn(2, 1, 8, 2, 4).unbind()
     bias = torch.tensor(-1.0, dtype=torch.float64)
-    return [q, k, v, torch.tensor([5]), bias, None, None, None, None, -1, 0, False, 0, None, 2.5, backend]
+    return [q, k, v, torch.tensor([5]), bias, None, None, None, None, -1, 0, False, 0, None, 2.5, None, backend]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,7 +5,7 @@ are σ(softmax_scale · Q Kᵀ + sigmoid_bias) instead of a softmax. Layouts are
 head_dim) and packed (total, heads, head_dim); so is the alignment: the last query stands beside the last key, for
 causality, windows and ALiBi. Fewer key/value heads than query heads are shared, as there.
 
-Every function takes three arguments more, the last:
+Every function takes four arguments more, the last:
 
     sigmoid_bias: b. A number; "-log n", the paper's rule (App. E), n being the number of keys of the sample or
         sequence; or a floating-point tensor, with gradient: 0-d, (B,) one per sample or sequence, or (B or 1, Hq or
@@ -13,6 +13,7 @@ Every function takes three arguments more, the last:
         (``flash_attn_with_kvcache`` has neither default nor rule.)
     sigmoid_precision: "accurate" or "fast"; None is what ``sigattn.set_sigmoid_precision`` said.
     backend: "triton" or "blocked"; None picks the fastest that can serve the call. On a CPU that is "blocked".
+    attn_mask: any mask, bool or added to the logits, of the shape that each function says; None for none.
 
 ``unpad_input``, ``pad_input`` and ``index_first_axis`` are those of ``flash_attn.bert_padding``. flash-attn 3's
 functions, whose arguments stand in another order, are in ``sigattn.flash.v3``.

@@ -28,6 +28,7 @@ def flash_attn_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Sigmoid attention of a batch of sequences of one length.
 
@@ -45,6 +46,8 @@ def flash_attn_func(
         deterministic: whether the backward pass must repeat bitwise, also where PyTorch is not told so.
         return_attn_probs: must be False.
         sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``.
+        attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to
+            (B, Hq, N, M). It combines with causal and window_size.
 
     Returns:
         (B, N, Hq, Dv), contiguous, in q's dtype.
@@ -59,7 +62,7 @@ def flash_attn_func(
     """
     return attend(
         "flash_attn_func", q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sigmoid_bias, sigmoid_precision, backend,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
     )  # fmt: skip
 
 
@@ -76,12 +79,13 @@ def flash_attn_qkvpacked_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """``flash_attn_func`` of qkv: (B, N, 3, H, D)."""
     q, k, v = flash_checks.packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sigmoid_bias, sigmoid_precision, backend,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
     )  # fmt: skip
 
 
@@ -99,12 +103,13 @@ def flash_attn_kvpacked_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """``flash_attn_func`` of q: (B, N, Hq, D) and kv: (B, M, 2, Hkv, D)."""
     k, v = flash_checks.packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sigmoid_bias, sigmoid_precision, backend,
+        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
     )  # fmt: skip
 
 
@@ -124,6 +129,7 @@ def attend(
     sigmoid_bias: Any,
     sigmoid_precision: str | None,
     backend: str | None,
+    attn_mask: Any = None,
     *,
     attention_chunk: int = 0,
 ) -> Tensor:
@@ -131,7 +137,8 @@ def attend(
 
     Args:
         name: of the function, for errors.
-        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries.
+        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries. Not with
+            attn_mask.
         The rest is as in ``flash_attn_func``.
     """
     options.refuse(name, return_attn_probs)
@@ -140,12 +147,14 @@ def attend(
     dropout_p, softmax_scale, window = options.check(
         name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
     )
+    if attn_mask is not None:
+        flash_checks.mask(name, attn_mask, q, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
     problem = canonical(
         query,
         key,
         value,
-        _chunks(q, k, attention_chunk) if attention_chunk else None,
+        _chunks(q, k, attention_chunk) if attention_chunk else attn_mask,
         dropout_p,
         causal,
         softmax_scale,

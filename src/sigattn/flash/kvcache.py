@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sigattn.flash import options, ragged
 from sigattn.ops import cached, checks, flash_checks, one_query, scalars
-from sigattn.ops.attention import bias_operand, sides, two_sided
+from sigattn.ops.attention import bias_operand, four_dimensional, sides, two_sided
 from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import UNLIMITED
 from sigattn.ops.settings import is_fast
@@ -41,6 +41,7 @@ def flash_attn_with_kvcache(
     sigmoid_bias: float | str | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Sigmoid attention of new queries against a cache, to which new keys and values are added first, in place.
 
@@ -74,6 +75,10 @@ def flash_attn_with_kvcache(
             training length, say. The rule "-log n" of a growing cache would change from token to token, which is not
             what was trained.
         sigmoid_precision, backend: see ``sigattn.flash``.
+        attn_mask: bool (True = attend) or floating point (added to the logits), (B or 1, Hq or 1, N or 1, K) or the
+            last dimensions of that. It is of the last K keys of each sample, new keys included; the keys before them
+            are not masked. With K = N_new it masks the new keys alone, as a tree of draft tokens needs; with K = the
+            sample's length, all of them. The dimension K does not broadcast. It combines with causal and window_size.
 
     Returns:
         (B, N, Hq, Dv) in q's dtype.
@@ -91,6 +96,7 @@ def flash_attn_with_kvcache(
     """
     unusual = (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sigmoid_precision)
     plain = window_size == (-1, -1) and not (softcap or num_splits or return_softmax_lse or backend)
+    plain = plain and attn_mask is None
     if plain and all(x is None for x in unusual):
         light = _light(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
         if light is not None:
@@ -98,7 +104,7 @@ def flash_attn_with_kvcache(
     return attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
-        sigmoid_bias, sigmoid_precision, backend,
+        sigmoid_bias, sigmoid_precision, backend, attn_mask,
     )  # fmt: skip
 
 
@@ -125,6 +131,7 @@ def attend(
     sigmoid_bias: Any,
     sigmoid_precision: str | None,
     backend: str | None,
+    attn_mask: Any = None,
     *,
     cu_seqlens_q: Any = None,
     max_seqlen_q: Any = None,
@@ -164,7 +171,10 @@ def attend(
         raise ValueError(f"{_NAME}: num_splits must be a number of parts, 0 to let the kernel choose; got {num_splits}")
     if attention_chunk and n != 1:
         raise ValueError(f"{_NAME}: attention_chunk is supported for one new query per sample; got {n}")
-    _refuse_gradients(q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes)
+    if attn_mask is not None:
+        flash_checks.mask(_NAME, attn_mask, q, (batch, q.shape[2], n, None))
+        attn_mask = four_dimensional(attn_mask)
+    _refuse_gradients(q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes, attn_mask)
     table = block_table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     lengths = _lengths(cache_seqlens, q, capacity, needed=k is not None)
@@ -216,6 +226,7 @@ def attend(
         num_splits,
         ends=None if queries is None else lengths - queries.counts + n,
         softcap=softcap,
+        attn_mask=attn_mask,
     )
     out = cached.call(problem, cached.choose(problem, backend))
     return out if queries is None else queries.packed(out)

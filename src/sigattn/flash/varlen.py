@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sigattn.flash import options, ragged
 from sigattn.ops import checks, flash_checks, library, packed
-from sigattn.ops.attention import new_seed, sides, two_sided
+from sigattn.ops.attention import four_dimensional, new_seed, sides, two_sided
 from sigattn.ops.problem import PackedProblem
 from sigattn.ops.settings import is_fast
 
@@ -34,6 +34,7 @@ def flash_attn_varlen_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Sigmoid attention of B sequences of different lengths, one after another without padding.
 
@@ -54,6 +55,10 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
             ``flash_attn_func``, with each sequence's own N and M.
         sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``; "-log n" is each sequence's own.
+        attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to (B, Hq,
+            max_seqlen_q, max_seqlen_k): entry [s, h, i, j] is of query i and key j of sequence s, each counted from the
+            sequence's first. It combines with causal and window_size. A tree of draft tokens, for example, is a mask
+            whose rows allow a token's ancestors.
 
     Returns:
         (total_q, Hq, Dv), in q's dtype.
@@ -69,7 +74,7 @@ def flash_attn_varlen_func(
     return attend(
         "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
-        sigmoid_bias, sigmoid_precision, backend,
+        sigmoid_bias, sigmoid_precision, backend, attn_mask,
     )  # fmt: skip
 
 
@@ -88,12 +93,13 @@ def flash_attn_varlen_qkvpacked_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """``flash_attn_varlen_func`` of qkv: (total, 3, H, D), with the same lengths for queries and keys."""
     q, k, v = flash_checks.packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend,
+        alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend, attn_mask,
     )  # fmt: skip
 
 
@@ -115,12 +121,14 @@ def flash_attn_varlen_kvpacked_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """``flash_attn_varlen_func`` of q: (total_q, Hq, D) and kv: (total_k, 2, Hkv, D)."""
     k, v = flash_checks.packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend,
+        attn_mask,
     )  # fmt: skip
 
 
@@ -145,6 +153,7 @@ def attend(
     sigmoid_bias: Any,
     sigmoid_precision: str | None,
     backend: str | None,
+    attn_mask: Any = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> Tensor:
@@ -167,6 +176,8 @@ def attend(
     dropout_p, softmax_scale, window = options.check(
         name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
     )
+    if attn_mask is not None:
+        flash_checks.mask(name, attn_mask, q, (batch, q.shape[1], max_seqlen_q, max_seqlen_k))
     q, k, v = (options.cast(t) for t in (q, k, v))
     order = None
     for which, used, cu_seqlens in (("seqused_q", seqused_q, cu_seqlens_q), ("seqused_k", seqused_k, cu_seqlens_k)):
@@ -183,6 +194,7 @@ def attend(
         k,
         v,
         options.packed_bias(sigmoid_bias),
+        None if attn_mask is None else four_dimensional(attn_mask),
         None if alibi_slopes is None else two_sided(alibi_slopes),
         cu_seqlens_q,
         cu_seqlens_k,

@@ -171,6 +171,7 @@ def _on_nested(
     problem = PackedProblem(
         *parts[:3],
         bias_operand(bias) if not isinstance(bias, Tensor) else bias,
+        None,
         None if alibi_slopes is None else two_sided(alibi_slopes),
         *parts[3:5],
         new_seed(dropout_p),
@@ -214,7 +215,7 @@ def canonical(
         key,
         value,
         bias_operand(bias),
-        None if attn_mask is None else _four_dimensional(attn_mask),
+        None if attn_mask is None else four_dimensional(attn_mask),
         None if alibi_slopes is None else two_sided(alibi_slopes),
         key_lengths,
         new_seed(dropout_p),
@@ -261,7 +262,7 @@ def bias_operand(bias: Any) -> Tensor | None:
     if bias is None:
         return None
     if isinstance(bias, Tensor):
-        return _four_dimensional(bias)
+        return four_dimensional(bias)
     if not isinstance(bias, (float, int, torch.SymFloat, torch.SymInt)):  # another library's number
         bias = float(bias)
     if torch.compiler.is_compiling():  # a sum, because that is what the compiler can carry a changing number through
@@ -269,7 +270,8 @@ def bias_operand(bias: Any) -> Tensor | None:
     return torch.tensor(bias, dtype=torch.float64, device="cpu")
 
 
-def _four_dimensional(t: Tensor) -> Tensor:
+def four_dimensional(t: Tensor) -> Tensor:
+    """Return t with leading dimensions of size 1, four in all."""
     return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
 
 

@@ -39,6 +39,8 @@ class CachedProblem(NamedTuple):
         ends: (B,) integers, one beyond the place of each sample's last query, which may lie anywhere beside the keys;
             None for lengths, the last query beside the last key.
         softcap: as in ``Problem``.
+        attn_mask: (B or 1, Hq or 1, N or 1, K), bool or floating point as in ``Problem``, of the last K keys of each
+            sample, those that end at its length; the keys before them are not masked. Or None.
     """
 
     query: Tensor
@@ -56,6 +58,7 @@ class CachedProblem(NamedTuple):
     splits: int = 0
     ends: Tensor | None = None
     softcap: float = 0.0
+    attn_mask: Tensor | None = None
 
     @property
     def scale_value(self) -> float:
@@ -82,13 +85,18 @@ def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
     firsts = [0] * batch if p.first is None else p.first.tolist()
     ends = lengths if p.ends is None else p.ends.tolist()
     together = (
-        n == 1 and len(set(lengths)) == len(set(ends)) == 1 and not any(firsts) and batch > 1 and _one_after_another(p)
+        n == 1
+        and p.attn_mask is None
+        and len(set(lengths)) == len(set(ends)) == 1
+        and not any(firsts)
+        and batch > 1
+        and _one_after_another(p)
     )
     if together and batch * lengths[0] * p.key.shape[2] * p.key.shape[3] <= TOGETHER:
         _one_query(p, slice(0, batch), firsts[0], lengths[0], ends[0] - 1, out)
         return out
     for b, (first, length, end) in enumerate(zip(firsts, lengths, ends, strict=True)):
-        if n == 1:
+        if n == 1 and p.attn_mask is None:
             _one_query(p, slice(b, b + 1), first, length, end - 1, out)
         else:
             out[b] = blocked.forward(_dense(p, b, first, length, end))[0].transpose(0, 1)
@@ -130,6 +138,7 @@ def _dense(p: CachedProblem, b: int, first: int, length: int, end: int) -> Probl
         key,
         value,
         bias,
+        _mask_of(p, b, length - first),
         alibi_slopes=None if p.alibi_slopes is None else _of(p.alibi_slopes, slice(b, b + 1)),
         scale=p.scale,
         left=p.left,
@@ -137,6 +146,15 @@ def _dense(p: CachedProblem, b: int, first: int, length: int, end: int) -> Probl
         first_row=end - p.query.shape[1] - first,
         softcap=p.softcap,
     )
+
+
+def _mask_of(p: CachedProblem, b: int, keys: int) -> Tensor | None:  # (1, Hq or 1, N or 1, keys)
+    """Return the mask of a sample's keys, of which the last have one."""
+    if p.attn_mask is None:
+        return None
+    mask = _of(p.attn_mask, slice(b, b + 1))[..., max(p.attn_mask.shape[3] - max(keys, 0), 0) :]
+    visible = 1.0 if mask.dtype is torch.bool else 0.0
+    return torch.nn.functional.pad(mask, (max(keys, 0) - mask.shape[3], 0), value=visible)
 
 
 def _one_query(p: CachedProblem, samples: slice, first: int, length: int, place: int, out: Tensor) -> None:
@@ -226,7 +244,7 @@ _library = torch.library.Library("sigattn", "FRAGMENT")
 _library.define(
     "cached_forward(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor bias, Tensor? first, "
     "Tensor? table, Tensor? alibi_slopes, float? scale, int left, int right, bool fast, SymInt splits, Tensor? ends, "
-    "float softcap, str backend) -> Tensor",
+    "float softcap, Tensor? attn_mask, str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sigattn.ops import scalars
 from sigattn.ops.checks import describe
+from sigattn.ops.mask import refuse_subclass
 
 
 def _wrong(caller: str, error: type[Exception], what: str, **arguments: Any) -> NoReturn:
@@ -137,6 +138,31 @@ def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> None:
         _wrong(caller, ValueError, what, q=q, **given)
     if cos.device != q.device or sin.device != q.device:
         _wrong(caller, ValueError, "rotary_cos and rotary_sin must be on q's device", q=q, **given)
+
+
+def mask(caller: str, m: Any, q: Tensor, target: tuple[Any, ...]) -> None:
+    """Raise unless this is a bool or floating-point tensor broadcastable to the target (B, Hq, queries, keys).
+
+    A length of the target that is not a number yet, in a traced graph, is left to the op; None stands for any length,
+    which the mask must have.
+    """
+    if not isinstance(m, Tensor) or not (m.dtype is torch.bool or m.is_floating_point()):
+        _wrong(
+            caller, TypeError, "attn_mask must be a tensor, bool (True = attend) or floating point (added)", attn_mask=m
+        )
+    refuse_subclass("attn_mask", m)
+    pairs = list(zip(reversed(m.shape), reversed(target), strict=False))
+    if (
+        m.dim() > 4
+        or (m.dim() == 0 and target[3] is None)
+        or any(isinstance(b, int) and a not in (1, b) for a, b in pairs)
+    ):
+        shape = "(" + ", ".join("K" if size is None else str(size) for size in target) + ")"
+        _wrong(
+            caller, ValueError, f"attn_mask does not broadcast to (B, Hq, queries, keys) = {shape}", q=q, attn_mask=m
+        )
+    if m.device != q.device:
+        _wrong(caller, ValueError, "attn_mask must be on q's device: move it with .to(device)", q=q, attn_mask=m)
 
 
 def _integers(t: Any) -> bool:

@@ -78,13 +78,13 @@ def backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *_: Any, *
 def packed_forward(query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
     """Every query against max_seqlen_k keys: an upper bound, for a sequence's own length is not known to a counter."""
     total, heads, d = query
-    return _products((1, heads, total, d), rest[6], value, 1, 1)
+    return _products((1, heads, total, d), rest[7], value, 1, 1)
 
 
 def packed_backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
     """The same for the five products of the backward pass."""
     total, heads, d = query
-    return _products((1, heads, total, d), rest[6], value, 3, 2)
+    return _products((1, heads, total, d), rest[7], value, 3, 2)
 
 
 def _products(query: Shape, keys: int, value: Shape, narrow: int, wide: int) -> int:

@@ -16,17 +16,18 @@ from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.library import Kernels, absent
 from sigattn.ops.problem import PackedProblem
 
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes"
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
 _REST = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, "
     "int left, int right, float dropout_p, bool fast, bool deterministic, float softcap, str backend"
 )
-_DIFFERENTIABLE = 5  # the leading tensors of both ops
+_DIFFERENTIABLE = 6  # the leading tensors of both ops
 
 _library = torch.library.Library("sigattn", "FRAGMENT")
 _library.define(f"packed_forward({_TENSORS}, {_REST}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"packed_backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"packed_backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -56,9 +57,9 @@ def blocked_backward(problem: PackedProblem, grad_out: Tensor, needs: Needs) -> 
         torch.zeros_like(t) if needed else None for t, needed in zip((p.query, p.key, p.value), needs[:3], strict=True)
     )
     wide = torch.promote_types(p.query.dtype, torch.float32)
-    bias, slopes = (
+    bias, mask, slopes = (
         torch.zeros(t.shape, dtype=wide, device=t.device) if needed and t is not None else None
-        for t, needed in ((p.bias, needs.bias), (p.alibi_slopes, needs.alibi_slopes))
+        for t, needed in ((p.bias, needs.bias), (p.attn_mask, needs.attn_mask), (p.alibi_slopes, needs.alibi_slopes))
     )
     for s, rows, keys in _sequences(p):
         sequence = p.sequence(s, rows, keys)
@@ -70,12 +71,15 @@ def blocked_backward(problem: PackedProblem, grad_out: Tensor, needs: Needs) -> 
             if total is not None and part is not None:
                 own = total if total.dim() == 0 or len(total) == 1 else total[s : s + 1]
                 own += part.view(own.shape)
+        if mask is not None and g.attn_mask is not None:
+            own = p.mask_of(mask if len(mask) == 1 else mask[s : s + 1], sequence.query.shape[2], sequence.key.shape[2])
+            own += g.attn_mask
     return Gradients(
         query,
         key,
         value,
         None if bias is None or p.bias is None else bias.to(p.bias.dtype),
-        None,
+        None if mask is None or p.attn_mask is None else mask.to(p.attn_mask.dtype),
         None if slopes is None or p.alibi_slopes is None else slopes.to(p.alibi_slopes.dtype),
     )
 
@@ -87,6 +91,17 @@ KERNELS = {
 
 
 # -- the ops ----------------------------------------------------------------------------------------------------------
+
+
+def check_mask(problem: PackedProblem) -> None:
+    """Raise unless the mask fits the longest sequences, whose lengths are numbers only once the op runs."""
+    p = problem
+    longest = (p.max_seqlen_q, p.max_seqlen_k)
+    if p.attn_mask is not None and any(a not in (1, b) for a, b in zip(p.attn_mask.shape[2:], longest, strict=True)):
+        raise ValueError(
+            "attn_mask must be broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), whose last two are "
+            f"{longest}; got {tuple(p.attn_mask.shape)}"
+        )
 
 
 def check_starts(problem: PackedProblem) -> None:
@@ -110,6 +125,7 @@ def check_starts(problem: PackedProblem) -> None:
 
 def _problem(args: Sequence[Any]) -> tuple[PackedProblem, Kernels]:
     problem = PackedProblem(*args[:-1])
+    check_mask(problem)
     check_starts(problem)
     return problem, KERNELS[args[-1]]
 
@@ -122,10 +138,9 @@ def _forward(*args: Any) -> Tensor:
 
 def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     problem, kernels = _problem(args[:-1])
-    query, key, value, bias, slopes = args[-1]
     with library.without_autocast(problem):
-        g = kernels.backward(problem, grad_out, Needs(query, key, value, bias, alibi_slopes=slopes))
-    return tuple(t if t is not None else absent(grad_out) for t in (g.query, g.key, g.value, g.bias, g.alibi_slopes))
+        gradients = kernels.backward(problem, grad_out, Needs(*args[-1]))
+    return tuple(t if t is not None else absent(grad_out) for t in gradients)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

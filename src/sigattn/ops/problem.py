@@ -127,6 +127,8 @@ class PackedProblem(NamedTuple):
     Attributes:
         query: (Tq, Hq, D). key: (Tk, Hkv, D). value: (Tk, Hkv, Dv).
         bias: (B or 1, Hq or 1); or 0-d on the CPU (a number); or None for -log of each sequence's number of keys.
+        attn_mask: 4-D and broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k): bool or floating point as in
+            ``Problem``; entry [s, h, i, j] is of query i and key j of sequence s, each counted from its first. Or None.
         alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) integers from 0, not descending. What lies beyond the last is no one's.
         max_seqlen_q, max_seqlen_k: no sequence is longer.
@@ -137,6 +139,7 @@ class PackedProblem(NamedTuple):
     key: Tensor
     value: Tensor
     bias: Tensor | None
+    attn_mask: Tensor | None
     alibi_slopes: Tensor | None
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -176,12 +179,13 @@ class PackedProblem(NamedTuple):
             return t[part].transpose(0, 1).unsqueeze(0)
 
         query, key = heads_first(self.query, rows), heads_first(self.key, keys)
-        bias = of_sequence(self.bias)
+        bias, mask = of_sequence(self.bias), of_sequence(self.attn_mask)
         return Problem(
             query,
             key,
             heads_first(self.value, keys),
             bias if bias is None or bias.dim() == 0 else bias[..., None, None],
+            None if mask is None else self.mask_of(mask, query.shape[2], key.shape[2]),
             alibi_slopes=of_sequence(self.alibi_slopes),
             seed=self.seed,
             scale=self.scale,
@@ -194,6 +198,12 @@ class PackedProblem(NamedTuple):
             softcap=self.softcap,
             first_head=at * query.shape[1],
         )
+
+    @staticmethod
+    def mask_of(mask: Tensor, n: int, m: int) -> Tensor:  # (1, Hq or 1, n or 1, m or 1), a view
+        """Return the part of a mask that sequences of n queries and m keys have."""
+        mask = mask if mask.shape[2] == 1 else mask[:, :, :n]
+        return mask if mask.shape[3] == 1 else mask[..., :m]
 
     def sum_rows(self, per_row: Tensor) -> Tensor:  # (Tq, Hq, …) → (B, Hq, …)
         """Sum what belongs to the queries of each sequence."""

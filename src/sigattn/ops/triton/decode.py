@@ -20,11 +20,12 @@ def decode_kernel(
     q_b, q_n, q_h, q_d, k_p, k_n, k_h, k_d, v_p, v_n, v_h, v_d, o_s, o_b, o_n, o_h, o_d, table_b,
     bias_b, bias_h, bias_n, slopes_b, slopes_h, slopes_s,
     n, kv_heads, pages, page_size, table_width, left, right, splits, z_scale, bias_value, shift_value, cap_scale,
+    mask, mask_b, mask_h, mask_n, mask_m, mask_keys,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FIRST: tl.constexpr, ENDS: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SHIFT: tl.constexpr, SIGMOID: tl.constexpr,
-    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, (query, head of the group), against one part of the keys; launch_decode.py has the rest."""
     row_tiles = tl.cdiv(n * GROUP, BLOCK_M)
@@ -87,11 +88,24 @@ def decode_kernel(
         products = dot(q, tl.trans(k), None, PRECISION)
         if SOFTCAP:
             products = tanh(products * cap_scale)
+        z_term = z_bias
+        if MASK != "none":  # of the last mask_keys keys
+            in_mask = columns - (length - mask_keys)
+            masked = some[:, None] & (in_mask >= 0)[None, :] & (columns < length)[None, :]
+            mask_at = mask + b * mask_b + h.to(tl.int64)[:, None] * mask_h + i.to(tl.int64)[:, None] * mask_n
+            m = tl.load(mask_at + in_mask.to(tl.int64)[None, :] * mask_m, mask=masked, other=1 if MASK == "bool" else 0)
+            if MASK == "added":
+                m = m.to(tl.float32)
+                z_term = z_bias - m * 1.4426950408889634  # log₂e
         p = weights(
-            products, z_scale, z_bias, place[:, None], columns[None, :], 0, 0, 0,
+            products, z_scale, z_term, place[:, None], columns[None, :], 0, 0, 0,
             left, right, before, after, query, 0, 0, unit, shift,
             True, HAS_LEFT, HAS_RIGHT, SLOPES, "none", SIGMOID, SHIFT,
         )  # (BLOCK_M, BLOCK_N)  # fmt: skip
+        if MASK == "bool":
+            p = tl.where(m != 0, p, 0.0)
+        if MASK == "added":
+            p = tl.where(m == float("-inf"), 0.0, p)
         acc = dot(narrow(p, v.dtype), v, acc, PRECISION)  # what is not valid has v = 0
     to_ = out + split.to(tl.int64) * o_s + b * o_b
     to_ = to_ + i.to(tl.int64)[:, None] * o_n + h.to(tl.int64)[:, None] * o_h + outputs[None, :] * o_d

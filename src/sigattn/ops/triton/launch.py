@@ -187,7 +187,7 @@ def _of_queries(launch: Launch, needs: Needs) -> tuple[Tensor | None, Tensor | N
     return (
         query,
         None if bias is None or p.bias is None else _summed(launch, bias, p.bias),
-        None if mask is None or not isinstance(p, Problem) or p.attn_mask is None else _like(mask, p.attn_mask),
+        None if mask is None or p.attn_mask is None else _like(mask, p.attn_mask),
         None if slopes is None or p.alibi_slopes is None else _summed(launch, slopes, p.alibi_slopes),
     )
 
@@ -214,7 +214,7 @@ def _like(full: Tensor, like: Tensor) -> Tensor:
 def _mask_gradient(launch: Launch, needs: Needs) -> tuple[Tensor | None, dict[str, Any]]:
     """Where the mask's gradient goes: a matrix of its own for each head where sums must repeat bitwise."""
     p, s = launch.problem, launch.shape
-    if not needs.attn_mask or not isinstance(p, Problem) or p.attn_mask is None:
+    if not needs.attn_mask or p.attn_mask is None:
         none = {"grad_mask": p.query, "NEED_MASK": "none", "SUM_ROWS": False, "SUM_COLUMNS": False}
         return None, {**none, **named("gm", "bhnm", (0, 0, 0, 0))}
     full = (s.batch, s.heads, s.n, s.m)

@@ -92,6 +92,7 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
         "PRECISION": precision(p.query),
         **_bias(p),
         **_slopes(p),
+        **_mask(p),
     }
 
 
@@ -115,6 +116,20 @@ def _bias(p: CachedProblem) -> dict[str, Any]:
         "shift_pointer": pointer,
         "shift_value": shift,
         "SHIFT": kind if half else "none",
+    }
+
+
+def _mask(p: CachedProblem) -> dict[str, Any]:
+    mask = p.attn_mask
+    if mask is None:
+        return {"mask": p.query, "MASK": "none", "mask_keys": 0, **named("mask", "bhnm", (0, 0, 0, 0))}
+    (batch, n, heads, _), keys = p.query.shape, mask.shape[3]
+    is_bool = mask.dtype is torch.bool
+    return {
+        "mask": mask.view(torch.uint8) if is_bool else mask,
+        "MASK": "bool" if is_bool else "added",
+        "mask_keys": keys,
+        **named("mask", "bhnm", mask.expand(batch, heads, n, keys).stride()),
     }
 
 

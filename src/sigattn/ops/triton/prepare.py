@@ -199,7 +199,7 @@ def _bias(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
 
 
 def _mask(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
-    mask = p.attn_mask if isinstance(p, Problem) else None
+    mask = p.attn_mask
     if mask is None:
         return {"mask": p.query, "MASK": "none", **named("mask", "bhnm", (0, 0, 0, 0))}
     kind = "bool" if mask.dtype is torch.bool else "added"
