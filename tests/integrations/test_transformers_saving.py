@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 
@@ -215,3 +217,26 @@ def test_trainer(tmp_path):
     inputs = inputs_of("llama")
     assert torch.equal(model(**inputs).logits, resumed.model.eval()(**inputs).logits)
     assert sigmoid.check(model, **inputs) == 2
+
+
+def test_configurations(tmp_path):
+    """Configurations of all kinds and their parts keep the choice: a sample, or all with SIGATTN_SWEEP=1 (25 s)."""
+    kinds = sorted(CONFIG_MAPPING.keys())[:: 1 if os.environ.get("SIGATTN_SWEEP") else 20]
+    for kind in kinds:
+        try:
+            config = CONFIG_MAPPING[kind]()
+        except Exception:  # of two kinds whose defaults do not validate
+            continue
+        config._attn_implementation = "sigmoid"
+        config.to_json_file(tmp_path / "config.json")
+        again = type(config).from_json_file(tmp_path / "config.json")
+        assert implementations(again) == implementations(config), kind
+        assert again._attn_implementation == "sigmoid", kind
+
+
+def implementations(config, name=""):
+    parts = [(key, part) for key, part in vars(config).items() if isinstance(part, transformers.PretrainedConfig)]
+    found = {name: config._attn_implementation}
+    for key, part in parts:
+        found |= implementations(part, f"{name}.{key}")
+    return found
