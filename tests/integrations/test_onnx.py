@@ -1,5 +1,7 @@
 """Whole models through torch.onnx.export, run by onnxruntime at other batch sizes and lengths than traced."""
 
+import math
+
 import pytest
 import torch
 from torch.export import Dim
@@ -7,6 +9,7 @@ from torch.export import Dim
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
+from sigattn import sigmoid_attention  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
 
 pytestmark = [
@@ -56,3 +59,22 @@ def test_llama():
         return {"input_ids": torch.randint(50, (b, n)), "attention_mask": mask}
 
     assert_equal_in_onnx(model, inputs_of)
+
+
+def test_attention_of_transformers_without_a_mask():
+    """The number of keys is not that of the traced call. (torch.export alone, because it decides this.)"""
+    pytest.importorskip("transformers")
+    from sigattn.integrations import transformers as sigmoid
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key):
+            return sigmoid.attention(self, query, key, key, None, is_causal=False)[0]
+
+    def operands(n, m):
+        return torch.randn(2, 4, n, 8), torch.randn(2, 4, m, 8)
+
+    shapes = ({2: Dim("n", max=99)}, {2: Dim("m", max=99)})
+    exported = torch.export.export(Layer(), operands(7, 9), dynamic_shapes=shapes).module()
+    query, key = operands(5, 30)
+    expected = sigmoid_attention(query, key, key, bias=-math.log(30)).transpose(1, 2)
+    torch.testing.assert_close(exported(query, key), expected)

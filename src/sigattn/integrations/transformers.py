@@ -171,8 +171,8 @@ def _limits(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
     return limits if indices is None else combine(limits, None, selected_keys(indices, key.shape[2]))
 
 
-def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> float | Tensor:
-    """Return b: a number, or broadcastable to (B, Hq, N, 1)."""
+def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> float | Tensor | None:
+    """Return b: a number, broadcastable to (B, Hq, N, 1), or None for -log M, which exported programs keep symbolic."""
     bias = _setting(module)
     if not isinstance(bias, str):
         return float(bias)
@@ -180,7 +180,7 @@ def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, ca
         return log_length_bias(visible_keys(mask, key.shape[2]))
     if causal:
         return log_length_bias(torch.arange(1, query.shape[2] + 1, device=query.device)).unsqueeze(-1)
-    return log_length_bias(key.shape[2])
+    return None
 
 
 def _setting(module: nn.Module) -> Bias:
