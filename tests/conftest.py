@@ -16,7 +16,10 @@ LEFT_OUT = {
     *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "hopper", "tile")),
     "sigattn.ops.triton.hopper_backward",
     "sigattn.ops.triton.hopper_fused",
-    *(f"sigattn.flash.{name}" for name in ("dense", "kvcache", "options", "padding", "ragged", "v3", "varlen")),
+    *(
+        f"sigattn.flash.{name}"
+        for name in ("chunks", "dense", "kvcache", "options", "padding", "ragged", "v3", "varlen")
+    ),
     *(f"sigattn.nn.{name}" for name in ("mechanism", "multihead", "sigmoid_layer", "visible_keys")),
     "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",

@@ -31,7 +31,7 @@ SIGNATURES = {  # of hopper/flash_attn_interface.py
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_stand_where_flash_attn_3_has_them(name):
     parameters = inspect.signature(getattr(v3, name)).parameters
-    assert list(parameters) == [*SIGNATURES[name].split(), "sigmoid_bias", "sigmoid_precision", "backend"]
+    assert list(parameters) == [*SIGNATURES[name].split(), "sigmoid_bias", "sigmoid_precision", "backend", "attn_mask"]
 
 
 def close(ours, truth):
@@ -84,17 +84,63 @@ def test_chunks(backend, causal, n, m):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_chunks_of_a_cache(backend):
-    """One new query per sample: its chunk is counted from where the sample's keys begin."""
+def test_chunks_of_packed_sequences(backend):
+    """Counted from each sequence's first key, of the rows that are used; together with a mask, and with gradients."""
     device = device_of(backend)
-    q, k, v = (torch.randn(4, length, h, 8).to(device) for length, h in ((1, 4), (16, 2), (16, 2)))
+    sizes_q, sizes_k, used = [4, 0, 7], [9, 2, 7], [8, 1, 7]
+    given = [
+        torch.randn(sum(n), h, 8).to(device).requires_grad_() for n, h in ((sizes_q, 4), (sizes_k, 2), (sizes_k, 2))
+    ]
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(device) for n in (sizes_q, sizes_k))
+    mask = torch.rand(3, 1, 7, 9) > 0.3
+    out = v3.flash_attn_varlen_func(
+        *given, cu_q, cu_k, 7, 9, seqused_k=torch.tensor(used, device=device), attention_chunk=3,
+        sigmoid_bias=-1.0, backend=backend, attn_mask=mask.to(device),
+    )  # fmt: skip
+    wide = [t.detach().double().cpu().requires_grad_() for t in given]
+    parts = []
+    for s, (n, m) in enumerate(zip(sizes_q, used, strict=True)):
+        rows, keys = slice(cu_q[s], cu_q[s] + n), slice(cu_k[s], cu_k[s] + m)
+        visible = chunk_is_seen(n, m, 3, False) * mask[s, 0, :n, :m]
+        parts.append(by_mask(wide[0][rows], wide[1][keys], wide[2][keys], visible))
+    truth = torch.cat(parts)
+    close(out, truth)
+    grad = torch.randn_like(truth)
+    ours = torch.autograd.grad(out, given, grad.float().to(device))
+    for a, b in zip(ours, torch.autograd.grad(truth, wide, grad), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_chunks_and_a_mask(kind):
+    q, k, v = torch.randn(3, 1, 6, 4, 8).unbind()
+    mask = torch.randn(4, 6, 6, requires_grad=kind == "float")
+    visible = chunk_is_seen(6, 6, 4, True)
+    given = mask > 0 if kind == "bool" else mask
+    out = v3.flash_attn_func(q, k, v, causal=True, attention_chunk=4, sigmoid_bias=-1.0, attn_mask=given)
+    q, k, v = (t[0].double().transpose(0, 1) for t in (q, k, v))
+    logits = q @ k.mT * 8**-0.5 - 1
+    truth = logits.sigmoid() * given if kind == "bool" else (logits + mask.double()).sigmoid()
+    truth = ((truth * visible) @ v).transpose(0, 1)[None]
+    close(out, truth)
+    if kind == "float":
+        ours, want = (torch.autograd.grad(t.sum(), mask)[0] for t in (out, truth))
+        torch.testing.assert_close(ours, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_chunks_of_a_cache(backend, n):
+    """Chunks are counted from where the sample's keys begin."""
+    device = device_of(backend)
+    q, k, v = (torch.randn(4, length, h, 8).to(device) for length, h in ((n, 4), (16, 2), (16, 2)))
     lengths, leftpad = [1, 6, 9, 16], [0, 2, 0, 5]
     out = v3.flash_attn_with_kvcache(
         q, k, v, cache_seqlens=torch.tensor(lengths, device=device), cache_leftpad=torch.tensor(leftpad, device=device),
         causal=True, attention_chunk=4, sigmoid_bias=-1.0, backend=backend,
     )  # fmt: skip
     for b, (length, first) in enumerate(zip(lengths, leftpad, strict=True)):
-        visible = chunk_is_seen(1, length - first, 4, True)
+        visible = chunk_is_seen(n, length - first, 4, True)
         close(out[b], by_mask(q[b], k[b, first:length], v[b, first:length], visible))
 
 
@@ -196,6 +242,20 @@ class TestCache:
             k, v = (torch.cat((c[b, : self.held[b]], given[n][new])) for c, n in zip(caches, ("k", "v"), strict=True))
             close(out[rows], one_sequence(given["q"][rows], k, v, torch.float64, True, NONE, None, -2.0, None))
 
+    def test_chunks(self):
+        """Of ragged queries, whose last stands at the sample's last key."""
+        given, starts = self.given("cpu", True)
+        twin = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+        options = {"causal": True, "sigmoid_bias": -2.0, "attention_chunk": 3}
+        out = v3.flash_attn_with_kvcache(**given, **starts, max_seqlen_q=4, **options)
+        for b in range(3):
+            rows, new = (slice(int(c[b]), int(c[b + 1])) for c in starts.values())
+            one = v3.flash_attn_with_kvcache(
+                twin["q"][None, rows], twin["k_cache"], twin["v_cache"], twin["k"][None, new], twin["v"][None, new],
+                cache_seqlens=given["cache_seqlens"][b : b + 1], page_table=given["page_table"][b : b + 1], **options,
+            )  # fmt: skip
+            torch.testing.assert_close(out[rows], one[0])
+
     @pytest.mark.filterwarnings(*COMPILER_NOISE)
     def test_compiled(self, unchecked):
         given, starts = self.given("cpu", True)
@@ -224,7 +284,7 @@ class TestCache:
             ({"v": None}, "give both"),
             ({"k": torch.randn(6, 4, 8), "v": torch.randn(6, 4, 6)}, "must have the cache's heads and head_dim"),
             ({"cache_seqlens": torch.tensor([5, 15, 4])}, r"cannot hold lengths .* \[6, 17, 7\]"),
-            ({"attention_chunk": 4}, "attention_chunk is supported for one new query per sample; got 4"),
+            ({"attention_chunk": 4, "attn_mask": torch.ones(4, 9) > 0}, "attention_chunk and attn_mask together"),
             ({"rotary_cos": torch.ones(6, 4), "rotary_sin": torch.ones(6, 4)}, "too few positions"),
         ],
     )
@@ -266,7 +326,13 @@ def test_options_of_flash_attn_2_are_passed_on():
     assert torch.equal(ours, flash.flash_attn_varlen_func(*packed, starts, starts, 5, 5, **options))
     torch.testing.assert_close(ours.unflatten(0, (2, 5)), want)
     torch.testing.assert_close(v3.flash_attn_with_kvcache(q, k, v, **options), want)
-    ragged = {"cu_seqlens_q": starts, "max_seqlen_q": 5}
+    mask = torch.rand(2, 4, 5, 5) > 0.4
+    want = flash.flash_attn_func(q, k, v, attn_mask=mask, **options)
+    assert torch.equal(v3.flash_attn_func(q, k, v, attn_mask=mask, **options), want)
+    stacked = torch.stack((q, k, v), 2)
+    assert torch.equal(v3.flash_attn_qkvpacked_func(stacked, attn_mask=mask, **options), want)
+    torch.testing.assert_close(v3.flash_attn_with_kvcache(q, k, v, attn_mask=mask, **options), want)
+    ragged = {"cu_seqlens_q": starts, "max_seqlen_q": 5, "attn_mask": mask}
     ours = v3.flash_attn_with_kvcache(packed[0], k, v, **ragged, **options)
     torch.testing.assert_close(ours.unflatten(0, (2, 5)), want)
 
@@ -283,11 +349,6 @@ WRONG = {
     "splits": (lambda: v3.flash_attn_func(Q, Q, Q, num_splits=-1), ValueError, "num_splits must not be negative"),
     "margin": (lambda: v3.flash_attn_func(Q, Q, Q, sm_margin=0.5), TypeError, "sm_margin must be an integer"),
     "chunk": (lambda: v3.flash_attn_func(Q, Q, Q, attention_chunk=-2), ValueError, "must not be negative"),
-    "varlen chunk": (
-        lambda: v3.flash_attn_varlen_func(P, P, P, S, S, 5, 5, attention_chunk=2),
-        ValueError,
-        "attention_chunk is not supported for sequences of different lengths",
-    ),
     "used": (
         lambda: v3.flash_attn_varlen_func(P, P, P, S, S, 5, 5, U + 1),
         ValueError,

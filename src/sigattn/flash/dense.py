@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.flash import options
+from sigattn.flash import chunks, options
 from sigattn.ops import checks, flash_checks, library
 from sigattn.ops.attention import canonical
 from sigattn.ops.settings import is_fast
@@ -137,8 +137,7 @@ def attend(
 
     Args:
         name: of the function, for errors.
-        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries. Not with
-            attn_mask.
+        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries.
         The rest is as in ``flash_attn_func``.
     """
     options.refuse(name, return_attn_probs)
@@ -149,12 +148,14 @@ def attend(
     )
     if attn_mask is not None:
         flash_checks.mask(name, attn_mask, q, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    if attention_chunk:
+        attn_mask = chunks.combined(chunks.dense(q.shape[1], k.shape[1], attention_chunk, q.device), attn_mask)
     query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
     problem = canonical(
         query,
         key,
         value,
-        _chunks(q, k, attention_chunk) if attention_chunk else attn_mask,
+        attn_mask,
         dropout_p,
         causal,
         softmax_scale,
@@ -167,12 +168,3 @@ def attend(
         softcap=softcap,
     )
     return library.call(problem, library.choose(problem, backend)).transpose(1, 2).contiguous()
-
-
-def _chunks(q: Tensor, k: Tensor, chunk: int) -> Tensor:  # (N, M)
-    """True where the key lies in the query's chunk, the last query standing at the last key."""
-    n, m = q.shape[1], k.shape[1]
-    position = torch.arange(m - n, m, device=q.device).unsqueeze(1)
-    start = position - position.remainder(chunk)
-    key = torch.arange(m, device=q.device)
-    return (key >= start) & (key < start + chunk)

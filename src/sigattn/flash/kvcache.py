@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.flash import options, ragged
+from sigattn.flash import chunks, options, ragged
 from sigattn.ops import cached, checks, flash_checks, one_query, scalars
 from sigattn.ops.attention import bias_operand, four_dimensional, sides, two_sided
 from sigattn.ops.cached import CachedProblem
@@ -145,7 +145,8 @@ def attend(
         cu_seqlens_q, max_seqlen_q: (B + 1,) integers: q is then (total_q, Hq, D), some queries for each sample.
         cu_seqlens_k_new: (B + 1,) integers: k and v are then (total_new, Hkv, ·), some new keys for each sample.
         rotary_seqlens: (B,), where the angles of each sample's new queries and keys begin; None for cache_seqlens.
-        attention_chunk: c > 0: the only query of a sample sees keys of its own chunk of c.
+        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · N · capacity entries
+            unless N is 1.
         The rest is as in ``flash_attn_with_kvcache``.
     """
     _refuse(return_softmax_lse)
@@ -169,8 +170,8 @@ def attend(
     num_splits = scalars.integer(_NAME, "num_splits", num_splits)
     if num_splits < 0:
         raise ValueError(f"{_NAME}: num_splits must be a number of parts, 0 to let the kernel choose; got {num_splits}")
-    if attention_chunk and n != 1:
-        raise ValueError(f"{_NAME}: attention_chunk is supported for one new query per sample; got {n}")
+    if attention_chunk and attn_mask is not None:
+        raise ValueError(f"{_NAME}: attention_chunk and attn_mask together are not supported: put both into attn_mask")
     if attn_mask is not None:
         flash_checks.mask(_NAME, attn_mask, q, (batch, q.shape[2], n, None))
         attn_mask = four_dimensional(attn_mask)
@@ -208,8 +209,12 @@ def attend(
             rows = keys.sample[:, None] if table is None else table[keys.sample]
             cached.append(k_cache, v_cache, k, v, lengths.long()[keys.sample] + keys.offset, rows)
         lengths = lengths + new
-    if attention_chunk:
-        cache_leftpad = _chunk_start(lengths, cache_leftpad, attention_chunk)
+    ends = None if queries is None else lengths - queries.counts + n
+    if attention_chunk and n == 1:  # the keys before the chunk need not be read
+        cache_leftpad = chunks.start(lengths, cache_leftpad, attention_chunk)
+    elif attention_chunk:
+        last = lengths if ends is None else ends
+        attn_mask = chunks.cached(lengths, cache_leftpad, last, n, capacity, attention_chunk)
     problem = CachedProblem(
         q,
         k_cache,
@@ -224,7 +229,7 @@ def attend(
         right,
         is_fast(sigmoid_precision),
         num_splits,
-        ends=None if queries is None else lengths - queries.counts + n,
+        ends=ends,
         softcap=softcap,
         attn_mask=attn_mask,
     )
@@ -240,13 +245,6 @@ def _longest(max_seqlen_q: Any, queries: ragged.Tokens) -> int:
     if counts.device.type == "cpu" and not torch.compiler.is_compiling() and len(counts) and counts.max() > longest:
         raise ValueError(f"{_NAME}: max_seqlen_q is {longest}, but cu_seqlens_q has a sequence of {int(counts.max())}")
     return longest
-
-
-def _chunk_start(lengths: Tensor, leftpad: Tensor | None, chunk: int) -> Tensor:  # (B,)
-    """Return where the chunk of each sample's last key begins."""
-    first = torch.zeros_like(lengths) if leftpad is None else leftpad
-    position = (lengths - 1 - first).clamp(min=0)
-    return first + position - position % chunk
 
 
 def _check_angles(cos: Tensor, *places: Tensor) -> None:

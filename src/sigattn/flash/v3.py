@@ -1,8 +1,8 @@
 """Sigmoid attention under the names and in the argument order of flash-attn 3 (its module ``flash_attn_interface``).
 
 Change ``from flash_attn_interface import flash_attn_func`` into ``from sigattn.flash.v3 import flash_attn_func``.
-Layouts, alignment, and the three additional arguments at the end (``sigmoid_bias``, ``sigmoid_precision``,
-``backend``) are those of ``sigattn.flash``. As in flash-attn 3, there is neither dropout nor ALiBi.
+Layouts, alignment, and the additional arguments at the end (``sigmoid_bias``, ``sigmoid_precision``, ``backend``,
+``attn_mask``) are those of ``sigattn.flash``. As in flash-attn 3, there is neither dropout nor ALiBi.
 
 ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed, which change no result. Of
 these, only ``num_splits`` of ``flash_attn_with_kvcache`` is passed on: the other kernels choose by themselves.
@@ -43,6 +43,7 @@ def flash_attn_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Sigmoid attention of a batch of sequences of one length.
 
@@ -53,7 +54,7 @@ def flash_attn_func(
         num_splits, pack_gqa, sm_margin: hints; see the module.
         qv, q_descale, k_descale, v_descale: must be None.
         softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, sigmoid_bias, sigmoid_precision,
-            backend: as in ``sigattn.flash.flash_attn_func``.
+            backend, attn_mask: as in ``sigattn.flash.flash_attn_func``.
 
     Returns:
         (B, N, Hq, Dv), contiguous, in q's dtype.
@@ -71,7 +72,7 @@ def flash_attn_func(
     _check_hints(name, num_splits, pack_gqa, sm_margin)
     return dense.attend(
         name, q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
-        sigmoid_bias, sigmoid_precision, backend, attention_chunk=_chunk(name, attention_chunk),
+        sigmoid_bias, sigmoid_precision, backend, attn_mask, attention_chunk=_chunk(name, attention_chunk),
     )  # fmt: skip
 
 
@@ -92,6 +93,7 @@ def flash_attn_qkvpacked_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """``flash_attn_func`` of qkv: (B, N, 3, H, D); or (B, N, Hq + 2 · Hkv, D) with num_heads_q = Hq."""
     name = "flash_attn_qkvpacked_func"
@@ -107,7 +109,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = flash_checks.packed_together(name, "qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
-        1, None, deterministic, sm_margin, return_attn_probs, sigmoid_bias, sigmoid_precision, backend,
+        1, None, deterministic, sm_margin, return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
     )  # fmt: skip
 
 
@@ -138,6 +140,7 @@ def flash_attn_varlen_func(
     sigmoid_bias: float | str | Tensor = 0.0,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Sigmoid attention of B sequences of different lengths, one after another without padding.
 
@@ -146,7 +149,7 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: (B,) integers, how many rows of each sequence are used, from its first; None for all. The
             alignment, and "-log n", go by the rows that are used. The output is 0 in other rows, the gradient too. Rows
             are brought together by a copy.
-        attention_chunk: must be 0.
+        attention_chunk: as in ``flash_attn_func``, by a mask of B · max_seqlen_q · max_seqlen_k entries.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in ``sigattn.flash.flash_attn_varlen_func``.
         The rest is as in ``flash_attn_func``.
 
@@ -160,14 +163,10 @@ def flash_attn_varlen_func(
     _check_order(name, softmax_scale, causal)
     _refuse(name, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _check_hints(name, num_splits, pack_gqa, sm_margin)
-    if _chunk(name, attention_chunk):
-        raise ValueError(
-            f"{name}: attention_chunk is not supported for sequences of different lengths; see window_size"
-        )
     return varlen.attend(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
-        softcap, None, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend,
-        seqused_q=seqused_q, seqused_k=seqused_k,
+        softcap, None, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend, attn_mask,
+        seqused_q=seqused_q, seqused_k=seqused_k, attention_chunk=_chunk(name, attention_chunk),
     )  # fmt: skip
 
 
@@ -205,6 +204,7 @@ def flash_attn_with_kvcache(
     sigmoid_bias: float | str | Tensor | None = None,
     sigmoid_precision: str | None = None,
     backend: str | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Sigmoid attention of new queries against a cache, to which new keys and values are added first, in place.
 
@@ -216,8 +216,9 @@ def flash_attn_with_kvcache(
         page_table: (B, pages of each), what ``sigattn.flash`` calls block_table.
         rotary_seqlens: (B,) integers, the position of each sample's first new query and key in the rotary tables; None
             for cache_seqlens.
-        attention_chunk: c > 0: a query sees only keys of its own chunk of c, counted from cache_leftpad. Supported for
-            one new query per sample.
+        attention_chunk: c > 0: a query sees only keys of its own chunk of c, counted from cache_leftpad; by a mask of
+            B · N · capacity entries unless N is 1. Not with attn_mask.
+        attn_mask: as there; with cu_seqlens_q, N is max_seqlen_q, and a sample's first query has the first row.
         qv, q_descale, k_descale, v_descale: must be None.
         scheduler_metadata, pack_gqa, sm_margin: hints; see the module.
         The rest is as in ``sigattn.flash.flash_attn_with_kvcache``.
@@ -237,12 +238,12 @@ def flash_attn_with_kvcache(
         return kvcache.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
             page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits,
-            return_softmax_lse, sigmoid_bias, sigmoid_precision, backend,
+            return_softmax_lse, sigmoid_bias, sigmoid_precision, backend, attn_mask,
         )  # fmt: skip
     return kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
-        sigmoid_bias, sigmoid_precision, backend, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        sigmoid_bias, sigmoid_precision, backend, attn_mask, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, attention_chunk=chunk,
     )  # fmt: skip
 

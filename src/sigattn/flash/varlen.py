@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.flash import options, ragged
+from sigattn.flash import chunks, options, ragged
 from sigattn.ops import checks, flash_checks, library, packed
 from sigattn.ops.attention import four_dimensional, new_seed, sides, two_sided
 from sigattn.ops.problem import PackedProblem
@@ -156,6 +156,7 @@ def attend(
     attn_mask: Any = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Tensor:
     """Return the attention of packed sequences, for the functions of several versions of flash-attn.
 
@@ -163,6 +164,8 @@ def attend(
         name: of the function, for errors.
         seqused_q, seqused_k: (B,) integers, how many rows of each sequence are used, from its first; None for all.
             Output rows that are not used are 0.
+        attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · max_seqlen_q ·
+            max_seqlen_k entries.
         The rest is as in ``flash_attn_varlen_func``.
     """
     options.refuse(name, return_attn_probs)
@@ -188,6 +191,9 @@ def attend(
     if seqused_k is not None:
         used_keys, cu_seqlens_k = ragged.used_first(cu_seqlens_k, seqused_k, len(k))
         k, v = (t.index_select(0, used_keys) for t in (k, v))
+    if attention_chunk:
+        own = chunks.packed(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), attention_chunk)
+        attn_mask = chunks.combined(own, attn_mask)
     left, right = sides(window, causal)
     problem = PackedProblem(
         q,

@@ -1,0 +1,54 @@
+"""Masks of chunked local attention (``attention_chunk`` of flash-attn 3): a query sees keys of its own chunk only.
+
+Positions are cut into chunks of equal length from a sequence's first key on. The last query stands at the last key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dense(n: int, m: int, chunk: int, device: torch.device) -> Tensor:  # (N, M)
+    """Return the mask of N queries and M keys, True where both lie in one chunk."""
+    return _same_chunk(torch.arange(m - n, m, device=device), torch.arange(m, device=device), chunk)
+
+
+def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int], chunk: int) -> Tensor:
+    """Return the masks (B, 1, max_seqlen_q, max_seqlen_k) of packed sequences, counted from the first of each."""
+    queries, keys = (torch.arange(size, device=cu_seqlens_q.device) for size in longest)
+    shift = cu_seqlens_k.diff().long() - cu_seqlens_q.diff().long()
+    return _same_chunk(queries + shift[:, None], keys.expand(len(shift), -1), chunk).unsqueeze(1)
+
+
+def cached(lengths: Tensor, first: Tensor | None, ends: Tensor, n: int, capacity: int, chunk: int) -> Tensor:
+    """Return the masks (B, 1, N, capacity) of queries against a cache, of the last ``capacity`` keys of each sample.
+
+    Args:
+        lengths: (B,), where each sample's keys end.
+        first: (B,), where they begin, and the first chunk too; None for 0.
+        ends: (B,), one beyond the position of each sample's last query.
+    """
+    begin = (torch.zeros_like(lengths) if first is None else first).long()[:, None]
+    keys = lengths.long()[:, None] - capacity + torch.arange(capacity, device=lengths.device) - begin
+    queries = ends.long()[:, None] - n + torch.arange(n, device=lengths.device) - begin
+    return _same_chunk(queries, keys, chunk).unsqueeze(1)
+
+
+def start(lengths: Tensor, first: Tensor | None, chunk: int) -> Tensor:  # (B,)
+    """Return where the chunk of each sample's last key begins; arguments as in ``cached``."""
+    begin = torch.zeros_like(lengths) if first is None else first
+    position = (lengths - 1 - begin).clamp(min=0)
+    return begin + position - position % chunk
+
+
+def combined(chunks: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Return a mask that allows what both allow, with the gradient of a mask that is added."""
+    if attn_mask is None:
+        return chunks
+    return attn_mask & chunks if attn_mask.dtype is torch.bool else attn_mask.masked_fill(~chunks, -torch.inf)
+
+
+def _same_chunk(queries: Tensor, keys: Tensor, chunk: int) -> Tensor:  # (…, N), (…, M) → (…, N, M)
+    of_query, of_key = (torch.div(t, chunk, rounding_mode="floor") for t in (queries, keys))
+    return of_query.unsqueeze(-1) == of_key.unsqueeze(-2)
