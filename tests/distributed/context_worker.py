@@ -31,6 +31,7 @@ CASES = [
     {"is_causal": True, "n": 41, "bias": "query", "window": (6, -1)},
     {"is_causal": True, "n": 30, "softcap": 0.6, "heads": (4, 2)},
     {"window": (5, 3), "n": 29, "balanced": True, "scale": 0.3},
+    {"window": (1, 1), "n": 24},  # of a neighbour's part, the border alone is seen
     {"alibi": True, "is_causal": True, "n": 26},
     {"alibi": True, "bias": "head", "heads": (4, 1)},
     {"lengths": True, "n": 33},

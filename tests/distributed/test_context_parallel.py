@@ -1,5 +1,6 @@
 """Shared sequences, in 2, 3 and 4 processes (context_worker.py), and who has which positions."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sigattn.distributed.context_parallel import _pairs, _Shared
 from sigattn.distributed.placement import Placement
 from tests.distributed import context_worker
 
@@ -39,6 +41,32 @@ def test_a_process_that_dies_is_missed():
     assert time.time() - start < 60
     assert "error after" in done.stderr
     assert "nobody missed it" not in done.stderr
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 12])
+def test_pairs_are_those_of_which_something_is_seen(balanced, length):
+    """Against every query and key: no pair is left out of which a single key is seen, and none is visited in vain."""
+    for ranks in (1, 2, 3):
+        placement = Placement(length, ranks, balanced)
+        for left, right in itertools.product((-1, 0, 1, 2, 4), repeat=2):
+            shared = _Shared(placement, None, 0, "ring", None, None, left, right, None, False, 0.0)
+            for queries, keys in itertools.product(range(ranks), repeat=2):
+                found = {(q, k) for _, _, q, k in _pairs(shared, queries, keys)}
+                expected = {
+                    (q, k)
+                    for q in placement.segments(queries)
+                    for k in placement.segments(keys)
+                    if any(
+                        (right < 0 or j <= i + right) and (left < 0 or j >= i - left)
+                        for i in range(*q)
+                        for j in range(*k)
+                    )
+                }
+                assert found == expected, (ranks, left, right)
+                for rows, columns, q, k in _pairs(shared, queries, keys):
+                    assert torch.equal(placement.positions(queries)[rows], torch.arange(*q))
+                    assert torch.equal(placement.positions(keys)[columns], torch.arange(*k))
 
 
 @pytest.mark.parametrize("balanced", [False, True])

@@ -74,10 +74,16 @@ class TestStatistics:
         assert intervals.interval(1.0, math.inf) == "+1"
         assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
 
-    def test_equality_is_claimed_where_it_is_seen(self):
+    def test_verdicts_of_differences(self):
         assert intervals.equal(0.1, 0.2, 0.3) == "agrees"
         assert intervals.equal(0.1, 0.5, 0.3) == "not shown"
         assert intervals.equal(-0.3, 0.2, 0.3) == "differs"
+        assert intervals.equal(0.3, 0.2, 0.3) == "differs"
+        assert intervals.beyond(0.3, 0.2) == "agrees"
+        assert intervals.beyond(0.1, 0.2) == intervals.beyond(-0.1, 0.2) == "not shown"
+        assert intervals.beyond(-0.3, 0.2) == "differs"
+        assert intervals.beyond(-0.3, math.inf) == "not shown"
+        assert intervals.worst(["agrees", "agrees"]) == "agrees"
         assert intervals.worst(["agrees", "not shown"]) == "not shown"
         assert intervals.worst(["differs", "not shown"]) == "differs"
 

@@ -17,6 +17,18 @@ def test_the_bias_normalises_within_its_bounds(n):
     torch.testing.assert_close(torch.sigmoid(z + b[:, None]).sum(-1), torch.ones(50, dtype=torch.float64))
 
 
+def test_the_bounds_are_the_propositions():
+    """-log(n - 1) - max z and -log(n - 1) - min z, which meet at b* where all logits are equal."""
+    low, high = bias.bias_bounds(torch.tensor([[1.0, 2.0, 4.0], [-3.0, -3.0, -3.0]], dtype=torch.float64))
+    assert low.tolist() == pytest.approx([-math.log(2) - 4, -math.log(2) + 3], abs=1e-12)
+    assert high.tolist() == pytest.approx([-math.log(2) - 1, -math.log(2) + 3], abs=1e-12)
+    for n in (2, 3, 100):
+        low, high = bias.bias_bounds(torch.full((n,), 0.7, dtype=torch.float64))
+        b = low.item()
+        assert b == high.item()
+        assert n / (1 + math.exp(-0.7 - b)) == pytest.approx(1, abs=1e-12)
+
+
 def test_equal_logits_need_minus_log_n_minus_1():
     for n in (2, 10, 4096):
         assert bias.normalizing_bias(torch.zeros(n)).item() == pytest.approx(-math.log(n - 1), abs=1e-12)
