@@ -1,18 +1,21 @@
 """Numeric settings of the command line: senseless values are refused by name, all others mean something."""
 
 import dataclasses
+import inspect
 import math
+import re
 import typing
 
 import pytest
 import torch
 
-from sigattn.cli import COMMANDS
+from sigattn.cli import COMMANDS, main
 from sigattn.cli.bench import BENCHMARKS
 from sigattn.models.generation import Choice
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import build
 from sigattn.models.vision import VisionTransformerConfig
+from sigattn.recipes.compare import Compare
 from sigattn.recipes.registry import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
@@ -144,3 +147,31 @@ def test_settings_that_contradict_one_another():
     with pytest.raises(SettingsError, match="stop must hold tokens of the vocabulary of 256, got 256"):
         LanguageModel(LanguageModelConfig(layers=1)).generate(torch.zeros(1, 1, dtype=torch.int64), 1, stop=[256])
     assert issubclass(SettingsError, ValueError)
+
+
+def documented(function_or_class):
+    """Names that a docstring explains, each on a line of its own: tyro shows no others with --help."""
+    text = inspect.getdoc(function_or_class) or ""
+    return set(re.findall(r"^ {4}(\w+): ", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("kind", configurations(), ids=lambda kind: kind.__name__)
+def test_every_setting_has_a_help_text(kind):
+    known = set().union(*(documented(parent) for parent in kind.__mro__ if dataclasses.is_dataclass(parent)))
+    assert {field.name for field in dataclasses.fields(kind)} <= known
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values(), *BENCHMARKS.values()], ids=lambda command: command.__name__)
+def test_every_argument_of_a_command_has_a_help_text(command):
+    hints = {name: hint for name, hint in typing.get_type_hints(command).items() if name != "return"}
+    assert {name for name, hint in hints.items() if not dataclasses.is_dataclass(hint)} <= documented(command)
+
+
+def test_help_shows_these_texts(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for name in ("speech", "seeds", "steps", "workers", "only"):
+        (text,) = re.findall(rf"^ {{4}}{name}: (.*)$", inspect.getdoc(Compare), re.MULTILINE)
+        assert text in said

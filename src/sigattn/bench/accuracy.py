@@ -27,7 +27,9 @@ class AccuracyBenchmark:
     """What to measure.
 
     Attributes:
-        lengths: numbers of keys n. queries: of each. head_dim: D, and the number of weights read per query.
+        lengths: numbers of keys n.
+        queries: number of queries measured at each length.
+        head_dim: D, and the number of weights read per query.
         dtypes: "float16", "bfloat16", "float32".
         whole: whether the sequence has as many queries as keys, as a peer may want; otherwise only those measured.
         results: folder for the results (JSON) and the plot.

@@ -37,7 +37,9 @@ class CpuBenchmark:
     """What to measure.
 
     Attributes:
-        lengths: numbers of tokens n. heads, head_dim: of one sequence (batch 1).
+        lengths: numbers of tokens n.
+        heads: of one sequence (batch 1).
+        head_dim: features of a head.
         dtypes: "float32", "bfloat16".
         threads: PyTorch's threads.
         rounds: how often each contestant is timed (fewer beyond 4096 tokens).

@@ -43,14 +43,18 @@ class DecodeBenchmark:
     """What to measure.
 
     Attributes:
-        contexts: keys in the cache. batches: samples.
-        heads, kv_heads, head_dim: of the model.
+        contexts: keys in the cache.
+        batches: numbers of samples.
+        heads: query heads of the model.
+        kv_heads: key and value heads of the model.
+        head_dim: features of a head.
         dtypes: "float32", "bfloat16", "float16".
         most_gib: caches larger than this are left out.
         threads: PyTorch's threads, on a CPU.
         flex: whether FlexAttention takes part, on a GPU.
         prompts: lengths after which a language model makes a token, sigmoid beside its softmax twin.
-        rounds: how often each contestant is timed. round_seconds: how long a round at least takes.
+        rounds: how often each contestant is timed.
+        round_seconds: the least time of a round.
         results: where to write the results as JSON.
     """
 

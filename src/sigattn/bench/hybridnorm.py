@@ -28,9 +28,12 @@ class HybridNormBenchmark:
     """What to measure.
 
     Attributes:
-        lengths: numbers of tokens n. heads, head_dim: of one sequence (batch 1).
+        lengths: numbers of tokens n.
+        heads: of one sequence (batch 1).
+        head_dim: features of a head.
         dtype: "bfloat16", "float16" or "float32".
-        rounds, round_seconds: as in ``sigattn bench kernels``.
+        rounds: how often each contestant is timed.
+        round_seconds: the least time of a round.
         compiled: whether torch.compile fuses the norm, as in the paper; without, PyTorch's own kernel does it.
         results: folder for the results (JSON).
     """

@@ -33,11 +33,14 @@ class KernelBenchmark:
 
     Attributes:
         lengths: numbers of tokens n.
-        heads: of a sequence. head_dims: D. batch: sequences, fewer where ``most_flops`` says so.
+        heads: of a sequence.
+        head_dims: features of a head.
+        batch: sequences, fewer where ``most_flops`` says so.
         dtype: "bfloat16", "float16" or "float32".
         alibi: also measure with ALiBi, for the first head_dim.
         most_flops: the largest forward pass; bounds the batch, and so the time that a length takes.
-        rounds: how often each contestant is timed. round_seconds: how long a round at least takes.
+        rounds: how often each contestant is timed.
+        round_seconds: the least time of a round.
         graphs_up_to: tokens up to which forward and training are also timed as CUDA graphs, without the launching.
         seconds: when to stop; lengths that were not reached are named in the results.
         profile: also list the time of each of our kernels.

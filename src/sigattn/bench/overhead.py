@@ -34,9 +34,13 @@ class OverheadBenchmark:
     """What to measure.
 
     Attributes:
-        n: tokens. heads: of a sequence. head_dim: D. batches: sequences.
+        n: tokens of a sequence.
+        heads: of a sequence.
+        head_dim: features of a head.
+        batches: numbers of sequences.
         dtype: "bfloat16", "float16" or "float32".
-        rounds, round_seconds: as in ``sigattn bench kernels``.
+        rounds: how often each contestant is timed.
+        round_seconds: the least time of a round.
         results: where to write the results as JSON.
     """
 

@@ -34,9 +34,13 @@ class TrainingBenchmark:
     """What is trained, and for how long.
 
     Attributes:
-        results: folder that gets training.json. kappas: of the language models.
-        seconds: of each run. steps: at most so many in each. batch: sequences; images are ten times as many.
-        upscale: digits are made so many times as large. layers: instead of the recipes' own.
+        results: folder that gets training.json.
+        kappas: of the language models.
+        seconds: of each run.
+        steps: at most so many in each run.
+        batch: sequences; images are ten times as many.
+        upscale: digits are made so many times as large.
+        layers: number of blocks; None for the recipes' own.
     """
 
     results: Path = Path("runs/bench/training")

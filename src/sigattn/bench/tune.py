@@ -43,12 +43,15 @@ class TuneBenchmark:
     """What to measure.
 
     Attributes:
-        lengths: numbers of tokens n. heads: of a sequence. head_dims: D.
+        lengths: numbers of tokens n.
+        heads: of a sequence.
+        head_dims: features of a head.
         dtype: "bfloat16" or "float16".
         most_flops: of a forward pass; decides the batch.
         most_candidates: of each kernel, beside the one in force; None is all.
         specialised: measure the Hopper kernels (docs/speed.md) instead of tile shapes, beside the kernel in force.
-        rounds, round_seconds: as in ``sigattn bench kernels``.
+        rounds: how often each candidate is timed.
+        round_seconds: the least time of a round.
         seconds: when to stop; what was not reached is named in the results.
         results: folder for the results (JSON).
     """

@@ -23,7 +23,9 @@ class MaskedAutoencoderConfig:
     Attributes:
         encoder: a vision transformer, whose classes are not used. With 3 of 4 patches hidden, and none later, its
             bias is best "log_batch": -log of the tokens that there are.
-        decoder_layers, decoder_width, decoder_heads: of the decoder, which is otherwise as the encoder.
+        decoder_layers: number of blocks of the decoder, which is otherwise as the encoder.
+        decoder_width: features of a position in the decoder.
+        decoder_heads: number of attention heads of the decoder.
         mask_ratio: part of the patches that is hidden.
     """
 

@@ -31,8 +31,10 @@ class SpeechModelConfig(TransformerConfig):
     """Size and kind of a speech model: by default the paper's transformer of 255M parameters.
 
     Attributes:
-        mels: channels of the log-mel filterbank. step: seconds from one frame of it to the next.
-        kernel, stride: of the convolution over frames that comes first.
+        mels: channels of the log-mel filterbank.
+        step: seconds from one frame of it to the next.
+        kernel: frames that the convolution sees that comes first.
+        stride: frames from one output of that convolution to the next.
         vocabulary: number of tokens, CTC's blank (0) included.
         position: "cape" or "sincos" (added to the input), "rope", "alibi" (with other slopes for keys before and after)
             or "none".

@@ -29,7 +29,9 @@ class TransformerConfig:
     """Size and kind of a stack of transformer blocks.
 
     Attributes:
-        layers, width, heads: of the transformer.
+        layers: number of blocks.
+        width: features of a position.
+        heads: number of query heads, of which width is a multiple.
         hidden: features within the feed-forward layers; None for the model's usual multiple of width.
         activation: "sigmoid", "softmax", or another of ``sigattn.nn.attention``.
         bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible" (``sigattn.nn.bias``).

@@ -26,7 +26,9 @@ class VisionTransformerConfig(TransformerConfig):
     """Size and kind of a vision transformer: by default ViT-B/16, with the paper's QK-norm and LayerScale.
 
     Attributes:
-        image_size: pixels of a side. patch: pixels of a patch's side. channels: of an image.
+        image_size: pixels of a side.
+        patch: pixels of a patch's side.
+        channels: of an image.
         classes: outputs; 0 for none, so that the model gives its features.
         position: added to the patches: "learnable", "sincos" (fixed), "cape" or "none".
         pool: what the output is made of, the "cls" token or the "average" of the patches.

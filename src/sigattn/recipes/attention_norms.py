@@ -31,7 +31,11 @@ class AttentionNorms:
     """What is measured.
 
     Attributes:
-        layers, width, heads: of the transformer. seconds: of sound. seed: of weights and sound.
+        layers: number of blocks.
+        width: features of a position.
+        heads: number of attention heads.
+        seconds: of sound.
+        seed: of weights and sound.
     """
 
     layers: int = 36

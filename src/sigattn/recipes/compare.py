@@ -72,9 +72,12 @@ class Compare:
     """What is compared.
 
     Attributes:
-        folder: for the runs and the table. speech: the spoken digits; None to leave those rows out.
-        seeds: of each pair. steps: of each run, instead of the recipe's own. workers: runs at a time, a thread each.
-        only: rows whose title holds this.
+        folder: for the runs and the table.
+        speech: the Free Spoken Digit Dataset, a folder or its .tar.gz; None to leave those rows out.
+        seeds: number of runs of each model.
+        steps: of each run; None for the recipe's own.
+        workers: runs at a time, a thread each.
+        only: rows whose title contains this text.
     """
 
     folder: Path = Path("runs/compare")

@@ -50,7 +50,9 @@ class Demo:
         text: a text file, or a folder of them; by default CPython's own documentation.
         resume: go on with what the run folder holds.
         context: length of the sequences, in bytes; n in b = -log n.
-        layers, width, heads: size of the models.
+        layers: number of blocks of each model.
+        width: features of a position.
+        heads: number of attention heads.
         training: how they are trained.
     """
 

@@ -45,7 +45,9 @@ class BYOL(Task):
 
     Attributes:
         momentum: of the teacher, at a batch of base_batch; at κ times that it is momentum^κ (Busbridge et al., 2023).
-        hidden, outputs: of projector and predictor; the paper does not state them, these are MoCo v3's.
+        base_batch: the batch for which momentum is given.
+        hidden: features within projector and predictor; the paper does not state them, these are MoCo v3's.
+        outputs: of projector and predictor.
     """
 
     momentum: float = 0.996

@@ -39,8 +39,9 @@ class SimCLR(Task):
     Metrics: ``loss``, and ``retrieval``, how often a view's nearest neighbour is its partner.
 
     Attributes:
-        temperature: that similarities are divided by. hidden, outputs: of the projector. (The paper states none of
-            them; these are MoCo v3's.)
+        temperature: that similarities are divided by. (The paper states none of these numbers; they are MoCo v3's.)
+        hidden: features within the projector.
+        outputs: of the projector.
     """
 
     temperature: float = 0.2

@@ -25,14 +25,17 @@ class TrainConfig:
         accumulate: micro-batches that each process splits its part of a batch into.
         precision: of matrix products; weights and optimiser stay in float32.
         optimizer: "adamw" (decoupled decay), "adam" or "adagrad".
-        learning_rate: the peak. betas, epsilon: Adam's. weight_decay: of matrices; biases, norms and other vectors have
-            none.
+        learning_rate: the peak.
+        betas: Adam's.
+        epsilon: Adam's.
+        weight_decay: of matrices; biases, norms and other vectors have none.
         mup_simple: give matrices within blocks min(768 / width, 1) of the rate (``sigattn.nn.initialization``).
         clip: the largest norm of the whole gradient; None for no limit.
         schedule: after the warm-up, "cosine" to the end, "steps" (see decay_start), or "constant".
-        warmup_steps: to reach the peak, linearly. final_learning_rate: the cosine's end, as a part of the peak.
-        decay_start, decay_every: the step at which "steps" halves the rate first, and how many steps later each next
-            time.
+        warmup_steps: to reach the peak, linearly.
+        final_learning_rate: the cosine's end, as a part of the peak.
+        decay_start: the step at which "steps" halves the rate first.
+        decay_every: steps from one halving to the next.
         ema: how much of itself an average of the weights keeps at each step; it is then what is evaluated and kept at
             the end. None for no average.
         checkpoint_activations: compute each block again in the backward pass instead of keeping what it made.
@@ -45,7 +48,8 @@ class TrainConfig:
         context_strategy: how they do: "ring", "gather" or "reduce" (``sigattn.distributed.context_parallel``).
         validate_every: steps between validations; the last step always validates.
         validation_batch: samples (seconds of speech) that each process judges at a time.
-        checkpoint_every: steps between checkpoints. keep: how many of them are kept.
+        checkpoint_every: steps between checkpoints.
+        keep: how many checkpoints are kept, the newest.
         watch_every: steps between looks at the attention layers (norm of their outputs); 0 for none.
         statistics_every: steps between closer looks, at the mass of the rows of weights, the largest logit and the
             Hoyer sparsity (``sigattn.attention_statistics``; a second pass of the attention); 0 for none.
