@@ -50,7 +50,7 @@ def arguments(op, backend):
     rest = (None, -1, 0, 0.0)
     if op == "forward":
         q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
-        return [q, k, v, None, None, None, None, None, *rest, 0, False, False, 2.5, backend]
+        return [q, k, v, *(None,) * 7, *rest, 0, False, False, 2.5, backend]
     if op == "packed_forward":
         q, k, v = torch.randn(3, 5, 2, 4).unbind()
         starts = torch.tensor([0, 2, 5])

@@ -152,7 +152,7 @@ def test_opcheck(backend):
     more = {name: t.detach() for name, t in extras(dtype=wide(backend)).items()}
     for bias in (None, torch.tensor(-2.0, dtype=torch.float64), more["bias"].view(1, 4, 1, 1)):
         tensors = [q, k, v, bias, more["attn_mask"][None, None], more["alibi_slopes"].view(1, 4, 1).expand(1, 4, 2)]
-        rest = [more["key_lengths"], torch.tensor(5), None, 3, 0, 0.25, 1, False, False, 2.5, backend]
+        rest = [more["key_lengths"], torch.tensor(5), None, None, None, 3, 0, 0.25, 1, False, False, 2.5, backend]
         torch.library.opcheck(torch.ops.sigattn.forward.default, (*tensors, *rest))
         needs = [True, True, True, bias is not None and bias.dim() == 4, True, True]
         grad = torch.randn(2, 4, 7, 5, dtype=q.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sigattn.flash import chunks, options
-from sigattn.ops import checks, flash_checks, library
+from sigattn.ops import block_mask, checks, flash_checks, library
 from sigattn.ops.attention import canonical
 from sigattn.ops.settings import is_fast
 
@@ -47,7 +47,7 @@ def flash_attn_func(
         return_attn_probs: must be False.
         sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``.
         attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to
-            (B, Hq, N, M). It combines with causal and window_size.
+            (B, Hq, N, M), or a ``BlockMask`` of FlexAttention. It combines with causal and window_size.
 
     Returns:
         (B, N, Hq, Dv), contiguous, in q's dtype.
@@ -146,11 +146,14 @@ def attend(
     dropout_p, softmax_scale, window = options.check(
         name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
     )
+    query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
+    blocks = None
+    if block_mask.is_block_mask(attn_mask):
+        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, name)
     if attn_mask is not None:
         flash_checks.mask(name, attn_mask, q, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     if attention_chunk:
         attn_mask = chunks.combined(chunks.dense(q.shape[1], k.shape[1], attention_chunk, q.device), attn_mask)
-    query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
     problem = canonical(
         query,
         key,
@@ -166,5 +169,6 @@ def attend(
         fast=is_fast(sigmoid_precision),
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         softcap=softcap,
+        blocks=blocks,
     )
     return library.call(problem, library.choose(problem, backend)).transpose(1, 2).contiguous()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import broadcasting, checks, library, mask, nested, packed, reference, settings, short
+from sigattn.ops import block_mask, broadcasting, checks, library, mask, nested, packed, reference, settings, short
+from sigattn.ops.block_mask import Blocks
 from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
 
 BACKENDS = ("reference", *library.KERNELS)
@@ -44,7 +45,8 @@ def sigmoid_attention(
             stands for all dimensions before the heads. Or nested tensors of the jagged layout, (B, H, ragged, D), as
             PyTorch's function takes them; these have neither attn_mask nor key_lengths.
         attn_mask: bool (True = attend) or floating point (added to the logits), broadcastable to (B, Hq, N, M); or a
-            ``torch.nn.attention.bias.CausalBias``.
+            ``torch.nn.attention.bias.CausalBias``; or a ``BlockMask`` of ``torch.nn.attention.flex_attention``, whose
+            hidden blocks are not computed.
         dropout_p: probability in [0, 1) of dropping a weight; those kept are multiplied by 1 / (1 - dropout_p). Applied
             whenever it is not 0, so pass 0 when not training. Drawn from PyTorch's CPU generator
             (``torch.manual_seed``).
@@ -81,8 +83,11 @@ def sigmoid_attention(
     >>> sigmoid_attention(query, key, value, is_causal=True).shape
     torch.Size([2, 4, 128, 64])
     """
+    blocks = None
+    if block_mask.is_block_mask(attn_mask):
+        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key)
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
-    unusual = attn_mask, window, alibi_slopes, key_lengths, backend
+    unusual = attn_mask, blocks, window, alibi_slopes, key_lengths, backend
     if all(x is None for x in unusual) and dropout_p == softcap == 0.0 and not isinstance(bias, Tensor):
         plain = short.plainest(query, key, value, is_causal, scale, bias)
         if plain is not None:
@@ -118,6 +123,7 @@ def sigmoid_attention(
         alibi_slopes,
         key_lengths,
         softcap=softcap,
+        blocks=blocks,
     )
     if backend == "reference":
         out = _on_reference(problem)
@@ -203,6 +209,7 @@ def canonical(
     fast: bool | None = None,
     deterministic: bool | None = None,
     softcap: float = 0.0,
+    blocks: Blocks | None = None,
 ) -> Problem:
     """Bring checked arguments to the one form that the backends know.
 
@@ -219,6 +226,8 @@ def canonical(
         None if alibi_slopes is None else two_sided(alibi_slopes),
         key_lengths,
         new_seed(dropout_p),
+        None if blocks is None else blocks.table,
+        None if blocks is None else blocks.tiles,
         scale,
         left,
         right,

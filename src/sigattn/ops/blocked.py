@@ -68,7 +68,7 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
 def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, Dv)
     for rows in group.short_blocks(Span(0, group.queries), long_side=group.keys):
         total: Tensor | None = None
-        for columns in group.long_blocks(group.column_range(rows)):
+        for columns in group.columns_of(rows):
             p = group.tile(rows, columns, transposed=False)  # (G, rep·R, C)
             dropped = group.dropped(rows, columns)
             if dropped is not None:
@@ -131,10 +131,10 @@ def _backward_group(group: Group, grad_out: Tensor, sums: _Sums) -> None:  # gra
     if group.problem.seed is not None:
         grad_out = grad_out * group.problem.keep_scale
     grad_query = torch.zeros_like(group.query, dtype=group.accumulator) if sums.query is not None else None
-    for columns in group.short_blocks(Span(0, group.keys), long_side=group.queries):
+    for columns in group.short_blocks(Span(0, group.keys), long_side=group.queries, dimension=1):
         grad_key: Tensor | None = None
         grad_value: Tensor | None = None
-        for rows in group.long_blocks(group.row_range(columns)):
+        for rows in group.rows_of(columns):
             p, grad_logits = _backward_tile(group, grad_out, rows, columns, sums)  # each (G, C, rep·R)
             if sums.value is not None:
                 part = group.products.combine(p, fold(grad_out, rows.slice))  # dV = Pᵀ dO: (G, C, Dv)

@@ -21,7 +21,10 @@ from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import PackedProblem, Problem, new_output
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
-_REST = "Tensor? key_lengths, Tensor? seed, float? scale, int left, int right, float dropout_p"
+_REST = (
+    "Tensor? key_lengths, Tensor? seed, Tensor? block_table, Tensor? block_tiles, float? scale, int left, int right, "
+    "float dropout_p"
+)
 _HOW = "SymInt first_row, bool fast, bool deterministic, float softcap, str backend"
 
 _library = torch.library.Library("sigattn", "DEF")
@@ -161,7 +164,8 @@ def choose(problem: Problem | PackedProblem, backend: str | None) -> str:
 def call(problem: Problem, backend: str) -> Tensor:
     """Return the output of a canonical problem on a fast backend, differentiably."""
     p = problem
-    tensors = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes, p.key_lengths, p.seed)
+    differentiable = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes)
+    tensors = (*differentiable, p.key_lengths, p.seed, p.block_table, p.block_tiles)
     if can_bypass_dispatcher(tensors):
         check_lengths(problem)
         return _run_forward(problem, KERNELS[backend])
@@ -235,7 +239,8 @@ def _flat(in_dims: Sequence[Any]) -> list[int | None]:
 
 def _vmap_forward(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Tensor, int]:
     dims = _flat(in_dims)
-    if args[7] is not None or (dims[3] is not None and args[3].dim() == 1):  # a seed drops alike in each slice
+    apart = args[7] is not None or args[8] is not None  # a seed drops alike in each slice; blocks have a batch
+    if apart or (dims[3] is not None and args[3].dim() == 1):
         return torch.stack(_one_by_one(torch.ops.sigattn.forward.default, info.batch_size, dims, args)), 0
     tensors = _fold_batches(info.batch_size, dims, args[:7])
     out = torch.ops.sigattn.forward.default(*tensors, *args[7:])
@@ -246,7 +251,7 @@ def _vmap_backward(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[tuple
     dims = _flat(in_dims)
     op = torch.ops.sigattn.backward.default
     small = any(args[-1][3:])  # the gradients of bias, mask and slopes are sums along the batch: keep slices apart
-    if args[8] is not None or small or (dims[4] is not None and args[4].dim() == 1):
+    if args[8] is not None or args[9] is not None or small or (dims[4] is not None and args[4].dim() == 1):
         slices = _one_by_one(op, info.batch_size, dims, args)
         return tuple(torch.stack(g) for g in zip(*slices, strict=True)), (0,) * _DIFFERENTIABLE
     query, *rest = [args[1], args[0], *args[2:8]]

@@ -12,6 +12,8 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from sigattn.ops.block_mask import Blocks
+
 UNLIMITED = -1  # a window side without a limit
 
 
@@ -57,6 +59,8 @@ class Problem(NamedTuple):
         alibi_slopes: (B or 1, Hq, 2), one slope for keys before the query and one for keys after it; or None.
         key_lengths: (B,) integers; or None.
         seed: 0-d int64 on the CPU; None without dropout.
+        block_table, block_tiles: the blocks of a ``BlockMask`` (``block_mask.Blocks``), which hides keys as a bool mask
+            does; or both None.
         scale: factor of Q Kᵀ; None for D^-1/2.
         left, right: query i sees keys i - left ≤ j ≤ i + right; -1 is unlimited. Causal is right = 0.
         dropout_p: probability of dropping a weight.
@@ -75,6 +79,8 @@ class Problem(NamedTuple):
     alibi_slopes: Tensor | None = None
     key_lengths: Tensor | None = None
     seed: Tensor | None = None
+    block_table: Tensor | None = None
+    block_tiles: Tensor | None = None
     scale: float | None = None
     left: int = UNLIMITED
     right: int = UNLIMITED
@@ -84,6 +90,13 @@ class Problem(NamedTuple):
     deterministic: bool = False
     softcap: float = 0.0
     first_head: int = 0
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The blocks of a ``BlockMask``."""
+        if self.block_table is None or self.block_tiles is None:
+            return None
+        return Blocks(self.block_table, self.block_tiles)
 
     @property
     def scale_value(self) -> float:
@@ -106,7 +119,8 @@ class Problem(NamedTuple):
         return log_length_bias(lengths).view(-1, 1, 1, 1)
 
     def rows(self, start: int, stop: int) -> Problem:
-        """The same problem for the queries start … stop - 1."""
+        """The same problem, without a ``BlockMask``, for the queries start … stop - 1."""
+        assert self.block_table is None
 
         def cut(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.dim() < 4 or t.shape[2] == 1 else t[:, :, start:stop]

@@ -72,6 +72,8 @@ def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor
     visible = band(p.left, p.right, rows, columns, logits.device).expand(logits.shape)
     if p.key_lengths is not None:
         visible = visible & _exists(p)[:, None, None, :]
+    if p.blocks is not None:
+        visible = visible & p.blocks.dense(slice(0, rows[1] - rows[0]), slice(*columns))
     if p.attn_mask is not None:
         if p.attn_mask.is_floating_point():
             visible = visible & (p.attn_mask != -torch.inf)

@@ -41,7 +41,7 @@ def plan(problem: Problem) -> torch.dtype | None:
     p = problem
     if p.attn_mask is not None or p.alibi_slopes is not None or p.key_lengths is not None or p.seed is not None:
         return None
-    if p.softcap:
+    if p.softcap or p.block_table is not None:
         return None
     _, heads, n, d = p.query.shape
     _, key_heads, m, _ = p.key.shape

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sigattn.ops.block_mask import HIDDEN, Blocks, runs
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import UNLIMITED, Problem, alibi, distances
 from sigattn.ops.products import Capped, Extended, Fused, Products, fused_unavailable, keep_memory_warm
@@ -68,7 +69,9 @@ class Group:
         mask = problem.attn_mask
         self.additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
         self.hidden = mask is not None and not mask.is_floating_point()
-        self.bare = products is Fused and not (self.additive or self.hidden or self.ragged or problem.seed is not None)
+        self.blocks = self._blocks_here()
+        plain = not (self.additive or self.hidden or self.ragged) and problem.seed is None and self.blocks is None
+        self.bare = products is Fused and plain
         bias = problem.bias_value()
         if isinstance(bias, Tensor):
             bias = self.heads_of(bias).to(self.accumulator)
@@ -85,6 +88,15 @@ class Group:
             return self.problem.key.shape[2], True
         here = lengths[self.batch.slice].tolist()
         return max(here), min(here) < max(here)
+
+    def _blocks_here(self) -> Blocks | None:
+        """Return the blocks of the group's heads, (nb or 1, nh or 1, rep or 1, blocks of queries, blocks of keys)."""
+        blocks = self.problem.blocks
+        if blocks is None:
+            return None
+        blocks = blocks._replace(table=self.heads_of(blocks.table))
+        self.visible_blocks = (blocks.table != HIDDEN).flatten(0, 2).any(0).cpu()
+        return blocks
 
     # -- the group's part of a whole tensor -----------------------------------------------------------------------
 
@@ -130,18 +142,42 @@ class Group:
         stop = self.keys if right == UNLIMITED else rows.stop + first + right
         return Span(max(start, 0), min(stop, self.keys))
 
-    def short_blocks(self, span: Span, long_side: int) -> Iterator[Span]:
-        """The outer loop: blocks such that one of them against ``long_side`` fills a tile."""
+    def short_blocks(self, span: Span, long_side: int, dimension: int = 0) -> Iterator[Span]:
+        """The outer loop: blocks such that one of them against ``long_side`` fills a tile.
+
+        dimension: 0 for queries, 1 for keys.
+        """
         weights = TILE_BYTES // self.dtype.itemsize // (self.shape[0] * self.shape[1] * self.repeat)
         size = max(1, weights // max(1, min(long_side, LONG_SIDE)))
         if self.problem.left != UNLIMITED or self.problem.right != UNLIMITED:
             # long enough for the products (at the price of two tiles), short enough to waste little along the border
             size = min(WINDOWED_SIDE, 2 * size)
+        if self.blocks is not None:  # a block of the mask's, or a part of one
+            size = min(size, self.blocks.size[dimension])
+            size = next(s for s in range(size, 0, -1) if self.blocks.size[dimension] % s == 0)
         return spans(*span, size)
 
-    def long_blocks(self, span: Span) -> Iterator[Span]:
-        """The inner loop."""
-        return spans(*span, self.long_side)
+    def columns_of(self, rows: Span) -> Iterator[Span]:
+        """The inner loop of the forward pass: keys that these queries see."""
+        return self._inner(rows, self.column_range(rows), 0)
+
+    def rows_of(self, columns: Span) -> Iterator[Span]:
+        """The inner loop of the backward pass: queries that see these keys."""
+        return self._inner(columns, self.row_range(columns), 1)
+
+    def _inner(self, outer: Span, span: Span, dimension: int) -> Iterator[Span]:
+        """Cut a range of the inner axis into long blocks, leaving out what is hidden from all of the outer block.
+
+        dimension: of the outer axis in the table of blocks.
+        """
+        if self.blocks is None:
+            yield from spans(*span, self.long_side)
+            return
+        size, other = self.blocks.size[dimension], self.blocks.size[1 - dimension]
+        chosen = slice(outer.start // size, -(-outer.stop // size))
+        table = self.visible_blocks if dimension == 0 else self.visible_blocks.T
+        for start, stop in runs(table[chosen].any(0), other, *span):
+            yield from spans(start, stop, self.long_side)
 
     # -- inside a tile --------------------------------------------------------------------------------------------
 
@@ -162,6 +198,9 @@ class Group:
         self._hide_beyond_window(p, rows, columns, transposed)
         if self.ragged:
             self.by_place(p, rows, transposed).masked_fill_(~self.exists(columns), 0)
+        if self.blocks is not None and not self.blocks.are_visible(rows.slice, columns.slice):
+            hidden = self.blocks.dense(rows.slice, columns.slice).logical_not_()
+            self.by_place(p, rows, transposed).masked_fill_(hidden, 0)
         if self.hidden:
             assert self.problem.attn_mask is not None
             seen = self.part(self.problem.attn_mask, rows, columns)

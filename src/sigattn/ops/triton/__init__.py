@@ -25,6 +25,8 @@ def unavailable(problem: Problem | PackedProblem | CachedProblem) -> str | None:
     q, v = problem.query, problem.value
     if (reason := _no_machine(q.device)) is not None:
         return reason
+    if isinstance(problem, Problem) and problem.block_table is not None:
+        return "it does not serve a BlockMask yet"
     if q.dtype not in _DTYPES:
         return f"it is for {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, not for {q.dtype}"
     if not (1 <= q.shape[-1] <= _WIDEST and 1 <= v.shape[-1] <= _WIDEST):

@@ -1,0 +1,153 @@
+"""FlexAttention's ``BlockMask`` as tensors: which blocks of queries and keys are visible, and the masks of the blocks.
+
+A backend skips the blocks that are hidden, needs no mask in those that are visible as a whole, and looks up the mask of
+the others. The memory is that of the block lists plus one byte per weight of the blocks that are visible in part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+HIDDEN, VISIBLE, PARTIAL = 0, 1, 2  # entries of a table; those from PARTIAL on have a mask of their own
+_EVALUATED_TOGETHER = 1 << 24  # entries of masks
+
+
+class Blocks(NamedTuple):
+    """The blocks of a mask.
+
+    Attributes:
+        table: (B or 1, Hq or 1, blocks of queries, blocks of keys), int32: the index of each block's mask in ``tiles``.
+        tiles: (T, queries of a block, keys of a block), bool. The first two are HIDDEN, all False, and VISIBLE, all
+            True.
+    """
+
+    table: Tensor
+    tiles: Tensor
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.tiles.shape[1], self.tiles.shape[2]
+
+    def dense(self, rows: slice, columns: slice) -> Tensor:  # (…, rows, columns)
+        """Return the mask of queries and keys, which need not be whole blocks."""
+        size_q, size_k = self.size
+        i, j = rows.start // size_q, columns.start // size_k
+        table = self.table[..., i : -(-rows.stop // size_q), j : -(-columns.stop // size_k)]
+        mask = self.tiles[table.long()].transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
+        i, j = rows.start - i * size_q, columns.start - j * size_k
+        return mask[..., i : i + rows.stop - rows.start, j : j + columns.stop - columns.start]
+
+    def are_visible(self, rows: slice, columns: slice) -> bool:
+        """Return True if every query of the rows' blocks sees every key of the columns' blocks."""
+        size_q, size_k = self.size
+        i, j = (
+            slice(rows.start // size_q, -(-rows.stop // size_q)),
+            slice(columns.start // size_k, -(-columns.stop // size_k)),
+        )
+        return bool((self.table[..., i, j] == VISIBLE).all())
+
+
+def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of start … stop - 1 that visible blocks of a size cover, adjacent blocks as one.
+
+    visible: (blocks,), bool, on the CPU.
+    """
+    begin = None
+    for at, seen in enumerate([*visible.tolist(), False]):
+        if seen and begin is None:
+            begin = at
+        if not seen and begin is not None:
+            first, last = max(begin * size, start), min(at * size, stop)
+            if first < last:
+                yield first, last
+            begin = None
+
+
+def is_block_mask(mask: Any) -> bool:
+    """Return True for a ``BlockMask``, without importing FlexAttention."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return module is not None and isinstance(mask, module.BlockMask)
+
+
+def resolve(mask: Any, query: Any, key: Any, caller: str = "sigmoid_attention") -> Blocks:
+    """Return the blocks of a ``BlockMask`` for query (B, Hq, N, D) and key (B, Hkv, M, D).
+
+    ``mask_mod`` is evaluated in the blocks that are visible in part, and there alone: for sample or head 0 where the
+    mask was made with B=None or H=None.
+
+    Raises:
+        ValueError: a mask of other sizes, or on another device.
+        TypeError: query and key that are not dense and four-dimensional.
+        RuntimeError: inside a compiled graph.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{caller}: attn_mask is a BlockMask, which is not supported inside torch.compile or torch.export: how many "
+            "blocks have a mask of their own is not known there; pass a bool mask (create_mask makes it)"
+        )
+    if any(not isinstance(t, Tensor) or t.is_nested or t.dim() != 4 for t in (query, key)):
+        raise TypeError(f"{caller}: attn_mask is a BlockMask: query, key and value must be dense, of 4 dimensions")
+    (batch, heads, n, _), m = query.shape, key.shape[2]
+    counts, indices = mask.kv_num_blocks, mask.kv_indices
+    shape = tuple(counts.shape[:-1])
+    if tuple(mask.seq_lengths) != (n, m):
+        raise ValueError(f"{caller}: the BlockMask is for {tuple(mask.seq_lengths)} queries and keys, not for {(n, m)}")
+    if counts.dim() != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
+        what = f"the BlockMask must be of 1 or {batch} samples and 1 or {heads} heads, got {shape}"
+        raise ValueError(f"{caller}: {what}")
+    if counts.device != query.device:
+        raise ValueError(f"{caller}: the BlockMask must be on the query's device: move it with .to(device)")
+    size_q, size_k = mask.BLOCK_SIZE
+    table = torch.zeros(*shape, -(-n // size_q), -(-m // size_k), dtype=torch.int32, device=counts.device)
+    at = _listed(counts, indices)
+    table[at] = torch.arange(PARTIAL, PARTIAL + len(at[0]), dtype=torch.int32, device=table.device)
+    if mask.full_kv_num_blocks is not None:
+        table[_listed(mask.full_kv_num_blocks, mask.full_kv_indices)] = VISIBLE
+    whole = torch.tensor([False, True], device=table.device).view(2, 1, 1).expand(2, size_q, size_k)
+    return Blocks(table, torch.cat([whole, *_evaluate(mask.mask_mod, at, (n, m), (size_q, size_k))]))
+
+
+def _listed(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return sample, head, block of queries and block of keys of each block that a list names."""
+    named = torch.arange(indices.shape[-1], device=counts.device) < counts.unsqueeze(-1)
+    b, h, i, _ = named.nonzero(as_tuple=True)
+    return b, h, i, indices[named].long()
+
+
+def _evaluate(
+    mask_mod: Any, at: tuple[Tensor, Tensor, Tensor, Tensor], lengths: tuple[int, int], size: tuple[int, int]
+) -> Iterator[Tensor]:  # (blocks, queries of a block, keys of a block), bool
+    """Yield the masks of blocks, False beyond the last query and key, where ``mask_mod`` is not asked."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    (n, m), (size_q, size_k) = lengths, size
+    device = at[0].device
+    rows, columns = torch.arange(size_q, device=device), torch.arange(size_k, device=device)
+    together = max(1, _EVALUATED_TOGETHER // (size_q * size_k))
+    for b, h, i, j in zip(*(t.split(together) for t in at), strict=True):
+        if not len(b):
+            continue
+        first_q, first_k = i * size_q, j * size_k
+
+        of_block = _mask_mod_of_blocks(mask_mod, (b, h, first_q, first_k), lengths)
+        seen = create_mask(of_block, len(b), 1, size_q, size_k, device=device)[:, 0].to(torch.bool)
+        exists = (first_q[:, None] + rows < n).unsqueeze(2) & (first_k[:, None] + columns < m).unsqueeze(1)
+        yield seen & exists
+
+
+def _mask_mod_of_blocks(mask_mod: Any, blocks: tuple[Tensor, ...], lengths: tuple[int, int]) -> Any:
+    """Return mask_mod as a function of (index of a block, 0, query of the block, key of the block).
+
+    blocks: sample, head, first query and first key of each. Indices beyond the last query and key are clamped, because
+    mask_mod may look up tensors of these lengths.
+    """
+    b, h, first_q, first_k = blocks
+    n, m = lengths
+    # a lambda, because create_mask counts the parameters, which a decorator would change
+    return lambda t, _, q, k: mask_mod(b[t], h[t], (first_q[t] + q).clamp(max=n - 1), (first_k[t] + k).clamp(max=m - 1))

@@ -1,0 +1,212 @@
+"""FlexAttention's ``BlockMask``: the answer of the dense mask, and hidden blocks that are not visited."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+from sigattn import attention_statistics, sigmoid_attention
+from sigattn.flash import flash_attn_func, flash_attn_varlen_func
+from sigattn.ops import block_mask, library
+from sigattn.ops.problem import Problem
+from tests.ops.cases import path
+from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
+
+DOCUMENTS = torch.tensor([0] * 37 + [1] * 30 + [2] * 60 + [3] * 33)
+STARTS = torch.tensor([5, 90])
+
+
+def causal(b, h, i, j):
+    return j <= i
+
+
+def documents(b, h, i, j):
+    return (DOCUMENTS[i] == DOCUMENTS[j]) & (j <= i)
+
+
+def window_by_head(b, h, i, j):
+    return (i - j).abs() <= 8 * h
+
+
+def prefix_by_sample(b, h, i, j):
+    return (j < STARTS[b]) | (i == j)
+
+
+MASKS = {
+    "causal": (causal, (None, None)),
+    "documents": (documents, (None, None)),
+    "each head its own": (window_by_head, (None, 4)),
+    "each sample its own": (prefix_by_sample, (2, None)),
+}
+
+
+def make(name, n, m, size):
+    mod, (batch, heads) = MASKS[name]
+    block = create_block_mask(mod, batch, heads, n, m, device="cpu", BLOCK_SIZE=size)
+    return block, create_mask(mod, batch, heads, n, m, device="cpu")
+
+
+def operands(n, m, dtype=torch.float32, kv=2, d=16):
+    g = torch.Generator().manual_seed(n + m)
+    shapes = {"query": (2, 4, n, d), "key": (2, kv, m, d), "value": (2, kv, m, 8)}
+    return {name: torch.randn(s, generator=g).to(dtype).requires_grad_() for name, s in shapes.items()}
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize("way", ["as users meet it", "fused, small tiles", "plain, small tiles"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("n", "m", "size"), [(160, 160, 32), (150, 130, (16, 48)), (128, 160, 128)])
+def test_it_is_the_dense_mask(backend, way, name, n, m, size):
+    if backend == "reference" and way != "as users meet it":
+        pytest.skip("one way")
+    block, dense = make(name, n, m, size)
+    leaves = operands(n, m)
+    with path(way):
+        out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True, backend=backend)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad(out, list(leaves.values()), grad)
+    options = {"mask": dense, "scale": None, "bias": None}
+    wide = {key: t.detach().double().requires_grad_() for key, t in leaves.items()}
+    truth, same = formula(*wide.values(), mask=dense), formula(*leaves.values(), mask=dense, dtype=torch.float32)
+    magnitude = sums_of_magnitudes(wide, grad, **options)
+    assert_as_good_as_formula(out, truth, same, magnitude["output"])
+    expected = torch.autograd.grad(truth, list(wide.values()), grad.double())
+    rough = torch.autograd.grad(same, list(leaves.values()), grad)
+    for key, a, t, f in zip(leaves, ours, expected, rough, strict=True):
+        assert_as_good_as_formula(a, t, f, magnitude[key], key)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_with_every_other_option(backend):
+    """It combines with causality, a window, key lengths, ALiBi, bias, a soft cap and dropout as a bool mask does."""
+    block, dense = make("each head its own", 150, 160, 32)
+    leaves = operands(150, 160)
+    slopes, bias = torch.rand(4).requires_grad_(), torch.randn(4, 150, 1).requires_grad_()
+    results = []
+    for mask in (block, dense):
+        torch.manual_seed(5)
+        out = sigmoid_attention(
+            **leaves, attn_mask=mask, enable_gqa=True, window=(70, -1), is_causal=True, alibi_slopes=slopes, bias=bias,
+            key_lengths=torch.tensor([160, 77]), softcap=2.0, dropout_p=0.3, backend=backend,
+        )  # fmt: skip
+        results.append((out, *torch.autograd.grad(out.square().sum(), (*leaves.values(), slopes, bias))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["as users meet it", "fused"])
+def test_hidden_blocks_are_not_visited(way, monkeypatch):
+    """Keys and values of blocks that no query sees are NaN, which would reach a result if they were computed."""
+
+    def two_islands(b, h, i, j):
+        return (j < 40) | (j >= 130)
+
+    block = create_block_mask(two_islands, None, None, 64, 160, device="cpu", BLOCK_SIZE=16)
+    leaves = operands(64, 160)
+    with torch.no_grad():
+        leaves["key"][:, :, 48:128], leaves["value"][:, :, 48:128] = torch.nan, torch.nan
+    with path(way):
+        out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True)
+        gradients = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients)
+    assert not gradients[1][:, :, 48:128].any()
+
+
+def test_the_work_is_that_of_the_visible_blocks(monkeypatch):
+    from sigattn.ops import tiles
+
+    block, _ = make("documents", 160, 160, 16)
+    visited = []
+    tile = tiles.Group.tile
+
+    def counted(group, rows, columns, transposed):
+        visited.append(group.shape[0] * group.shape[1] * group.repeat * rows.size * columns.size)
+        return tile(group, rows, columns, transposed)
+
+    monkeypatch.setattr(tiles.Group, "tile", counted)
+    leaves = operands(160, 160)
+    out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True)
+    listed = int(block.kv_num_blocks.sum() + block.full_kv_num_blocks.sum()) * 16 * 16
+    assert sum(visited) == 2 * 4 * listed
+    visited.clear()
+    out.sum().backward()
+    assert sum(visited) == 2 * 4 * listed
+    assert listed < 0.5 * 160 * 160
+
+
+def test_under_flash_attn_s_name():
+    block, dense = make("documents", 64, 96, 32)
+    leaves = operands(64, 96)
+    q, k, v = (t.transpose(1, 2) for t in leaves.values())
+    out = flash_attn_func(q, k, v, sigmoid_bias=-1.0, attn_mask=block)
+    expected = sigmoid_attention(**leaves, attn_mask=dense, bias=-1.0, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="flash_attn_func: the BlockMask is for"):
+        flash_attn_func(q, k[:, :32], v[:, :32], attn_mask=block)
+    starts = torch.tensor([0, 128])
+    with pytest.raises(TypeError, match="attn_mask must be a tensor, bool"):
+        flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, q, q)), starts, starts, 128, 128, attn_mask=block)
+
+
+def test_compiled_it_is_refused_by_name(unchecked):
+    block, _ = make("causal", 32, 32, 16)
+    q = operands(32, 32, kv=4)["query"]
+    compiled = torch.compile(lambda q: sigmoid_attention(q, q, q, block), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="BlockMask, which is not supported inside torch.compile"):
+        compiled(q)
+
+
+def test_lists_of_blocks_without_a_function():
+    """from_kv_blocks without mask_mod: every listed block is visible as a whole."""
+    counts, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 2]]]], dtype=torch.int32)
+    block = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(30, 40))
+    dense = torch.zeros(30, 40, dtype=torch.bool)
+    dense[:16, 16:32] = dense[16:, :16] = dense[16:, 32:] = True
+    q, k, v = operands(30, 40, kv=4).values()
+    torch.testing.assert_close(sigmoid_attention(q, k, v, block), sigmoid_attention(q, k, v, dense))
+
+
+def test_memory_is_that_of_the_blocks_seen_in_part():
+    n = 4096
+    block = create_block_mask(causal, None, None, n, n, device="cpu")
+    q = torch.empty(1, 1, n, 1)
+    table, tiles = block_mask.resolve(block, q, q)
+    assert tiles.shape == (2 + n // 128, 128, 128)
+    assert table.shape == (1, 1, n // 128, n // 128)
+
+
+def test_mapped_by_torch_func():
+    block, dense = make("each sample its own", 32, 32, 16)
+    q, k, v = (t.detach() for t in operands(32, 32, kv=4).values())
+    many = torch.stack([q, 2 * q])
+
+    def gradient(mask):
+        return torch.vmap(torch.func.grad(lambda q: sigmoid_attention(q, k, v, mask).square().sum()))(many)
+
+    torch.testing.assert_close(gradient(block), gradient(dense))
+
+
+def test_triton_says_that_it_does_not_serve_it():
+    block, _ = make("causal", 32, 32, 16)
+    q, k, v = operands(32, 32, kv=4).values()
+    with pytest.raises(ValueError, match=r"backend .triton. cannot serve this call: .*BlockMask"):
+        sigmoid_attention(q, k, v, block, backend="triton")
+    table, tiles = block_mask.resolve(block, q, k)
+    assert library.choose(Problem(q, k, v, block_table=table, block_tiles=tiles), None) == "blocked"
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v = operands(32, 48, kv=4).values()
+    for name, n, m, message in [
+        ("causal", 48, 48, r"the BlockMask is for \(48, 48\) queries and keys, not for \(32, 48\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sigmoid_attention(q, k, v, make(name, n, m, 16)[0])
+    three = create_block_mask(prefix_by_sample, 1, 3, 32, 48, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(ValueError, match=r"1 or 2 samples and 1 or 4 heads, got \(1, 3\)"):
+        sigmoid_attention(q, k, v, three)
+    fits = make("causal", 32, 48, 16)[0]
+    with pytest.raises(TypeError, match="of 4 dimensions"):
+        sigmoid_attention(q[0], k[0], v[0], fits)
+    with pytest.raises(TypeError, match="attn_mask must be a tensor, got BlockMask"):
+        attention_statistics(q, k, v, fits)
