@@ -152,7 +152,7 @@ def test_compiled_it_is_refused_by_name(unchecked):
     block, _ = make("causal", 32, 32, 16)
     q = operands(32, 32, kv=4)["query"]
     compiled = torch.compile(lambda q: sigmoid_attention(q, q, q, block), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="BlockMask, which is not supported inside torch.compile"):
+    with pytest.raises(Exception, match=r"BlockMask, which is not supported inside torch\.compile"):
         compiled(q)
 
 

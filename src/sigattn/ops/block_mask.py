@@ -88,8 +88,8 @@ def resolve(mask: Any, query: Any, key: Any, caller: str = "sigmoid_attention") 
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"{caller}: attn_mask is a BlockMask, which is not supported inside torch.compile or torch.export: how many "
-            "blocks have a mask of their own is not known there; pass a bool mask (create_mask makes it)"
+            f"{caller}: attn_mask is a BlockMask, which is not supported inside torch.compile or torch.export: how "
+            "many blocks have a mask of their own is not known there; pass a bool mask (create_mask makes it)"
         )
     if any(not isinstance(t, Tensor) or t.is_nested or t.dim() != 4 for t in (query, key)):
         raise TypeError(f"{caller}: attn_mask is a BlockMask: query, key and value must be dense, of 4 dimensions")
