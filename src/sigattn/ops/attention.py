@@ -253,6 +253,11 @@ def new_seed(dropout_p: float) -> Tensor | None:
 
 
 def _on_reference(problem: Problem) -> Tensor:
+    if torch._C._is_tracing():
+        raise RuntimeError(
+            'sigmoid_attention: torch.jit.trace would record backend="reference" for the lengths traced only; another '
+            "backend is recorded for all lengths"
+        )
     if not torch.compiler.is_compiling():
         library.check_lengths(problem)
     with library.without_autocast(problem):

@@ -105,8 +105,8 @@ def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
                     ValueError, f"the {heads} query heads are not a multiple of the {count} {name} heads", **given
                 )
         return heads
-    different = {count for count in (heads, of_key, of_value) if count != 1}
-    if len(different) > 1:
+    several = [count for count in (heads, of_key, of_value) if count != 1]
+    if any(count != several[0] for count in several):
         if of_key != of_value and 1 not in (of_key, of_value):
             checks.wrong(
                 ValueError, "key and value must have the same number of heads, or 1 (third dimension from the end)",
@@ -115,7 +115,7 @@ def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
         count = of_value if of_key == 1 else of_key
         what = f"query has {heads} heads and key {count}: pass enable_gqa=True if query heads share key heads"
         checks.wrong(ValueError, what + checks.layout_hint(query, key), **given)
-    return different.pop() if different else 1
+    return several[0] if several else 1
 
 
 def _repeat(t: Tensor, heads: int) -> Tensor:

@@ -178,6 +178,8 @@ def can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
     """Return True if the op can be left out (saves 4 µs): nothing traces, counts, maps or differentiates the call."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
+    if torch._C._is_tracing():  # torch.jit.trace would record the sizes that the kernels read
+        return False
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     plain = all(t is None or ((type(t) is Tensor or type(t) is torch.nn.Parameter) and not t.is_meta) for t in tensors)
     return plain and not recorded and torch._C._len_torch_dispatch_stack() == 0

@@ -62,7 +62,7 @@ def plainest(
     It checks what it needs and leaves the rest, errors included, to the general way, whose 25 µs it saves.
     """
     tensors = (query, key, value)
-    if torch.compiler.is_compiling() or not all(type(t) is Tensor for t in tensors):
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or not all(type(t) is Tensor for t in tensors):
         return None
     if any(t.is_nested or t.layout is not torch.strided or t.device.type != "cpu" for t in tensors):
         return None

@@ -1,0 +1,62 @@
+"""torch.jit.trace records the operator, not the sizes of the call traced."""
+
+import io
+
+import pytest
+import torch
+
+from sigattn import sigmoid_attention
+
+pytestmark = [
+    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.filterwarnings("ignore"),  # the tracer's own: the checks compare sizes
+]
+
+
+class Call(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, query, key):
+        return sigmoid_attention(query, key, key, **self.options)
+
+
+def operands(n, m, shape=(2, 4), key_heads=None):
+    return torch.randn(*shape, n, 8), torch.randn(*shape[:-1], key_heads or shape[-1], m, 8)
+
+
+CASES = {
+    "-log M": ({}, {}),
+    "causal": ({"is_causal": True, "bias": -1.0}, {}),
+    "window": ({"window": (2, 1)}, {}),
+    "slopes": ({"alibi_slopes": torch.rand(4)}, {}),
+    "grouped heads": ({"enable_gqa": True}, {"key_heads": 2}),
+    "three dimensions": ({}, {"shape": (4,)}),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+@pytest.mark.parametrize(("options", "shapes"), CASES.values(), ids=CASES)
+def test_other_lengths(options, shapes, grad):
+    module = Call(**options)
+    query, key = operands(7, 9, **shapes)
+    traced = torch.jit.trace(module, (query.requires_grad_(grad), key))
+    for n, m in ((5, 30), (40, 3), (300, 700)):
+        query, key = operands(n, m, **shapes)
+        truth = sigmoid_attention(query.double(), key.double(), key.double(), backend="reference", **options)
+        plain = sigmoid_attention(query, key, key, backend="reference", **options)
+        error, allowed = ((t.double() - truth).abs().max() for t in (traced(query, key), plain))
+        assert error <= 2 * allowed + 4 * torch.finfo(plain.dtype).eps
+
+
+def test_the_reference_is_refused():
+    with pytest.raises(RuntimeError, match='would record backend="reference" for the lengths traced only'):
+        torch.jit.trace(Call(backend="reference"), operands(7, 9))
+
+
+def test_the_older_onnx_exporter_is_an_error():
+    """It traces; it has no translation of the op."""
+    pytest.importorskip("onnx")
+    with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="sigattn::forward"):
+        torch.onnx.export(Call(), operands(7, 9), io.BytesIO(), dynamo=False)
