@@ -301,6 +301,17 @@ def test_full_disk_while_training(name, full_disk, tmp_path, capsys):
     mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, f"{name}: No space left on device", capsys)
 
 
+def test_full_disk_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys):
+    def refused(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refused)
+    arguments = ["train", *TINY, "--folder", tmp_path / "run"]
+    mistake(arguments, DATA, f"cannot write the checkpoint {tmp_path / 'run' / 'checkpoints'}", capsys)
+    monkeypatch.undo()
+    cli.main([*map(str, arguments), "--resume"])  # what was left half written is no checkpoint
+
+
 def test_full_disk_while_packing(full_disk, corpus, capsys):
     full_disk("new.bin.unfinished")
     arguments = ["--tokenizer", corpus / "tokenizer.json", "--save", corpus / "new.bin"]

@@ -43,6 +43,9 @@ def save(
     """Write the state after so many steps, and delete all but the ``keep`` newest checkpoints.
 
     ``about`` is kept beside it as JSON, and compared when the run is resumed.
+
+    Raises:
+        CheckpointError: if it cannot be written, as on a full disk; older checkpoints are then as they were.
     """
     final = folder / f"step-{step:08d}"
     unfinished = final.with_name(final.name + UNFINISHED)
@@ -52,8 +55,11 @@ def save(
         unfinished.mkdir()
         (unfinished / "about.json").write_text(json.dumps({"step": step, "about": about}, sort_keys=True) + "\n")
     _wait()
-    with _quietly():
-        write_shards(_state(module, optimizer, average), checkpoint_id=unfinished, no_dist=not _distributed())
+    try:
+        with _quietly():
+            write_shards(_state(module, optimizer, average), checkpoint_id=unfinished, no_dist=not _distributed())
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot write the checkpoint {unfinished}: {_reason(error)}") from error
     _wait()
     if _first():
         if final.exists():  # a run that was resumed from an older checkpoint has come here again
@@ -98,8 +104,7 @@ def load(
         with _quietly():
             read_shards(state, checkpoint_id=path, no_dist=not _distributed())
     except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({reason!r})") from error
+        raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({_reason(error)})") from error
     with _quietly():
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if average is not None:
@@ -114,6 +119,11 @@ def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -
     if average is not None:
         state["average"] = average.state_dict()
     return state
+
+
+def _reason(error: CheckpointException) -> str:
+    """Return what the first process that failed reported."""
+    return repr(next(iter(error.failures.values()))[0])
 
 
 def _tidy(folder: Path) -> None:
