@@ -196,6 +196,14 @@ class EagerProcessor:
         return eager(q, k, v)
 
 
+KINDS = {"eager": eager, "fused": None}
+
+
+class TableSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return KINDS["eager"](q, k, v)
+
+
 class DecoratedSoftmax(Mixer):
     def mix(self, q, k, v):
         return decorated(q, k, v)
@@ -232,7 +240,7 @@ class TalkingHeads(Mixer):
 REFUSED = [
     *(TorchSoftmax, MethodSoftmax, FunctionalSoftmax, LowLevelSoftmax, OperatorSoftmax, NamedSoftmax),
     *(InheritedSoftmax, SuperSoftmax, ModuleSoftmax, FunctionSoftmax, DecoratedSoftmax, StoredSoftmax),
-    ProcessorSoftmax,
+    *(ProcessorSoftmax, TableSoftmax),
     *(FlashOperator, Flex, TalkingHeads),
 ]
 

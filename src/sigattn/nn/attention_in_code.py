@@ -207,7 +207,7 @@ def _calls_of_value(value: Any, depth: int) -> frozenset[str]:
 
 
 def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any]:
-    """Yield what the names of a function stand for: globals, what it closes over, and functions of named modules."""
+    """Yield the values of a function's names: globals, closures, and functions in named modules and tables."""
     values = [function.__globals__[n] for n in names if n in function.__globals__]
     for cell in function.__closure__ or ():
         try:
@@ -217,6 +217,9 @@ def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any
     for value in values:
         if isinstance(value, types.ModuleType) and _followed(value.__name__):
             yield from (vars(value)[n] for n in names if n in vars(value))
+        elif type(value) in (dict, list, tuple):  # a table of functions
+            members = value.values() if isinstance(value, dict) else value
+            yield from (m for m in members if isinstance(m, (types.FunctionType, functools.partial)))
         else:
             yield value
 

@@ -29,7 +29,7 @@ class SigmoidLayer(nn.Module):
     softmax_class: type[nn.Module]
     attention_methods: tuple[str, ...]  # other methods that call attention functions: for layers around this one
     sigmoid_bias: AttentionBias | None
-    softmax_allowed: bool
+    softmax_allowed: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own.
