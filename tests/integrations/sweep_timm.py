@@ -69,6 +69,7 @@ def row(members: list[str]) -> dict[str, Any]:
         verdict, layers, remaining = "wrong", str(error), 0
     more = f", {remaining} softmax of no attention" if remaining else ""
     why = f"softmax in {layers}" if verdict == "refused" else f"{layers}{more}".lstrip(", ")
+    why += f"; {len(members)} names" if len(members) > 1 else ""
     return {"architecture": name, "status": verdict, "why": why, "models": len(members)}
 
 

@@ -245,6 +245,38 @@ REFUSED = [
 ]
 
 
+class Written(Mixer):
+    def mix(self, q, k, v):
+        logits = scores(q, k)
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        return weights / weights.sum(-1, keepdim=True) @ v
+
+
+class WrittenLate(Mixer):
+    def mix(self, q, k, v):
+        weights = scores(q, k).exp()
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+
+class LogSoftmax(Mixer):
+    def mix(self, q, k, v):
+        return F.log_softmax(scores(q, k), -1).exp() @ v
+
+
+@pytest.mark.parametrize("kind", [Written, WrittenLate, LogSoftmax])
+def test_a_softmax_written_out_is_refused_with_an_example(kind, x):
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(\w+: exp\)"):
+        sigmoidify(Net(Fused(), kind()), (x,))
+
+
+def test_an_exponential_without_its_sum_is_no_softmax(x):
+    class Scaled(Mixer):
+        def mix(self, q, k, v):
+            return (-(q @ k.mT).square()).exp() @ v / k.shape[2] + k.exp() / v.exp().sum(-1, keepdim=True)
+
+    assert [r.name for r in sigmoidify(Net(Fused(), Scaled()), (x,))] == ["layers.0"]
+
+
 class Gated(nn.Module):
     """Experts weighted by a softmax that is no attention."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,26 @@ class _Site:
     attention: bool
 
 
+_LOG_SOFTMAX = object()  # mark of a log-softmax, whose exponential is a softmax
+
+
+@dataclasses.dataclass(eq=False)
+class _Exponential:
+    """Mark of exp(x), which makes a softmax if it is divided by its own sum, before or after it meets the values."""
+
+
+class _Sum(NamedTuple):
+    """Mark of a sum over an exponential."""
+
+    of: _Exponential
+
+
+class _Product(NamedTuple):
+    """Mark of an exponential times a matrix of activations."""
+
+    of: _Exponential
+
+
 class _Trace:
     """What both modes share: the running layers, and which tensors hold weights of which softmax."""
 
@@ -95,7 +115,7 @@ class _Trace:
         self.running: list[nn.Module] = []
         self.ran: set[nn.Module] = set()
         self.sites: list[_Site] = []
-        self.weights: Any = WeakTensorKeyDictionary()  # tensor → its sites
+        self.weights: Any = WeakTensorKeyDictionary()  # tensor → its marks: sites and parts of a softmax
         self.constants: Any = WeakTensorKeyDictionary()  # copies of parameters, e.g. under autocast
         self.inside_replaceable = False
 
@@ -188,20 +208,48 @@ class _Operators(TorchDispatchMode):
                     trace.weights[output] = {site}
         elif base in _PRODUCTS:
             self._multiply(inputs[:2] if base == "linear" else inputs[-2:], outputs[0])
+        elif base == "_log_softmax":
+            trace.weights[outputs[0]] = {_LOG_SOFTMAX}
+        elif base in ("exp", "exp_"):
+            site = trace.add("exp") if _LOG_SOFTMAX in trace.weights.get(inputs[0], ()) else None
+            trace.weights[outputs[0]] = {_Exponential() if site is None else site}
+        elif base == "sum":
+            marks = trace.weights.get(inputs[0], ())
+            trace.weights[outputs[0]] = {_Sum(m) for m in marks if isinstance(m, _Exponential)}
+        elif base in ("div", "div_") and len(inputs) == 2 and self._divide(inputs[0], inputs[1], outputs[0]):
+            pass
         else:
             self._carry(base, inputs, outputs)
         return result
 
+    def _divide(self, dividend: Tensor, divisor: Tensor, output: Tensor) -> bool:
+        """Note a softmax that is written as exp(x) / exp(x).sum(), and return True if this is one."""
+        trace = self.trace
+        sums = {m.of for m in trace.weights.get(divisor, ()) if isinstance(m, _Sum)}
+        marks = trace.weights.get(dividend, ())
+        multiplied = any(m.of in sums for m in marks if isinstance(m, _Product))
+        if not multiplied and not sums & set(marks):
+            return False
+        site = trace.add("exp", attention=multiplied)
+        if site is not None:
+            trace.weights[output] = {site}
+        return True
+
     def _multiply(self, factors: list[Tensor], output: Tensor) -> None:
         """Weights times a matrix of activations is attention; weights times a parameter are weights still."""
         trace = self.trace
+        products: set[Any] = set()
         for weights, other in (factors, factors[::-1]):
-            sites = trace.weights.get(weights, ())
-            if sites and not trace.is_parameter(other):
-                for site in sites:
-                    site.attention = True
-            elif sites and output.numel() == weights.numel():  # heads that are mixed
-                trace.weights[output] = set(sites)
+            marks = trace.weights.get(weights, ())
+            if marks and not trace.is_parameter(other):
+                for mark in marks:
+                    if isinstance(mark, _Site):
+                        mark.attention = True
+                products |= {_Product(m) for m in marks if isinstance(m, _Exponential)}
+            elif marks and output.numel() == weights.numel():  # heads that are mixed
+                products |= set(marks)
+        if products:
+            trace.weights[output] = products
 
     def _carry(self, base: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Views, masks, dropout and scaling of weights are weights; what is larger than they are is not."""
@@ -212,8 +260,8 @@ class _Operators(TorchDispatchMode):
         marked = [t for t in inputs if t in trace.weights]
         if not marked:
             return
-        sites = set().union(*(trace.weights[t] for t in marked))
+        marks = set().union(*(trace.weights[t] for t in marked))
         largest = max(t.numel() for t in marked)
         for output in outputs:
             if len(inputs) == 1 or base == "cat" or output.numel() <= largest:
-                trace.weights[output] = trace.weights.get(output, set()) | sites
+                trace.weights[output] = trace.weights.get(output, set()) | marks
