@@ -10,7 +10,7 @@ from sigattn.integrations.timm import attention_layer  # noqa: E402
 from sigattn.nn.surgery import find_softmax  # noqa: E402
 from tests.integrations.timm_outcomes import SoftmaxOperators  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
 SMALL = {"img_size": 32, "num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3}
 MODELS = {
     "vit_tiny_patch16_224": {**SMALL, "patch_size": 8, "qk_norm": True, "init_values": 1e-4},

@@ -14,7 +14,7 @@ from sigattn.nn import sigmoid_layer, surgery  # noqa: E402
 from tests.integrations import sweep_timm  # noqa: E402
 from tests.integrations.timm_outcomes import outcome  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
 WHOLE = os.environ.get("SIGATTN_SWEEP") == "all"
 SAMPLE = {  # name: options, verdict, layers
     "test_vit3": ({}, "exact", "Attention, AttentionPoolLatent"),
