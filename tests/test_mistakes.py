@@ -79,6 +79,7 @@ SETTINGS = [
     (["compare", "--only", "nosuch"], "only='nosuch' is in the title of no row"),
     (["compare", "--seeds", "0"], "seeds must be at least 1, got 0"),
     (["compare", "--only", "CTC"], "name the recordings of spoken digits with --speech"),
+    (["lm-eval", "run", "--limit", "0"], "limit must be at least 1, got 0"),
     (["reproduce", "flops", "--seeds", "0"], "seeds must be at least 1, got 0"),
     (["reproduce", "nosuch"], "no experiment is called 'nosuch'"),
     (["bench", "cpu", "--lengths", "0"], "lengths must be at least 1, got 0"),
@@ -331,6 +332,11 @@ def test_full_disk_while_the_model_is_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(safetensors, "save_file", refused)
     mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, "model.safetensors: I/O error: No space left", capsys)
     assert not list((tmp_path / "run" / "model").glob("*.safetensors*"))
+
+
+def test_what_a_worker_process_cannot_read(tmp_path, capfd):
+    arguments = ["compare", "--folder", tmp_path, "--speech", tmp_path / "nowhere", "--only", "RoPE", "--seeds", "1"]
+    mistake(arguments, DATA, f"no such file or folder: {tmp_path / 'nowhere'}", capfd)
 
 
 def test_results_of_compare_that_do_not_parse(tmp_path, capsys):

@@ -175,3 +175,9 @@ def test_help_shows_these_texts(capsys, monkeypatch):
     for name in ("speech", "seeds", "steps", "workers", "only"):
         (text,) = re.findall(rf"^ {{4}}{name}: (.*)$", inspect.getdoc(Compare), re.MULTILINE)
         assert text in said
+
+
+@pytest.mark.parametrize("command", BENCHMARKS.values(), ids=lambda command: command.__name__)
+def test_benchmarks_do_not_overwrite_the_committed_results(command):
+    (kind,) = (hint for hint in typing.get_type_hints(command).values() if dataclasses.is_dataclass(hint))
+    assert kind().results.is_relative_to("runs/bench")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import traceback
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import as_completed
@@ -148,9 +147,6 @@ def train_one(folder: Path, job: Job) -> None:
         loop.train(job.recipe.task, job.recipe.model, training, data_of(job), folder, resume=True)
     except NonFiniteLossError:
         diverged = True
-    except Exception:
-        traceback.print_exc()
-        raise
     rows = metrics.read(folder / "metrics.jsonl")
     last = rows[-1] if rows else {}
     final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}

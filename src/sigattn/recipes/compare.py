@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import sysconfig
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
@@ -151,12 +150,8 @@ def _one(options: Compare, entry: Entry, mechanism: str, seed: int) -> dict[str,
     if options.steps is not None:
         training = replace(training, steps=options.steps, warmup_steps=options.steps // 10)
     folder = _run_folder(options, entry, mechanism, seed)
-    try:
-        data = _data(options, entry, recipe)
-        loop.train(recipe.task, recipe.model, training, data, folder, resume=True)
-    except Exception:
-        traceback.print_exc()
-        raise
+    data = _data(options, entry, recipe)
+    loop.train(recipe.task, recipe.model, training, data, folder, resume=True)
     rows = metrics.read(folder / "metrics.jsonl")
     result = {
         "entry": entry.title,
