@@ -22,6 +22,7 @@ CALLS = {
     "number": {"bias": -2.5, "scale": 0.5},
     "causal": {"is_causal": True},
     "window": {"window": (2, 1), "bias": -1.0},
+    "softcap": {"softcap": 2.0},
     "bool mask": {"attn_mask": "visible", "is_causal": True},
     "float mask": {"attn_mask": "additive", "bias": "bias"},
     "lengths": {"key_lengths": "lengths", "alibi_slopes": "slopes"},
