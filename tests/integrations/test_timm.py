@@ -78,6 +78,20 @@ def test_a_softmax_that_cannot_be_replaced_is_refused():
         )
 
 
+def test_pools_built_without_fused_attention():
+    use_fused = timm.layers.use_fused_attn()
+    timm.layers.set_fused_attn(False)
+    try:
+        model = timm.create_model(
+            "vit_base_patch16_siglip_224", attn_layer=attention_layer(), **IGNORING["vit_base_patch16_siglip_224"]
+        )
+    finally:
+        timm.layers.set_fused_attn(use_fused)
+    with SoftmaxOperators() as seen:
+        model.eval()(torch.randn(1, 3, 32, 32))
+    assert not seen.count
+
+
 def test_other_classes_stay_as_they_are():
     attention_layer()
     model = timm.create_model("vit_base_patch16_siglip_224", **SMALL, patch_size=8)

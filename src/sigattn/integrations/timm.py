@@ -26,7 +26,7 @@ from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from sigattn.nn.surgery import find_softmax, replace
+from sigattn.nn.surgery import find_softmax, fused_paths, replace
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 
@@ -90,7 +90,8 @@ def _complete_after_init(model_class: Any) -> None:
         options = {**arguments, **arguments.get("kwargs", {})}
         layer_class = options.get("attn_layer", getattr(options.get("cfg"), "attn_layer", None))
         if isinstance(layer_class, type) and issubclass(layer_class, SigmoidAttention):
-            _complete(self, layer_class)
+            with fused_paths(self):
+                _complete(self, layer_class)
 
     completing.sigattn = True  # type: ignore[attr-defined]
     model_class.__init__ = completing

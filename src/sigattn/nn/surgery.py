@@ -92,12 +92,12 @@ def sigmoidify(
     """
     if isinstance(bias, QueryBias):
         raise ValueError("sigmoidify: a bias added to Q is not part of what these layers share; take another bias")
-    with _fused_paths(model):
+    with fused_paths(model):
         return _sigmoidify(model, example, bias, allow_softmax)
 
 
 @contextlib.contextmanager
-def _fused_paths(model: nn.Module) -> Iterator[None]:
+def fused_paths(model: nn.Module) -> Iterator[None]:
     """Set timm's flag ``fused_attn`` where it is False, and back if the block raises.
 
     The flag selects ``F.scaled_dot_product_attention`` instead of a softmax in the layer's own code; timm leaves it off
