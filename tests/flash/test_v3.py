@@ -1,5 +1,6 @@
 """flash-attn 3's functions: its arguments in its order; each option against a float64 formula or an equal call."""
 
+import doctest
 import inspect
 
 import pytest
@@ -371,3 +372,10 @@ def test_a_wrong_call_is_explained(what):
     call, error, message = WRONG[what]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_docstring_example():
+    finder = doctest.DocTestFinder()
+    (test,) = finder.find(v3.flash_attn_func, "flash_attn_func", globs={"torch": torch, **vars(v3)})
+    assert test.examples
+    assert doctest.DocTestRunner().run(test).failed == 0
