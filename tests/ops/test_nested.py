@@ -59,10 +59,12 @@ def truth(values, lengths, of_keys, **options):
     ],
     ids=["cross", "numbers", "causal gqa", "window", "alibi", "bias of each", "bias of heads"],
 )  # fmt: skip
-@pytest.mark.parametrize("backend", ["blocked", "triton"])
-def test_each_sequence_is_as_if_alone(backend, ours, theirs, of_keys, heads):
-    if backend == "triton" and not {"enable_gqa", "scale"} & set(ours):
-        pytest.skip("the packed kernels have tests of their own")
+def test_each_sequence_is_as_if_alone(ours, theirs, of_keys, heads):
+    compare("blocked", ours, theirs, of_keys, heads)
+
+
+def compare(backend, ours, theirs, of_keys, heads):
+    """Compare output and gradients with the formula, and the layout with the query's."""
     device = device_of(backend)
     (q_values, q), (k_values, k) = nest(LENGTHS, 4, 16, device), nest(of_keys, heads, 16, device)
     v_values, v = nest(of_keys, heads, 8, device, offsets=k.offsets())
@@ -80,6 +82,12 @@ def test_each_sequence_is_as_if_alone(backend, ours, theirs, of_keys, heads):
     mine = torch.autograd.grad(values, (q_values, k_values, v_values), grad.float().to(device))
     for a, b in zip(mine, torch.autograd.grad(expected, leaves, grad), strict=True):
         torch.testing.assert_close(a.double().cpu(), b, atol=1e-5, rtol=1e-5)
+
+
+def test_each_sequence_is_as_if_alone_in_kernels():
+    options = {"is_causal": True, "enable_gqa": True}
+    compare("triton", options, {"causal": True}, LENGTHS, 2)
+    compare("triton", {"bias": -1.0}, {"bias": -1.0}, OTHERS, 4)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")

@@ -24,6 +24,7 @@ mostly looked at for.
 
 from __future__ import annotations
 
+from sigattn.flash import v3 as v3
 from sigattn.flash.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from sigattn.flash.kvcache import flash_attn_with_kvcache
 from sigattn.flash.padding import index_first_axis, pad_input, unpad_input
@@ -44,4 +45,5 @@ __all__ = [
     "index_first_axis",
     "pad_input",
     "unpad_input",
+    "v3",
 ]
