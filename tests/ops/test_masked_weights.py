@@ -69,7 +69,8 @@ def test_inf_and_nan_in_a_masked_key(backend, way, kind):
     visible, options = KINDS[kind]
     poisoned = N + 2 if kind == "beyond the last query" else POISONED
     seeing = visible[:, poisoned]
-    for dtype, poison in [(torch.float32, p) for p in POISON] + [(torch.bfloat16, math.nan)]:
+    poisons = POISON if backend != "triton" else POISON[1:]  # interpreted kernels take their time
+    for dtype, poison in [(torch.float32, p) for p in poisons] + [(torch.bfloat16, math.nan)]:
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, 2, n, 8).to(dtype) for n in (N, M, M))
         grad_out = torch.randn(1, 2, N, 8).to(dtype)

@@ -198,19 +198,22 @@ def weights(
 ):  # fmt: skip
     """P of a tile before dropout, from Q Kᵀ, for queries r and keys c; EDGE: whether the window may cross the tile."""
     z = add_positions(products * z_scale + z_bias, first_row + r, c, before, after, SLOPES)
-    # A query that does not exist is 0, and its product with an inf or NaN is NaN: it must see no key that real queries
-    # do not see.
     i = first_row + r
-    if EDGE:
+    # Where keys come first, rows that do not exist are summed: a product of theirs with an inf or NaN is NaN, so they
+    # must see no key that real queries do not see. Where they come last, two share a reciprocal ("paired"): a masked
+    # NaN must not meet its neighbour.
+    KEYS_FIRST: tl.constexpr = c.shape[0] != 1
+    if EDGE and KEYS_FIRST:
         i = tl.where(r < n, i, -(1 << 30) if HAS_RIGHT else 1 << 30)
     if MASK != "none":
-        m = mask_tile(mask, r, c, n, keys, mask_n, mask_m, 0 if MASK == "bool" else float("-inf"))
-        seen = m != 0
+        m = mask_tile(mask, r, c, n, keys, mask_n, mask_m, float("-inf") if KEYS_FIRST and MASK == "added" else 0)
         if MASK == "added":
             m = m.to(tl.float32)
             seen = m != float("-inf")
             z -= m * 1.4426950408889634  # log₂e
-    if SIGMOID == "paired":  # where neighbours share a reciprocal, a masked NaN must not meet it
+        else:
+            seen = m != 0
+    if SIGMOID == "paired" and not KEYS_FIRST:
         if MASK != "none":
             z = tl.where(seen, z, 0.0)
         if EDGE:
