@@ -33,6 +33,7 @@ def write(section: str, library: str, rows: list[dict[str, Any]]) -> None:
         library: name and version. rows: each with "architecture", "status" and "why", and what else is known.
     """
     data_of(section).parent.mkdir(exist_ok=True)
+    rows = [{**row, "why": _reason(row["why"])} for row in rows]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda r: r["architecture"]))
     data_of(section).write_text(f'{{"library": {json.dumps(library)}, "results": [\n{lines}\n]}}\n')
     PAGE.write_text(_between(section, PAGE.read_text(), table(section)))
@@ -59,18 +60,20 @@ def table(section: str) -> str:
 
 
 def _why(row: dict[str, Any]) -> str:
-    """Return the reason in a few words."""
-    why = row["why"]
-    if row["status"] == "exact":
-        ran = f"{row['ran']} of {row['layers']} attention layers ran" if row.get("ran") != row.get("layers") else ""
-        return "; ".join(filter(None, (ran, why)))
-    if layers := re.search(r"silently stay a softmax: (.*?)\. Build the model", why):
+    ran, layers = row.get("ran"), row.get("layers")
+    partly = f"{ran} of {layers} attention layers ran" if row["status"] == "exact" and ran != layers else ""
+    return "; ".join(filter(None, (partly, row["why"])))
+
+
+def _reason(message: str) -> str:
+    """Return the reason of a refusal in a few words."""
+    if layers := re.search(r"silently stay a softmax: (.*?)\. Build the model", message):
         return f"softmax in {', '.join(dict.fromkeys(re.findall(r'[(](.*?)[)]', layers[1])))}"
-    if table := re.search(r"chooses its attention from (\w+)", why):
+    if table := re.search(r"chooses its attention from (\w+)", message):
         return f"attention chosen from {table[1]}"
-    if "does not use transformers' attention interface" in why:
+    if "does not use transformers' attention interface" in message:
         return "attention outside transformers' interface"
-    return why.rpartition('attn_implementation="sigmoid": ')[2]
+    return message.rpartition('attn_implementation="sigmoid": ')[2]
 
 
 def _markers(section: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from transformers.masking_utils import (  # noqa: E402
 
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers_mask import is_plain_causal, sigmoid_mask  # noqa: E402
+from sigattn.nn.surgery import sigmoidify  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
@@ -353,6 +354,9 @@ class TestRefused:
         with pytest.raises(ValueError, match=message):
             model.set_attn_implementation("sigmoid")
         assert model.config._attn_implementation == "sdpa"
+        sigmoidify(model.head)
+        model.set_attn_implementation("sigmoid")
+        assert sigmoid.check(model.eval(), pixel_values=torch.randn(2, 3, 16, 16)) == 1
         config = AutoConfig.for_model("siglip_vision_model", **size, vision_use_head=False)
         AutoModel.from_config(config, attn_implementation="sigmoid")
 
@@ -364,6 +368,11 @@ class TestRefused:
         model = AutoModel.from_config(config, attn_implementation=choice)
         assert model.vision_model.config._attn_implementation == "eager"
         assert model.text_model.config._attn_implementation == "sigmoid"
+
+    def test_masks_of_integers(self):
+        q = torch.randn(1, 4, 5, 8)
+        with pytest.raises(ValueError, match=r"Identity.*boolean or floating point, got torch\.int64"):
+            sigmoid.attention(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 5, 5, dtype=torch.long))
 
     @pytest.mark.parametrize("name", ["sinks", "block_indices", "cache", "never_heard_of"])
     def test_keywords_that_may_change_results(self, name):

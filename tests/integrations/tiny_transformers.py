@@ -32,9 +32,11 @@ SMALL = {
     r"(num|n)_(local_|routed_)?experts$|^moe_num_experts$|^num_experts_per_layer$": 4,
     r"^(num_experts_per_tok|moe_k|moe_top_?k|top_k|num_selected_experts|moe_topk)$": 2,
     r"^(kv|q|o)_lora_rank$": 16,
-    r"^index_topk$": 4,
-    r"^index_head_dim$": 16,
-    r"^qk_rope_head_dim$": 4,
+    r"^index_topk$": 8,
+    r"^(n_group|topk_group|num_expert_group)$": 1,
+    r"^(upsample_groups|conv_groups)$": WIDTH,
+    r"^context_size$": 16,
+    r"^(index|qk)_head_dim$": 16,
     r"^num_queries$|^num_query_tokens$|^num_latents$": 6,
     r"^conv_dim$": 32,
     r"^codebook_size$": 32,
@@ -46,6 +48,14 @@ SMALL = {
 }
 
 
+REQUIRED = {  # instead of None
+    "head_dim": HEAD_DIM, "prediction_length": 4, "num_experts_per_tok": 2, "n_routed_experts": 4, "vocab_size": 128,
+    "num_key_value_heads": HEADS, "pad_token_id": 0, "layer_types": ["full_attention", "full_attention"],
+}  # fmt: skip
+CHOSEN = {  # instead of any default, so that there are attention layers
+    "attention_types": [[["global", "local"], 1]], "num_kv_shared_layers": 0, "attn_layer_period": 2,
+    "attn_layer_offset": 1, "attn_layer_indices": [1], "self_attn": True,
+}  # fmt: skip
 RESNET = {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]}
 RESNET |= {"out_features": ["stage2", "stage3", "stage4"]}
 
@@ -64,27 +74,33 @@ def reduced_config(config_class: type[PretrainedConfig], **more: Any) -> Pretrai
     return config_class(**{**_settings(config_class(), keep), **more})
 
 
-def _settings(config: PretrainedConfig, only: tuple[str, ...] | None = None, nested: bool = False) -> dict[str, Any]:
+def _settings(
+    config: PretrainedConfig, only: tuple[str, ...] | None = None, within_other: bool = False
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     layers = _layer_count(config)
     skipped = {*config.attribute_map, "transformers_version", "dtype", "architectures", "id2label", "label2id"}
     sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
     if sections and only is None:
         found["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    if hasattr(config, "use_timm_backbone") and getattr(config, "backbone_config", None) is None:
-        found |= {"use_timm_backbone": False, "backbone": None, "backbone_config": RESNET}
+    backbone = _get(config, "backbone_config")
+    if getattr(backbone, "model_type", "") == "timm_backbone":
+        found["backbone_config"] = RESNET
     equal_heads = _get(config, "num_key_value_heads") == _get(config, "num_attention_heads")
     for field in dataclasses.fields(config):
         name, value = field.name, _get(config, field.name)
         if name in skipped or name in found or name.startswith("_"):
             continue
         if isinstance(value, PretrainedConfig):
-            found[name] = {"model_type": value.model_type, **_settings(value, only, True)}
+            found[name] = {
+                "model_type": value.model_type,
+                **_settings(value, only, not config.model_type.startswith("siglip")),
+            }
         elif name.endswith("layer_types") and isinstance(value, list):
             found[name] = _kinds(value)[:layers] + [value[-1]] * max(0, layers - len(_kinds(value)))
         elif re.match(KV_HEADS, name) and equal_heads and only is None:
             found[name] = HEADS
-        elif (new := _value(name, value, layers, only, nested)) is not None:
+        elif (new := _value(name, value, layers, only, within_other)) is not None:
             found[name] = new
     return found
 
@@ -93,27 +109,30 @@ def _get(config: PretrainedConfig, name: str) -> Any:
     """Return an attribute, or None where it is missing or differs from layer to layer."""
     try:
         return getattr(config, name, None)
-    except AttributeError:
+    except Exception:  # transformers' own for attributes of heterogeneous layers
         return None
 
 
 def _kinds(values: list[str]) -> list[str]:
-    return list(dict.fromkeys(values))
+    kinds = list(dict.fromkeys(values))
+    return [*kinds, "full_attention"] if kinds == ["linear_attention"] else kinds
 
 
 def _layer_count(config: PretrainedConfig) -> int:
     kinds = [v for n, v in vars(config).items() if n.endswith("layer_types") and isinstance(v, list)]
-    return max([2, *(len(_kinds(v)) for v in kinds)])
+    return max([2, len(_get(config, "block_types") or ()), *(len(_kinds(v)) for v in kinds)])
 
 
-def _value(name: str, value: Any, layers: int, only: tuple[str, ...] | None, nested: bool) -> Any:
+def _value(name: str, value: Any, layers: int, only: tuple[str, ...] | None, within_other: bool) -> Any:
     """Return a small value for a field, or None to keep the default."""
     if only is not None and not any(re.match(p, name) for p in only) and not _is_token(name, value):
         return None
-    if name == "vision_use_head" and nested:  # as in the published checkpoints of composite models
+    if name in CHOSEN:
+        return CHOSEN[name]
+    if name == "vision_use_head" and within_other:  # as in the checkpoints of models that are not SigLIP
         return False
     if value is None and only is None:
-        return {"head_dim": HEAD_DIM, "prediction_length": 4}.get(name)
+        return REQUIRED.get(name)
     if isinstance(value, bool) or value is None:
         return None
     if _is_token(name, value):
@@ -188,7 +207,7 @@ def build(config: PretrainedConfig, implementation: str, seed: int = 0) -> PreTr
     model: PreTrainedModel = auto.from_config(config, attn_implementation=implementation).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             if parameter.dim() > 1:
                 parameter.normal_(0.0, min(1.0, (parameter.numel() / parameter.shape[0]) ** -0.5))
@@ -243,13 +262,18 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
     channels = getattr(vision, "num_channels", 3)
     frames = getattr(vision, "num_frames", 4)
     mel = getattr(config, "num_mel_bins", 16)
-    if grid := next((name for name in accepted if name.startswith(("grid_thw", "image_grid"))), None):
+    grid = next((name for name in accepted if name.startswith(("grid_thw", "image_grid"))), None)
+    if grid and "input_ids" not in accepted:
         patch, time = getattr(config, "patch_size", 8), getattr(config, "temporal_patch_size", 1)
         patch = patch if isinstance(patch, int) else patch[-1]
         channels = getattr(config, "in_channels", None) or getattr(config, "num_channels", 3)
         first = next(name for name in accepted if name not in ("self", grid))
         sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
-        for shape in ((48, channels * time * patch * patch), (48, channels, patch, patch), (48, config.hidden_size)):
+        for shape in (
+            (48, channels * time * patch * patch),
+            (48, channels, patch, patch),
+            (48, getattr(config, "hidden_size", WIDTH)),
+        ):
             yield {first: torch.randn(shape, generator=generator), grid: sizes}
     shapes = {
         "pixel_values": [
@@ -259,7 +283,7 @@ def _signals(model: PreTrainedModel, accepted: Any, generator: torch.Generator) 
             (BATCH, 2, channels, side, side),
         ],
         "pixel_values_videos": [(BATCH, frames, channels, side, side)],
-        "input_values": [(BATCH, 1, 1280), (BATCH, 1280), (BATCH, 64, mel)],
+        "input_values": [(BATCH, 1, 1280), (BATCH, 1280), (BATCH, getattr(config, "max_length", 64), mel)],
         "input_features": [(BATCH, mel, 128), (BATCH, 128, mel), (BATCH, 1, 128, mel), (BATCH, 40, 160)],
         "past_values": [(BATCH, getattr(config, "context_length", 32) or 32, 1), (BATCH, 32)],
     }

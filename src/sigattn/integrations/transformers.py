@@ -116,6 +116,8 @@ def attention(
         watch.calls += 1
     num_queries, num_keys = query.shape[2], key.shape[2]
     _refuse(module, kwargs, attention_mask, num_keys)
+    if attention_mask is not None and not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
+        raise _refusal(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
     plain = is_plain_causal(attention_mask)
     if plain and is_causal is False:
         raise _refusal(module, "is_causal=False contradicts the causal mask: set config.is_causal = False instead")

@@ -22,9 +22,12 @@ from sigattn.integrations.transformers_saving import NAME
 
 _SOFTMAX = {"softmax", "_softmax", "Softmax", "flex_attention"}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention"}
-_INTERFACE = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
-# "attention" in their names, but neither queries nor keys: a gate over features, a pooling of statistics over time
-_NO_ATTENTION = {"PatchTSMixerGatedAttention", "AttentiveStatisticsPooling"}
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_NO_ATTENTION = {  # "attention" in their names, but their softmax is none
+    "PatchTSMixerGatedAttention",  # a gate over features
+    "AttentiveStatisticsPooling",  # statistics over time
+    "Sam2MultiScaleAttention",  # dispatches; computes a softmax before, and discards it
+}
 _known_names: dict[type[nn.Module], set[str]] = {}
 
 
@@ -82,23 +85,28 @@ def computes_softmax(layer: nn.Module) -> bool:
     if type(layer).forward is nn.MultiheadAttention.forward:
         return True
     names = _names(type(layer))
-    return not names & _INTERFACE and bool(names & (_SOFTMAX | _ATTENTION))
+    return _may_attend(layer) and _INTERFACE not in names and bool(names & (_SOFTMAX | _ATTENTION))
 
 
 def dispatches(layer: nn.Module) -> bool:
-    """Return True if ``layer`` is an attention layer that uses transformers' attention interface."""
-    return bool(_names(type(layer)) & _INTERFACE)
+    """Return True if ``layer`` uses transformers' attention interface."""
+    return _INTERFACE in _names(type(layer))
+
+
+def _may_attend(layer: nn.Module) -> bool:
+    kind = type(layer).__name__
+    return kind not in _NO_ATTENTION and ("att" in kind.lower() or dispatches(layer))
 
 
 def _names(layer: type[nn.Module]) -> set[str]:
-    """Return the names that an attention layer's methods use, functions of the same package that they call included."""
+    """Return the names that a layer's methods use, functions of the same package that they call included."""
     if layer not in _known_names:
         _known_names[layer] = _collect_names(layer)
     return _known_names[layer]
 
 
 def _collect_names(layer: type[nn.Module]) -> set[str]:
-    if "att" not in layer.__name__.lower() or layer.__name__ in _NO_ATTENTION or layer.__module__.startswith("torch."):
+    if issubclass(layer, PreTrainedModel) or layer.__module__.partition(".")[0] in ("torch", "sigattn"):
         return set()
     methods = (
         inspect.getattr_static(layer, name)
@@ -147,8 +155,7 @@ class Watch(TorchFunctionMode):
             self.softmax.add(self._innermost()[0])
         elif name in _SOFTMAX:
             path, module = self._innermost()
-            kind = type(module).__name__
-            if "att" in kind.lower() and kind not in _NO_ATTENTION:
+            if _may_attend(module):
                 self.softmax.add(path)
         return func(*args, **(kwargs or {}))
 

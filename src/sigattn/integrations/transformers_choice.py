@@ -129,9 +129,9 @@ def _accept(model: PreTrainedModel) -> None:
         more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
         raise ValueError(
             f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '
-            f"silently stay a softmax: {', '.join(stay[:4])}{more}. Build the model without it and convert it with "
-            "sigattn.nn.surgery.sigmoidify, choose implementations by part "
-            '(attn_implementation={"": ..., "<sub-configuration>": ...}), or take another model'
+            f"silently stay a softmax: {', '.join(stay[:4])}{more}. Build the model without it, convert these "
+            f'layers with sigattn.nn.surgery.sigmoidify and call set_attn_implementation("{NAME}"); or choose '
+            'implementations by part (attn_implementation={"": ..., "<sub-configuration>": ...})'
         )
     _attach(model, ())
 

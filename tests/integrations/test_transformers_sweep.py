@@ -1,0 +1,73 @@
+"""A sample of the sweep over transformers' architectures; all of them with SIGATTN_SWEEP=all."""
+
+import os
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from tests.integrations import compatibility_page as page  # noqa: E402
+from tests.integrations import sweep_transformers, tiny_transformers  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SAMPLE = (
+    "clip",  # composite
+    "deepseek_v32",  # selected keys
+    "gemma2",  # softcap, windows
+    "git",  # a table of attention classes
+    "gpt_oss",  # sinks
+    "jetmoe",  # a router inside attention
+    "longt5",  # local attention of its own
+    "nllb-moe",  # supports no SDPA, and has a wrong is_causal
+    "pegasus_x",
+    "patchtsmixer",  # a gate
+    "siglip",  # nn.MultiheadAttention
+    "splinter",  # supports no SDPA, and has a wrong is_causal
+    "switch_transformers",  # masks of numbers with position biases
+)
+CHOSEN = tiny_transformers.architectures() if os.environ.get("SIGATTN_SWEEP") == "all" else SAMPLE
+
+RECORDED = page.table("transformers").startswith(f"transformers {transformers.__version__}:")
+
+
+@pytest.mark.parametrize("architecture", CHOSEN)
+def test_exact_or_refused(architecture):
+    """As docs/compatibility.md says."""
+    result = sweep_transformers.judge(architecture)
+    assert result.status not in ("wrong", "failed"), result
+    if RECORDED:
+        assert result.status == page.results("transformers")[architecture]["status"], result
+
+
+@pytest.mark.skipif(not RECORDED, reason="the page is about another version of transformers")
+def test_no_architecture_is_wrong():
+    assert {row["status"] for row in page.results("transformers").values()} <= {
+        "exact",
+        "refused",
+        "no attention",
+        "not built",
+    }
+    assert set(page.results("transformers")) == set(tiny_transformers.architectures())
+
+
+def test_the_page_is_current():
+    assert page.section_of_page("transformers") == page.table("transformers")
+
+
+class TestTheSweepFinds:
+    """Errors of earlier versions."""
+
+    def test_a_missing_causal_mask(self, monkeypatch):
+        monkeypatch.setattr(sigmoid, "sigmoid_mask", sdpa_mask)
+        assert sweep_transformers.judge("nllb-moe").status == "wrong"
+
+    def test_a_bias_that_is_not_inherited(self, monkeypatch):
+        monkeypatch.setattr(sigmoid, "_setting", lambda module: getattr(module.config, "sigmoid_bias", "log_visible"))
+        assert sweep_transformers.judge("clip").status == "wrong"
+
+    def test_selected_keys_that_are_ignored(self, monkeypatch):
+        monkeypatch.setattr(sigmoid, "_limits", lambda *_: None)
+        assert sweep_transformers.judge("deepseek_v32").status == "wrong"
