@@ -1,4 +1,4 @@
-"""Models of timm, converted by sigmoidify: exact, or refused by name.
+"""Models of timm, converted by sigmoidify: exact, or refused by name, as docs/compatibility/timm.json says.
 
 A sample runs here, and with ``SIGATTN_SWEEP=all`` every group of model names, as in ``sweep_timm.py``.
 """
@@ -11,6 +11,7 @@ timm = pytest.importorskip("timm")
 
 from sigattn import sigmoid_attention  # noqa: E402
 from sigattn.nn import sigmoid_layer, surgery  # noqa: E402
+from tests.integrations import compatibility_page as page  # noqa: E402
 from tests.integrations import sweep_timm  # noqa: E402
 from tests.integrations.timm_outcomes import outcome  # noqa: E402
 
@@ -43,7 +44,15 @@ def test_sample(name):
 @pytest.mark.skipif(not WHOLE, reason="half an hour: SIGATTN_SWEEP=all")
 def test_every_model_name():
     rows = [sweep_timm.row(members) for members in sweep_timm.groups(timm.list_models()).values()]
-    assert {r["status"] for r in rows} <= {"exact", "refused", "no attention"}, rows
+    recorded = page.results("timm")
+    assert {r["architecture"]: r["status"] for r in rows} == {n: r["status"] for n, r in recorded.items()}
+
+
+def test_no_model_is_wrong():
+    recorded = page.results("timm")
+    assert {r["status"] for r in recorded.values()} <= {"exact", "refused", "no attention"}
+    for name, (_, verdict, _) in SAMPLE.items():
+        assert name not in recorded or recorded[name]["status"] == verdict
 
 
 class TestTheSweepFinds:
