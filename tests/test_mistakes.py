@@ -75,6 +75,8 @@ SETTINGS = [
     (["demo", "--steps", "-1"], "steps must be at least 1, got -1"),
     (["norms", "--layers", "0"], "layers must be at least 1, got 0"),
     (["norms", "--seconds", "nan"], "seconds must be a finite number above 0, got nan"),
+    (["norms", "--seconds", "0.001"], "seconds must be at least 0.01, one frame, got 0.001"),
+    (["norms", "--width", "10", "--heads", "3"], "width must be a multiple of twice the heads"),
     (["theory", "--limit", "-1"], "limit must be at least 4, got -1"),
     (["compare", "--only", "nosuch"], "only='nosuch' is in the title of no row"),
     (["compare", "--seeds", "0"], "seeds must be at least 1, got 0"),

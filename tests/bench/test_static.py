@@ -144,3 +144,12 @@ def test_what_is_handed_over_early():
         assert "mbarrier" in static_hopper.handed_over_early("\n".join(whole[:missing] + whole[missing + 1 :]))
     swapped = [whole[0], whole[2], whole[1], whole[3]]
     assert "mbarrier" in static_hopper.handed_over_early("\n".join(swapped))
+
+
+def test_an_unknown_architecture_is_named():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "sigattn", "bench", "static", "--architectures", "71", "--head-dims", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "sigattn: this Triton's ptxas knows no architecture sm_71"
+    assert "Traceback" not in done.stderr

@@ -181,6 +181,7 @@ def compile_kernel(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.runtime.errors import PTXASError
 
     from sigattn.ops.triton.backward import keys_kernel, queries_kernel
     from sigattn.ops.triton.decode import decode_kernel
@@ -198,11 +199,16 @@ def compile_kernel(
         config = tuning.configuration(kernel, architecture, head_dim, itemsize)
     values = {**_constants(config, dtype, head_dim, causal), **constants}
     signature, constexprs, attributes = _signature(function, ELEMENT[dtype], values)
-    compiled = triton.compile(
-        ASTSource(function, signature, constexprs, attributes),
-        target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": config.warps, "num_stages": config.stages},
-    )
+    try:
+        compiled = triton.compile(
+            ASTSource(function, signature, constexprs, attributes),
+            target=GPUTarget("cuda", architecture, 32),
+            options={"num_warps": config.warps, "num_stages": config.stages},
+        )
+    except PTXASError as error:
+        if "is not defined for option 'gpu-name'" not in str(error):
+            raise
+        raise provenance.BenchmarkError(f"this Triton's ptxas knows no architecture sm_{architecture}") from error
     scores = config.block_m * config.block_n / (32 * config.warps)
     return read(compiled, scores, name, architecture, dtype, head_dim, causal, config)
 

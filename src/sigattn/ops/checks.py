@@ -123,6 +123,8 @@ def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float
         raise ValueError(f"{caller}: dropout_p is a probability in [0, 1), got {dropout_p!r}")
     if scale is not None:
         scale = scalars.real(caller, "scale", scale)
+        if scale != scale:
+            raise ValueError(f"{caller}: scale is NaN")
     return dropout_p, scale, None if window is None else _window(caller, window)
 
 

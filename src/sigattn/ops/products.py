@@ -75,8 +75,11 @@ class Capped(Products):
         return self._tanh(rows, columns, transposed).mul_(self.softcap).add_(b.mT if transposed else b)
 
     def slope(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
-        """Return the derivative of the capped product by the product, 1 - tanh², of the shape of the logits."""
-        return self._tanh(rows, columns, transposed).square_().neg_().add_(1)
+        """Return the derivative of the capped product by the product, 1 - tanh², of the shape of the logits.
+
+        It is 0 for NaN, which a masked key may hold; where NaN is not masked, dS is NaN already.
+        """
+        return self._tanh(rows, columns, transposed).square_().neg_().add_(1).nan_to_num_(0.0)
 
     def _tanh(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
         q, k = fold(self.query, rows), self.key[:, columns]
@@ -112,7 +115,7 @@ def _parts(bias: float | Tensor, dtype: torch.dtype, count: int) -> Sequence[Ten
     rest, parts = bias[..., 0], []  # (G, rep, N), float32 or better
     for _ in range(count):
         parts.append(rest.to(dtype))
-        rest = rest - parts[-1]
+        rest = torch.where(parts[-1].isfinite(), rest - parts[-1], 0.0)  # not inf - inf
     return parts
 
 
@@ -120,7 +123,8 @@ def _parts(bias: float | Tensor, dtype: torch.dtype, count: int) -> Sequence[Ten
 def _parts_of_number(bias: float, dtype: torch.dtype, count: int) -> list[float]:
     parts: list[float] = []
     for _ in range(count):
-        parts.append(torch.tensor(bias - math.fsum(parts), dtype=torch.float64, device="cpu").to(dtype).item())
+        rest = bias - math.fsum(parts) if all(map(math.isfinite, parts)) else 0.0  # not inf - inf
+        parts.append(torch.tensor(rest, dtype=torch.float64, device="cpu").to(dtype).item())
     return parts
 
 

@@ -64,22 +64,20 @@ def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor
     rows = (p.first_row, p.first_row + p.query.shape[2])
     columns = (0, p.key.shape[2])
     logits = p.scale_value * p.query.to(wide) @ key.mT
-    if p.softcap:
-        logits = p.softcap * torch.tanh(logits / p.softcap)
-    logits = logits + p.bias_value()
-    if p.alibi_slopes is not None:
-        logits = logits + alibi(p.alibi_slopes, rows, columns, wide)
     visible = band(p.left, p.right, rows, columns, logits.device).expand(logits.shape)
     if p.key_lengths is not None:
         visible = visible & _exists(p)[:, None, None, :]
     if p.blocks is not None:
         visible = visible & p.blocks.dense(slice(0, rows[1] - rows[0]), slice(*columns))
     if p.attn_mask is not None:
-        if p.attn_mask.is_floating_point():
-            visible = visible & (p.attn_mask != -torch.inf)
-            logits = logits + p.attn_mask.to(wide).masked_fill(p.attn_mask == -torch.inf, 0)
-        else:
-            visible = visible & p.attn_mask
+        visible = visible & (p.attn_mask != -torch.inf if p.attn_mask.is_floating_point() else p.attn_mask)
+    if p.softcap:  # of a NaN that is masked, the derivative of tanh would be NaN
+        logits = p.softcap * torch.tanh(logits.masked_fill(~visible, 0) / p.softcap)
+    logits = logits + p.bias_value()
+    if p.alibi_slopes is not None:
+        logits = logits + alibi(p.alibi_slopes, rows, columns, wide)
+    if p.attn_mask is not None and p.attn_mask.is_floating_point():
+        logits = logits + p.attn_mask.to(wide).masked_fill(p.attn_mask == -torch.inf, 0)
     return logits.to(wide).masked_fill(~visible, 0), visible
 
 

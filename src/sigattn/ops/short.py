@@ -73,7 +73,9 @@ def plainest(
     fits = batch * heads * n * n * dtype.itemsize <= TILE_BYTES and n * n < FUSED_FROM.get(dtype, 0) and query.numel()
     if not fits or (dtype is not torch.float32 and (n * n <= WIDE_UP_TO or fused_unavailable(query.device, dtype))):
         return None
-    if (scale is not None and type(scale) is not float) or (bias is not None and type(bias) is not float):
+    if (scale is not None and not (type(scale) is float and scale == scale)) or (
+        bias is not None and type(bias) is not float
+    ):
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None
@@ -102,7 +104,7 @@ def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs: Need
     """The gradients that are asked for."""
     p = problem
     o = _operands(p, dtype)
-    grad = _in(grad_out, dtype).reshape(len(o.query), -1, grad_out.shape[-1])  # (G, R, Dv)
+    grad = _in(grad_out, dtype).reshape(*o.query.shape[:2], grad_out.shape[-1])  # (G, R, Dv)
     size = _group_size(o)
     parts = [_backward(o, g, p, needs) for o, g in zip(_parts(o), grad.split(size), strict=True)]
     query, key, value, bias = parts[0] if len(parts) == 1 else map(_cat, zip(*parts, strict=True))

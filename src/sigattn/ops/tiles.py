@@ -193,6 +193,7 @@ class Group:
             p = self.products.logits(rows.slice, columns.slice, transposed)
             self._add_terms(self.by_place(p, rows, transposed), rows, columns)
             p.sigmoid_()
+            self._hide_minus_infinity(p, rows, columns, transposed)
         else:
             p = self.products.weights(rows.slice, columns.slice, transposed)
         self._hide_beyond_window(p, rows, columns, transposed)
@@ -206,6 +207,15 @@ class Group:
             seen = self.part(self.problem.attn_mask, rows, columns)
             self.by_place(p, rows, transposed).masked_fill_(~seen, 0)
         return p
+
+    def _hide_minus_infinity(self, p: Tensor, rows: Span, columns: Span, transposed: bool) -> None:
+        """Zero where an additive mask is -inf: added to a logit of inf or NaN, it gives NaN."""
+        mask = self.problem.attn_mask
+        if mask is None or not mask.is_floating_point():
+            return
+        added = self.part(mask, rows, columns)
+        if mask.device.type != "cpu" or not added.amin() > -torch.inf:  # on an accelerator, reading would synchronise
+            self.by_place(p, rows, transposed).masked_fill_(added == -torch.inf, 0)
 
     def by_place(self, tile: Tensor, rows: Span, transposed: bool) -> Tensor:
         """See a tile as (nb, nh, rep, R, C), in the same memory."""

@@ -20,8 +20,9 @@ import torch
 from torch.nn import functional as F
 
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
-from sigattn.validation import check_at_least, check_positive, check_seed
+from sigattn.validation import SettingsError, check_at_least, check_positive, check_seed
 
+FRAME = 0.01  # seconds
 POSITIONS = ("cape", "rope", "alibi")
 KINDS = ("softmax", "sigmoid, b = 0", "sigmoid, b = -log n")
 
@@ -48,12 +49,19 @@ class AttentionNorms:
         check_at_least(1, self, "layers", "width", "heads")
         check_positive(self, "seconds")
         check_seed(self, "seed")
+        if self.seconds < FRAME:
+            raise SettingsError(f"seconds must be at least {FRAME}, one frame, got {self.seconds}")
+        if self.width % (2 * self.heads):
+            both = f"got width={self.width}, heads={self.heads}"
+            raise SettingsError(
+                f"width must be a multiple of twice the heads, for RoPE turns pairs of features; {both}"
+            )
 
 
 def run(options: AttentionNorms, show: Callable[[str, str, float], None]) -> dict[tuple[str, str], float]:
     """The attention output's Frobenius norm, averaged over layers, by position and kind; shown as it is found."""
     torch.manual_seed(options.seed)
-    frames = round(options.seconds * 100)
+    frames = round(options.seconds / FRAME)
     sound = 4 * F.avg_pool1d(torch.randn(1, 80, frames + 20), 21, 1).mT  # (1, frames, 80)
     found = {}
     for position in POSITIONS:

@@ -120,6 +120,13 @@ def tanh(x):
 
 
 @triton.jit
+def tanh_slope(t):
+    """Return the derivative 1 - t² of t = tanh(x). It is 0 for NaN: dS, which it multiplies, is NaN or masked there."""
+    slope = 1.0 - t * t
+    return tl.where(slope == slope, slope, 0.0)
+
+
+@triton.jit
 def logit_gradient(p, dp, unit, lower, SHIFT: tl.constexpr):
     """P · (1 − P) · dP; with SHIFT, ``lower`` takes it from the weights' power of two to its own (tile.py)."""
     if SHIFT:

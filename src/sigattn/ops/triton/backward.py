@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import logit_gradient, tanh
+from sigattn.ops.triton.activation import logit_gradient, tanh, tanh_slope
 from sigattn.ops.triton.tile import (
     bias_terms,
     column_hash,
@@ -143,7 +143,7 @@ def keys_kernel(
                         dp = tl.where(keep, dp, 0.0)
                     ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_N, BLOCK_M)
                     if SOFTCAP:
-                        ds = ds * (1.0 - products * products)
+                        ds = ds * tanh_slope(products)
                     ds = narrow(ds, q.dtype)
                     if NEED_KEY:
                         acc_k = dot(ds, q, acc_k, PRECISION)
@@ -278,7 +278,7 @@ def queries_kernel(
                 if NEED_QUERY:
                     of_product = ds
                     if SOFTCAP:
-                        of_product = ds * (1.0 - products * products)
+                        of_product = ds * tanh_slope(products)
                     acc = dot(narrow(of_product, k.dtype), k, acc, PRECISION)
                 if NEED_BIAS:
                     acc_bias += tl.sum(ds, 1)

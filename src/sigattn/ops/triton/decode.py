@@ -98,7 +98,7 @@ def decode_kernel(
                 m = m.to(tl.float32)
                 z_term = z_bias - m * 1.4426950408889634  # log₂e
         p = weights(
-            products, z_scale, z_term, place[:, None], columns[None, :], 0, 0, 0,
+            products, z_scale, z_term, place[:, None], columns[None, :], 1 << 30, 0, 0,
             left, right, before, after, query, 0, 0, unit, shift,
             True, HAS_LEFT, HAS_RIGHT, SLOPES, "none", SIGMOID, SHIFT,
         )  # (BLOCK_M, BLOCK_N)  # fmt: skip

@@ -174,10 +174,10 @@ def add_positions(z, i, j, before, after, SLOPES: tl.constexpr):
 
 
 @triton.jit
-def mask_tile(mask, r, c, n, keys, stride_row, stride_column):
-    """A tile of attn_mask, for queries r and keys c."""
+def mask_tile(mask, r, c, n, keys, stride_row, stride_column, other: tl.constexpr):
+    """Load a tile of attn_mask, for queries r and keys c; other: what stands for those that do not exist."""
     at = mask + r.to(tl.int64) * stride_row + c.to(tl.int64) * stride_column
-    return tl.load(at, mask=(r < n) & (c < keys), other=0)
+    return tl.load(at, mask=(r < n) & (c < keys), other=other)
 
 
 @triton.jit
@@ -198,18 +198,31 @@ def weights(
 ):  # fmt: skip
     """P of a tile before dropout, from Q Kᵀ, for queries r and keys c; EDGE: whether the window may cross the tile."""
     z = add_positions(products * z_scale + z_bias, first_row + r, c, before, after, SLOPES)
+    i = first_row + r
+    # Where keys come first, rows that do not exist are summed: a product of theirs with an inf or NaN is NaN, so they
+    # must see no key that real queries do not see. Where they come last, two share a reciprocal ("paired"): a masked
+    # NaN must not meet its neighbour.
+    KEYS_FIRST: tl.constexpr = c.shape[0] != 1
+    if EDGE and KEYS_FIRST:
+        i = tl.where(r < n, i, -(1 << 30) if HAS_RIGHT else 1 << 30)
     if MASK != "none":
-        m = mask_tile(mask, r, c, n, keys, mask_n, mask_m)
+        m = mask_tile(mask, r, c, n, keys, mask_n, mask_m, float("-inf") if KEYS_FIRST and MASK == "added" else 0)
         if MASK == "added":
             m = m.to(tl.float32)
+            seen = m != float("-inf")
             z -= m * 1.4426950408889634  # log₂e
+        else:
+            seen = m != 0
+    if SIGMOID == "paired" and not KEYS_FIRST:
+        if MASK != "none":
+            z = tl.where(seen, z, 0.0)
+        if EDGE:
+            z = hide(z, i, c, left, right, HAS_LEFT, HAS_RIGHT)
     p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
-    if MASK == "bool":
-        p = tl.where(m != 0, p, 0.0)
-    if MASK == "added":
-        p = tl.where(m == float("-inf"), 0.0, p)
+    if MASK != "none":
+        p = tl.where(seen, p, 0.0)
     if EDGE:
-        p = hide(p, first_row + r, c, left, right, HAS_LEFT, HAS_RIGHT)
+        p = hide(p, i, c, left, right, HAS_LEFT, HAS_RIGHT)
     return p
 
 

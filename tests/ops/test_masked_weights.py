@@ -1,0 +1,134 @@
+"""A masked weight is exactly 0, whatever its logit (docs/operator.md), and other non-finite arguments."""
+
+import math
+
+import pytest
+import torch
+
+from sigattn import sigmoid_attention
+from sigattn.flash import flash_attn_func
+from tests.ops.cases import path, ways
+
+POISONED = 9  # the key, or value, that holds inf or NaN in its column 3
+BACKENDS = [(backend, way) for backend in ("reference", "blocked", "triton") for way in ways(backend)]
+POISON = [math.inf, -math.inf, math.nan]
+N, M = 20, 24
+
+
+def triangle():
+    return torch.ones(N, M, dtype=torch.bool).tril()
+
+
+def some_rows():
+    visible = torch.ones(N, M, dtype=torch.bool)
+    visible[: N // 2, POISONED] = False
+    return visible
+
+
+def no_row():
+    visible = torch.ones(N, M, dtype=torch.bool)
+    visible[:, POISONED] = False
+    return visible
+
+
+def added(visible):
+    return torch.zeros(visible.shape).masked_fill(~visible, -math.inf)
+
+
+# By name: which keys are seen, and the arguments that say so. "beyond the last query" moves the poison to a key that a
+# kernel's padding rows would see.
+KINDS = {
+    "bool": (some_rows(), {"attn_mask": some_rows()}),
+    "-inf": (some_rows(), {"attn_mask": added(some_rows())}),
+    "-inf for every query": (no_row(), {"attn_mask": added(no_row())[:1]}),
+    "-inf and a softcap": (no_row(), {"attn_mask": added(no_row()), "softcap": 5.0}),
+    "causal": (triangle(), {"is_causal": True}),
+    "beyond the last query": (triangle(), {"is_causal": True}),
+    "window": (triangle().triu(-5), {"window": (5, 0)}),
+    "left window": (torch.ones(N, M, dtype=torch.bool).triu(-2), {"window": (2, -1)}),
+    "key_lengths": (torch.arange(M).expand(N, M) < POISONED, {"key_lengths": torch.tensor([POISONED])}),
+}
+
+
+def formula(q, k, v, grad_out, visible, softcap=0.0):
+    """Output and gradients in float64; the logits of masked weights are not even formed."""
+    q, k, v, grad_out = (t.detach().double() for t in (q, k, v, grad_out))
+    scale = q.shape[-1] ** -0.5
+    product = scale * q @ k.mT
+    capped = softcap * torch.tanh(product / softcap) if softcap else product
+    slope = 1 - torch.tanh(product / softcap).square() if softcap else 1.0
+    p = torch.where(visible, torch.sigmoid(capped - 1.0), 0.0)
+    ds = torch.where(visible, grad_out @ v.mT * p * (1 - p) * slope, 0.0)
+    return p @ v, scale * ds @ k, scale * ds.mT @ q, p.mT @ grad_out
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("backend", "way"), BACKENDS)
+def test_inf_and_nan_in_a_masked_key(backend, way, kind):
+    visible, options = KINDS[kind]
+    poisoned = N + 2 if kind == "beyond the last query" else POISONED
+    seeing = visible[:, poisoned]
+    poisons = POISON if backend != "triton" else POISON[1:]  # interpreted kernels take their time
+    for dtype, poison in [(torch.float32, p) for p in poisons] + [(torch.bfloat16, math.nan)]:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, n, 8).to(dtype) for n in (N, M, M))
+        grad_out = torch.randn(1, 2, N, 8).to(dtype)
+        k[:, :, poisoned, 3] = poison
+        if kind == "key_lengths":
+            v[:, :, poisoned, 3] = poison
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
+        with path(way):
+            out = sigmoid_attention(q, k, v, bias=-1.0, backend=backend, **options)
+            found = [out, *torch.autograd.grad(out, (q, k, v), grad_out)]
+        existing = [torch.where(t.isfinite(), t, 0.0) if kind == "key_lengths" else t for t in (q, k, v)]
+        expected = formula(*existing, grad_out, visible, options.get("softcap", 0.0))
+        tolerance = {"rtol": 0.05, "atol": 0.1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        for name, mine, truth in zip(("output", "query", "key", "value"), found, expected, strict=True):
+            mine = mine.detach().double()
+            if name == "query":  # a sum of dS · K, which has 0 · NaN in column 3
+                columns = [c for c in range(8) if c != 3 or kind == "key_lengths"]
+                mine, truth = mine[:, :, ~seeing][..., columns], truth[:, :, ~seeing][..., columns]
+            elif poison != poison or name in ("key", "value"):
+                mine, truth = (t if name == "output" or not seeing.any() else drop(t, poisoned) for t in (mine, truth))
+            torch.testing.assert_close(mine, truth, equal_nan=True, **tolerance, msg=f"{name}, {poison}, {dtype}")
+
+
+def drop(t, row):
+    """The tensor without one row."""
+    return t[:, :, [i for i in range(t.shape[2]) if i != row]]
+
+
+@pytest.mark.parametrize(("backend", "way"), BACKENDS)
+@pytest.mark.parametrize("bias", [math.inf, -math.inf, 3.4e38])
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@pytest.mark.filterwarnings("ignore:(invalid|overflow|divide).*:RuntimeWarning")
+def test_an_infinite_bias(backend, way, bias, kind):
+    """All weights are 1, or 0."""
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (torch.randn(1, 2, n, 8).to(dtype) for n in (N, M, M))
+        given = torch.full((2, 1, 1), bias) if kind == "tensor" else bias
+        with path(way):
+            out = sigmoid_attention(q, k, v, bias=given, backend=backend)
+        expected = v.double().sum(2, keepdim=True).expand(out.shape) * (bias > 0)
+        tolerance = 0.1 if dtype is torch.bfloat16 else 1e-4
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", None])
+@pytest.mark.parametrize("n", [4, 40])
+def test_values_without_features(backend, n):
+    q, k = torch.randn(2, 1, 2, n, 4, requires_grad=True)
+    v = torch.randn(1, 2, n, 0, requires_grad=True)
+    gradients = torch.autograd.grad(sigmoid_attention(q, k, v, backend=backend).sum(), (q, k, v))
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+    assert not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked", "triton", None])
+def test_a_scale_that_is_nan_is_refused(backend):
+    q = torch.randn(1, 2, 40, 4)
+    with pytest.raises(ValueError, match="scale is NaN"):
+        sigmoid_attention(q, q, q, scale=math.nan, backend=backend)
+    with pytest.raises(ValueError, match="scale is NaN"):
+        flash_attn_func(q, q, q, softmax_scale=math.nan)
