@@ -1,4 +1,4 @@
-"""Models of timm, converted by sigmoidify: exact, or refused by name, as docs/compatibility/timm.json says.
+"""Models of timm, converted by sigmoidify: exact, or refused by name, as docs/compatibility.md says.
 
 A sample runs here, and with ``SIGATTN_SWEEP=all`` every group of model names, as in ``sweep_timm.py``.
 """
@@ -53,6 +53,10 @@ def test_no_model_is_wrong():
     assert {r["status"] for r in recorded.values()} <= {"exact", "refused", "no attention"}
     for name, (_, verdict, _) in SAMPLE.items():
         assert name not in recorded or recorded[name]["status"] == verdict
+
+
+def test_the_page_is_current():
+    assert page.section_of_page("timm") == page.table("timm")
 
 
 class TestTheSweepFinds:
