@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from sigattn import sigmoid_attention
+from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, prepare, repeats, tuning
 from tests.ops.cases import device_of
 
@@ -106,6 +107,21 @@ def test_other_kinds_are_not_confused(prepared):
         check(*one_off)
         after.append(len(prepared))
     assert after[1] == after[0]  # the second round repeats the first
+
+
+def test_another_alignment_is_another_kind():
+    """Kernels are compiled for addresses that are multiples of 16, or are not; each tensor counts."""
+    aligned = tensors(0, n=4)
+    moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in aligned]
+
+    def kind(operands):
+        return repeats.kind(Problem(*operands[:3]), operands[3])
+
+    kinds = {kind(aligned)}
+    for at in range(4):
+        kinds.add(kind([*aligned[:at], moved[at], *aligned[at + 1 :]]))
+    assert len(kinds) == 5
+    assert kind(tensors(1, n=4)) == kind(aligned)
 
 
 def test_what_is_not_plain_is_prepared_each_time(prepared):

@@ -1,0 +1,56 @@
+"""Borders that random small problems cross too rarely: of windows and blocks, and of what 16 bits can hold."""
+
+import pytest
+import torch
+
+from sigattn import sigmoid_attention
+from sigattn.flash import flash_attn_func
+from tests.ops.cases import path, ways
+
+
+def formula(q, k, v, b, left, right, offset=0):
+    """Output in float64; query i stands at i + offset."""
+    q, k, v = (t.double() for t in (q, k, v))
+    i, j = torch.arange(q.shape[2])[:, None] + offset, torch.arange(k.shape[2])
+    visible = (left < 0) | (j >= i - left)
+    visible &= (right < 0) | (j <= i + right)
+    p = torch.sigmoid(q.shape[-1] ** -0.5 * q @ k.mT + b)
+    return torch.where(visible, p, 0.0) @ v
+
+
+@pytest.mark.parametrize(("backend", "way"), [(b, w) for b in ("blocked", "triton") for w in ways(b)])
+@pytest.mark.parametrize(("n", "m"), [(75, 40), (40, 75)])
+@pytest.mark.parametrize("window", [(3, -1), (3, 2), (-1, 0)])
+def test_windows_of_queries_that_begin_elsewhere_than_the_keys(backend, way, n, m, window):
+    q, k, v = torch.randn(1, n, 2, 8), torch.randn(1, m, 2, 8), torch.randn(1, m, 2, 8)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    with path(way):
+        out = flash_attn_func(q, k, v, window_size=window, sigmoid_bias=-1.0, backend=backend)
+        found = [out.transpose(1, 2), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+    expected = formula(*(t.transpose(1, 2) for t in (q, k, v)), -1.0, *window, offset=m - n)
+    truth = [expected, *torch.autograd.grad(expected.square().sum(), (q, k, v))]
+    for mine, theirs in zip(found, truth, strict=True):
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [514, 1026])
+@pytest.mark.parametrize("window", [(0, -1), (1, -1), (511, -1), (512, 0), (513, 1), (1, 1)])
+def test_borders_of_a_window_at_the_borders_of_blocks(n, window):
+    """Just beyond one or two blocks of rows, where a single head is computed without any mask but the window."""
+    q, k, v = torch.randn(3, 1, 1, n, 8).unbind()
+    out = sigmoid_attention(q, k, v, window=window, bias=-1.0, backend="blocked")
+    torch.testing.assert_close(out.double(), formula(q, k, v, -1.0, *window), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ways("blocked"))
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_a_bias_that_bfloat16_cannot_hold(way, kind):
+    """-100.3 would be rounded to -100.5; the product is 100, so that what rounding left of the bias decides."""
+    q = torch.full((1, 2, 40, 4), 5.0, dtype=torch.bfloat16)
+    k = torch.full((1, 2, 40, 4), 10.0, dtype=torch.bfloat16)
+    v = torch.eye(40, dtype=torch.bfloat16).expand(1, 2, 40, 40)
+    bias = torch.full((2, 1, 1), -100.3) if kind == "tensor" else -100.3
+    with path(way):
+        out = sigmoid_attention(q, k, v, bias=bias, backend="blocked")
+    expected = torch.full_like(out, torch.sigmoid(torch.tensor(-0.3)).item(), dtype=torch.float64)
+    torch.testing.assert_close(out.double(), expected, rtol=4e-3, atol=0.0)
