@@ -36,16 +36,6 @@ if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"
 
 import torch  # noqa: E402
 
-if importlib.util.find_spec("torchvision"):
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:  # a build for CUDA beside a PyTorch for CPUs: its transforms need but the names of two ops
-        for _name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
-            del sys.modules[_name]
-        _library = torch.library.Library("torchvision", "FRAGMENT")
-        for _op in ("nms", "qnms"):
-            _library.define(f"{_op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python; to be said before Triton loads
 

@@ -23,7 +23,7 @@ def export(folder: Annotated[Path, tyro.conf.Positional], save: Annotated[Path, 
         folder: of the run.
         save: the folder to write.
     """
-    transformers_model: Any = _optional("transformers_model", "transformers")
+    transformers_model: Any = _integration("transformers_model")
     model, tokenizer = language_model(folder)
     end = None
     if tokenizer is not None and load_tokenizer(tokenizer).token_to_id(END) is not None:
@@ -51,7 +51,7 @@ def lm_eval(
         batch: sequences at a time.
     """
     check_at_least(1, {"limit": limit, "batch": batch})
-    harness: Any = _optional("lm_eval", "lm_eval")
+    harness: Any = _integration("lm_eval")
     model, path = language_model(folder)
     tokenizer = None if path is None else load_tokenizer(path)
     end = None if tokenizer is None else tokenizer.token_to_id(END)
@@ -73,15 +73,15 @@ def lm_eval(
     (folder / "lm_eval.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _optional(module: str, package: str) -> Any:
-    """An integration, imported when it is asked for.
+def _integration(module: str) -> Any:
+    """Import an integration.
 
     Raises:
-        SettingsError: if what it integrates with is not installed.
+        SettingsError: if the package it integrates with is missing or cannot be imported.
     """
     import importlib
 
     try:
         return importlib.import_module(f"sigattn.integrations.{module}")
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"this needs {error.name}: pip install {package}") from error
+    except ImportError as error:
+        raise SettingsError(str(error)) from error

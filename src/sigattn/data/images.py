@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator, shuffled
 from sigattn.data.shards import ShardedImage, sharded_images, shards
 from sigattn.data.unreadable import Unreadable
+from sigattn.optional_imports import needs
 
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
@@ -265,15 +266,16 @@ class _Steps(torch.utils.data.IterableDataset[tuple[Batch | DataError, dict[str,
 
 
 def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Callable[[Any], Any]:
-    """A PIL image to a tensor, or to a list of views, by torchvision.
+    """Return a function from a PIL image to a tensor, or to a list of views, made of torchvision's transforms.
 
     Raises:
-        DataError: without torchvision.
+        DataError: if torchvision is missing or cannot be imported.
     """
     try:
-        from torchvision.transforms import v2
-    except ModuleNotFoundError as error:
-        raise DataError("images of a folder need torchvision: pip install 'sigattn[vision]'") from error
+        with needs("vision"):
+            from torchvision.transforms import v2
+    except ImportError as error:
+        raise DataError(f"images of a folder: {error}") from error
     finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, SPREAD)]
 
     def crop(pixels: int, low: float, *more: Any) -> Any:

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate, utils
-from lm_eval.api.model import TemplateLM
-from lm_eval.tasks import TaskManager
 from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.models.language import LanguageModel
+from sigattn.optional_imports import needs
+
+with needs("eval"):
+    from lm_eval import simple_evaluate, utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
 
 # zero-shot but for the last two
 PAPER = {

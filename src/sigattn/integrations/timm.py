@@ -21,14 +21,17 @@ import inspect
 from typing import Any, Literal
 
 import torch
-from timm.layers import Attention
-from timm.models.naflexvit import NaFlexVit
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from sigattn.nn.surgery import find_softmax, fused_paths, replace
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
+from sigattn.optional_imports import needs
+
+with needs("timm"):
+    from timm.layers import Attention
+    from timm.models.naflexvit import NaFlexVit
+    from timm.models.vision_transformer import VisionTransformer
 
 OutputNorm = Literal["none", "hybrid"]
 Bias = float | Literal["log_visible"]

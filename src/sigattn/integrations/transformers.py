@@ -22,8 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
-from transformers.masking_utils import AttentionMaskInterface
+
+from sigattn.optional_imports import needs
+
+with needs("transformers"):
+    from transformers import AttentionInterface, PretrainedConfig
+    from transformers.masking_utils import AttentionMaskInterface
 
 from sigattn.integrations.transformers_check import check, watching
 from sigattn.integrations.transformers_choice import CONFIGS, wrap_choice

@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerFast as FastTokenizer
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.cache import LayerCache
 from sigattn.nn.documents import Documents
+from sigattn.optional_imports import needs
+
+with needs("transformers"):
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedTokenizerFast as FastTokenizer
+    from transformers.cache_utils import Cache, DynamicCache
+    from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class SigattnConfig(PretrainedConfig):
