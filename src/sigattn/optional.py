@@ -1,13 +1,16 @@
-"""Packages that only some functions need."""
+"""Imports of packages that only some functions need, with errors that name what to install."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.metadata
+from collections.abc import Iterator
 from typing import Any
 
 
-class MissingPackageError(ModuleNotFoundError):
-    """A package is not installed; the message says what needs it, and how to install it."""
+class MissingPackageError(ImportError):
+    """A package is missing or cannot be imported; the message names it and the command that mends it."""
 
 
 def require(package: str, purpose: str, install: str) -> Any:
@@ -25,3 +28,46 @@ def require(package: str, purpose: str, install: str) -> Any:
         if error.name != package:
             raise
         raise MissingPackageError(f"{purpose} need {package}: pip install {install}") from error
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Restate an import error raised inside the block.
+
+    Args:
+        extra: the extra of this package that installs what is imported.
+
+    Raises:
+        MissingPackageError: naming the package that is missing; or torchvision and torch where their builds do not fit,
+            which breaks the import of timm and transformers as well.
+    """
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        raise MissingPackageError(_explanation(error, extra)) from error
+
+
+def _explanation(error: BaseException, extra: str) -> str:
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for link in chain:
+        if "torchvision::" in str(link):
+            return (
+                f"torchvision {_version('torchvision')} cannot be imported next to torch {_version('torch')} ({link}): "
+                "they are builds for different devices or versions. Install both from one index, or uninstall "
+                "torchvision, which only timm and folders of images need"
+            )
+    missing = next((e.name for e in chain if isinstance(e, ModuleNotFoundError) and e.name), None)
+    if missing is not None:
+        return f"this needs {missing}: pip install 'sigattn[{extra}]'"
+    return f"{chain[-1]} (installed by pip install 'sigattn[{extra}]')"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ def export(folder: Annotated[Path, tyro.conf.Positional], save: Annotated[Path, 
         folder: of the run.
         save: the folder to write.
     """
-    transformers_model: Any = _integration("transformers_model")
+    transformers_model: Any = importlib.import_module("sigattn.integrations.transformers_model")
     model, tokenizer = language_model(folder)
     end = None
     if tokenizer is not None and load_tokenizer(tokenizer).token_to_id(END) is not None:
@@ -51,7 +52,7 @@ def lm_eval(
         batch: sequences at a time.
     """
     check_at_least(1, {"limit": limit, "batch": batch})
-    harness: Any = _integration("lm_eval")
+    harness: Any = importlib.import_module("sigattn.integrations.lm_eval")
     model, path = language_model(folder)
     tokenizer = None if path is None else load_tokenizer(path)
     end = None if tokenizer is None else tokenizer.token_to_id(END)
@@ -71,17 +72,3 @@ def lm_eval(
                 table.add_row(task, name, f"{value:.4g}", "" if spread is None else f"{spread:.2g}")
     Console().print(table)
     (folder / "lm_eval.json").write_text(json.dumps(found, indent=2) + "\n")
-
-
-def _integration(module: str) -> Any:
-    """Import an integration.
-
-    Raises:
-        SettingsError: if the package it integrates with is missing or cannot be imported.
-    """
-    import importlib
-
-    try:
-        return importlib.import_module(f"sigattn.integrations.{module}")
-    except ImportError as error:
-        raise SettingsError(str(error)) from error

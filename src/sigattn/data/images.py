@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator, shuffled
 from sigattn.data.shards import ShardedImage, sharded_images, shards
 from sigattn.data.unreadable import Unreadable
-from sigattn.optional_imports import needs
+from sigattn.optional import needs
 
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.models.language import LanguageModel
-from sigattn.optional_imports import needs
+from sigattn.optional import needs
 
 with needs("eval"):
     from lm_eval import simple_evaluate, utils

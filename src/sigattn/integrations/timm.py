@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sigattn.nn.surgery import find_softmax, fused_paths, replace
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
-from sigattn.optional_imports import needs
+from sigattn.optional import needs
 
 with needs("timm"):
     from timm.layers import Attention

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.optional_imports import needs
+from sigattn.optional import needs
 
 with needs("transformers"):
     from transformers import AttentionInterface, PretrainedConfig

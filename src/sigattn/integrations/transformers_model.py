@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.cache import LayerCache
 from sigattn.nn.documents import Documents
-from sigattn.optional_imports import needs
+from sigattn.optional import needs
 
 with needs("transformers"):
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel

@@ -102,7 +102,7 @@ def train(
         NonFiniteLossError: if the loss or its gradient is not finite; nothing was changed by that step.
         CheckpointError: if the checkpoint does not fit.
         SettingsError: a ValueError, for settings that do not fit together.
-        ModuleNotFoundError: with ``wandb`` in the settings, where it is not installed.
+        MissingPackageError: with ``wandb`` in the settings, where it is not installed.
     """
     processes = sharding.processes()
     torch.manual_seed(config.seed)

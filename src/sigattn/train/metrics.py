@@ -26,7 +26,7 @@ class MetricsLog:
         settings: of the run, for that project.
 
     Raises:
-        ModuleNotFoundError: with ``wandb``, where it is not installed.
+        MissingPackageError: with ``wandb``, where it is not installed.
     """
 
     def __init__(
