@@ -50,6 +50,7 @@ _SERVED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
 _HARMLESS = {  # what transformers passes through to attention and what attention's result does not depend on
     "cache_position",
     "deterministic",
+    "grid_thw",
     "logits_to_keep",
     "max_length_k",
     "max_length_q",
@@ -107,7 +108,7 @@ def attention(
         module: the layer. query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv).
         attention_mask: boolean (True = visible), floating point (added to the logits), or None, which hides nothing.
         dropout: probability of dropping a weight. scaling: factor of the logits.
-        is_causal: must not contradict the mask, which alone is read, as in eager attention.
+        is_causal: ignored where there is a mask, which alone is read, as in eager attention.
         position_bias: added to the logits.
         softcap: bound of the logits, softcap · tanh(logits / softcap), before mask and bias are added.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate several sequences in a row, and ``indices``, (B, N, any
@@ -123,8 +124,6 @@ def attention(
     if attention_mask is not None and not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
         raise _refusal(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
     plain = is_plain_causal(attention_mask)
-    if plain and is_causal is False:
-        raise _refusal(module, "is_causal=False contradicts the causal mask: set config.is_causal = False instead")
     if attention_mask is None and is_causal and num_queries > 1:
         raise _refusal(module, "is_causal=True without a mask: eager attention would hide nothing, SDPA the future")
     causal = plain and num_queries > 1
