@@ -103,6 +103,7 @@ def test_every_option_compiles():
         {"SIGMOID": "fast"},
         {"ADD_QUERY": True},
         {"SOFTCAP": True},
+        {"BLOCKS": True},
         {"D": 40, "DV": 72, "BLOCK_DV": 128},
     ]
     cases = [(k, 90, "float16", 64, True, o) for o in options for k in KERNELS]

@@ -87,6 +87,8 @@ def test_every_table_has_every_size():
                 for width in range(1, 257):
                     config = tuning.configuration(kernel, architecture, width, itemsize)
                     assert min(config.block_m, config.block_n) >= 16  # what a product needs
+                    # a tile lies within one block of a BlockMask
+                    assert all(triton._LARGEST_TILE % size == 0 for size in (config.block_m, config.block_n))
 
 
 def test_the_copy_engine_serves_where_it_can(monkeypatch):

@@ -248,7 +248,7 @@ def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -
     padded = tuning.padded(head_dim)
     plain = {"BIAS": "number", "MASK": "none", "SHIFT": "number" if dtype == "float16" else "none", "PRECISION": "ieee"}
     sizes = {"GROUP": 1, "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded}
-    blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_Q": 128, "BLOCK_K": 128}
     off: tuple[str, ...] = (
         "SLOPES",
         "LENGTHS",
@@ -259,7 +259,7 @@ def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -
         "ADD_QUERY",
         "NEED_BIAS",
     )
-    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE", "SOFTCAP")
+    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE", "SOFTCAP", "BLOCKS")
     needs = {"NEED_KEY": True, "NEED_VALUE": True, "NEED_QUERY": True, "NEED_MASK": "none"}
     sigmoid = {"SIGMOID": "exact" if dtype == "float32" else config.sigmoid, "HAS_RIGHT": causal, "TMA": config.tma}
     return {**plain, **sizes, **blocks, **dict.fromkeys(off, False), **needs, **sigmoid}
@@ -281,8 +281,10 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
             signature[name], attributes[(at,)] = f"*{element}", [["tt.divisibility", 16]]
         elif name in _WIDE_TENSORS:
             signature[name] = "*fp32"
-        elif name in {"key_lengths", "starts_q", "starts_k", "lengths", "ends", "first", "table"}:
+        elif name in {"key_lengths", "starts_q", "starts_k", "lengths", "ends", "first", "table", "block_table"}:
             signature[name] = "*i32"
+        elif name == "block_tiles":
+            signature[name] = "*u8"
         elif name in _NUMBERS:
             signature[name] = "fp32"
         elif name == "seed":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 256
+_LARGEST_TILE = 128  # rows or columns of any tile in tuning's tables
 _INSTALLED = importlib.util.find_spec("triton") is not None  # looked for, not imported
 
 
@@ -25,8 +26,10 @@ def unavailable(problem: Problem | PackedProblem | CachedProblem) -> str | None:
     q, v = problem.query, problem.value
     if (reason := _no_machine(q.device)) is not None:
         return reason
-    if isinstance(problem, Problem) and problem.block_table is not None:
-        return "it does not serve a BlockMask yet"
+    if isinstance(problem, Problem) and problem.blocks is not None:
+        size = problem.blocks.size
+        if size[0] % _LARGEST_TILE or size[1] % _LARGEST_TILE:
+            return f"it is for a BlockMask whose block sizes are multiples of {_LARGEST_TILE}, not {size}"
     if q.dtype not in _DTYPES:
         return f"it is for {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, not for {q.dtype}"
     if not (1 <= q.shape[-1] <= _WIDEST and 1 <= v.shape[-1] <= _WIDEST):

@@ -19,10 +19,12 @@ import triton.language as tl
 from sigattn.ops.triton.activation import logit_gradient, tanh, tanh_slope
 from sigattn.ops.triton.tile import (
     bias_terms,
+    block_state,
     column_hash,
     crossed,
     dot,
     gradient_shift,
+    hide_in_block,
     kept,
     load,
     narrow,
@@ -42,11 +44,13 @@ def keys_kernel(
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
     n, keys, heads, first_row, left, right, seed, threshold,
     z_scale, bias_value, shift_value, out_scale, logit_scale, cap_scale,
+    block_table, block_tiles, blocks_b, blocks_h, blocks_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of one tile of BLOCK_N keys of one key head; prepare.py says what the arguments are."""
@@ -109,51 +113,57 @@ def keys_kernel(
                 h, row_start = h_kv, from_ + step * BLOCK_M
                 if GROUP > 1:
                     h, row_start = h_kv * GROUP + step // steps, from_ + step % steps * BLOCK_M
-                bias_here = bias + b * bias_b + h * bias_h if BIAS == "tensor" else bias
-                before, after = 0.0, 0.0
-                if SLOPES:
-                    at = slopes + b * slopes_b + h * slopes_h
-                    before, after = tl.load(at).to(tl.float32), tl.load(at + slopes_s).to(tl.float32)
-                rows = row_start + tl.arange(0, BLOCK_M)
-                query_h = query if TMA else query + h * q_h
-                grad_out_h = grad_out if TMA else grad_out + h * o_h
-                q = load(query_h, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, phase != 1, TMA)
-                do = load(grad_out_h, b, h, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, phase != 1, TMA)
-                z_bias = bias_terms(bias_here, bias_value, rows, n, keys, bias_n, BIAS)
-                if BIAS == "tensor":
-                    z_bias = z_bias[None, :]
-                products = dot(k, tl.trans(q), None, PRECISION)
-                if SOFTCAP:
-                    products = tanh(products * cap_scale)
-                p = weights(
-                    products, z_scale, z_bias, rows[None, :], columns[:, None], n, keys, first_row,
-                    left, right, before, after, mask + b * mask_b + h * mask_h, mask_n, mask_m, unit, shift,
-                    phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
-                )  # (BLOCK_N, BLOCK_M)  # fmt: skip
-                dropped = p
-                if DROPOUT:
-                    by_row = row_hash(seed, (b * heads + h).to(tl.int64), first_row + rows)[None, :]
-                    keep = kept(by_row, by_column, threshold)
-                    dropped = tl.where(keep, p, 0.0)
-                if NEED_VALUE:  # rows beyond the last have dO = 0
-                    acc_v = dot(narrow(dropped, do.dtype), do, acc_v, PRECISION)
-                if NEED_KEY or ADD_QUERY:
-                    dp = dot(v, tl.trans(do), None, PRECISION)
-                    if DROPOUT:
-                        dp = tl.where(keep, dp, 0.0)
-                    ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_N, BLOCK_M)
+                if BLOCKS:
+                    own_table = block_table + b * blocks_b + h * blocks_h
+                    state = block_state(own_table, row_start, column_start, blocks_n, BLOCK_Q, BLOCK_K)
+                if not BLOCKS or state != 0:
+                    bias_here = bias + b * bias_b + h * bias_h if BIAS == "tensor" else bias
+                    before, after = 0.0, 0.0
+                    if SLOPES:
+                        at = slopes + b * slopes_b + h * slopes_h
+                        before, after = tl.load(at).to(tl.float32), tl.load(at + slopes_s).to(tl.float32)
+                    rows = row_start + tl.arange(0, BLOCK_M)
+                    query_h = query if TMA else query + h * q_h
+                    grad_out_h = grad_out if TMA else grad_out + h * o_h
+                    q = load(query_h, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, phase != 1, TMA)
+                    do = load(grad_out_h, b, h, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, phase != 1, TMA)
+                    z_bias = bias_terms(bias_here, bias_value, rows, n, keys, bias_n, BIAS)
+                    if BIAS == "tensor":
+                        z_bias = z_bias[None, :]
+                    products = dot(k, tl.trans(q), None, PRECISION)
                     if SOFTCAP:
-                        ds = ds * tanh_slope(products)
-                    ds = narrow(ds, q.dtype)
-                    if NEED_KEY:
-                        acc_k = dot(ds, q, acc_k, PRECISION)
-                    if ADD_QUERY:
-                        dq = dot(tl.trans(ds), k, None, PRECISION)
-                        dq_columns = tl.arange(0, BLOCK_D)[None, :]
-                        at = grad_query + b * gq_b + h * gq_h + from_q * gq_n
-                        at += rows[:, None].to(tl.int64) * gq_n + dq_columns * gq_d
-                        inside = (rows[:, None] < n) & (dq_columns < D)
-                        tl.atomic_add(at, dq * (logit_scale * grad_unit), mask=inside, sem="relaxed")
+                        products = tanh(products * cap_scale)
+                    p = weights(
+                        products, z_scale, z_bias, rows[None, :], columns[:, None], n, keys, first_row,
+                        left, right, before, after, mask + b * mask_b + h * mask_h, mask_n, mask_m, unit, shift,
+                        phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
+                    )  # (BLOCK_N, BLOCK_M)  # fmt: skip
+                    if BLOCKS:
+                        p = hide_in_block(p, block_tiles, state, rows[None, :], columns[:, None], BLOCK_Q, BLOCK_K)
+                    dropped = p
+                    if DROPOUT:
+                        by_row = row_hash(seed, (b * heads + h).to(tl.int64), first_row + rows)[None, :]
+                        keep = kept(by_row, by_column, threshold)
+                        dropped = tl.where(keep, p, 0.0)
+                    if NEED_VALUE:  # rows beyond the last have dO = 0
+                        acc_v = dot(narrow(dropped, do.dtype), do, acc_v, PRECISION)
+                    if NEED_KEY or ADD_QUERY:
+                        dp = dot(v, tl.trans(do), None, PRECISION)
+                        if DROPOUT:
+                            dp = tl.where(keep, dp, 0.0)
+                        ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_N, BLOCK_M)
+                        if SOFTCAP:
+                            ds = ds * tanh_slope(products)
+                        ds = narrow(ds, q.dtype)
+                        if NEED_KEY:
+                            acc_k = dot(ds, q, acc_k, PRECISION)
+                        if ADD_QUERY:
+                            dq = dot(tl.trans(ds), k, None, PRECISION)
+                            dq_columns = tl.arange(0, BLOCK_D)[None, :]
+                            at = grad_query + b * gq_b + h * gq_h + from_q * gq_n
+                            at += rows[:, None].to(tl.int64) * gq_n + dq_columns * gq_d
+                            inside = (rows[:, None] < n) & (dq_columns < D)
+                            tl.atomic_add(at, dq * (logit_scale * grad_unit), mask=inside, sem="relaxed")
     if NEED_KEY:
         store(grad_key, acc_k * (logit_scale * grad_unit), column_start, keys, gk_n, gk_d, BLOCK_N, D, BLOCK_D)
     if NEED_VALUE:
@@ -169,11 +179,13 @@ def queries_kernel(
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
     n, keys, heads, first_row, left, right, seed, threshold,
     z_scale, bias_value, shift_value, out_scale, logit_scale, cap_scale,
+    block_table, block_tiles, blocks_b, blocks_h, blocks_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     NEED_QUERY: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_SLOPES: tl.constexpr, NEED_MASK: tl.constexpr,
     SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -207,6 +219,8 @@ def queries_kernel(
         bias += b * bias_b + h * bias_h
     if MASK != "none":
         mask += b * mask_b + h * mask_h
+    if BLOCKS:
+        block_table += b * blocks_b + h * blocks_h
     if LENGTHS:
         keys = tl.minimum(tl.load(key_lengths + b).to(tl.int32), keys)
     if VARLEN:
@@ -259,38 +273,43 @@ def queries_kernel(
             if phase == 2:
                 from_, to = full_stop, stop
             for column_start in tl.range(from_, to, BLOCK_N):
-                k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1, TMA)
-                v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
-                columns = column_start + tl.arange(0, BLOCK_N)
-                products = dot(q, tl.trans(k), None, PRECISION)
-                if SOFTCAP:
-                    products = tanh(products * cap_scale)
-                p = weights(
-                    products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
-                    left, right, before, after, mask, mask_n, mask_m, unit, shift,
-                    phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
-                )  # (BLOCK_M, BLOCK_N)  # fmt: skip
-                dp = dot(do, tl.trans(v), None, PRECISION)  # keys beyond the last have v = 0: no gradient
-                if DROPOUT:
-                    by_column = column_hash(seed, columns)[None, :]
-                    dp = tl.where(kept(by_row, by_column, threshold), dp, 0.0)
-                ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_M, BLOCK_N)
-                if NEED_QUERY:
-                    of_product = ds
+                if BLOCKS:
+                    state = block_state(block_table, row_start, column_start, blocks_n, BLOCK_Q, BLOCK_K)
+                if not BLOCKS or state != 0:
+                    k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1, TMA)
+                    v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
+                    columns = column_start + tl.arange(0, BLOCK_N)
+                    products = dot(q, tl.trans(k), None, PRECISION)
                     if SOFTCAP:
-                        of_product = ds * tanh_slope(products)
-                    acc = dot(narrow(of_product, k.dtype), k, acc, PRECISION)
-                if NEED_BIAS:
-                    acc_bias += tl.sum(ds, 1)
-                if NEED_SLOPES:
-                    distance = (first_row + rows[:, None] - columns[None, :]).to(tl.float32)
-                    acc_before += tl.sum(tl.where(distance > 0, -distance * ds, 0.0), 1)
-                    acc_after += tl.sum(tl.where(distance < 0, distance * ds, 0.0), 1)
-                if NEED_MASK != "none":
-                    add_to_mask(
-                        grad_mask, ds * (out_scale * grad_unit), rows, columns, n, keys, gm_n, gm_m,
-                        NEED_MASK, SUM_ROWS, SUM_COLUMNS,
-                    )  # fmt: skip
+                        products = tanh(products * cap_scale)
+                    p = weights(
+                        products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
+                        left, right, before, after, mask, mask_n, mask_m, unit, shift,
+                        phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
+                    )  # (BLOCK_M, BLOCK_N)  # fmt: skip
+                    if BLOCKS:
+                        p = hide_in_block(p, block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
+                    dp = dot(do, tl.trans(v), None, PRECISION)  # keys beyond the last have v = 0: no gradient
+                    if DROPOUT:
+                        by_column = column_hash(seed, columns)[None, :]
+                        dp = tl.where(kept(by_row, by_column, threshold), dp, 0.0)
+                    ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_M, BLOCK_N)
+                    if NEED_QUERY:
+                        of_product = ds
+                        if SOFTCAP:
+                            of_product = ds * tanh_slope(products)
+                        acc = dot(narrow(of_product, k.dtype), k, acc, PRECISION)
+                    if NEED_BIAS:
+                        acc_bias += tl.sum(ds, 1)
+                    if NEED_SLOPES:
+                        distance = (first_row + rows[:, None] - columns[None, :]).to(tl.float32)
+                        acc_before += tl.sum(tl.where(distance > 0, -distance * ds, 0.0), 1)
+                        acc_after += tl.sum(tl.where(distance < 0, distance * ds, 0.0), 1)
+                    if NEED_MASK != "none":
+                        add_to_mask(
+                            grad_mask, ds * (out_scale * grad_unit), rows, columns, n, keys, gm_n, gm_m,
+                            NEED_MASK, SUM_ROWS, SUM_COLUMNS,
+                        )  # fmt: skip
     if NEED_QUERY:
         store(grad_query, acc * (logit_scale * grad_unit), row_start, n, gq_n, gq_d, BLOCK_M, D, BLOCK_D)
     if NEED_BIAS:

@@ -12,9 +12,11 @@ import triton.language as tl
 from sigattn.ops.triton.activation import tanh
 from sigattn.ops.triton.tile import (
     bias_terms,
+    block_state,
     column_hash,
     crossed,
     dot,
+    hide_in_block,
     kept,
     load,
     narrow,
@@ -31,11 +33,13 @@ def forward_kernel(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
     n, keys, heads, first_row, left, right, seed, threshold, z_scale, bias_value, shift_value, out_scale, cap_scale,
+    block_table, block_tiles, blocks_b, blocks_h, blocks_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one head; prepare.py says what the arguments are."""
     tiles = tl.cdiv(n, BLOCK_M)
@@ -55,6 +59,8 @@ def forward_kernel(
         bias += b * bias_b + h * bias_h
     if MASK != "none":
         mask += b * mask_b + h * mask_h
+    if BLOCKS:
+        block_table += b * blocks_b + h * blocks_h
     if LENGTHS:
         keys = tl.minimum(tl.load(key_lengths + b).to(tl.int32), keys)
     if VARLEN:
@@ -96,20 +102,25 @@ def forward_kernel(
             if phase == 2:
                 from_, to = full_stop, stop
             for column_start in tl.range(from_, to, BLOCK_N):
-                k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1, TMA)
-                v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
-                columns = column_start + tl.arange(0, BLOCK_N)
-                products = dot(q, tl.trans(k), None, PRECISION)
-                if SOFTCAP:
-                    products = tanh(products * cap_scale)
-                p = weights(
-                    products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
-                    left, right, before, after, mask, mask_n, mask_m, unit, shift,
-                    phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
-                )  # (BLOCK_M, BLOCK_N)  # fmt: skip
-                if DROPOUT:
-                    by_column = column_hash(seed, columns)[None, :]
-                    p = tl.where(kept(by_row, by_column, threshold), p, 0.0)
-                acc = dot(narrow(p, v.dtype), v, acc, PRECISION)  # keys beyond the last have v = 0
+                if BLOCKS:
+                    state = block_state(block_table, row_start, column_start, blocks_n, BLOCK_Q, BLOCK_K)
+                if not BLOCKS or state != 0:
+                    k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1, TMA)
+                    v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
+                    columns = column_start + tl.arange(0, BLOCK_N)
+                    products = dot(q, tl.trans(k), None, PRECISION)
+                    if SOFTCAP:
+                        products = tanh(products * cap_scale)
+                    p = weights(
+                        products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
+                        left, right, before, after, mask, mask_n, mask_m, unit, shift,
+                        phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
+                    )  # (BLOCK_M, BLOCK_N)  # fmt: skip
+                    if BLOCKS:
+                        p = hide_in_block(p, block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
+                    if DROPOUT:
+                        by_column = column_hash(seed, columns)[None, :]
+                        p = tl.where(kept(by_row, by_column, threshold), p, 0.0)
+                    acc = dot(narrow(p, v.dtype), v, acc, PRECISION)  # keys beyond the last have v = 0
     acc = acc * (out_scale * unit)
     store(out, acc, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV)

@@ -24,8 +24,8 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "they take neither packed sequences nor masks, ALiBi, key lengths or dropout"
     if a["BIAS"] != "number" or p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
         return "they take a number as bias, and no window but the causal"
-    if a["SOFTCAP"]:
-        return "they have no softcap"
+    if a["SOFTCAP"] or a["BLOCKS"]:
+        return "they have neither softcap nor the blocks of a mask"
     if p.query.dtype not in (torch.float16, torch.bfloat16) or s.d != s.dv or s.d not in tuning.HOPPER[tuning.FORWARD]:
         return "they are for 16 bits and heads of 64 or 128, values included"
     if not (s.n and s.m) or p.first_row < 0:

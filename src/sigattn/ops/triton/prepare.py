@@ -108,7 +108,7 @@ def arguments_of(problem: Problem | PackedProblem) -> Launch:
         "SIGMOID": sigmoid_form(p),
         "PRECISION": precision(p.query),
     }
-    arguments |= _bias(p, shape) | _mask(p, shape) | _slopes(p, shape)
+    arguments |= _bias(p, shape) | _mask(p, shape) | _slopes(p, shape) | _blocks(p, shape)
     if isinstance(p, PackedProblem):
         arguments |= {
             "starts_q": p.cu_seqlens_q,
@@ -208,6 +208,22 @@ def _mask(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
         "mask": mask.view(torch.uint8) if kind == "bool" else mask,
         "MASK": kind,
         **named("mask", "bhnm", full.stride()),
+    }
+
+
+def _blocks(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
+    blocks = p.blocks if isinstance(p, Problem) else None
+    if blocks is None:
+        off = {"block_table": p.query, "block_tiles": p.query, "BLOCKS": False, "BLOCK_Q": 1, "BLOCK_K": 1}
+        return {**off, **named("blocks", "bhn", (0, 0, 0))}
+    table = blocks.table.contiguous()
+    return {
+        "block_table": table,
+        "block_tiles": blocks.tiles.contiguous().view(torch.uint8),
+        "BLOCKS": True,
+        "BLOCK_Q": blocks.size[0],
+        "BLOCK_K": blocks.size[1],
+        **named("blocks", "bhn", table.expand(shape.batch, shape.heads, -1, -1).stride()[:3]),
     }
 
 

@@ -118,7 +118,12 @@ def kind(problem: Problem | PackedProblem, *more: Tensor) -> Hashable:
     p = problem
     if isinstance(p, PackedProblem) or p.attn_mask is not None or p.alibi_slopes is not None:
         return None
-    if p.key_lengths is not None or p.seed is not None or (p.bias is not None and p.bias.dim()):
+    if (
+        p.key_lengths is not None
+        or p.block_table is not None
+        or p.seed is not None
+        or (p.bias is not None and p.bias.dim())
+    ):
         return None
     q = p.query
     # what kernels are compiled for: an address that is a multiple of 16, or not

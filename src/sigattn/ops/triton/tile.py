@@ -226,6 +226,21 @@ def weights(
     return p
 
 
+@triton.jit
+def block_state(block_table, row_start, column_start, stride_row, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the entry of a table of mask blocks for a tile that lies within one block (ops/block_mask.py)."""
+    at = (row_start // BLOCK_Q).to(tl.int64) * stride_row + column_start // BLOCK_K
+    return tl.load(block_table + at)
+
+
+@triton.jit
+def hide_in_block(p, block_tiles, state, r, c, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Zero what the mask of a block hides, for queries r and keys c of that block."""
+    own = block_tiles + state.to(tl.int64) * (BLOCK_Q * BLOCK_K)
+    seen = tl.load(own + (r % BLOCK_Q) * BLOCK_K + c % BLOCK_K)
+    return tl.where(seen != 0, p, 0.0)
+
+
 # -- dropout: ops/dropout.py, number for number -----------------------------------------------------------------------
 
 
