@@ -24,11 +24,11 @@ from sigattn.ops.triton.tile import (
     crossed,
     dot,
     gradient_shift,
-    hide_in_block,
     kept,
     load,
     narrow,
     row_hash,
+    seen_in_block,
     shift_of,
     store,
     weights,
@@ -139,7 +139,8 @@ def keys_kernel(
                         phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
                     )  # (BLOCK_N, BLOCK_M)  # fmt: skip
                     if BLOCKS:
-                        p = hide_in_block(p, block_tiles, state, rows[None, :], columns[:, None], BLOCK_Q, BLOCK_K)
+                        visible = seen_in_block(block_tiles, state, rows[None, :], columns[:, None], BLOCK_Q, BLOCK_K)
+                        p = tl.where(visible, p, 0.0)
                     dropped = p
                     if DROPOUT:
                         by_row = row_hash(seed, (b * heads + h).to(tl.int64), first_row + rows)[None, :]
@@ -282,13 +283,16 @@ def queries_kernel(
                     products = dot(q, tl.trans(k), None, PRECISION)
                     if SOFTCAP:
                         products = tanh(products * cap_scale)
+                    if BLOCKS:  # a masked NaN must not meet the neighbour that it shares a reciprocal with
+                        visible = seen_in_block(block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
+                        products = tl.where(visible, products, 0.0)
                     p = weights(
                         products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
                         left, right, before, after, mask, mask_n, mask_m, unit, shift,
                         phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
                     )  # (BLOCK_M, BLOCK_N)  # fmt: skip
                     if BLOCKS:
-                        p = hide_in_block(p, block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
+                        p = tl.where(visible, p, 0.0)
                     dp = dot(do, tl.trans(v), None, PRECISION)  # keys beyond the last have v = 0: no gradient
                     if DROPOUT:
                         by_column = column_hash(seed, columns)[None, :]

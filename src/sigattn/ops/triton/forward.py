@@ -16,11 +16,11 @@ from sigattn.ops.triton.tile import (
     column_hash,
     crossed,
     dot,
-    hide_in_block,
     kept,
     load,
     narrow,
     row_hash,
+    seen_in_block,
     shift_of,
     store,
     weights,
@@ -111,13 +111,16 @@ def forward_kernel(
                     products = dot(q, tl.trans(k), None, PRECISION)
                     if SOFTCAP:
                         products = tanh(products * cap_scale)
+                    if BLOCKS:  # a masked NaN must not meet the neighbour that it shares a reciprocal with
+                        visible = seen_in_block(block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
+                        products = tl.where(visible, products, 0.0)
                     p = weights(
                         products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
                         left, right, before, after, mask, mask_n, mask_m, unit, shift,
                         phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
                     )  # (BLOCK_M, BLOCK_N)  # fmt: skip
                     if BLOCKS:
-                        p = hide_in_block(p, block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
+                        p = tl.where(visible, p, 0.0)
                     if DROPOUT:
                         by_column = column_hash(seed, columns)[None, :]
                         p = tl.where(kept(by_row, by_column, threshold), p, 0.0)

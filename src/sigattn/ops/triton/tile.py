@@ -234,11 +234,10 @@ def block_state(block_table, row_start, column_start, stride_row, BLOCK_Q: tl.co
 
 
 @triton.jit
-def hide_in_block(p, block_tiles, state, r, c, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Zero what the mask of a block hides, for queries r and keys c of that block."""
+def seen_in_block(block_tiles, state, r, c, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return True where the mask of a block lets queries r see keys c, all of that block."""
     own = block_tiles + state.to(tl.int64) * (BLOCK_Q * BLOCK_K)
-    seen = tl.load(own + (r % BLOCK_Q) * BLOCK_K + c % BLOCK_K)
-    return tl.where(seen != 0, p, 0.0)
+    return tl.load(own + (r % BLOCK_Q) * BLOCK_K + c % BLOCK_K) != 0
 
 
 # -- dropout: ops/dropout.py, number for number -----------------------------------------------------------------------
