@@ -207,9 +207,9 @@ def test_kernels_do_not_visit_hidden_blocks(way, dtype):
 
     block = create_block_mask(islands, None, None, 150, 270, device=device)
     leaves = {key: t.detach()[:1, :2].to(device) for key, t in operands(150, 270, dtype, kv=1).items()}
+    leaves["key"][:, :, 121] = torch.nan  # hidden, in a block that is visible in part: its weight is 0 all the same
     for name, hidden in (("key", slice(128, 256)), ("value", slice(128, 256)), ("query", slice(128, 150))):
         leaves[name][:, :, hidden] = torch.nan
-    leaves["key"][:, :, 121] = torch.nan  # hidden, in a block that is visible in part: its weight is 0 all the same
         leaves[name].requires_grad_()
     with path(way):
         out = sigmoid_attention(**leaves, attn_mask=block, enable_gqa=True, bias=-2.0, backend="triton")
