@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention
+from sigattn.flash import flash_attn_with_kvcache
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
@@ -60,3 +61,21 @@ def test_the_older_onnx_exporter_is_an_error():
     pytest.importorskip("onnx")
     with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="sigattn::forward"):
         torch.onnx.export(Call(), operands(7, 9), io.BytesIO(), dynamo=False)
+
+
+def test_a_cache_is_traced_for_any_length():
+    """A token is written where the lengths of each call say, not where the call traced wrote it."""
+
+    class Decode(torch.nn.Module):
+        def forward(self, q, key_cache, value_cache, k, v, lengths):
+            out = flash_attn_with_kvcache(q, key_cache, value_cache, k, v, cache_seqlens=lengths, sigmoid_bias=-1.0)
+            return out, key_cache, value_cache
+
+    def arguments(length):
+        torch.manual_seed(length)
+        token, cache = (1, 1, 2, 4), (1, 16, 2, 4)
+        tensors = [torch.randn(shape) for shape in (token, cache, cache, token, token)]
+        return *tensors, torch.tensor([length], dtype=torch.int32)
+
+    traced = torch.jit.trace(Decode(), arguments(3), check_trace=False)
+    torch.testing.assert_close(traced(*arguments(7)), Decode()(*arguments(7)))

@@ -263,7 +263,7 @@ def _light(
 ) -> Tensor | None:  # (B, 1, Hq, Dv)
     """One token against few keys, as many for each sample, on a CPU; None where this is another or a faulty call."""
     tensors = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
         return None
     if not all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested and t.dim() == 4 for t in tensors):
         return None
