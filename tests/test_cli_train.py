@@ -1,6 +1,8 @@
 """sigattn train and what is done with its runs, as a user types it."""
 
+import importlib.util
 import json
+import signal
 import warnings
 from dataclasses import replace
 
@@ -61,16 +63,16 @@ class TestTrain:
         assert code == 1
         assert "differs in width" in message
 
-    def test_ctrl_c(self, tmp_path, capsys, monkeypatch):
-        import signal
-
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_signals(self, tmp_path, capsys, monkeypatch, number, code):
         evaluate = LanguageModelling.evaluate
-        pressed = lambda *a: (signal.raise_signal(signal.SIGINT), evaluate(*a))[1]  # noqa: E731
-        monkeypatch.setattr(LanguageModelling, "evaluate", pressed)
+        sent = lambda *a: (signal.raise_signal(number), evaluate(*a))[1]  # noqa: E731
+        monkeypatch.setattr(LanguageModelling, "evaluate", sent)
         with pytest.raises(SystemExit) as stop:
             cli.main(["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run"), *QUICK])
-        assert stop.value.code == 130
+        assert stop.value.code == code
         assert "the same command with --resume" in capsys.readouterr().out
+        assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
 
     @staticmethod
     def check_ecosystem(tmp_path, run, capsys, monkeypatch):
@@ -106,10 +108,60 @@ class TestTrain:
         code, message = failure(["pack", "--data", str(text), "--tokenizer", "x", "--save", "y"], capsys)
         assert code == 2
         assert "ends in .bin" in message
-        out = said(capsys, "pack", "--data", str(text), "--tokenizer", str(tmp_path / "t.json"), "--save", f"{run}.bin")
-        assert "tokens:" in out
-        options = ["--data", f"{run}.bin", "--model.vocabulary", "320", "--model.context", "8"]
-        cli.main(["train", "lm-kappa-1", "--tiny", "--folder", f"{run}2", *QUICK, *options])
+
+    def test_the_documented_route_from_a_corpus_to_text(self, tmp_path, capsys, monkeypatch):
+        """tokenizer, pack, train, and then everything that needs the tokenizer, after all three files are gone."""
+        text, packed = tmp_path / "text.txt", tmp_path / "corpus.bin"
+        text.write_text("the cat sat on the mat, and the dog too. " * 400)
+        vocabulary = tmp_path / "t.json"
+        said(capsys, "tokenizer", "--data", str(text), "--save", str(vocabulary), "--vocabulary", "300")
+        said(capsys, "pack", "--data", str(text), "--tokenizer", str(vocabulary), "--save", str(packed))
+        vocabulary.unlink()
+        train = ["train", "lm-kappa-1", "--tiny", *QUICK, "--data", str(packed), "--model.vocabulary", "320"]
+        train += ["--model.context", "8", "--folder", str(tmp_path / "run")]
+        cli.main(train)
+        cli.main([*train, "--resume"])
+        (tmp_path / "corpus.bin.tokenizer.json").write_text("{}")
+        _, message = failure([*train, "--resume"], capsys)
+        assert "corpus.bin.tokenizer.json, is missing or has changed" in message
+        for file in tmp_path.glob("corpus*"):
+            file.unlink()
+        run = str(tmp_path / "run")
+        assert said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5").startswith("the cat")
+        said(capsys, "evaluate", run, "--data", str(text))
+        self.check_ecosystem(tmp_path, run, capsys, monkeypatch)
+        (tmp_path / "run" / "tokenizer.json").write_text("{}")
+        _, message = failure(["generate", run], capsys)
+        assert "run/tokenizer.json, is missing or has changed" in message
+
+    def test_a_run_without_a_tokenizer(self, tmp_path, capsys):
+        """Of an earlier version, trained on a .bin: it must not read its tokens as bytes."""
+        text, vocabulary, run = tmp_path / "text.txt", str(tmp_path / "t.json"), str(tmp_path / "run")
+        text.write_text("the cat sat on the mat, and the dog too. " * 400)
+        said(capsys, "tokenizer", "--data", str(text), "--save", vocabulary, "--vocabulary", "256")
+        packed = tmp_path / "corpus.bin"
+        said(capsys, "pack", "--data", str(text), "--tokenizer", vocabulary, "--save", str(packed))
+        about = json.loads((tmp_path / "corpus.bin.json").read_text())
+        old = {name: about[name] for name in ("tokens", "vocabulary", "sha256")}
+        (tmp_path / "corpus.bin.json").write_text(json.dumps(old))
+        size = ["--model.context", "8", "--model.vocabulary", str(about["vocabulary"])]
+        cli.main(["train", "lm-kappa-1", "--tiny", *QUICK, *size, "--data", str(packed), "--folder", run])
+        commands = [["generate", run]]
+        if importlib.util.find_spec("transformers"):
+            commands.append(["export", run, str(tmp_path / "theirs")])
+        if importlib.util.find_spec("lm_eval"):
+            commands.append(["lm-eval", run, "--tasks", "x"])
+        for command in commands:
+            code, message = failure(command, capsys)
+            assert code == 1
+            assert f"was trained on the tokens of {packed}, and has kept no tokenizer" in message
+        capsys.readouterr()
+        out = said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5", "--tokenizer", vocabulary)
+        assert out.startswith("the cat")
+        other = str(tmp_path / "other.json")
+        said(capsys, "tokenizer", "--data", str(text), "--save", other, "--vocabulary", "400")
+        _, message = failure(["generate", run, "--tokenizer", other], capsys)
+        assert "tokens, and the model" in message
 
     @pytest.mark.parametrize("recipe", ["vit-simclr", "vit-mae"])
     def test_vision_is_probed(self, tmp_path, capsys, recipe):
@@ -192,6 +244,14 @@ class TestCompare:
         assert len(json.loads((tmp_path / "results.json").read_text())) == 4
         assert compare.run(quick, print) == table  # nothing is done twice
         assert capsys.readouterr().out == ""
+        assert "2 seeds, 2 steps. Data: scikit-learn's handwritten digits (" in table
+        longer = compare.run(replace(quick, steps=3, seeds=1), print)
+        assert "2 of 2" in capsys.readouterr().out  # what was done with other settings is done again
+        assert {r["steps"] for r in json.loads((tmp_path / "results.json").read_text())} == {3}
+        assert "1 seeds, 3 steps" in longer
+        monkeypatch.setattr(compare.Digits, "fingerprint", "other data")
+        compare.run(replace(quick, steps=3, seeds=1), print)
+        assert "2 of 2" in capsys.readouterr().out
 
     def test_differences_have_welch_s_interval(self):
         text = compare.difference([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from sigattn.data.dataset import DataError
 from sigattn.data.text import TextData
-from sigattn.data.tokens import END, documents, encode, load_tokenizer, pack, packed, train_tokenizer
+from sigattn.data.tokens import END, documents, encode, load_tokenizer, pack, packed, packed_tokenizer, train_tokenizer
 
 pytest.importorskip("tokenizers")
 
@@ -60,6 +61,48 @@ def test_a_packed_corpus_is_read_in_place(corpus, tmp_path):
     (corpus / "d.jsonl.gz").write_bytes(b"not zipped")
     with pytest.raises(DataError, match=r"cannot read .*d\.jsonl\.gz"):
         list(documents(corpus))
+
+
+@pytest.fixture
+def stored(corpus, tmp_path):
+    tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
+    pack(corpus, tokenizer, tmp_path / "corpus.bin")
+    return tmp_path / "corpus.bin"
+
+
+def test_a_packed_file_that_changed_at_equal_size_is_refused(stored):
+    content = stored.read_bytes()
+    times = stored.stat()
+    changed = content[:400] + content[404:408] + content[404:]
+    assert len(changed) == len(content)
+    assert changed != content
+    stored.write_bytes(changed)
+    with pytest.raises(DataError, match=r"corpus\.bin has changed since sigattn pack wrote it"):
+        packed(stored, 300, context=8, held_out=0.1)
+    stored.write_bytes(content)  # the same content again, at another time
+    os.utime(stored, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
+    assert len(packed(stored, 300, context=8, held_out=0.1).training)
+
+
+def test_the_tokenizer_of_a_packed_file(stored, corpus, tmp_path):
+    own = packed_tokenizer(stored)
+    assert own == tmp_path / "corpus.bin.tokenizer.json"
+    assert load_tokenizer(own).to_str() == load_tokenizer(tmp_path / "tokenizer.json").to_str()
+    (tmp_path / "compact.json").write_text(json.dumps(json.loads((tmp_path / "tokenizer.json").read_text())))
+    assert packed_tokenizer(stored, tmp_path / "compact.json") == own  # the same, written otherwise
+    train_tokenizer(corpus, 280, tmp_path / "other.json")
+    with pytest.raises(DataError, match=r"packed with another tokenizer .* leave out --tokenizer"):
+        packed_tokenizer(stored, tmp_path / "other.json")
+    about = json.loads((tmp_path / "corpus.bin.json").read_text())
+    old = {name: about[name] for name in ("tokens", "vocabulary", "sha256")}
+    (tmp_path / "corpus.bin.json").write_text(json.dumps(old))
+    assert packed_tokenizer(stored) is None
+    assert packed_tokenizer(stored, tmp_path / "tokenizer.json") == tmp_path / "tokenizer.json"
+    with pytest.raises(DataError, match=r"other\.json has 280 tokens"):
+        packed_tokenizer(stored, tmp_path / "other.json")
+    (tmp_path / "corpus.bin.json").write_text("{}")
+    with pytest.raises(DataError, match=r"corpus\.bin\.json lacks sha256, tokens, vocabulary"):
+        packed_tokenizer(stored)
 
 
 def test_parquet(tmp_path, monkeypatch):

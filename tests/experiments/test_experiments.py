@@ -1,10 +1,12 @@
 """Every experiment at its smallest scale, from the registry; what is written; statistics; the command."""
 
 import html
+import html.parser
 import importlib
 import json
 import math
 import statistics
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from sigattn import cli
 from sigattn.experiments import dropped_keys, k_summation, kept, lr_sensitivity, pages, sigma_accuracy, speed, sweep
-from sigattn.experiments.experiment import SCALES, ExperimentError, Setting
+from sigattn.experiments.experiment import SCALES, ExperimentError, Result, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find
 from sigattn.recipes import intervals
 
@@ -110,6 +112,39 @@ def test_a_run_with_other_settings_is_done_again(tmp_path):
     assert (len(first.rows), len(second.rows)) == (2, recipe.training.steps)
 
 
+def test_a_run_on_other_data_is_done_again_and_the_page_names_it(tmp_path, monkeypatch):
+    """The same settings on a text that changed, then on another one, and again on the first."""
+    recipe = lr_sensitivity.base(Setting("smoke", 1, tmp_path), 1)
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for i, path in enumerate(texts):
+        path.write_text(f"the text number {i}. " * 400)
+
+    def losses(path, lines):
+        setting = Setting("smoke", 1, tmp_path, lines.append, workers=1, data=path)
+        (outcome,) = sweep.train_all(setting, sweep.jobs({"same name": recipe}, setting))["same name"]
+        result = experiment_result()
+        written = pages.write(tmp_path / "page", find("lr-sensitivity"), setting, result, ABOUT)
+        assert [line.split(" (")[0] for line in written.data] == [str(path)]
+        assert f"--data {path}" in (tmp_path / "page" / "page.md").read_text()
+        assert str(path) in pages.index(tmp_path, pages.read(tmp_path)).read_text()
+        return [row["loss"] for row in outcome.rows], written.data
+
+    lines = []
+    first = losses(texts[0], lines)
+    assert losses(texts[0], lines) == first
+    assert len(lines) == 1  # done once
+    assert losses(texts[1], lines)[0] != first[0]
+    texts[0].write_text("the text numbex 0. " * 400)  # as long as before
+    changed = losses(texts[0], lines)
+    assert changed[0] != first[0]
+    assert changed[1] != first[1]
+    assert len(lines) == 3
+
+
+def experiment_result():
+    return Result(("a",), [("b",)], [], [])
+
+
 def test_the_papers_scale_does_not_train_on_other_text(tmp_path):
     for name in ("position-ablation", "lr-sensitivity", "constant-bias", "length-power", "bias-rules", "dropped-keys"):
         with pytest.raises(ExperimentError, match="C4's realnews"):
@@ -129,6 +164,38 @@ def test_speed_at_the_papers_scale_needs_a_gpu(tmp_path):
     for name in ("attention-times", "norm-crossing", "vit-times"):
         with pytest.raises(ExperimentError, match="on a GPU"):
             find(name).run(Setting("paper", 1, tmp_path))
+
+
+class _Page(html.parser.HTMLParser):
+    """Collects every tag with its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags = []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+
+def test_no_field_of_a_page_becomes_markup(tmp_path):
+    """A page.json that somebody sent, each text of it a script and an attribute that ends early."""
+    evil = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>"
+    (tmp_path / "x").mkdir()
+    fields = {
+        "name": evil, "title": evil, "place": evil, "scale": evil, "seeds": 1, "differs": evil, "columns": [evil],
+        "rows": [[evil], [evil]], "findings": [{"verdict": evil, "claim": evil, "seen": evil}], "picture": True,
+        "provenance": {evil: evil}, "data": [evil], "command": evil,
+    }  # fmt: skip
+    names = {f.name for f in dataclass_fields(pages.Written)}
+    assert names <= set(fields)
+    (tmp_path / "x" / "page.json").write_text(json.dumps({n: fields[n] for n in names}))
+    page = _Page()
+    page.feed(pages.index(tmp_path, pages.read(tmp_path)).read_text())
+    assert "script" not in {tag for tag, _ in page.tags}
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert [set(attributes) for attributes in images] == [{"src", "alt", "width"}]
+    assert images[0]["alt"] == evil
+    assert images[0]["src"].startswith("%22")
 
 
 def test_what_was_measured_is_kept(tmp_path):

@@ -16,11 +16,12 @@ from sigattn.models.saving import load as load_model
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.config import TrainConfig, linear_scaling, steps_of_epochs
-from sigattn.train.interrupt import CtrlC
+from sigattn.train.interrupt import StopRequest
 from sigattn.train.loop import Interrupted, NonFiniteLossError
 from sigattn.train.metrics import count_spikes
 from sigattn.train.optimizer import make_optimizer
 from sigattn.train.schedule import factor
+from sigattn.validation import SettingsError
 
 MODEL = LanguageModelConfig(context=32, layers=2, width=32, heads=2)
 TRAIN = TrainConfig(steps=12, batch=4, warmup_steps=3, validate_every=5, checkpoint_every=4, seed=3)
@@ -241,12 +242,63 @@ def test_spikes_are_counted():
 
 def test_what_a_killed_process_left_half_done_is_swept_away(tmp_path, text):
     folder = tmp_path / "checkpoints"
-    train(MODEL, replace(TRAIN, steps=4), text, tmp_path)
-    (folder / "step-00000006.unfinished").mkdir()
+    (folder / "step-00000006.unfinished").mkdir(parents=True)
     (folder / "step-00000002.old").mkdir()
-    assert [p.name for p in checkpoint.complete(folder)] == ["step-00000004"]
+    assert checkpoint.complete(folder) == []
     train(MODEL, replace(TRAIN, steps=4, checkpoint_every=2, seed=3), text, tmp_path)
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_a_run_is_not_started_over_another(tmp_path, text):
+    train(MODEL, replace(TRAIN, steps=2), text, tmp_path)
+    with pytest.raises(SettingsError, match="holds a run already"):
+        train(MODEL, replace(TRAIN, steps=2), text, tmp_path)
+
+
+def test_random_numbers_differ_from_step_to_step_and_seed_to_seed(tmp_path, text, monkeypatch):
+    """Of dropout, say: each step draws its own, and a run that was stopped draws what it would have drawn."""
+    loss, drawn = LanguageModelling.loss, []
+
+    def drawing(self, module, batch):
+        drawn.append(torch.rand(()).item())
+        return loss(self, module, batch)
+
+    monkeypatch.setattr(LanguageModelling, "loss", drawing)
+
+    def draws(name, config, **options):
+        drawn.clear()
+        train(MODEL, config, text, tmp_path / name, **options)
+        return list(drawn)
+
+    whole = draws("whole", TRAIN)
+    assert len(set(whole)) == TRAIN.steps
+    assert not set(draws("other", replace(TRAIN, seed=4))) & set(whole)
+
+    def stop(row):
+        if row["step"] == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(MODEL, TRAIN, text, tmp_path / "parts", on_row=stop)
+    assert draws("parts", TRAIN, resume=True) == whole[5:]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path, text, monkeypatch):
+    """The loss itself is finite: the slope of a square root at 0 is infinite, and times 0 NaN."""
+    loss, weights = LanguageModelling.loss, []
+
+    def bad(self, module, batch):
+        value = loss(self, module, batch)
+        if module.training and len(numbers(tmp_path)) == 9:
+            weights.append((module, {n: t.clone() for n, t in module.state_dict().items()}))
+            value = value + (0 * module.embedding.weight.sum()).sqrt()
+        return value
+
+    monkeypatch.setattr(LanguageModelling, "loss", bad)
+    with pytest.raises(NonFiniteLossError, match=r"step 9: loss \d.*, gradient norm nan; .*step-00000008"):
+        train(MODEL, replace(TRAIN, clip=None), text, tmp_path)
+    ((module, before),) = weights
+    assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
 
 
 def test_ctrl_c_in_the_midst_of_a_step_finishes_it(tmp_path, text, monkeypatch):
@@ -269,13 +321,21 @@ def test_ctrl_c_in_the_midst_of_a_step_finishes_it(tmp_path, text, monkeypatch):
 
 
 def test_a_second_ctrl_c_does_not_wait():
-    previous = signal.getsignal(signal.SIGINT)
-    with CtrlC() as ctrl_c:
+    previous = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with StopRequest() as request:
         signal.raise_signal(signal.SIGINT)
-        assert ctrl_c.pressed
+        assert request.signal == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == previous
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == previous
+
+
+def test_a_second_sigterm_changes_nothing():
+    """A scheduler and torchrun may send one each."""
+    with StopRequest() as request:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert request.signal == signal.SIGTERM
 
 
 def test_statistics_of_the_weights_every_few_steps(tmp_path, text):

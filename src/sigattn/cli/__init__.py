@@ -31,6 +31,7 @@ try:
     from sigattn.optional import MissingPackageError
     from sigattn.recipes.registry import RecipeError
     from sigattn.train.checkpoint import CheckpointError
+    from sigattn.train.folder_lock import FolderInUseError
     from sigattn.train.loop import NonFiniteLossError
     from sigattn.validation import SettingsError
 except ModuleNotFoundError as missing:
@@ -75,6 +76,7 @@ USAGE_ERRORS = (SettingsError, RecipeError, ExperimentError)
 DATA_ERRORS = (
     DataError,
     CheckpointError,
+    FolderInUseError,
     ModelError,
     NonFiniteLossError,
     BenchmarkError,

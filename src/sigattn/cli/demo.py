@@ -23,7 +23,7 @@ def run_demo(options: demo.Demo) -> None:
             runs = demo.run(options, display.update)
     except Interrupted as stop:
         console.print(f"\n{stop}\nTo go on: sigattn demo --resume --run-folder {options.run_folder}", highlight=False)
-        sys.exit(130)
+        sys.exit(128 + stop.signal)
     table = Table(title="Softmax and sigmoid attention, side by side", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, _ in report.TABLE:
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=name == "model")

@@ -12,24 +12,30 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.cli.runs import language_model
+from sigattn.cli.runs import language_model, language_model_files
 from sigattn.data.tokens import END, load_tokenizer
 from sigattn.validation import SettingsError, check_at_least
 
 
-def export(folder: Annotated[Path, tyro.conf.Positional], save: Annotated[Path, tyro.conf.Positional], /) -> None:
+def export(
+    folder: Annotated[Path, tyro.conf.Positional],
+    save: Annotated[Path, tyro.conf.Positional],
+    /,
+    tokenizer: Path | None = None,
+) -> None:
     """Write a run's language model into a folder that transformers loads (AutoModelForCausalLM).
 
     Args:
         folder: of the run.
         save: the folder to write.
+        tokenizer: of a run that has kept none.
     """
     transformers_model: Any = importlib.import_module("sigattn.integrations.transformers_model")
-    model, tokenizer = language_model(folder)
+    model, path = language_model_files(folder, tokenizer)
     end = None
-    if tokenizer is not None and load_tokenizer(tokenizer).token_to_id(END) is not None:
+    if path is not None and load_tokenizer(path).token_to_id(END) is not None:
         end = END
-    transformers_model.export(model, save, tokenizer, end)
+    transformers_model.export(model, save, path, end)
     print(f"{save}: import sigattn.integrations.transformers_model, then AutoModelForCausalLM.from_pretrained")
 
 
@@ -40,6 +46,7 @@ def lm_eval(
     include: Path | None = None,
     limit: int | None = None,
     batch: int = 8,
+    tokenizer: Path | None = None,
 ) -> None:
     """Evaluate a run's language model by lm-evaluation-harness: the paper's nine tasks, or those named.
 
@@ -47,18 +54,19 @@ def lm_eval(
         folder: of the run.
         tasks: names of the harness's tasks; none for ARC easy and challenge, HellaSwag, PIQA, SciQ, WinoGrande and
             LAMBADA, and with one example TriviaQA and WebQuestions.
-        include: folder of further tasks (YAML).
+        include: folder of further tasks (YAML). The harness runs the Python code that a task names with !function:
+            include only folders that you trust.
         limit: samples of each task.
         batch: sequences at a time.
+        tokenizer: of a run that has kept none.
     """
     check_at_least(1, {"limit": limit, "batch": batch})
     harness: Any = importlib.import_module("sigattn.integrations.lm_eval")
-    model, path = language_model(folder)
-    tokenizer = None if path is None else load_tokenizer(path)
-    end = None if tokenizer is None else tokenizer.token_to_id(END)
+    model, vocabulary = language_model(folder, tokenizer)
+    end = None if vocabulary is None else vocabulary.token_to_id(END)
     try:
         found = harness.evaluate(
-            harness.SigattnLM(model, tokenizer, batch, end or 0), tasks, include=include, limit=limit
+            harness.SigattnLM(model, vocabulary, batch, end or 0), tasks, include=include, limit=limit
         )
     except (ValueError, ConnectionError) as error:
         raise SettingsError(" ".join(str(error).split())) from error

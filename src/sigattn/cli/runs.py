@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sigattn.data.dataset import DataError
+from sigattn.data.hashing import file_sha256
+from sigattn.data.tokens import load_tokenizer, packed_tokenizer
 from sigattn.files import TEXT_OR_NONE, FileFormatError, naming, read_object
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
@@ -16,23 +18,32 @@ from sigattn.recipes.registry import RecipeError, find
 from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError
 
+TOKENIZER = "tokenizer.json"
+
 
 def remember(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
-    """What was trained on what, for the commands below."""
+    """Write run.json, what was trained on what, and keep a copy of the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {n: None if getattr(options, n) is None else str(getattr(options, n)) for n in ("data", "tokenizer")}
+    data, tokenizer = options.data, options.tokenizer
+    if data is not None and data.suffix == ".bin":
+        tokenizer = packed_tokenizer(data, tokenizer)
     settings: Any = (recipe.model, recipe.task, recipe.training)
     model, task, training = (dataclasses.asdict(s) for s in settings)
-    about = {"recipe": name, **paths, "model": model, "task": task, "training": training}
+    about: dict[str, Any] = {"recipe": name, "data": None if data is None else str(data), "tokenizer": None}
+    if tokenizer is not None:
+        kept = folder / TOKENIZER
+        kept.write_bytes(tokenizer.read_bytes())
+        about |= {"tokenizer": TOKENIZER, "tokenizer_sha256": file_sha256(kept)}
+    about |= {"model": model, "task": task, "training": training}
     with naming(folder / "run.json"):
         (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
-    """The recipe, the data's and the tokenizer's place of a run.
+    """Return the recipe of a run, and the paths of its data and its tokenizer.
 
     Raises:
-        DataError: if the folder holds no run.
+        DataError: if the folder holds no run, or its tokenizer is missing or has changed.
     """
     try:
         about = read_object(
@@ -49,18 +60,49 @@ def recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
         model, task = saving.from_dict(type(recipe.model), about["model"]), type(recipe.task)(**about["task"])
     except (OSError, FileFormatError, RecipeError, SettingsError, KeyError, TypeError) as error:
         raise DataError(f"{folder} holds no run of sigattn train: {error}") from error
-    paths = [None if about[n] is None else Path(about[n]) for n in ("data", "tokenizer")]
-    return dataclasses.replace(recipe, model=model, task=task, training=training), paths[0], paths[1]
+    data = None if about["data"] is None else Path(about["data"])
+    return dataclasses.replace(recipe, model=model, task=task, training=training), data, _tokenizer(folder, about)
 
 
-def language_model(folder: Path) -> tuple[LanguageModel, Path | None]:
-    """The language model of a run, and the place of its tokenizer (None for bytes).
+def _tokenizer(folder: Path, about: dict[str, Any]) -> Path | None:
+    if about["tokenizer"] is None:
+        return None
+    if "tokenizer_sha256" not in about:  # a run of an earlier version, which kept no copy
+        return Path(about["tokenizer"])
+    kept = folder / TOKENIZER
+    if not kept.exists() or file_sha256(kept) != about["tokenizer_sha256"]:
+        raise DataError(f"the tokenizer of the run, {kept}, is missing or has changed")
+    return kept
+
+
+def language_model(folder: Path, named: Path | None = None) -> tuple[LanguageModel, Any]:
+    """Return the language model of a run and its tokenizer, of Hugging Face's ``tokenizers`` (None for bytes).
+
+    Args:
+        folder: of the run. named: the tokenizer of a run that has kept none.
 
     Raises:
-        DataError: if the folder holds none.
+        DataError: if the folder holds no language model, or the tokenizer is not known or does not fit.
     """
-    recipe, _, tokenizer = recall(folder)
+    model, path = language_model_files(folder, named)
+    return model, None if path is None else load_tokenizer(path)
+
+
+def language_model_files(folder: Path, named: Path | None = None) -> tuple[LanguageModel, Path | None]:
+    """Return the same with the tokenizer's path."""
+    recipe, data, path = recall(folder)
     model = saving.load(folder / "model")
     if not isinstance(model, LanguageModel):
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no language model")
-    return model, tokenizer
+    if path is not None and named is not None:
+        raise DataError(f"the run has a tokenizer of its own, {path}: leave out --tokenizer")
+    path = path or named
+    vocabulary = model.config.vocabulary
+    if path is None:
+        if vocabulary != 256 or (data is not None and data.suffix == ".bin"):
+            raise DataError(
+                f"{folder} was trained on the tokens of {data}, and has kept no tokenizer: name it with --tokenizer"
+            )
+    elif (size := load_tokenizer(path).get_vocab_size()) > vocabulary:
+        raise DataError(f"the tokenizer {path} has {size} tokens, and the model {vocabulary}")
+    return model, path

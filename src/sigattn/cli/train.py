@@ -17,7 +17,7 @@ from sigattn.cli.parsing import parse
 from sigattn.cli.runs import language_model, recall, remember
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
-from sigattn.data.tokens import END, load_tokenizer
+from sigattn.data.tokens import END
 from sigattn.distributed.sharding import leave, processes
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
@@ -26,6 +26,7 @@ from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find
 from sigattn.train import loop, metrics
+from sigattn.train.checkpoint import refuse_second_run
 from sigattn.train.loop import Interrupted, Row
 from sigattn.validation import SettingsError, check_at_least, check_seed
 
@@ -82,19 +83,24 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     folder, console = options.folder, Console()
     first = processes().first
     _check(recipe)
-    if not options.resume and (folder / "checkpoints").is_dir() and any((folder / "checkpoints").glob("step-*")):
-        raise SettingsError(f"the run folder {folder} holds a run already: add --resume, or name another")
+    if not options.resume:
+        refuse_second_run(folder)  # before the data is read, which may take long
     try:
         data = loading.load(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
-        if first:
-            remember(folder, recipe, name, options)
         with _Display(console, recipe, first) as display:
             loop.train(
-                recipe.task, recipe.model, recipe.training, data, folder, resume=options.resume, on_row=display.update
+                recipe.task,
+                recipe.model,
+                recipe.training,
+                data,
+                folder,
+                resume=options.resume,
+                on_row=display.update,
+                on_start=lambda _: remember(folder, recipe, name, options),
             )
     except Interrupted as stop:
         console.print(f"\n{stop}\nTo go on: the same command with --resume", highlight=False)
-        sys.exit(130)
+        sys.exit(128 + stop.signal)
     if first:
         rows = metrics.read(folder / "metrics.jsonl")
         final = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
@@ -182,6 +188,7 @@ def generate(
     beams: int = 1,
     stop: str = "",
     seed: int = 0,
+    tokenizer: Path | None = None,
 ) -> None:
     """Let a language model of a run go on with a text. It ends where the tokenizer's end of a document comes.
 
@@ -195,19 +202,19 @@ def generate(
         beams: above 1, beam search, which takes the likeliest of so many continuations; temperature is 0 then.
         stop: end after this character, or what else is one token.
         seed: of sampling.
+        tokenizer: of a run that has kept none.
     """
-    model, tokenizer_path = language_model(folder)
-    tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
+    model, vocabulary = language_model(folder, tokenizer)
 
     def encode(text: str) -> list[int]:
-        return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text).ids)
+        return list(text.encode()) if vocabulary is None else list(vocabulary.encode(text).ids)
 
     check_at_least(0, {"tokens": tokens})
     check_seed({"seed": seed})
     ends = encode(stop)
     if len(ends) > 1:
         raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")
-    if tokenizer is not None and (end := tokenizer.token_to_id(END)) is not None:
+    if vocabulary is not None and (end := vocabulary.token_to_id(END)) is not None:
         ends.append(end)
     try:
         (made,) = model.generate(
@@ -223,7 +230,7 @@ def generate(
     except ValueError as error:
         raise SettingsError(str(error)) from error
     made = made.tolist()
-    print(bytes(made).decode(errors="replace") if tokenizer is None else tokenizer.decode(made))
+    print(bytes(made).decode(errors="replace") if vocabulary is None else vocabulary.decode(made))
 
 
 def probe(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator, shuffled
+from sigattn.data.hashing import files_sha256
 from sigattn.data.shards import ShardedImage, sharded_images, shards
 from sigattn.data.unreadable import Unreadable
 from sigattn.optional import needs
@@ -202,9 +203,12 @@ class ImageFolder(Data):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the files' names and the augmentation."""
-        names = "\n".join(str(f).removeprefix(f"{self.root}/") for f in (*self._train, *self._held))
-        return hashlib.sha256(f"{self.augmentation} {self.size} {self.jitter}\n{names}".encode()).hexdigest()
+        """Hash of the images' names and classes, of their files (``hashing.files_sha256``) and the augmentation."""
+        images = (*self._train, *self._held)
+        names = "\n".join(f"{str(f).removeprefix(f'{self.root}/')} {f.label}" for f in images)
+        paths = sorted({f.path if isinstance(f, _File) else f.shard for f in images})
+        files = files_sha256((str(p.relative_to(self.root)), p) for p in paths)
+        return hashlib.sha256(f"{self.augmentation} {self.size} {self.jitter}\n{names}\n{files}".encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._train)

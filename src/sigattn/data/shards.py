@@ -14,6 +14,7 @@ from pathlib import Path
 from sigattn.data.dataset import DataError
 
 SUFFIXES = ("jpeg", "jpg", "png", "webp")
+_LONGEST_LABEL = 32  # bytes
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def sharded_images(files: list[Path]) -> list[ShardedImage]:
                     if kind.lower() in SUFFIXES:
                         images[key] = member
                     elif kind == "cls" and (content := archive.extractfile(member)) is not None:
-                        labels[key] = int(content.read())
+                        labels[key] = int(content.read(_LONGEST_LABEL))  # a sparse member can claim any size
         except (tarfile.TarError, OSError, ValueError) as error:
             raise DataError(f"cannot read {file}: {error}") from error
         if missing := sorted(images.keys() - labels.keys()):

@@ -7,7 +7,6 @@ import hashlib
 import io
 import itertools
 import math
-import tarfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sigattn.data import archives
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator
+from sigattn.data.hashing import files_sha256
 from sigattn.data.unreadable import Unreadable
 
 
@@ -61,7 +62,7 @@ class Speech(Data):
         self.spec_augment_from = spec_augment_from
         files = {path for u in (*training, *held_out) for path, _, _ in u.pieces}
         self.unreadable = Unreadable("recording", len(files)) if unreadable is None else unreadable
-        self._archive = {} if archive is None else unpacked(archive)
+        self._archive, self._source = {} if archive is None else unpacked(archive), archive
         self._epochs: list[list[list[int]]] = []
         self._made_for: tuple[int, int] | None = None
 
@@ -112,10 +113,15 @@ class Speech(Data):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of texts, names and lengths."""
+        """Hash of texts, names and lengths, and of the files (``hashing.files_sha256``)."""
         digest = hashlib.sha256(f"{self.mels} {self.spec_augment_from}".encode())
+        paths = {self._source} if self._source is not None else set()
         for u in (*self.training, *self.held_out):
             digest.update(f"{[(p.name, a, b) for p, a, b in u.pieces]} {u.text}\n".encode())
+            if self._source is None:
+                paths |= {p for p, _, _ in u.pieces}
+        ordered = sorted(paths)
+        digest.update(files_sha256((path.name, path) for path in ordered).encode())
         return digest.hexdigest()
 
     def _chosen(self, step: int, size: int, seed: int) -> tuple[list[int], int]:
@@ -254,10 +260,9 @@ def _groups(order: Sequence[int], utterances: Sequence[Utterance], seconds: floa
 
 @functools.cache
 def unpacked(archive: Path) -> dict[str, bytes]:
-    """The recordings of an archive, by their names in it."""
-    try:
-        with tarfile.open(archive) as tar:
-            files = [(m.name, tar.extractfile(m)) for m in tar if m.isfile() and m.name.endswith(".wav")]
-            return {name: file.read() for name, file in files if file is not None}
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(f"cannot read the archive {archive}: {error}") from error
+    """Return the recordings (.wav) of a .tar file, compressed or not, by their names in it.
+
+    Raises:
+        DataError: if it cannot be read, or unpacks to more than ``archives.MOST_BYTES``.
+    """
+    return archives.members(archive, ".wav")

@@ -117,10 +117,11 @@ class TextData(Data):
 
     Args:
         text: what it is cut from. context: tokens of a window. held_out: number of windows held out.
+        tokenizer: hash of the tokenizer's file; None for bytes, or where it is not known.
     """
 
-    def __init__(self, text: ByteText, context: int, held_out: int = 64) -> None:
-        self.text, self.context, self.held_out = text, context, held_out
+    def __init__(self, text: ByteText, context: int, held_out: int = 64, *, tokenizer: str | None = None) -> None:
+        self.text, self.context, self.held_out, self.tokenizer = text, context, held_out, tokenizer
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Tokens and the tokens that follow them, (B, context) each."""
@@ -134,8 +135,8 @@ class TextData(Data):
 
     @property
     def fingerprint(self) -> str:
-        """The text's hash."""
-        return self.text.sha256
+        """Hash of the text or its tokens, and of the tokenizer."""
+        return self.text.sha256 if self.tokenizer is None else f"{self.text.sha256}, tokenizer {self.tokenizer}"
 
 
 def _windows(tokens: Tensor, starts: Tensor, context: int, vocabulary: int) -> tuple[Tensor, Tensor]:

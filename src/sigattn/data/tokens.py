@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sigattn.data.dataset import DataError
+from sigattn.data.hashing import file_sha256
 from sigattn.data.stream import hub_documents, is_streamed
 from sigattn.data.text import ByteText
 from sigattn.files import FileFormatError, naming, read_object
@@ -177,8 +178,8 @@ def pack(
 ) -> int:
     """Write all documents as one row of tokens, an end token after each, into a file of 32-bit numbers; gives how many.
 
-    With a limit, the document that reaches so many tokens is the last. ``save`` ends in .bin. What is needed to read it
-    stands beside it, in a file that ends in .bin.json.
+    With a limit, the document that reaches so many tokens is the last. ``save`` ends in .bin. Two files next to it hold
+    what is needed to read it: .bin.json (sizes and hashes) and .bin.tokenizer.json.
     """
     encoded, count, digest = encoder(tokenizer), 0, hashlib.sha256()
     _check_save(save)
@@ -197,29 +198,69 @@ def pack(
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    about = {"tokens": count, "vocabulary": tokenizer.get_vocab_size(), "sha256": digest.hexdigest()}
+    vocabulary = save.with_name(save.name + ".tokenizer.json")
+    tokenizer.save(str(vocabulary))
+    about = {
+        "tokens": count,
+        "vocabulary": tokenizer.get_vocab_size(),
+        "sha256": digest.hexdigest(),
+        "mtime_ns": unfinished.stat().st_mtime_ns,
+        "tokenizer": vocabulary.name,
+        "tokenizer_sha256": file_sha256(vocabulary),
+    }
     save.with_name(save.name + ".json").write_text(json.dumps(about) + "\n")
     os.replace(unfinished, save)
     return count
 
 
 def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -> ByteText:
-    """A file that ``pack`` wrote, read in place: its last part held out.
+    """Return the text in a file that ``pack`` wrote, read in place: its last part held out.
+
+    Unless the file's time of modification is the recorded one, its hash is computed and compared with the recorded one.
 
     Raises:
-        DataError: if it is not such a file, has more tokens than the model, or is too short.
+        DataError: if it is not such a file, has changed since, has more tokens than the model, or is too short.
     """
-    try:
-        about = read_object(path.with_name(path.name + ".json"), tokens=int, vocabulary=int, sha256=str)
-        size = path.stat().st_size
-    except (OSError, FileFormatError) as error:
-        raise DataError(f"{path} is no file of sigattn pack: {error}") from error
-    if size != 4 * about["tokens"]:
-        raise DataError(f"{path} should hold {about['tokens']} tokens of 4 bytes, and has {size} bytes")
+    about = _about(path)
+    status = path.stat()
+    if status.st_size != 4 * about["tokens"]:
+        raise DataError(f"{path} should hold {about['tokens']} tokens of 4 bytes, and has {status.st_size} bytes")
     if about["vocabulary"] > vocabulary:
         raise DataError(f"the tokenizer has {about['vocabulary']} tokens, and the model {vocabulary}")
+    if status.st_mtime_ns != about.get("mtime_ns") and file_sha256(path) != about["sha256"]:
+        raise DataError(f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that of {path.name}.json)")
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
     return ByteText.split_tokens(tokens, context, held_out, about["sha256"], vocabulary=vocabulary)
+
+
+def packed_tokenizer(path: Path, named: Path | None = None) -> Path | None:
+    """Return the tokenizer of a file that ``pack`` wrote: the one next to it, or ``named`` if none was recorded.
+
+    Raises:
+        DataError: if the recorded one is missing or has changed, or ``named`` is another one or has another number of
+            tokens.
+    """
+    about = _about(path)
+    if "tokenizer" not in about:  # packed by an earlier version
+        if named is not None and (size := load_tokenizer(named).get_vocab_size()) != about["vocabulary"]:
+            raise DataError(f"{named} has {size} tokens, and that of {path} {about['vocabulary']}")
+        return named
+    recorded = path.with_name(Path(str(about["tokenizer"])).name)
+    if not recorded.exists() or file_sha256(recorded) != about["tokenizer_sha256"]:
+        raise DataError(f"the tokenizer of {path}, {recorded}, is missing or has changed: pack again, or restore it")
+    if named is not None and load_tokenizer(named).to_str() != load_tokenizer(recorded).to_str():
+        raise DataError(f"{path} was packed with another tokenizer ({recorded}) than {named}: leave out --tokenizer")
+    return recorded
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """Return what ``pack`` recorded of a file."""
+    try:
+        about = read_object(path.with_name(path.name + ".json"), tokens=int, vocabulary=int, sha256=str)
+        path.stat()
+    except (OSError, FileFormatError) as error:
+        raise DataError(f"{path} is no file of sigattn pack: {error}") from error
+    return about
 
 
 def _tokenizers() -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -120,13 +120,13 @@ class Processes:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         return {"row_mass": mean[0].item(), "hoyer_sparsity": mean[1].item(), "max_logit": largest.item()}
 
-    def any(self, value: bool) -> bool:
-        """Whether it holds on some process."""
+    def largest(self, value: int) -> int:
+        """Return the largest value of all processes."""
         if self.count == 1:
             return value
-        flag = torch.tensor(float(value), device=self.device)
-        dist.all_reduce(flag)
-        return flag.item() > 0
+        found = torch.tensor(float(value), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found.item())
 
     def wait(self) -> None:
         """For all processes."""
@@ -208,7 +208,7 @@ def gradient_norm(module: nn.Module, processes: Processes) -> Tensor:
             if split and hasattr(part, "keep_heads"):
                 for name, parameter in part.named_parameters():
                     if name.split(".")[0] not in split and parameter.grad is not None:
-                        dist.all_reduce(_local(parameter.grad), group=group)
+                        dist.all_reduce(local(parameter.grad), group=group)
     groups: dict[Any, list[Tensor]] = {}
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -232,7 +232,8 @@ def clip_gradient(module: nn.Module, largest: float, norm: Tensor) -> None:
             g.mul_(factor)
 
 
-def _local(t: Tensor) -> Tensor:
+def local(t: Tensor) -> Tensor:
+    """Return this process's part of a tensor that processes may share."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
@@ -257,3 +258,11 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
     state: Any = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     whole: dict[str, Tensor] = state
     return whole
+
+
+def load_whole_state(module: nn.Module, state: dict[str, Any]) -> None:
+    """Load all weights, which every process passes, into a module that processes may share."""
+    if dist.is_available() and dist.is_initialized():
+        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        module.load_state_dict(state)

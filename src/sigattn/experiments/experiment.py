@@ -30,6 +30,7 @@ class Setting:
         data: tokens or text for the language models (as ``sigattn train --data``); None for CPython's documentation as
             bytes, which the paper's scale does not take. tokenizer: for text.
         speech: recordings, the spoken digits as a folder or .tar.gz; None to do without, which only "smoke" can.
+        used: the data that runs were trained on, name and fingerprint; filled in as they are.
     """
 
     scale: Scale
@@ -40,6 +41,7 @@ class Setting:
     data: Path | None = None
     tokenizer: Path | None = None
     speech: Path | None = None
+    used: dict[str, str] = field(default_factory=dict)
 
     def of(self, smoke: Any, small: Any, paper: Any) -> Any:
         """The value for the scale."""

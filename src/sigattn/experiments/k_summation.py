@@ -25,6 +25,7 @@ from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
 from sigattn.models.sequence import SequenceModel
 from sigattn.recipes import intervals
+from sigattn.recipes.kept_run import finished
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 from sigattn.tasks.k_summation import KSummationTask
@@ -156,8 +157,9 @@ def model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, ste
     part = replace(recipe, training=replace(recipe.training, steps=steps))
     folder = _evolution_folder(setting, mechanism, seed, steps)
     job = sweep.Job(mechanism, part, seed)
-    if not sweep.is_done(folder, job):
-        sweep.train_one(folder, job)
+    own = sweep.identity_of(setting, job, {})
+    if finished(folder / sweep.DONE, own) is None:
+        sweep.train_one(folder, job, own)
     model = saving.load(folder / "model")
     assert isinstance(model, SequenceModel)
     return model

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import shlex
+import urllib.parse
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ class Written:
 
     Attributes:
         name, title, place: of the experiment. scale, seeds: of the run. findings: claim, verdict and what was seen.
-        columns, rows: the table. differs: how this scale differs from the paper's. picture: whether there is one.
+        columns, rows: the table. differs: how this scale differs from the paper's. picture: True if there is one.
+        data: what was trained on, by name and hash. command: that makes the page.
     """
 
     name: str
@@ -34,6 +37,8 @@ class Written:
     findings: list[dict[str, str]]
     picture: bool
     provenance: dict[str, Any]
+    data: list[str] = field(default_factory=list)
+    command: str = ""
 
 
 def write(
@@ -54,6 +59,8 @@ def write(
         [asdict(f) for f in result.findings],
         result.figure is not None,
         provenance,
+        [f"{name} ({fingerprint})" for name, fingerprint in sorted(setting.used.items())],
+        _command(experiment, setting),
     )
     if result.figure is not None:
         result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
@@ -78,10 +85,22 @@ def markdown(w: Written) -> str:
         lines += ["", f"![{w.title}](figure.svg)"]
     lines += ["", "| " + " | ".join(c or " " for c in w.columns) + " |", "|" + "---|" * len(w.columns)]
     lines += ["| " + " | ".join(row) + " |" for row in w.rows]
+    if w.data:
+        lines += ["", "Data: " + "; ".join(w.data) + "."]
     about = w.provenance
-    lines += ["", f"`sigattn reproduce {w.name} --scale {w.scale} --seeds {w.seeds}`, {about['date']}, commit "
+    command = w.command or f"sigattn reproduce {w.name} --scale {w.scale} --seeds {w.seeds}"
+    lines += ["", f"`{command}`, {about['date']}, commit "
               f"{about['commit'][:12]}, {about['device']}, torch {about['versions']['torch']}."]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _command(experiment: Experiment, setting: Setting) -> str:
+    """Return the command that makes a page."""
+    parts = ["sigattn", "reproduce", experiment.name, "--scale", setting.scale, "--seeds", str(setting.seeds)]
+    for name in ("data", "tokenizer", "speech"):
+        if (path := getattr(setting, name)) is not None:
+            parts += [f"--{name}", str(path)]
+    return shlex.join(parts)
 
 
 def counts(written: Sequence[Written]) -> str:
@@ -91,22 +110,28 @@ def counts(written: Sequence[Written]) -> str:
 
 
 def index(folder: Path, written: Sequence[Written]) -> Path:
-    """One HTML page of everything, its pictures beside it."""
+    """Write one HTML page of everything, with its pictures; ``written`` is text from files and is escaped."""
     parts = []
     for w in written:
         findings = "".join(
-            f"<li><b>{html.escape(f['verdict'])}</b>: {html.escape(f['claim'])} <i>{html.escape(f['seen'])}</i></li>"
-            for f in w.findings
+            f"<li><b>{_text(f['verdict'])}</b>: {_text(f['claim'])} <i>{_text(f['seen'])}</i></li>" for f in w.findings
         )
-        picture = f'<img src="{w.name}/figure.svg" alt="{html.escape(w.title)}" width="100%">' if w.picture else ""
-        head = "".join(f"<th>{html.escape(c)}</th>" for c in w.columns)
-        rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in w.rows)
-        differs = f"<p>Differs from the paper's set-up: {html.escape(w.differs)}.</p>" if w.differs else ""
+        source = _text(f"{urllib.parse.quote(str(w.name), safe='')}/figure.svg")
+        picture = f'<img src="{source}" alt="{_text(w.title)}" width="100%">' if w.picture else ""
+        head = "".join(f"<th>{_text(c)}</th>" for c in w.columns)
+        rows = "".join("<tr>" + "".join(f"<td>{_text(c)}</td>" for c in row) + "</tr>" for row in w.rows)
+        data = f"<p>Data: {_text('; '.join(w.data))}.</p>" if w.data else ""
+        differs = f"<p>Differs from the paper's set-up: {_text(w.differs)}.</p>" if w.differs else ""
         parts.append(
-            f"<h2>{html.escape(w.title)}</h2><p>{html.escape(w.place)}. Scale: {w.scale}, seeds: {w.seeds}.</p>"
-            f"{differs}<ul>{findings}</ul>{picture}<table><tr>{head}</tr>{rows}</table>"
+            f"<h2>{_text(w.title)}</h2><p>{_text(w.place)}. Scale: {_text(w.scale)}, seeds: {_text(w.seeds)}.</p>"
+            f"{data}{differs}<ul>{findings}</ul>{picture}<table><tr>{head}</tr>{rows}</table>"
         )
     path = folder / "index.html"
     introduction = f"Experiments of Ramapuram et al. (ICLR 2025), run again. Findings: {counts(written)}."
     path.write_text(report.page("Sigmoid attention: the paper's experiments", introduction, "".join(parts)))
     return path
+
+
+def _text(value: object) -> str:
+    """Return a value as HTML text that can also stand between quotation marks."""
+    return html.escape(str(value), quote=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,13 @@ from sigattn.experiments.experiment import ExperimentError, Setting
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes import loading, workers
+from sigattn.recipes.kept_run import begun, finish, finished
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import loop, metrics
+from sigattn.train.identity import identity
 from sigattn.train.loop import NonFiniteLossError
 
-DONE, BEGUN = "done.json", "settings.txt"
+DONE = "done.json"
 
 
 @dataclass(frozen=True)
@@ -102,56 +102,59 @@ def speech_of(setting: Setting) -> Path:
 
 
 def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome]]:
-    """The outcomes of each kind, by seed. What was done with other settings is done again."""
-    todo = [job for job in wanted if not is_done(_folder(setting, job), job)]
+    """Return the outcomes of each kind, by seed. What was done with other settings or data is done again."""
+    prints: dict[str, str] = {}
+    runs = [(job, folder_of(setting, job), identity_of(setting, job, prints)) for job in wanted]
+    todo = [run for run in runs if finished(run[1] / DONE, run[2]) is None]
     if todo:
         with workers.pool(min(setting.workers, len(todo))) as processes:
-            futures = {processes.submit(train_one, _folder(setting, job), job): job for job in todo}
+            start = partial(workers.until_stopped, train_one)
+            futures = {processes.submit(start, folder, job, own): job for job, folder, own in todo}
             for i, future in enumerate(as_completed(futures), 1):
                 future.result()
                 setting.show(f"{i} of {len(todo)} runs: {futures[future].name}, seed {futures[future].seed}")
     found: dict[str, list[Outcome]] = {}
-    for job in wanted:
-        about = json.loads((_folder(setting, job) / DONE).read_text())
-        rows = metrics.read(_folder(setting, job) / "metrics.jsonl")
+    for job, folder, own in runs:
+        about = finished(folder / DONE, own)
+        assert about is not None
+        rows = metrics.read(folder / "metrics.jsonl")
         found.setdefault(job.name, []).append(Outcome(rows, about["final"], about["diverged"]))
     return found
 
 
-def is_done(folder: Path, job: Job) -> bool:
-    """Whether a folder holds this run, finished."""
-    try:
-        found: str = json.loads((folder / DONE).read_text())["settings"]
-    except (OSError, json.JSONDecodeError, KeyError):
-        return False
-    return found == settings_of(job)
+def identity_of(setting: Setting, job: Job, prints: dict[str, str]) -> str:
+    """Return the identity of a run, and record its data in ``setting.used``.
+
+    Args:
+        setting: of the experiment. job: the run.
+        prints: fingerprints of data that were computed before, to which new ones are added.
+    """
+    model, recipe = job.recipe.model, job.recipe
+    # what a language model's data depends on; of other recipes all settings
+    own = (model.vocabulary, model.context) if isinstance(model, LanguageModelConfig) else (model, recipe.task)
+    key = repr((type(model), own, recipe.data, recipe.augmentation, job.data, job.tokenizer))
+    if key not in prints:
+        prints[key] = data_of(job).fingerprint
+    used = recipe.data if job.data is None else str(job.data)
+    setting.used[used if job.tokenizer is None else f"{used}, {job.tokenizer}"] = prints[key]
+    return identity(recipe.task, model, replace(recipe.training, seed=job.seed), prints[key])
 
 
-def settings_of(job: Job) -> str:
-    """Tells a run from one with other settings."""
-    return hashlib.sha256(repr((job.recipe.model, job.recipe.task, job.recipe.training, job.seed)).encode()).hexdigest()
-
-
-def train_one(folder: Path, job: Job) -> None:
-    """A run, and a file that says it is done. What is left of a run with other settings makes way."""
+def train_one(folder: Path, job: Job, identity: str) -> None:
+    """Train, and write a file that says it is done. What is left of a run of another identity is deleted."""
     torch.set_num_threads(1)
-    begun = folder / BEGUN
-    if folder.exists() and (not begun.exists() or begun.read_text() != settings_of(job)):
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    begun.write_text(settings_of(job))
     warnings.filterwarnings("ignore", ".*Ramapuram")
     training = replace(job.recipe.training, seed=job.seed)
     diverged = False
-    try:
-        loop.train(job.recipe.task, job.recipe.model, training, data_of(job), folder, resume=True)
-    except NonFiniteLossError:
-        diverged = True
-    rows = metrics.read(folder / "metrics.jsonl")
-    last = rows[-1] if rows else {}
-    final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
-    about = {"final": final, "diverged": diverged, "settings": settings_of(job)}
-    (folder / DONE).write_text(json.dumps(about) + "\n")
+    with begun(folder, identity):
+        try:
+            loop.train(job.recipe.task, job.recipe.model, training, data_of(job), folder, resume=True)
+        except NonFiniteLossError:
+            diverged = True
+        rows = metrics.read(folder / "metrics.jsonl")
+        last = rows[-1] if rows else {}
+        final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
+        finish(folder / DONE, identity, {"final": final, "diverged": diverged})
 
 
 def data_of(job: Job) -> Data:
@@ -163,11 +166,12 @@ def data_of(job: Job) -> Data:
     return loading.load(job.recipe, job.data, tokenizer=job.tokenizer)
 
 
-def _folder(setting: Setting, job: Job) -> Path:
+def folder_of(setting: Setting, job: Job) -> Path:
+    """Return the folder of a run."""
     name = "".join(c if c.isalnum() or c in ".-" else "-" for c in job.name)
     return setting.folder / "runs" / name / str(job.seed)
 
 
 def model_of(setting: Setting, job: Job) -> Path:
     """Where the trained model is."""
-    return _folder(setting, job) / "model"
+    return folder_of(setting, job) / "model"

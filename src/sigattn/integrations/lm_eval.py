@@ -155,7 +155,9 @@ def evaluate(
     """Metrics of tasks, by name; without names, of the paper's nine.
 
     Args:
-        lm: the model. tasks: names. include: folder of further tasks (YAML). limit: samples of each task.
+        lm: the model. tasks: names. limit: samples of each task.
+        include: folder of further tasks (YAML). The harness runs the Python code that a task names with ``!function``:
+            include only folders that you trust.
 
     Raises:
         ValueError: if there is no such task.

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from sigattn.files import Kind, read_object
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
 from sigattn.recipes import intervals, loading, workers
+from sigattn.recipes.kept_run import begun, finish, finished
 from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 from sigattn.train import loop, metrics
+from sigattn.train.identity import identity
 from sigattn.validation import SettingsError, check_at_least
 
 MECHANISMS = ("softmax", "sigmoid")
@@ -113,22 +116,54 @@ RESULT: dict[str, Kind] = {  # keys of a run's result.json
 
 
 def run(options: Compare, show: Callable[[str], None]) -> str:
-    """Do all runs that are not done, and give the table as Markdown (written to table.md, beside results.json)."""
+    """Do all runs that are not done with these settings and data, and return the table as Markdown.
+
+    It is written to table.md, next to results.json.
+    """
     entries = options.entries
-    jobs = [(e, m, s) for e in entries for s in range(options.seeds) for m in MECHANISMS]
-    jobs = [job for job in jobs if not _result_file(options, *job).exists()]
+    prints = {e: _data(options, e, find(e.recipe)).fingerprint for e in entries}
+    wanted = {
+        (e, m, s): _identity(options, e, m, s, prints[e])
+        for e in entries for m in MECHANISMS for s in range(options.seeds)
+    }  # fmt: skip
+    jobs = sorted((job for job in wanted if finished(_result_file(options, *job), wanted[job]) is None),
+                  key=lambda job: (entries.index(job[0]), job[2]))  # fmt: skip
     with workers.pool(options.workers) as processes:
-        futures = {processes.submit(_one, options, *job): job for job in jobs}
+        futures = {
+            processes.submit(workers.until_stopped, partial(_one, options, *job, wanted[job])): job for job in jobs
+        }
         for i, future in enumerate(as_completed(futures), 1):
             entry, mechanism, seed = futures[future]
             result = future.result()
             show(f"{i} of {len(jobs)}: {entry.title}, {mechanism}, seed {seed}: {result['value']:.4g}")
-    results = [read_object(_result_file(options, e, m, s), **RESULT) for e in entries for m in MECHANISMS
-               for s in range(options.seeds)]  # fmt: skip
-    table = markdown(results)
+    results = [read_object(_result_file(options, *job), **RESULT) for job in wanted]
+    table = markdown(results) + "\n" + sources(options, prints)
     (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.folder / "table.md").write_text(table)
     return table
+
+
+def sources(options: Compare, prints: dict[Entry, str]) -> str:
+    """Return what was trained on and for how long, as Markdown."""
+    names = {"speech": str(options.speech), "sources": "the standard library's *.py files"}
+    data = {names.get(e.needs, find(e.recipe).data): fingerprint for e, fingerprint in prints.items()}
+    steps = "each recipe's own steps" if options.steps is None else f"{options.steps} steps"
+    return f"{options.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
+
+
+def _configured(options: Compare, entry: Entry, mechanism: str, seed: int) -> Recipe:
+    """Return the recipe of a run."""
+    recipe = find(entry.recipe).with_transformer(**dict(entry.changes))
+    recipe = recipe if mechanism == "sigmoid" else recipe.softmax()
+    training = replace(recipe.training, seed=seed)
+    if options.steps is not None:
+        training = replace(training, steps=options.steps, warmup_steps=options.steps // 10)
+    return replace(recipe, training=training)
+
+
+def _identity(options: Compare, entry: Entry, mechanism: str, seed: int, data: str) -> str:
+    recipe = _configured(options, entry, mechanism, seed)
+    return identity(recipe.task, recipe.model, recipe.training, data, measure=entry.measure)
 
 
 def _run_folder(options: Compare, entry: Entry, mechanism: str, seed: int) -> Path:
@@ -140,34 +175,31 @@ def _result_file(options: Compare, entry: Entry, mechanism: str, seed: int) -> P
     return _run_folder(options, entry, mechanism, seed) / "result.json"
 
 
-def _one(options: Compare, entry: Entry, mechanism: str, seed: int) -> dict[str, Any]:
-    """A run, and what it gave."""
+def _one(options: Compare, entry: Entry, mechanism: str, seed: int, identity: str) -> dict[str, Any]:
+    """Do a run, and return its result."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*Ramapuram")
-    recipe = find(entry.recipe).with_transformer(**dict(entry.changes))
-    recipe = recipe if mechanism == "sigmoid" else recipe.softmax()
-    training = replace(recipe.training, seed=seed)
-    if options.steps is not None:
-        training = replace(training, steps=options.steps, warmup_steps=options.steps // 10)
+    recipe = _configured(options, entry, mechanism, seed)
     folder = _run_folder(options, entry, mechanism, seed)
-    data = _data(options, entry, recipe)
-    loop.train(recipe.task, recipe.model, training, data, folder, resume=True)
-    rows = metrics.read(folder / "metrics.jsonl")
-    result = {
-        "entry": entry.title,
-        "mechanism": mechanism,
-        "seed": seed,
-        "steps": len(rows),
-        "value": _value(entry, folder, rows[-1]),
-        "measure": entry.measure,
-        "gradient_spikes": metrics.count_spikes([r["gradient_norm"] for r in rows], 3.0),
-        "loss_spikes": metrics.count_spikes([r["loss"] for r in rows], 1.2),
-        "first_attention_norm": rows[0]["attention_norm"],
-        "last_attention_norm": statistics.mean(r["attention_norm"] for r in rows[-20:]),
-        "steps_per_second": training.batch
-        and statistics.median(r["samples_per_second"] for r in rows) / training.batch,
-    }
-    (folder / "result.json").write_text(json.dumps(result) + "\n")
+    with begun(folder, identity):
+        data = _data(options, entry, recipe)
+        loop.train(recipe.task, recipe.model, recipe.training, data, folder, resume=True)
+        rows = metrics.read(folder / "metrics.jsonl")
+        result = {
+            "entry": entry.title,
+            "mechanism": mechanism,
+            "seed": seed,
+            "steps": len(rows),
+            "value": _value(entry, folder, rows[-1]),
+            "measure": entry.measure,
+            "gradient_spikes": metrics.count_spikes([r["gradient_norm"] for r in rows], 3.0),
+            "loss_spikes": metrics.count_spikes([r["loss"] for r in rows], 1.2),
+            "first_attention_norm": rows[0]["attention_norm"],
+            "last_attention_norm": statistics.mean(r["attention_norm"] for r in rows[-20:]),
+            "steps_per_second": statistics.median(r["samples_per_second"] for r in rows) / recipe.training.batch,
+            "data": data.fingerprint,
+        }
+        finish(folder / "result.json", identity, result)
     return result
 
 

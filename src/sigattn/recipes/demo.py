@@ -30,6 +30,7 @@ from sigattn.recipes import report
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
 from sigattn.train.config import TrainConfig
+from sigattn.train.folder_lock import locked
 from sigattn.train.loop import Row, train
 from sigattn.validation import SettingsError, check_at_least
 
@@ -91,7 +92,7 @@ def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     Raises:
         SettingsError: if the settings do not fit together, or the run folder already holds a run.
         DataError: if the text is unusable, or the run folder cannot be written.
-        CheckpointError, Interrupted: as in ``train``.
+        CheckpointError, FolderInUseError, Interrupted: as in ``train``.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "sigmoid attention without a bias")  # which is what is to be seen
@@ -103,9 +104,16 @@ def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     text = ByteText.split(load_text(options.text), options.context)
     folder = options.run_folder
     _claim(folder, options.resume)
-    facts = about(options, text)
-    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
-    runs = []
+    with locked(folder):
+        return _train(options, text, on_row)
+
+
+def _train(options: Demo, text: ByteText, on_row: Callable[[str, Row], None]) -> list[report.Run]:
+    folder, facts, runs = options.run_folder, about(options, text), []
+
+    def write_facts(_: int) -> None:
+        (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+
     for name, config in models(options).items():
         title = TITLES[name]
         model = train(
@@ -116,6 +124,7 @@ def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
             folder / name,
             resume=options.resume,
             on_row=functools.partial(on_row, title),
+            on_start=write_facts,
         )
         runs.append(report.Run(title, metrics.read(folder / name / "metrics.jsonl"), sample(model)))
     page = report.build("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, _flat(facts))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Literal
 
 from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Data, DataError
+from sigattn.data.hashing import file_sha256, files_sha256
 from sigattn.data.images import Augmentation, Digits, ImageFolder
 from sigattn.data.speech import Speech, Tokens
 from sigattn.data.stream import StreamedText, hub_documents, is_streamed
 from sigattn.data.synthetic import KSummation, PairRepeat
 from sigattn.data.text import ByteText, TextData, load_text
-from sigattn.data.tokens import encode, encoder, load_tokenizer, packed
+from sigattn.data.tokens import encode, encoder, load_tokenizer, packed, packed_tokenizer
 from sigattn.data.unreadable import Unreadable
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
@@ -77,7 +77,9 @@ def held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None
 
 def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None) -> Data:
     if path is not None and path.suffix == ".bin":
-        return TextData(packed(path, model.vocabulary, model.context), model.context)
+        own = packed_tokenizer(path, tokenizer)
+        text = packed(path, model.vocabulary, model.context)
+        return TextData(text, model.context, tokenizer=None if own is None else file_sha256(own))
     if tokenizer is None:
         if model.vocabulary != 256:
             raise SettingsError(
@@ -85,19 +87,29 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
                 "--data FILE.bin of sigattn pack; for bytes say --model.vocabulary 256"
             )
         if path is not None and is_streamed(path):
-            return StreamedText(lambda: hub_documents(path), f"{path} as bytes", _bytes, model.context)
+            return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.context)
         return TextData(ByteText.split(load_text(path), model.context), model.context)
     if path is None:
         raise SettingsError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
+    vocabulary = load_tokenizer(tokenizer)
     if is_streamed(path):
-        vocabulary = load_tokenizer(tokenizer)
         if vocabulary.get_vocab_size() > model.vocabulary:
             raise DataError(f"the tokenizer has {vocabulary.get_vocab_size()} tokens, and the model {model.vocabulary}")
-        name = f"{path} as {tokenizer.name}, {hashlib.sha256(tokenizer.read_bytes()).hexdigest()}"
+        name = f"{_streamed(path)} as {tokenizer.name}, {file_sha256(tokenizer)}"
         return StreamedText(
             lambda: hub_documents(path), name, encoder(vocabulary), model.context, vocabulary=model.vocabulary
         )
-    return TextData(encode(path, load_tokenizer(tokenizer), model.vocabulary, model.context), model.context)
+    text = encode(path, vocabulary, model.vocabulary, model.context)
+    return TextData(text, model.context, tokenizer=file_sha256(tokenizer))
+
+
+def _streamed(path: Path) -> str:
+    """Return the name of a streamed data set, with a hash of its files where it is a folder."""
+    folder = Path(str(path).removeprefix("hf:"))
+    if not folder.is_dir():
+        return str(path)
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    return f"{path} {files_sha256((str(f.relative_to(folder)), f) for f in files)}"
 
 
 def _bytes(document: str) -> list[int]:

@@ -23,6 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.optim import Optimizer
 
+from sigattn.train.checkpoint_reader import CheckpointPlanner, CheckpointReader
+from sigattn.validation import SettingsError
+
 UNFINISHED, OLD = ".unfinished", ".old"
 
 
@@ -78,6 +81,15 @@ def complete(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.name.startswith("step-") and not p.suffix)
 
 
+def refuse_second_run(folder: Path) -> None:
+    """Raise SettingsError if a run folder holds checkpoints."""
+    if complete(folder / "checkpoints"):
+        raise SettingsError(
+            f"the run folder {folder} holds a run already: add --resume to go on with it (resume=True in Python), or "
+            "name another folder"
+        )
+
+
 def load(
     path: Path, module: nn.Module, optimizer: Optimizer, about: dict[str, Any], *, average: nn.Module | None = None
 ) -> int:
@@ -88,13 +100,14 @@ def load(
     """
     try:
         saved = json.loads((path / "about.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+        step, settings = int(saved["step"]), dict(saved["about"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {type(error).__name__}: {error}") from error
     about = json.loads(json.dumps(about))
     if "data" not in about:
-        saved["about"].pop("data", None)
-    if saved["about"] != about:
-        differing = sorted(k for k in saved["about"].keys() | about.keys() if saved["about"].get(k) != about.get(k))
+        settings.pop("data", None)
+    if settings != about:
+        differing = sorted(k for k in settings.keys() | about.keys() if settings.get(k) != about.get(k))
         raise CheckpointError(
             f"{path} comes from a run that differs in {', '.join(differing)}; resume with the same settings, or start "
             "in another run folder"
@@ -102,14 +115,16 @@ def load(
     state = _state(module, optimizer, average)
     try:
         with _quietly():
-            read_shards(state, checkpoint_id=path, no_dist=not _distributed())
+            read_shards(
+                state, storage_reader=CheckpointReader(path), planner=CheckpointPlanner(), no_dist=not _distributed()
+            )
     except CheckpointException as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({_reason(error)})") from error
     with _quietly():
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if average is not None:
         average.load_state_dict(state["average"])
-    return int(saved["step"])
+    return step
 
 
 def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -> dict[str, Any]:

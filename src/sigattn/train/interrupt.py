@@ -1,4 +1,4 @@
-"""Ctrl-C as a request, so that no step is left half done."""
+"""SIGINT (Ctrl-C) and SIGTERM as requests to stop, so that no step is left half done."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from types import FrameType
 from typing import Any
 
 
-class CtrlC:
-    """Within, the first Ctrl-C only sets ``pressed``; a second one interrupts at once, as usual.
+class StopRequest:
+    """Context within which SIGINT and SIGTERM only set ``signal``, the signal's number (0 before any).
 
-    Outside the main thread, where Python allows no signal handlers, it does nothing.
+    A second SIGINT raises KeyboardInterrupt at once. A second SIGTERM changes nothing: schedulers and torchrun may both
+    send one, and send SIGKILL when they do not want to wait any longer.
+
+    Outside the main thread, where Python allows no signal handlers, the context does nothing.
     """
 
     def __init__(self) -> None:
-        self.pressed = False
-        self._previous: Any = None
+        self.signal = 0
+        self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> CtrlC:
+    def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            self._previous = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not installed from Python, which cannot be put back
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
-        if self.pressed:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.pressed = True
+        self.signal = self.signal or int(number)

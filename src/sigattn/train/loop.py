@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,25 +26,15 @@ from sigattn.models.transformer import Transformer, watching
 from sigattn.nn.attention import Attention
 from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig
-from sigattn.train.interrupt import CtrlC
+from sigattn.train.folder_lock import FolderInUseError, locked
+from sigattn.train.identity import settings_to_resume
+from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import MetricsLog
 from sigattn.train.optimizer import make_optimizer, set_learning_rate
 from sigattn.train.schedule import factor
 from sigattn.validation import SettingsError
 
 Row = dict[str, Any]
-
-# settings that may change when a run is resumed
-FREE = {
-    "parallel",
-    "tensor_parallel",
-    "context_parallel",
-    "context_strategy",
-    "accumulate",
-    "compile",
-    "checkpoint_activations",
-}
-FREE |= {"wandb", "keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every", "statistics_every"}
 
 
 @runtime_checkable
@@ -67,11 +58,19 @@ class Objective(Protocol):
 
 
 class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
-    """Training was stopped by the user; its state is in the checkpoint."""
+    """Training was stopped by a signal; its state is in the checkpoint.
+
+    Attributes:
+        signal: number of the signal, SIGINT (Ctrl-C) or SIGTERM.
+    """
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class NonFiniteLossError(Exception):
-    """The loss or its gradient is infinite or not a number; the message names the last good checkpoint."""
+    """A loss, gradient or weight is infinite or not a number; the message names the last good checkpoint."""
 
 
 def train(
@@ -83,8 +82,11 @@ def train(
     *,
     resume: bool = False,
     on_row: Callable[[Row], None] = lambda _: None,
+    on_start: Callable[[int], None] = lambda _: None,
 ) -> nn.Module:
     """Train a model, or finish training it, and leave metrics, checkpoints and the model in a folder.
+
+    The folder is locked meanwhile, and nothing in it is changed before settings, data and checkpoint are found to fit.
 
     Args:
         task: the objective. model: a configuration of ``sigattn.models``. data: what to train on.
@@ -92,66 +94,92 @@ def train(
             (``sigattn.models.saving``).
         resume: go on from the folder's last checkpoint, if it has one, to the numbers of a run that was never stopped.
         on_row: called with each step's measurements (by the first process).
+        on_start: called (by the first process) with the number of steps that were done before, when nothing can be
+            refused any more.
 
     Returns:
         The trained model, on this process's device; with ``ema``, its average.
 
     Raises:
-        Interrupted: on Ctrl-C, once the step at hand is finished and the checkpoint written. (A second Ctrl-C does not
-            wait for that; the last regular checkpoint is then what there is.)
-        NonFiniteLossError: if the loss or its gradient is not finite; nothing was changed by that step.
+        Interrupted: on Ctrl-C or SIGTERM to any process, once the step at hand is finished and the checkpoint written.
+            (A second Ctrl-C does not wait for that; the last regular checkpoint is then what there is.)
+        NonFiniteLossError: if the loss or its gradient is not finite (nothing was changed by that step), or the weights
+            or the held-out loss are not. Checkpoints hold finite weights only.
         CheckpointError: if the checkpoint does not fit.
-        SettingsError: a ValueError, for settings that do not fit together.
+        FolderInUseError: if another process is writing into the folder.
+        SettingsError: a ValueError, for settings that do not fit together, or without ``resume`` for a folder that holds
+            checkpoints.
         MissingPackageError: with ``wandb`` in the settings, where it is not installed.
     """
     processes = sharding.processes()
-    torch.manual_seed(config.seed)
-    run = _Run.start(task, model, config, data, processes)
-    checkpoints = folder / "checkpoints"
-    about = run.about(model)
-    done = 0
-    if resume and (found := checkpoint.complete(checkpoints)):
-        done = checkpoint.load(found[-1], run.module, run.optimizer, about, average=run.average)
-    if processes.first:
-        folder.mkdir(parents=True, exist_ok=True)
-    log = MetricsLog(folder, done, wandb=config.wandb, settings=about) if processes.first else None
-    try:
-        with CtrlC() as ctrl_c:
-            batches = data.batches(done, config.batch, config.seed, run.processes.shard)
-            for step in range(done, config.steps):
-                row = run.step(step, next(batches), checkpoints)
-                done = step + 1
-                if done % config.validate_every == 0 or done == config.steps:
-                    row |= {f"validation_{name}": value for name, value in run.validate().items()}
-                if log is not None:
-                    log.write(row)
-                    on_row(row)
-                stop = processes.any(ctrl_c.pressed)
-                if done % config.checkpoint_every == 0 or done == config.steps or stop:
-                    path = checkpoint.save(
-                        checkpoints, run.module, run.optimizer, done, about, average=run.average, keep=config.keep
-                    )
-                if stop:
-                    raise Interrupted(f"stopped after {done} of {config.steps} steps; the checkpoint is {path}")
-    finally:
-        if log is not None:
-            log.close()
-    return run.finish(folder)
+    with _locked_by_first(folder, processes):
+        if not resume:
+            checkpoint.refuse_second_run(folder)
+        torch.manual_seed(config.seed)
+        run = _Run.start(task, model, config, data, processes)
+        about = settings_to_resume(task, model, config, data.fingerprint)
+        done = 0
+        if resume and (found := checkpoint.complete(folder / "checkpoints")):
+            done = run.load(found[-1], about)
+        log = MetricsLog(folder, done, wandb=config.wandb, settings=about) if processes.first else None
+        try:
+            if processes.first:
+                on_start(done)
+            with StopRequest() as request:
+                run.steps(done, folder / "checkpoints", about, request, log, on_row)
+        finally:
+            if log is not None:
+                log.close()
+        return run.finish(folder)
+
+
+@contextmanager
+def _locked_by_first(folder: Path, processes: Processes) -> Iterator[None]:
+    """Lock a run folder by the first process; if that fails, all processes raise."""
+    error: Exception | None = None
+    with ExitStack() as stack:
+        if processes.first:
+            try:
+                stack.enter_context(locked(folder))
+            except (FolderInUseError, OSError) as caught:
+                error = caught
+        if processes.largest(error is not None):
+            raise error or FolderInUseError(f"the first process cannot write into the run folder {folder}")
+        yield
 
 
 def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folder: Path) -> dict[str, float]:
-    """Metrics of a run's last checkpoint on the held-out data; arguments as in ``train``.
+    """Return the metrics of a run on the held-out data; arguments as in ``train``.
+
+    They are those of the model in ``folder/model`` where that is all that was trained, else (before training has
+    ended, or with an objective that adds layers to the model) those of the last checkpoint.
 
     Raises:
-        CheckpointError: if there is no checkpoint, or it does not fit.
+        CheckpointError: if there is neither, or the checkpoint does not fit.
+        ModelError: if the model does not fit.
     """
+    run = _Run.start(task, model, replace(config, compile=False), data, sharding.processes())
+    inner = sharding.unwrap(run.module)
+    if task.backbone(inner) is inner and (folder / "model").is_dir():
+        kept = saving.load(folder / "model")
+        if kept.config != model:
+            raise saving.ModelError(f"{folder / 'model'} holds another model than the run: {kept.config}")
+        sharding.load_whole_state(inner, kept.state_dict())
+        run.average = None  # the saved model is the average
+        return run.validate()
     found = checkpoint.complete(folder / "checkpoints")
     if not found:
         raise checkpoint.CheckpointError(f"{folder} has no checkpoint to evaluate")
-    run = _Run.start(task, model, replace(config, compile=False), data, sharding.processes())
-    about = {k: v for k, v in run.about(model).items() if k != "data"}  # other data may be asked for
-    checkpoint.load(found[-1], run.module, run.optimizer, about, average=run.average)
+    about = settings_to_resume(task, model, config, "")
+    del about["data"]  # other data may be asked for
+    run.load(found[-1], about)
     return run.validate()
+
+
+def _not_finite(what: str, checkpoints: Path) -> NonFiniteLossError:
+    found = checkpoint.complete(checkpoints)
+    last = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+    return NonFiniteLossError(f"{what}; {last}")
 
 
 def _check_context(model: Any, config: TrainConfig) -> None:
@@ -199,12 +227,62 @@ class _Run:
             )
         return cls(task, config, data, processes, module, make_optimizer(module, config, width), average)
 
-    def about(self, model: Any) -> dict[str, Any]:
-        """What must be the same when the run is resumed: not how many processes share it, nor how often it reports."""
-        training = {name: value for name, value in asdict(self.config).items() if name not in FREE}
-        settings: Any = self.task
-        task = {f"task.{name}": value for name, value in asdict(settings).items()}
-        return {**asdict(model), **training, **task, "task": type(self.task).__name__, "data": self.data.fingerprint}
+    def load(self, path: Path, about: dict[str, Any]) -> int:
+        """Load a checkpoint's state, and return the number of steps done.
+
+        Raises:
+            CheckpointError: if it does not fit, or its weights are not finite.
+        """
+        done = checkpoint.load(path, self.module, self.optimizer, about, average=self.average)
+        if not self.finite():
+            raise checkpoint.CheckpointError(f"{path} holds weights that are not finite: delete it to use an older one")
+        return done
+
+    def steps(
+        self,
+        done: int,
+        checkpoints: Path,
+        about: dict[str, Any],
+        request: StopRequest,
+        log: MetricsLog | None,
+        on_row: Callable[[Row], None],
+    ) -> None:
+        """Do the steps from ``done`` on, with validations and checkpoints when they are due."""
+        config = self.config
+        batches = self.data.batches(done, config.batch, config.seed, self.processes.shard)
+        for step in range(done, config.steps):
+            row = self.step(step, next(batches), checkpoints)
+            done = step + 1
+            if done % config.validate_every == 0 or done == config.steps:
+                self.check_weights(step, checkpoints)
+                row |= {f"validation_{name}": value for name, value in self.validate().items()}
+                if not math.isfinite(row.get("validation_loss", 0.0)):
+                    raise _not_finite(f"step {step}: held-out loss {row['validation_loss']}", checkpoints)
+            if log is not None:
+                log.write(row)
+                on_row(row)
+            stop = self.processes.largest(request.signal)
+            if done % config.checkpoint_every == 0 or done == config.steps or stop:
+                self.check_weights(step, checkpoints)
+                path = checkpoint.save(
+                    checkpoints, self.module, self.optimizer, done, about, average=self.average, keep=config.keep
+                )
+            if stop:
+                raise Interrupted(f"stopped after {done} of {config.steps} steps; the checkpoint is {path}", stop)
+
+    def finite(self) -> bool:
+        """Return True if all weights and the optimizer's state, on all processes, are finite."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        tensors += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        if self.average is not None:
+            tensors += list(self.average.parameters())
+        each = [sharding.local(t.detach()).isfinite().all().to(self.processes.device) for t in tensors]
+        return not self.processes.largest(not torch.stack(each).all())
+
+    def check_weights(self, step: int, checkpoints: Path) -> None:
+        """Raise NonFiniteLossError if a weight is not finite."""
+        if not self.finite():
+            raise _not_finite(f"step {step}: weights that are not finite", checkpoints)
 
     def step(self, step: int, batch: Batch, checkpoints: Path) -> Row:
         """One update and what was measured on the way."""
@@ -223,9 +301,7 @@ class _Run:
         norm = sharding.gradient_norm(self.module, self.processes)
         measured, gradient_norm = loss.item(), norm.item()
         if not math.isfinite(measured) or not math.isfinite(gradient_norm):
-            found = checkpoint.complete(checkpoints)
-            last = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
-            raise NonFiniteLossError(f"step {step}: loss {measured}, gradient norm {gradient_norm}; {last}")
+            raise _not_finite(f"step {step}: loss {measured}, gradient norm {gradient_norm}", checkpoints)
         if config.clip is not None:
             sharding.clip_gradient(self.module, config.clip, norm)
         self.optimizer.step()

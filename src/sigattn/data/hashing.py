@@ -1,0 +1,36 @@
+"""Hashes of files and collections of files, that tell one data set from another."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+# Collections up to this size are hashed whole (a few seconds); of larger ones (ImageNet has 150 GB) names and sizes.
+MOST_BYTES = 1 << 30
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content; computed once in a process while size and time of modification stay."""
+    status = path.stat()
+    return _sha256(path.resolve(), status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_sha256(files: Iterable[tuple[str, Path]]) -> str:
+    """Return a hash of named files: of names and sizes, and up to ``MOST_BYTES`` in all of the contents as well.
+
+    A file that is missing counts as such.
+    """
+    sizes = [(name, path, path.stat().st_size if path.exists() else None) for name, path in files]
+    whole = sum(size or 0 for _, _, size in sizes) <= MOST_BYTES
+    digest = hashlib.sha256()
+    for name, path, size in sizes:
+        digest.update(f"{name}\0{size}\0{file_sha256(path) if whole and size is not None else ''}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,47 @@
+"""Training runs that are not repeated once they are finished, each in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sigattn.train.folder_lock import LOCK_FILE, locked
+
+BEGUN = "settings.txt"
+
+
+def finished(file: Path, identity: str) -> dict[str, Any] | None:
+    """Return the result in a file; None if there is none, or it belongs to a run of another identity."""
+    try:
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result if result["identity"] == identity else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def finish(file: Path, identity: str, result: dict[str, Any]) -> None:
+    """Write the result of a finished run."""
+    file.write_text(json.dumps({**result, "identity": identity}) + "\n")
+
+
+@contextmanager
+def begun(folder: Path, identity: str) -> Iterator[None]:
+    """Lock a run's folder and, if it holds a run of another identity, empty it first.
+
+    Raises:
+        FolderInUseError: if another process is training in it.
+    """
+    with locked(folder):
+        mark = folder / BEGUN
+        if not mark.exists() or mark.read_text() != identity:
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != LOCK_FILE:
+                    path.unlink()
+        mark.write_text(identity)
+        yield

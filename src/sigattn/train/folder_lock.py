@@ -1,0 +1,84 @@
+"""A lock on a run folder, so that two runs do not write into one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+fcntl: Any
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
+LOCK_FILE = "run.lock"
+
+_held: dict[Path, tuple[int, int]] = {}  # process and thread that hold a folder
+
+
+class FolderInUseError(Exception):
+    """A run folder that another process or thread is writing into; the message is one line."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, made if missing, within the context; the thread that holds it can enter again.
+
+    The operating system releases the lock when the process ends, however it ends, so that no lock is ever left behind.
+    The file ``run.lock`` stays, empty unless the lock is held.
+
+    Raises:
+        FolderInUseError: if another process, or another thread of this one, holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    key, own = folder.resolve(), (os.getpid(), threading.get_ident())
+    holder = _held.get(key)
+    if holder == own:
+        yield
+        return
+    if holder is not None and holder[0] == own[0]:
+        raise FolderInUseError(f"another thread of this process is writing into the run folder {folder}")
+    with (folder / LOCK_FILE).open("a+") as file:
+        _acquire(file, folder)
+        _held[key] = own
+        try:
+            file.truncate(0)
+            file.write(json.dumps({"process": own[0], "machine": platform.node()}))
+            file.flush()
+            yield
+        finally:
+            file.truncate(0)
+            del _held[key]
+
+
+def _acquire(file: Any, folder: Path) -> None:
+    """Lock an open file for this process. Child processes do not inherit the lock, so that none prolongs it."""
+    if fcntl is None:
+        warnings.warn(f"this system has no fcntl: a second run in {folder} is not detected", stacklevel=4)
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            warnings.warn(f"cannot lock {folder} ({error}): a second run in it is not detected", stacklevel=4)
+            return
+        raise FolderInUseError(
+            f"{_holder(file)} is writing into the run folder {folder}: wait until it has ended, or name another folder"
+        ) from error
+
+
+def _holder(file: Any) -> str:
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        return f"process {holder['process']} on {holder['machine']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

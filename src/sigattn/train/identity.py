@@ -1,0 +1,48 @@
+"""Identity of a run: all its settings, and the fingerprint of its data and tokenizer.
+
+Everything that asks if two runs are the same asks here: ``--resume``, and commands that do not repeat finished runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+from sigattn.train.config import TrainConfig
+
+# settings that may change when a run is resumed: they do not change its numbers, apart from rounding
+FREE = {
+    "parallel",
+    "tensor_parallel",
+    "context_parallel",
+    "context_strategy",
+    "accumulate",
+    "compile",
+    "checkpoint_activations",
+}
+FREE |= {"wandb", "keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every", "statistics_every"}
+
+
+def settings_to_resume(task: Any, model: Any, training: TrainConfig, data: str) -> dict[str, Any]:
+    """Return what must be the same when a run is resumed.
+
+    Args:
+        task, model, training: the configuration. data: ``Data.fingerprint``.
+    """
+    kept = {name: value for name, value in asdict(training).items() if name not in FREE}
+    settings = {f"task.{name}": value for name, value in asdict(task).items()}
+    return {**asdict(model), **kept, **settings, "task": type(task).__name__, "data": data}
+
+
+def identity(task: Any, model: Any, training: TrainConfig, data: str, **more: Any) -> str:
+    """Return a hash of everything that a finished run depends on, settings that may change when resuming included.
+
+    Args:
+        task, model, training: the configuration. data: ``Data.fingerprint``. more: further settings, as JSON.
+    """
+    parts = {"task": task, "model": model, "training": training}
+    about: dict[str, Any] = {n: {"kind": type(part).__name__, **asdict(part)} for n, part in parts.items()}
+    text = json.dumps({**about, "data": data, "more": more}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,86 @@
+"""Fingerprints: data that differs in content alone is other data."""
+
+import io
+import os
+import tarfile
+
+import pytest
+
+from sigattn.data import hashing
+from sigattn.data.images import ImageFolder
+from sigattn.data.speech import Speech, Tokens, Utterance
+
+
+def changed(path):
+    """Change a file's last byte, at equal size."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_files(tmp_path, monkeypatch):
+    files = [(name, tmp_path / name) for name in ("a", "b", "missing")]
+    for _, path in files[:2]:
+        path.write_bytes(b"content")
+    before = hashing.files_sha256(files)
+    assert hashing.files_sha256(files) == before
+    changed(files[0][1])
+    assert hashing.files_sha256(files) != before
+    monkeypatch.setattr(hashing, "MOST_BYTES", 10)  # names and sizes alone
+    large = hashing.files_sha256(files)
+    changed(files[0][1])
+    assert hashing.files_sha256(files) == large
+    files[0][1].write_bytes(b"contents")
+    assert hashing.files_sha256(files) != large
+
+
+def test_a_file_is_hashed_again_when_it_changes(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"one")
+    first = hashing.file_sha256(path)
+    path.write_bytes(b"two")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    assert hashing.file_sha256(path) != first
+
+
+def png(shade):
+    image = pytest.importorskip("PIL.Image")
+    buffer = io.BytesIO()
+    image.new("L", (4, 4), shade).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def test_images(tmp_path):
+    pytest.importorskip("torchvision")
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "0.png").write_bytes(png(1))
+    before = ImageFolder(tmp_path, 4, "none").fingerprint
+    assert ImageFolder(tmp_path, 4, "none").fingerprint == before
+    changed(tmp_path / "val" / "dog" / "0.png")
+    assert ImageFolder(tmp_path, 4, "none").fingerprint != before
+
+
+def test_labels_of_shards(tmp_path):
+    pytest.importorskip("torchvision")
+    prints = []
+    for label in (b"0", b"1"):
+        for split in ("train", "val"):
+            with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+                for name, content in (("a.png", png(1)), ("a.cls", label)):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        prints.append(ImageFolder(tmp_path, 4, "none").fingerprint)
+    assert prints[0] != prints[1]
+
+
+def test_recordings(tmp_path):
+    path = tmp_path / "a.wav"
+    path.write_bytes(b"RIFF and so on")
+    utterance = Utterance(((path, 0.0, 1.0),), "one", 1.0)
+    before = Speech([utterance], [], Tokens("abc")).fingerprint
+    assert Speech([utterance], [], Tokens("abc")).fingerprint == before
+    changed(path)
+    os.utime(path, ns=(0, 1))
+    assert Speech([utterance], [], Tokens("abc")).fingerprint != before

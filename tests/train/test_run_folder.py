@@ -1,0 +1,187 @@
+"""A run folder: one run at a time, nothing changed by what is refused, checkpoints with finite weights only."""
+
+import contextlib
+import math
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sigattn import cli
+from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.models.language import LanguageModelConfig
+from sigattn.tasks.language import LanguageModelling
+from sigattn.train import checkpoint, folder_lock, loop, metrics
+from sigattn.train.config import TrainConfig
+from sigattn.train.folder_lock import FolderInUseError, locked
+from sigattn.train.loop import NonFiniteLossError
+from tests.test_cli import failure
+
+MODEL = LanguageModelConfig(context=16, layers=1, width=16, heads=2)
+TRAIN = TrainConfig(steps=6, batch=2, warmup_steps=0, validate_every=3, checkpoint_every=2)
+QUICK = ["--training.steps", "2", "--training.batch", "4", "--model.context", "16", "--model.width", "32"]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return TextData(ByteText.split(load_text()[:20_000], 16), 16, held_out=4)
+
+
+def train(data, folder, config=TRAIN, **options):
+    return loop.train(LanguageModelling(), MODEL, config, data, folder, **options)
+
+
+def contents(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@contextlib.contextmanager
+def other_process(folder):
+    """A process that holds the lock of a folder until the context ends; its number."""
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with locked(folder):
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        yield child
+    finally:
+        os.write(done[1], b"x")
+        os.waitpid(child, 0)
+
+
+class TestLock:
+    @pytest.mark.skipif(folder_lock.fcntl is None or not hasattr(os, "fork"), reason="needs fcntl and fork")
+    def test_another_process(self, tmp_path, text):
+        train(text, tmp_path)
+        before = contents(tmp_path)
+        with other_process(tmp_path) as child:
+            with pytest.raises(FolderInUseError, match=f"process {child} on .* is writing into the run folder"):
+                train(text, tmp_path, resume=True)
+            with pytest.raises(FolderInUseError, match=f"process {child}"):
+                train(text, tmp_path, replace(TRAIN, seed=1))
+        assert contents(tmp_path) == before
+        train(text, tmp_path, resume=True)
+
+    @pytest.mark.skipif(folder_lock.fcntl is None or not hasattr(os, "fork"), reason="needs fcntl and fork")
+    def test_a_killed_process_leaves_no_lock(self, tmp_path):
+        with other_process(tmp_path) as child:
+            os.kill(child, signal.SIGKILL)
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+            with locked(tmp_path):
+                pass
+
+    def test_another_thread(self, tmp_path):
+        found = []
+
+        def attempt():
+            try:
+                with locked(tmp_path / "." / ""):
+                    found.append("entered")
+            except FolderInUseError as error:
+                found.append(str(error))
+
+        with locked(tmp_path), locked(tmp_path):
+            thread = threading.Thread(target=attempt)
+            thread.start()
+            thread.join()
+        assert len(found) == 1
+        assert "another thread of this process" in found[0]
+        attempt()
+        assert found[1] == "entered"
+
+    @pytest.mark.skipif(folder_lock.fcntl is None, reason="needs fcntl")
+    def test_where_there_are_no_locks_it_says_so(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(folder_lock, "fcntl", None)
+        with pytest.warns(UserWarning, match="a second run in .* is not detected"), locked(tmp_path):
+            pass
+
+
+class TestRefusedResume:
+    """What is refused leaves every file as it was."""
+
+    def test_other_settings(self, tmp_path, capsys):
+        run = ["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run")]
+        cli.main([*run, *QUICK])
+        before = contents(tmp_path)
+        _, message = failure([*run, *QUICK, "--training.learning-rate", "1", "--model.heads", "2", "--resume"], capsys)
+        assert "comes from a run that differs in heads, learning_rate;" in message
+        assert contents(tmp_path) == before
+
+    def test_damaged(self, tmp_path, capsys):
+        run = ["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run")]
+        cli.main([*run, *QUICK])
+        (shard,) = tmp_path.rglob("*.distcp")
+        shard.write_bytes(b"x")
+        before = contents(tmp_path)
+        _, message = failure([*run, *QUICK, "--resume"], capsys)
+        assert "its files are damaged" in message
+        assert contents(tmp_path) == before
+
+    def test_the_demo(self, tmp_path, capsys):
+        run = ["demo", "--run-folder", str(tmp_path), "--context", "16", "--layers", "1", "--width", "16"]
+        run += ["--heads", "2", "--steps", "2", "--batch", "2"]
+        cli.main(run)
+        capsys.readouterr()
+        before = contents(tmp_path)
+        failure([*run, "--learning-rate", "1", "--resume"], capsys)
+        assert contents(tmp_path) == before
+
+
+class TestFiniteCheckpoints:
+    def ruin(self, monkeypatch, after, name="norm.weight"):
+        """Make a weight NaN by an update whose loss and gradient are finite."""
+        step, count = torch.optim.AdamW.step, []
+
+        def ruined(optimizer, *args):
+            step(optimizer, *args)
+            count.append(1)
+            if len(count) == after:
+                optimizer.param_groups[-1]["params"][-1].data.fill_(math.nan)
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", ruined)
+
+    @pytest.mark.parametrize("steps", [4, 6])
+    def test_the_last_good_one_is_good(self, tmp_path, text, monkeypatch, steps):
+        """After 4 steps a checkpoint is due, after 6 the run is over."""
+        self.ruin(monkeypatch, steps)
+        with pytest.raises(
+            NonFiniteLossError, match=f"step {steps - 1}: weights that are not finite; .*-0000000{steps - 2}$"
+        ):
+            train(text, tmp_path)
+        last = checkpoint.complete(tmp_path / "checkpoints")[-1]
+        assert last.name == f"step-{steps - 2:08d}"
+        assert not (tmp_path / "model").exists()
+        monkeypatch.undo()
+        train(text, tmp_path, resume=True)  # refuses weights that are not finite
+        assert math.isfinite(metrics.read(tmp_path / "metrics.jsonl")[-1]["validation_loss"])
+
+    def test_a_stop_writes_no_bad_checkpoint(self, tmp_path, text, monkeypatch):
+        self.ruin(monkeypatch, 1)
+
+        def stop(row):
+            signal.raise_signal(signal.SIGTERM)
+
+        with pytest.raises(NonFiniteLossError, match="step 0: weights that are not finite; there is no checkpoint"):
+            train(text, tmp_path, on_row=stop)
+
+    def test_one_that_is_bad_is_refused(self, tmp_path, text, monkeypatch):
+        self.ruin(monkeypatch, 6)
+        monkeypatch.setattr(loop._Run, "check_weights", lambda *_: None)
+        monkeypatch.setattr(LanguageModelling, "evaluate", lambda *_: {"loss": 1.0})
+        train(text, tmp_path)
+        monkeypatch.undo()
+        with pytest.raises(checkpoint.CheckpointError, match="step-00000006 holds weights that are not finite"):
+            train(text, tmp_path, resume=True)
+
+    def test_a_held_out_loss_that_is_not_finite(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(LanguageModelling, "evaluate", lambda *_: {"loss": math.nan})
+        code, message = failure(["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run"), *QUICK], capsys)
+        assert code == 1
+        assert "step 1: held-out loss nan; there is no checkpoint yet" in message
