@@ -22,6 +22,7 @@ from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.simclr import SimCLR
 from sigattn.train import loop
 from sigattn.train.config import TrainConfig
+from sigattn.train.folder_lock import FolderInUseError
 
 TRAINING = TrainConfig(steps=5, batch=8, warmup_steps=2, validate_every=5, checkpoint_every=5, learning_rate=1e-2)
 LANGUAGE = LanguageModelConfig(
@@ -51,6 +52,19 @@ def interrupt(at, row):
         signal.raise_signal(signal.SIGINT)
 
 
+def terminated(data, at, rank):
+    """The same data; SIGTERM comes to one process while it is read."""
+    read = data.batch
+
+    def batch(step, *arguments):
+        if step == at and torch.distributed.get_rank() == rank:
+            signal.raise_signal(signal.SIGTERM)
+        return read(step, *arguments)
+
+    data.batch = batch
+    return data
+
+
 def run(jobs):
     """All jobs."""
     torch.set_num_threads(1)
@@ -58,15 +72,20 @@ def run(jobs):
         task, model, data = setting(job["kind"])
         stop = functools.partial(interrupt, job.get("stop_after"))
         config = replace(TRAINING, **job.get("training", {}))
+        if "terminate" in job:
+            data = terminated(data, *job["terminate"])
         if job["kind"] in ("contrast", "teacher"):  # batch norm of 8 samples makes rounding errors grow fast
             config = replace(config, learning_rate=1e-4)
         try:
             loop.train(task, model, config, data, Path(job["folder"]), resume=job.get("resume", False), on_row=stop)
-        except loop.Interrupted:
-            assert "stop_after" in job
-        except ValueError as error:
+        except loop.Interrupted as stop:
+            assert "stop_after" in job or "terminate" in job
+            if "terminate" in job:
+                (Path(job["folder"]) / f"stopped-{torch.distributed.get_rank()}").write_text(f"{stop.signal} {stop}")
+        except (ValueError, FolderInUseError) as error:
             Path(job["folder"]).mkdir(parents=True, exist_ok=True)
-            (Path(job["folder"]) / "error").write_text(str(error))
+            name = f"error-{torch.distributed.get_rank()}" if isinstance(error, FolderInUseError) else "error"
+            (Path(job["folder"]) / name).write_text(str(error))
 
 
 if __name__ == "__main__":

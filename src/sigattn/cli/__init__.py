@@ -1,7 +1,7 @@
 """The command line: ``sigattn COMMAND --help`` says what each command takes.
 
-Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be used, 130 after Ctrl-C. Each of these
-errors is one line; anything else is a defect of sigattn and keeps its traceback.
+Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be used, 130 after Ctrl-C and, in training,
+143 after SIGTERM. Each of these errors is one line; anything else is a defect of sigattn and keeps its traceback.
 """
 
 from __future__ import annotations

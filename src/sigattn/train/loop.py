@@ -107,8 +107,8 @@ def train(
             or the held-out loss are not. Checkpoints hold finite weights only.
         CheckpointError: if the checkpoint does not fit.
         FolderInUseError: if another process is writing into the folder.
-        SettingsError: a ValueError, for settings that do not fit together, or without ``resume`` for a folder that holds
-            checkpoints.
+        SettingsError: a ValueError, for settings that do not fit together, or for a folder that holds checkpoints
+            without ``resume``.
         MissingPackageError: with ``wandb`` in the settings, where it is not installed.
     """
     processes = sharding.processes()
