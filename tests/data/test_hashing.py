@@ -21,6 +21,8 @@ def test_files(tmp_path, monkeypatch):
     files = [(name, tmp_path / name) for name in ("a", "b", "missing")]
     for _, path in files[:2]:
         path.write_bytes(b"content")
+    (tmp_path / "folder").mkdir()
+    files.append(("folder", tmp_path / "folder"))
     before = hashing.files_sha256(files)
     assert hashing.files_sha256(files) == before
     changed(files[0][1])
@@ -31,6 +33,17 @@ def test_files(tmp_path, monkeypatch):
     assert hashing.files_sha256(files) == large
     files[0][1].write_bytes(b"contents")
     assert hashing.files_sha256(files) != large
+
+
+def test_a_file_that_cannot_be_read_does_not_stop_a_run(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"content")
+    readable = hashing.files_sha256([("a", tmp_path / "a")])
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(hashing, "file_sha256", refuse)
+    assert hashing.files_sha256([("a", tmp_path / "a")]) != readable
 
 
 def test_a_file_is_hashed_again_when_it_changes(tmp_path):

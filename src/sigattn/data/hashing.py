@@ -26,11 +26,19 @@ def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
 def files_sha256(files: Iterable[tuple[str, Path]]) -> str:
     """Return a hash of named files: of names and sizes, and up to ``MOST_BYTES`` in all of the contents as well.
 
-    A file that is missing counts as such.
+    A file that is missing or cannot be read counts as such.
     """
-    sizes = [(name, path, path.stat().st_size if path.exists() else None) for name, path in files]
+    sizes = [(name, path, path.stat().st_size if path.is_file() else None) for name, path in files]
     whole = sum(size or 0 for _, _, size in sizes) <= MOST_BYTES
     digest = hashlib.sha256()
     for name, path, size in sizes:
-        digest.update(f"{name}\0{size}\0{file_sha256(path) if whole and size is not None else ''}\n".encode())
+        content = _readable_sha256(path) if whole and size is not None else ""
+        digest.update(f"{name}\0{size}\0{content}\n".encode())
     return digest.hexdigest()
+
+
+def _readable_sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        return f"unreadable: {error.errno}"
