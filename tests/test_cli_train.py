@@ -138,7 +138,7 @@ class TestTrain:
         """Of an earlier version, trained on a .bin: it must not read its tokens as bytes."""
         text, vocabulary, run = tmp_path / "text.txt", str(tmp_path / "t.json"), str(tmp_path / "run")
         text.write_text("the cat sat on the mat, and the dog too. " * 400)
-        said(capsys, "tokenizer", "--data", str(text), "--save", vocabulary, "--vocabulary", "256")
+        said(capsys, "tokenizer", "--data", str(text), "--save", vocabulary, "--vocabulary", "265")
         packed = tmp_path / "corpus.bin"
         said(capsys, "pack", "--data", str(text), "--tokenizer", vocabulary, "--save", str(packed))
         about = json.loads((tmp_path / "corpus.bin.json").read_text())
@@ -159,7 +159,7 @@ class TestTrain:
         out = said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5", "--tokenizer", vocabulary)
         assert out.startswith("the cat")
         other = str(tmp_path / "other.json")
-        said(capsys, "tokenizer", "--data", str(text), "--save", other, "--vocabulary", "400")
+        said(capsys, "tokenizer", "--data", str(text), "--save", other, "--vocabulary", "300")
         _, message = failure(["generate", run, "--tokenizer", other], capsys)
         assert "tokens, and the model" in message
 
