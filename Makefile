@@ -1,5 +1,6 @@
 # make demo   trains softmax and sigmoid language models on real text and writes a report
 # make test   runs every test
+# make sweep  every architecture of transformers and timm, every shape that PyTorch accepts: about an hour
 # make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch: about a minute each
 # make train-all SPEECH=FSDD   sigmoid beside softmax over every task, three seeds: under an hour
 # make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
@@ -8,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup torchvision-apart demo test test-kernels mutation train-all lint format docs clean
+.PHONY: setup torchvision-apart demo test test-kernels sweep mutation train-all lint format docs clean
 
 setup: .venv/installed
 
@@ -38,6 +39,11 @@ test: setup
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto -k "triton or static or kernels" \
 	    tests/ops tests/test_flash.py tests/bench
+
+sweep: setup
+	SIGATTN_SWEEP=all $(BIN)/python -m pytest -n auto tests/integrations tests/ops/test_broadcasting.py
+	test ! -d .venv/torchvision || SIGATTN_SWEEP=all PYTHONPATH=.venv/torchvision:tests/plugins \
+	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision tests/integrations
 
 mutation: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'cosmic-ray>=8.7'

@@ -16,7 +16,7 @@ from .cases import COMPILER_NOISE, device_of
 N, M, D, DV = 3, 5, 8, 4
 LEADING = [(), (1,), (2,), (4,), (1, 1), (2, 1), (1, 4), (2, 2), (2, 4), (3, 4), (2, 1, 4), (1, 3, 4), (2, 3, 1)]
 SHAPES = list(itertools.product(LEADING, repeat=3))
-SHARE = 1 if os.environ.get("SIGATTN_WHOLE_SWEEPS") else 16  # one combination of so many is tried
+SHARE = 1 if os.environ.get("SIGATTN_SWEEP") == "all" else 16  # one combination of so many is tried
 
 
 def operands(leads, dtype=torch.float64):
