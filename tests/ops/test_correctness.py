@@ -149,7 +149,7 @@ def test_small_weights_keep_their_relative_accuracy(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [0.01, 1.0, 1e4])
 def test_a_soft_cap_keeps_the_accuracy_of_logits_of_any_size(backend, softcap):
-    """tanh must be accurate beside itself: with a large cap, the logits are the small differences of its argument."""
+    """tanh needs a small relative error: with a large cap, the logits are the small differences of its argument."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 16, generator=generator) for n in (40, 300, 300))
     device = device_of(backend)

@@ -2,7 +2,7 @@
 
 Change ``from flash_attn import flash_attn_func`` into ``from sigattn.flash import flash_attn_func``, and the weights
 are σ(softmax_scale · Q Kᵀ + sigmoid_bias) instead of a softmax. Layouts are flash-attn's, (batch, length, heads,
-head_dim) and packed (total, heads, head_dim); so is the alignment: the last query stands beside the last key, for
+head_dim) and packed (total, heads, head_dim); so is the alignment: the last query is aligned with the last key, for
 causality, windows and ALiBi. Fewer key/value heads than query heads are shared, as there.
 
 Every function takes four arguments more, the last:

@@ -58,7 +58,7 @@ def flash_attn_with_kvcache(
             of their places, and those of q by the angles of theirs: cache_seqlens + i with causal or a window, else all
             by that of cache_seqlens. The tables need as many places as are read.
         cache_seqlens: how many keys each sample has in the cache: (B,) integers, or a number for all. None, without
-            ``k``, for a full cache. (On an accelerator the values are not checked: that would make the host wait.)
+            ``k``, for a full cache. (On an accelerator the values are not checked: reading them would synchronise.)
         cache_batch_idx: (B,) integers, which of the caches is each sample's; None for the b-th. Not with block_table.
         cache_leftpad: (B,) integers, where each sample's keys begin; None for 0.
         block_table: (B, pages of each) integers, the pages of each sample in order.
@@ -302,7 +302,7 @@ def _only(lengths: Tensor, batch: int) -> Any:
 
 def _refuse(return_softmax_lse: bool) -> None:
     if return_softmax_lse:
-        raise ValueError(f"{_NAME}: return_softmax_lse=True is not to be had: a sigmoid has no log-sum-exp")
+        raise ValueError(f"{_NAME}: return_softmax_lse=True is not supported: a sigmoid has no log-sum-exp")
 
 
 def _check_bias(bias: Any, q: Tensor) -> None:

@@ -16,7 +16,7 @@ def refuse(name: str, return_attn_probs: bool) -> None:
     """Raise for arguments of flash-attn that this library does not serve."""
     if return_attn_probs:
         raise ValueError(
-            f"{name}: return_attn_probs=True is not to be had: a sigmoid has no log-sum-exp, and the weights are never "
+            f"{name}: return_attn_probs=True is not supported: a sigmoid has no log-sum-exp, and the weights are never "
             "formed; see sigattn.attention_statistics"
         )
 

@@ -46,7 +46,7 @@ def flash_attn_varlen_func(
         k: (total_k, Hkv, D), Hq a multiple of Hkv.
         v: (total_k, Hkv, Dv).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) integers on q's device, from 0, not descending. (Their values are checked
-            on a CPU only: on an accelerator that would make the host wait.)
+            on a CPU only: on an accelerator reading them would synchronise.)
         max_seqlen_q, max_seqlen_k: the longest sequences' lengths; rows beyond them would be left out. Pass
             Python's integers: reading a tensor on an accelerator synchronises.
         block_table: (B, pages of each) integers: k and v are then (pages, page_size, Hkv, ·), pages of any size, and

@@ -62,7 +62,7 @@ def sigmoid_attention(
             keys before the query (j < i) and one for keys after it. With gradient.
         key_lengths: (B,) integers in 0…M, how many keys each padded sample has. Keys and values beyond do not exist:
             whatever stands there changes nothing, and its gradient is 0. (On an accelerator the range is not checked,
-            for that would make the host wait.)
+            because reading it would synchronise.)
         softcap: c > 0 caps the scaled product, c · tanh(scale · Q Kᵀ / c), before bias, ALiBi and mask are added: the
             logits are c · tanh(scale · Q Kᵀ / c) + b + …, in the order of flash-attn. 0 is without a cap.
         backend: "reference" (materialises the weights; has forward-mode and second derivatives), "blocked" (memory
