@@ -215,7 +215,7 @@ def test_packed_sequences_match_the_formula(backend, way, case):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [((-1, -1), 1.5), ((7, 3), 0.0)])
 def test_dense_is_aligned_as_in_flash_attn(backend, n, m, causal, window, softcap):
-    """The last query is aligned with the last key, for causality, windows and ALiBi; gradients too. ALiBi is not capped."""
+    """The last query is aligned with the last key (causality, windows, ALiBi); gradients too. ALiBi is not capped."""
     device = device_of(backend)
     leaves = {"q": torch.randn(2, n, 4, 16), "k": torch.randn(2, m, 2, 16), "v": torch.randn(2, m, 2, 8)}
     leaves |= {"slopes": torch.rand(2, 4) / 8, "bias": torch.randn(1, 4)}
