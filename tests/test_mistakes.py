@@ -17,6 +17,7 @@ from sigattn.data.dataset import DataError
 from sigattn.data.tokens import packed
 from sigattn.models import saving
 from sigattn.recipes import compare
+from sigattn.recipes.kept_run import finish
 from sigattn.recipes.registry import find
 from tests.test_cli import failure
 
@@ -192,9 +193,11 @@ def test_packed_tokens(content, message, corpus, capsys):
 @pytest.mark.parametrize("token", [300, -1])
 def test_tokens_beyond_the_vocabulary(token, corpus):
     file = corpus / "text.bin"
-    tokens = torch.from_file(str(file), shared=True, size=file.stat().st_size // 4, dtype=torch.int32)
+    before = file.stat()
+    tokens = torch.from_file(str(file), shared=True, size=before.st_size // 4, dtype=torch.int32)
     tokens[5] = token
     tokens[-5] = token
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # otherwise the change itself is found
     text = packed(file, 300, context=16, held_out=0.1)
     with pytest.raises(DataError, match=f"holds token {token}, and the model has a vocabulary of 300"):
         text.batch(0, 2000, 16, seed=0)
@@ -342,11 +345,13 @@ def test_what_a_worker_process_cannot_read(tmp_path, capfd):
 
 
 def test_results_of_compare_that_do_not_parse(tmp_path, capsys):
-    for entry in compare.ENTRIES:
+    options = compare.Compare(folder=tmp_path, seeds=1, only="MAE")
+    for entry in options.entries:
+        data = compare._data(options, entry, find(entry.recipe)).fingerprint
         for mechanism in compare.MECHANISMS:
-            file = compare._result_file(compare.Compare(folder=tmp_path), entry, mechanism, 0)
+            file = compare._result_file(options, entry, mechanism, 0)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("{}")
+            finish(file, compare._identity(options, entry, mechanism, 0, data), {})
     mistake(["compare", "--folder", tmp_path, "--seeds", "1", "--only", "MAE"], DATA, "result.json lacks ", capsys)
 
 

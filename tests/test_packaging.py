@@ -96,15 +96,14 @@ def test_sdist_has_every_tracked_file(built):
     assert tracked - inside == set()
 
 
-def test_docs_tests_pass_from_the_sdist(built, tmp_path):
+def test_tests_of_pages_pass_from_the_sdist(built, tmp_path):
     with tarfile.open(built[1]) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
     # PYTEST_* belong to the run around this one
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"PYTHONPATH": "src"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_docs.py"],
-        cwd=folder, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_docs.py"]
+    command += ["-k", "links or named"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout)

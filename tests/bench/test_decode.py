@@ -35,7 +35,13 @@ def test_rows_and_results(tmp_path, capsys):
 
 def test_generation(tmp_path):
     config = decode.DecodeBenchmark(
-        contexts=(), prompts=(16,), rounds=1, round_seconds=0.0, results=tmp_path / "x.json"
+        contexts=(16,),
+        batches=(1,),
+        dtypes=("float32",),
+        prompts=(16,),
+        rounds=1,
+        round_seconds=0.0,
+        results=tmp_path / "x.json",
     )
     rows = decode.run(config)["generation"]
     assert [(r["prompt"], r["mechanism"]) for r in rows] == [(16, "sigmoid"), (16, "softmax")]

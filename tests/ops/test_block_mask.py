@@ -57,7 +57,6 @@ WAYS = [
     ("blocked", "fused, small tiles"),
     ("blocked", "plain, small tiles"),
     ("triton", "tuned"),
-    ("triton", "small tiles"),
 ]
 
 
@@ -65,7 +64,7 @@ WAYS = [
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("n", "m", "size"), [(160, 160, 32), (150, 130, (16, 48)), (160, 150, 128)])
 def test_it_is_the_dense_mask(backend, way, name, n, m, size):
-    if backend == "triton" and (size != 128 or (way == "small tiles" and name != "documents")):
+    if backend == "triton" and (size != 128 or not name.startswith("each")):
         pytest.skip("blocks that kernels do not serve; and the interpreter is slow")
     block, dense = make(name, n, m, size)
     leaves, device = operands(n, m), device_of(backend)
@@ -90,14 +89,15 @@ def test_with_every_other_option(backend):
     """It combines with causality, a window, key lengths, ALiBi, bias, a soft cap and dropout as a bool mask does."""
     device = device_of(backend)
     block, dense = (t.to(device) for t in make("each head its own", 150, 160, 128 if backend == "triton" else 32))
-    leaves = {key: t.detach().to(device).requires_grad_() for key, t in operands(150, 160).items()}
+    batch = 1 if backend == "triton" else 2  # the interpreter is slow
+    leaves = {key: t.detach()[:batch].to(device).requires_grad_() for key, t in operands(150, 160).items()}
     slopes, bias = (t.to(device).requires_grad_() for t in (torch.rand(4), torch.randn(4, 150, 1)))
     results = []
     for mask in (block, dense):
         torch.manual_seed(5)
         out = sigmoid_attention(
             **leaves, attn_mask=mask, enable_gqa=True, window=(70, -1), is_causal=True, alibi_slopes=slopes, bias=bias,
-            key_lengths=torch.tensor([160, 77], device=device), softcap=2.0, dropout_p=0.3, backend=backend,
+            key_lengths=torch.tensor([77, 160][:batch], device=device), softcap=2.0, dropout_p=0.3, backend=backend,
         )  # fmt: skip
         results.append((out, *torch.autograd.grad(out.square().sum(), (*leaves.values(), slopes, bias))))
     for a, b in zip(*results, strict=True):
