@@ -62,6 +62,7 @@ def png(shade):
     return buffer.getvalue()
 
 
+@pytest.mark.torchvision
 def test_images(tmp_path):
     pytest.importorskip("torchvision")
     for split in ("train", "val"):
@@ -74,6 +75,7 @@ def test_images(tmp_path):
     assert ImageFolder(tmp_path, 4, "none").fingerprint != before
 
 
+@pytest.mark.torchvision
 def test_labels_of_shards(tmp_path):
     pytest.importorskip("torchvision")
     prints = []

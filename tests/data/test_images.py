@@ -67,6 +67,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.torchvision
 class TestImageFolder:
     @pytest.mark.parametrize(("augmentation", "views"), [("none", 1), ("crop", 1), ("randaugment", 1), ("simclr", 2),
                                                          ("multicrop", 6)])  # fmt: skip
@@ -154,6 +155,7 @@ class TestImageFolder:
             ImageFolder(folder, 16, "crop")
 
 
+@pytest.mark.torchvision
 class TestShards:
     @pytest.fixture
     def sharded(self, folder, tmp_path):
