@@ -34,7 +34,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --durations=10
 	test ! -d .venv/torchvision || PYTHONPATH=.venv/torchvision:tests/plugins \
-	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision --durations=3
+	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision tests/data tests/integrations
 
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto -k "triton or static or kernels" \

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 COPIED = ("src", "tests", "pyproject.toml", "README.md", "Makefile")
 # each mutated path, and the tests that ought to catch its mutants
 TARGETS = {
-    "src/sigattn/ops": "tests/ops tests/test_flash.py tests/test_flash_kvcache.py",
+    "src/sigattn/ops": "tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py",
     "src/sigattn/train/checkpoint.py": "tests/train",
 }
 CONFIG = """
