@@ -1,7 +1,7 @@
 # make demo   trains softmax and sigmoid language models on real text and writes a report
 # make test   runs every test
 # make sweep  every architecture of transformers and timm, every shape that PyTorch accepts: about an hour
-# make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch: about a minute each
+# make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch: minutes each
 # make train-all SPEECH=FSDD   sigmoid beside softmax over every task, three seeds: under an hour
 # make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
 # Both make .venv first, where it is missing.
