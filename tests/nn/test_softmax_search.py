@@ -554,3 +554,21 @@ def test_compiled_functions(x):
     for example in ((x,), None):
         with pytest.raises(ValueError, match=r"'layers\.1'"):
             sigmoidify(Net(Fused(), layer), example)
+
+
+class Sparse(nn.Module):
+    """Attention whose values are sparse, in a layer with a sparse buffer: neither has a storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.query_key = nn.Linear(8, 16)
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+
+    def forward(self, x):
+        query, key = self.query_key(x).chunk(2, -1)
+        return torch.sparse.mm((query @ key.mT).softmax(-1), x.to_sparse())
+
+
+def test_sparse_values_are_activations():
+    with pytest.raises(ValueError, match="compute a softmax themselves"):
+        sigmoidify(nn.Sequential(Sparse()), (torch.randn(4, 8),))

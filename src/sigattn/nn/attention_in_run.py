@@ -26,7 +26,9 @@ from sigattn.nn.attention_calls import (
 )
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "_int_mm"})
+_PRODUCTS |= {"_sparse_mm", "_sparse_addmm", "_sparse_sparse_matmul"}
 _COPIES = frozenset({"_to_copy", "clone"})
+_NO_STORAGE = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +69,14 @@ def run(model: nn.Module, example: Sequence[Any] | Mapping[str, Any], skipped: t
 
 
 def _storages(model: nn.Module) -> set[int]:
-    return {_storage(t) for t in (*model.parameters(), *model.buffers())}
+    return {_storage(t) for t in (*model.parameters(), *model.buffers())} - {_NO_STORAGE}
 
 
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a tensor without a storage of its own
-        return -1
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some wrapper subclasses have no storage
+        return _NO_STORAGE
 
 
 @dataclasses.dataclass(eq=False)
