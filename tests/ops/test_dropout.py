@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention
+from sigattn.ops import attention
 from sigattn.ops.attention import BACKENDS
 from sigattn.ops.dropout import keep_mask
+from sigattn.ops.triton import prepare
 from tests.ops.cases import PATHS, device_of, path, wide
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_share_of_dropped_weights_is_p(p):
-    keep = keep_mask(123, torch.arange(8), torch.arange(400), torch.arange(300), p)
+    keep = keep_mask(torch.tensor(123), torch.arange(8), torch.arange(400), torch.arange(300), p)
     assert keep.shape == (8, 400, 300)
     count = keep.numel()
     standard_error = (p * (1 - p) / count) ** 0.5
@@ -20,8 +22,8 @@ def test_the_share_of_dropped_weights_is_p(p):
 
 def test_dropped_weights_are_independent():
     """Of row, column, head and seed: correlations of neighbours and of whole rows are what chance gives."""
-    keep = keep_mask(7, torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5
-    other = keep_mask(8, torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5
+    keep = keep_mask(torch.tensor(7), torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5
+    other = keep_mask(torch.tensor(8), torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5
     pairs = {
         "rows": (keep[:, 1:], keep[:, :-1]),
         "columns": (keep[..., 1:], keep[..., :-1]),
@@ -39,7 +41,8 @@ def test_dropped_weights_are_independent():
 
 @pytest.mark.parametrize("way", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_all_backends_drop_the_same_weights(way, dtype):
+def test_all_backends_drop_the_same_weights(monkeypatch, way, dtype):
+    monkeypatch.setattr(attention, "new_seed", lambda p, device: torch.tensor(1 << 40, device=device) if p else None)
     q = torch.randn(2, 4, 33, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(2, 2, 29, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     results = []
@@ -47,7 +50,6 @@ def test_all_backends_drop_the_same_weights(way, dtype):
         for backend in BACKENDS:
             if dtype is torch.float64 and wide(backend) is not dtype:
                 continue
-            torch.manual_seed(11)
             there = (t.to(device_of(backend)) for t in (q, k, v))
             out = sigmoid_attention(*there, dropout_p=0.3, is_causal=True, enable_gqa=True, backend=backend).cpu()
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
@@ -86,3 +88,35 @@ def test_gradient_uses_the_forward_s_mask(backend):
         return sigmoid_attention(q, k, v, dropout_p=0.5, backend=backend)
 
     assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+def test_seeds_stay_on_the_device():
+    """A host number is the same at every replay of a CUDA graph, and a CPU tensor is waited for."""
+    assert attention.new_seed(0.5, torch.device("meta")).device.type == "meta"
+    q = torch.randn(1, 2, 5, 8)
+    problem = attention.canonical(q, q, q, dropout_p=0.5)
+    assert prepare.arguments_of(problem).arguments["seed"] is problem.seed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replays_of_a_graph_drop_other_weights_and_the_backward_pass_the_same():
+    q, k = torch.randn(2, 1, 2, 64, 32, device="cuda").unbind()
+    v = torch.eye(64, device="cuda").expand(1, 2, 64, 64).clone().requires_grad_()  # the output is P itself
+
+    def step():
+        out = sigmoid_attention(q, k, v, dropout_p=0.5, bias=0.0)
+        return out.detach(), torch.autograd.grad(out.sum(), v)[0]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grad = step()
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(out.clone())
+        torch.testing.assert_close(grad, out.sum(2)[..., None].expand_as(grad), rtol=1e-2, atol=1e-2)
+    assert not torch.equal(seen[0] == 0, seen[1] == 0)

@@ -56,16 +56,45 @@ def test_missing_triton_and_old_gpus(monkeypatch):
     assert "Triton is not installed" in triton._no_machine(gpu.query.device)
 
 
-def test_outputs_and_gradients_are_laid_out_as_the_query():
-    """(B, N, H, D) from projections comes back so: what follows needs no copy."""
-    x = torch.randn(2, 9, 3, 16, device=DEVICE, requires_grad=True)
-    q = x.transpose(1, 2)
-    out = sigmoid_attention(q, q, q, backend="triton")
-    assert out.transpose(1, 2).is_contiguous()
-    contiguous = q.detach().contiguous()
-    plain = sigmoid_attention(contiguous, contiguous, contiguous, backend="triton")
-    assert plain.is_contiguous()
-    torch.testing.assert_close(out.detach(), plain)
+LAYOUTS = {  # (B, H, N, D) as views of what models hold
+    "heads first": lambda b, h, n, d: torch.randn(b, h, n, d),
+    "rows first": lambda b, h, n, d: torch.randn(b, n, h, d).transpose(1, 2),
+    "one projection": lambda b, h, n, d: torch.randn(b, n, 3, h, d)[:, :, 1].transpose(1, 2),
+    "batch inside rows": lambda b, h, n, d: torch.randn(n, b, h, d).permute(1, 2, 0, 3),
+    "columns first": lambda b, h, n, d: torch.randn(b, h, d, n).mT,
+    "one head for all": lambda b, h, n, d: torch.randn(b, 1, n, d).expand(b, h, n, d),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [(2, 3, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16)])
+def test_layouts_are_those_that_compilers_expect(layout, size):
+    """A compiled graph asserts the strides that the fakes announce."""
+    x = LAYOUTS[layout](*size).to(DEVICE)
+    arguments = (x, x, x[..., :8], *(None,) * 7, 0.25, -1, -1, 0.0, 0, False, False, 0.0, "triton")
+    out, fake = library._forward(*arguments), library._fake_forward(*arguments)
+    assert (out.shape, out.stride()) == (fake.shape, fake.stride())
+    needs = [True, True, True, False, False, False]
+    for own, fake in zip(
+        library._backward(out, *arguments, needs), library._fake_backward(out, *arguments, needs), strict=True
+    ):
+        assert (own.shape, own.stride()) == (fake.shape, fake.stride())
+
+
+@pytest.mark.parametrize(
+    ("layout", "back"),
+    [
+        ("heads first", lambda out: out),
+        ("rows first", lambda out: out.transpose(1, 2)),
+        ("one projection", lambda out: out.transpose(1, 2)),
+        ("batch inside rows", lambda out: out.permute(2, 0, 1, 3)),
+    ],
+)
+def test_an_output_needs_no_copy_to_become_rows(layout, back):
+    q = LAYOUTS[layout](2, 3, 9, 16).to(DEVICE)
+    out = sigmoid_attention(q, q, q[..., :8], backend="triton")
+    assert back(out).is_contiguous()
+    torch.testing.assert_close(out, sigmoid_attention(*(t.contiguous() for t in (q, q, q[..., :8])), backend="triton"))
 
 
 @pytest.mark.filterwarnings("ignore:.*TF32")  # PyTorch's, of its older setting

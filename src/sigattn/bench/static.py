@@ -288,7 +288,7 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
         elif name in _NUMBERS:
             signature[name] = "fp32"
         elif name == "seed":
-            signature[name] = "i64"
+            signature[name] = "*i64"
         elif re.fullmatch(r"\w+_[dms]", name):  # strides of the last dimension
             signature[name], constants[(at,)] = "constexpr", 1
         elif re.fullmatch(r"(q|k|v|o|gq|gk|gv)_[bhnps]", name):

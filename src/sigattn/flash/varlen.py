@@ -204,7 +204,7 @@ def attend(
         None if alibi_slopes is None else two_sided(alibi_slopes),
         cu_seqlens_q,
         cu_seqlens_k,
-        new_seed(dropout_p),
+        new_seed(dropout_p, q.device),
         max_seqlen_q,
         max_seqlen_k,
         softmax_scale,

@@ -48,8 +48,8 @@ def sigmoid_attention(
             ``torch.nn.attention.bias.CausalBias``; or a ``BlockMask`` of ``torch.nn.attention.flex_attention``, whose
             hidden blocks are not computed.
         dropout_p: probability in [0, 1) of dropping a weight; those kept are multiplied by 1 / (1 - dropout_p). Applied
-            whenever it is not 0, so pass 0 when not training. Drawn from PyTorch's CPU generator
-            (``torch.manual_seed``).
+            whenever it is not 0, so pass 0 when not training. The seed is drawn from
+            PyTorch's generator of the query's device (``torch.manual_seed``).
         is_causal: query i sees keys j ≤ i: aligned to the top left, as in PyTorch's function, where N and M differ.
         scale: factor of Q Kᵀ; None for D^-1/2.
         enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv; query head h uses key head
@@ -180,7 +180,7 @@ def _on_nested(
         None,
         None if alibi_slopes is None else two_sided(alibi_slopes),
         *parts[3:5],
-        new_seed(dropout_p),
+        new_seed(dropout_p, query.device),
         *parts[5:],
         scale=scale,
         left=left,
@@ -225,7 +225,7 @@ def canonical(
         None if attn_mask is None else four_dimensional(attn_mask),
         None if alibi_slopes is None else two_sided(alibi_slopes),
         key_lengths,
-        new_seed(dropout_p),
+        new_seed(dropout_p, query.device),
         None if blocks is None else blocks.table,
         None if blocks is None else blocks.tiles,
         scale,
@@ -247,9 +247,9 @@ def sides(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
     return left, right
 
 
-def new_seed(dropout_p: float) -> Tensor | None:
-    """What decides which weights are dropped, from PyTorch's CPU generator; None where none are."""
-    return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if dropout_p else None
+def new_seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """Return the seed of a call's dropout, drawn from PyTorch's generator of a device; None without dropout."""
+    return torch.randint(1 << 62, (), dtype=torch.int64, device=device) if dropout_p else None
 
 
 def _on_reference(problem: Problem) -> Tensor:

@@ -16,11 +16,11 @@ _FOLD_1 = 0x7FEB352D  # two odd 32-bit multipliers of good avalanche (as int32 b
 _FOLD_2 = 0x846CA68B - (1 << 32)
 
 
-def keep_mask(seed: int, heads: Tensor, rows: Tensor, columns: Tensor, dropout_p: float) -> Tensor:
+def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropout_p: float) -> Tensor:
     """True where a weight is kept.
 
     Args:
-        seed: any int64.
+        seed: 0-d int64, on the device of the indices.
         heads: integer indices b·Hq + h, of any shape (...).
         rows: (R,) indices of the queries. columns: (C,) indices of the keys.
         dropout_p: probability of dropping, in [0, 1).
@@ -29,7 +29,7 @@ def keep_mask(seed: int, heads: Tensor, rows: Tensor, columns: Tensor, dropout_p
         (..., R, C), bool; each entry is True with probability 1 - dropout_p.
     """
     by_row = _mix(_mix(heads + seed).unsqueeze(-1) + rows).unsqueeze(-1)  # (..., R, 1)
-    by_column = _mix(columns + _mix(torch.tensor(seed ^ _GOLDEN, device=columns.device)))  # (C,)
+    by_column = _mix(columns + _mix(seed ^ _GOLDEN))  # (C,)
     x = by_row.to(torch.int32) ^ by_column.to(torch.int32)  # (..., R, C); int32 products wrap, as wanted
     x ^= x >> 16
     x *= _FOLD_1

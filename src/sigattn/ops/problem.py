@@ -58,7 +58,8 @@ class Problem(NamedTuple):
         attn_mask: 4-D and broadcastable to (B, Hq, N, M): bool (True = attend) or floating point (added); or None.
         alibi_slopes: (B or 1, Hq, 2), one slope for keys before the query and one for keys after it; or None.
         key_lengths: (B,) integers; or None.
-        seed: 0-d int64 on the CPU; None without dropout.
+        seed: 0-d int64 on the query's device, so that no kernel waits for it and a CUDA graph draws a new one at each
+            replay; None without dropout.
         block_table, block_tiles: the blocks of a ``BlockMask`` (``block_mask.Blocks``), which hides keys as a bool mask
             does; or both None.
         scale: factor of Q Kᵀ; None for D^-1/2.
@@ -226,11 +227,27 @@ class PackedProblem(NamedTuple):
 
 
 def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width)
-    """Memory for an output laid out as the query is: (B, Hq, N, ·), or (B, N, Hq, ·) as projections give it."""
-    batch, heads, n, _ = query.shape
-    if query.transpose(1, 2).is_contiguous() and not query.is_contiguous():
-        return query.new_empty(batch, n, heads, width).transpose(1, 2)
-    return query.new_empty(batch, heads, n, width)
+    """Return memory for an output whose batch, heads and rows lie in memory in the order of the query's.
+
+    A model that made its heads by a view of a projection gets an output that it can view in the same way.
+    """
+    stride, order = query.stride(), [0]
+    for at in (1, 2):
+        place = len(order)
+        while place and _is_less(stride[order[place - 1]], stride[at]):
+            place -= 1
+        order.insert(place, at)
+    out = query.new_empty(*(query.shape[at] for at in order), width)
+    return out.permute(*(order.index(at) for at in range(3)), 3)
+
+
+def _is_less(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Return a < b, False where a compiler does not know."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a < b
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(a < b)
 
 
 def band(

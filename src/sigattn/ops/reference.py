@@ -104,4 +104,4 @@ def _drop(p: Problem, weights: Tensor) -> Tensor:
     batch, heads, n, m = weights.shape
     at = (torch.arange(batch * heads, device=weights.device) + p.first_head).view(batch, heads)
     i, j = torch.arange(p.first_row, p.first_row + n, device=at.device), torch.arange(m, device=at.device)
-    return weights * keep_mask(int(p.seed), at, i, j, p.dropout_p) * p.keep_scale
+    return weights * keep_mask(p.seed, at, i, j, p.dropout_p) * p.keep_scale

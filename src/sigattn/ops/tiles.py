@@ -273,7 +273,7 @@ class Group:
         heads = torch.arange(problem.query.shape[0] * problem.query.shape[1], device=device) + problem.first_head
         heads = self.heads_of(heads.view(*problem.query.shape[:2], 1, 1))[..., 0, 0]  # (nb, nh, rep)
         i, j = torch.arange(*self._places(rows), device=device), torch.arange(*columns, device=device)
-        return keep_mask(int(problem.seed), heads, i, j, problem.dropout_p).logical_not_()
+        return keep_mask(problem.seed, heads, i, j, problem.dropout_p).logical_not_()
 
     def distances(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
         """How far each key lies before its query (0 if it does not), and how far after it: each (R, C)."""

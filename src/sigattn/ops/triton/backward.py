@@ -35,7 +35,7 @@ from sigattn.ops.triton.tile import (
 )
 
 
-@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "seed", "threshold"])
+@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold"])
 def keys_kernel(
     query, key, value, grad_out, grad_query, grad_key, grad_value,
     bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
@@ -90,6 +90,8 @@ def keys_kernel(
     v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, True, TMA)
     shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
     lower, grad_unit = gradient_shift(shift, SHIFT)
+    if DROPOUT:
+        seed = tl.load(seed)
     by_column = column_hash(seed, columns)[:, None] if DROPOUT else 0
     # key j is seen by places j - right … j + left
     first = column_start - first_row
@@ -171,7 +173,7 @@ def keys_kernel(
         store(grad_value, acc_v * (out_scale * unit), column_start, keys, gv_n, gv_d, BLOCK_N, DV, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "seed", "threshold"])
+@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold"])
 def queries_kernel(
     query, key, value, grad_out, grad_query, grad_bias, grad_slopes, grad_mask,
     bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
@@ -257,6 +259,8 @@ def queries_kernel(
         z_bias = z_bias[:, None]
     shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
     lower, grad_unit = gradient_shift(shift, SHIFT)
+    if DROPOUT:
+        seed = tl.load(seed)
     by_row = row_hash(seed, head, first_row + rows)[:, None] if DROPOUT else 0
     first = first_row + row_start
     last = first_row + tl.minimum(row_start + BLOCK_M, n)

@@ -27,7 +27,7 @@ from sigattn.ops.triton.tile import (
 )
 
 
-@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "seed", "threshold"])
+@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold"])
 def forward_kernel(
     query, key, value, out, bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
@@ -88,6 +88,8 @@ def forward_kernel(
     if BIAS == "tensor":
         z_bias = z_bias[:, None]
     shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
+    if DROPOUT:
+        seed = tl.load(seed)
     by_row = row_hash(seed, head, first_row + rows)[:, None] if DROPOUT else 0
     first = first_row + row_start
     last = first_row + tl.minimum(row_start + BLOCK_M, n)

@@ -37,11 +37,6 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
     return None
 
 
-def new_like(t: Tensor) -> Tensor:
-    """A dense tensor of this size."""
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
-
-
 def swizzle(kernel: str, name: str, head_dim: int) -> int:
     """Bytes of a row over which a tile's parts change places: 128, or what leaves half of the columns in one piece."""
     return 2 * head_dim // 2 if kernel == tuning.FUSED and name in ("key", "value", "grad_key", "grad_value") else 128
@@ -110,12 +105,10 @@ def _grid(prepared: Launch, config: tuning.HopperConfig, of_keys: bool) -> dict[
 
 
 def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
-    """The output, in ``out`` if the copy engine can write there."""
+    """Compute the output, into ``out``."""
     from sigattn.ops.triton.hopper import hopper_forward_kernel
 
     p, config = prepared.problem, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
-    if descriptors.is_far(out):
-        out = new_like(out)
     run(
         prepared,
         hopper_forward_kernel,
@@ -158,7 +151,7 @@ def keys(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
 def _of_keys(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more: Any) -> tuple[Tensor, Tensor]:
     p, s = prepared.problem, prepared.shape
-    grad_key, grad_value = new_like(p.key), new_like(p.value)
+    grad_key, grad_value = torch.empty_like(p.key), torch.empty_like(p.value)
     run(
         prepared,
         kernel,
@@ -181,7 +174,7 @@ def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sums = torch.zeros(s.batch, s.heads, padded, s.d, dtype=torch.float32, device=p.query.device)
     grad_key, grad_value = _of_keys(prepared, grad_out, hopper_fused_kernel, tuning.FUSED, grad_query=sums)
     factor = p.scale_value * 2.0 ** -scalars(prepared)["own_shift"]
-    grad_query = new_like(p.query)
+    grad_query = torch.empty_like(p.query)
     torch.mul(sums[:, :, : s.n], factor, out=grad_query)  # in one pass
     return grad_query, grad_key, grad_value
 
@@ -191,7 +184,7 @@ def queries(prepared: Launch, grad_out: Tensor) -> Tensor:
     from sigattn.ops.triton.hopper_backward import hopper_queries_kernel
 
     p = prepared.problem
-    grad_query = new_like(p.query)
+    grad_query = torch.empty_like(p.query)
     run(
         prepared,
         hopper_queries_kernel,

@@ -93,7 +93,7 @@ def arguments_of(problem: Problem | PackedProblem) -> Launch:
         "GROUP": heads // max(kv_heads, 1),
         "left": p.left,
         "right": p.right,
-        "seed": int(p.seed) if p.seed is not None else 0,
+        "seed": p.seed if p.seed is not None else p.query,
         "threshold": round(p.dropout_p * (1 << 32)) - (1 << 31) if dropout else 0,
         **scales(p),
         "out_scale": single(p.keep_scale),
@@ -132,9 +132,19 @@ def arguments_of(problem: Problem | PackedProblem) -> Launch:
 
 
 def within_reach(t: Tensor) -> Tensor:
-    """The tensor, or a dense copy where neighbouring rows or columns lie so far apart that a tile would span 2^31."""
-    far = max(t.stride(-1) * t.shape[-1], t.stride(-3 if t.dim() == 3 else -2) * _LONGEST_TILE, 0)
-    return t if far < 2**31 else t.contiguous()
+    """Return the tensor, or a dense copy if neighbouring rows or columns are so far apart that a tile would span 2^31.
+
+    The copy keeps the order of strides if that suffices, as the fakes expect of gradients.
+    """
+    if not _spans_too_much(t):
+        return t
+    near = t.clone()
+    return near if not _spans_too_much(near) else t.contiguous()
+
+
+def _spans_too_much(t: Tensor) -> bool:
+    rows = t.stride(-3 if t.dim() == 3 else -2) * _LONGEST_TILE
+    return max(t.stride(-1) * t.shape[-1], rows, 0) >= 2**31
 
 
 def named(name: str, axes: str, strides: tuple[int, ...]) -> dict[str, int]:
