@@ -39,6 +39,7 @@ test: setup
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto -k "triton or static or kernels" \
 	    tests/ops tests/test_flash.py tests/bench
+	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto tests/ops/compiled
 
 sweep: setup
 	SIGATTN_SWEEP=all $(BIN)/python -m pytest -n auto tests/integrations tests/ops/test_broadcasting.py

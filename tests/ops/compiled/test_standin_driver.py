@@ -1,0 +1,76 @@
+"""The stand-in driver itself: it refuses what a driver would refuse, and leaves nothing behind."""
+
+import pytest
+import torch
+from triton.runtime import driver
+
+from sigattn import sigmoid_attention
+from sigattn.ops.problem import Problem
+from sigattn.ops.triton import launch, prepare, repeats
+from sigattn.ops.triton.forward import forward_kernel
+from tests.ops import standin_driver
+
+
+def problem(n=20, dtype=torch.float32):
+    return Problem(*(torch.zeros(1, n, 2, 16, dtype=dtype).transpose(1, 2) for _ in range(3)))
+
+
+def test_launches_are_recorded_and_everything_is_restored():
+    architecture, active = prepare.architecture, driver._active
+    p = problem()
+    with standin_driver.gpu(80) as launched:
+        sigmoid_attention(p.query, p.key, p.value, backend="triton")
+        (first,) = launched
+        assert first.compiled.metadata.target.arch == 80
+        with standin_driver.gpu(89) as other:
+            launch.forward(p)
+        assert other[0].device != first.device
+        assert len(launched) == 1
+    assert (first.name, first.grid[1:]) == ("forward_kernel", (1, 1))
+    assert first.arguments["query"].data_ptr() == p.query.data_ptr()
+    assert (first.arguments["q_h"], first.arguments["D"]) == (16, 16)
+    assert 0 < first.shared <= standin_driver.SHARED[80]
+    assert not {first.device, other[0].device} & forward_kernel.device_caches.keys()
+    assert prepare.architecture is architecture
+    assert driver._active is active
+    with pytest.raises(ValueError, match="not for cpu"):
+        sigmoid_attention(p.query, p.key, p.value, backend="triton")
+
+
+def test_a_launch_with_other_arguments_than_those_compiled_for_is_refused():
+    """Each kind of specialisation: alignment, divisibility, constants, dtypes, and the size of the grid."""
+    with standin_driver.gpu(80) as launched:
+        p = problem()
+        launch.forward(p)
+        (first,) = launched
+        start = first.compiled[first.grid]
+        start(*first.arguments.values())
+        misaligned = torch.zeros(p.query.numel() + 1)[1:].view(p.query.shape)
+        for name, value in {
+            "query": misaligned,
+            "key": p.key.bfloat16(),
+            "k_h": 17,
+            "q_d": 2,
+            "n": 1 << 31,
+            "DV": 8,
+        }.items():
+            with pytest.raises(standin_driver.LaunchError, match=f"argument {name} "):
+                start(*{**first.arguments, name: value}.values())
+        for grid in ((0, 1, 1), (1, 65536, 1), (1 << 31, 1, 1)):
+            with pytest.raises(standin_driver.LaunchError, match="grid"):
+                first.compiled[grid](*first.arguments.values())
+    assert len(launched) == 2
+
+
+def test_nothing_is_kept_from_one_architecture_to_the_next():
+    """A call that was made often on one device is prepared again on another."""
+    shared = set()
+    for architecture in (80, 90):
+        with standin_driver.gpu(architecture) as launched:
+            for _ in range(3):
+                launch.forward(problem(dtype=torch.bfloat16))
+            assert repeats._known
+            assert {x.compiled.metadata.target.arch for x in launched} == {architecture}
+        assert not repeats._known
+        shared.add(launched[0].shared)
+    assert len(shared) == 2  # the tables differ

@@ -1,0 +1,257 @@
+"""Stand-in for a GPU driver: Triton's own JIT on CPU tensors, for an architecture that is not there.
+
+Within ``gpu(90)`` Triton binds the arguments of a launch, specialises, compiles for the architecture and loads the
+binary as on a GPU, then hands the launch to ``Launcher``, which checks it against what was compiled and records it.
+Nothing is executed: outputs keep what their memory held. It needs a process without TRITON_INTERPRET=1, because
+``triton.jit`` chooses between compiler and interpreter when a kernel is defined.
+
+>>> with gpu(90) as launched:
+...     sigmoid_attention(q, k, v, backend="triton")
+... launched[0].name, launched[0].grid, launched[0].arguments["BLOCK_M"], launched[0].shared
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver as drivers
+
+from sigattn.ops import triton as backend
+from sigattn.ops.triton import launch_hopper, prepare, repeats
+
+KIB = 1024
+# Shared memory of a program in bytes (CUDA C++ Programming Guide, table of technical specifications; AMD: LDS).
+SHARED = {
+    80: 163 * KIB,
+    86: 99 * KIB,
+    87: 163 * KIB,
+    89: 99 * KIB,
+    90: 227 * KIB,
+    100: 227 * KIB,
+    120: 99 * KIB,
+    "gfx942": 64 * KIB,
+    "gfx1100": 64 * KIB,
+}
+MULTIPROCESSORS = 132
+_LARGEST_GRID = (2**31 - 1, 65535, 65535)
+_LARGEST_BOX = 256  # entries of a TMA box along one dimension
+_SWIZZLES = (0, 32, 64, 128)  # bytes, by CUtensorMapSwizzle
+_devices = itertools.count(1000)  # a device of its own for each stand-in: Triton caches kernels by device
+
+
+class LaunchError(RuntimeError):
+    """A launch that a driver would refuse, or one that does not match what was compiled."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch as the driver would receive it."""
+
+    function: Any  # triton's JITFunction
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]  # by parameter, compile-time ones included
+    binary: Binary
+    device: int
+
+    @property
+    def name(self) -> str:
+        return self.function.fn.__name__
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a program."""
+        return self.binary.shared
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """Triton's CompiledKernel, valid within the ``gpu`` context."""
+        known = self.function.device_caches[self.device][0].values()
+        return next(compiled for compiled in known if compiled.function is self.binary)
+
+    def advisories(self) -> list[str]:
+        """Return what ptxas says of asynchronous tensor core instructions that it had to serialise (C75xx)."""
+        import triton.backends.nvidia
+
+        architecture = self.compiled.metadata.target.arch
+        ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "kernel.ptx"
+            source.write_text(self.compiled.asm["ptx"])
+            name = f"sm_{architecture}" + ("a" if architecture >= 90 else "")
+            command = [ptxas, "-v", f"-arch={name}", source, "-o", Path(folder) / "kernel.cubin"]
+            done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=True)
+        return [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"\(C75\d\d\)|serializ", line)]
+
+
+@dataclass(frozen=True, eq=False)
+class Binary:
+    """A loaded kernel: what a driver would give a handle of."""
+
+    name: str
+    code: bytes
+    shared: int
+
+
+class Launcher:
+    """Receives launches in the place of Triton's compiled C launcher, checks and records them."""
+
+    def __init__(self, standin: StandIn, source: Any, metadata: Any) -> None:
+        self.standin, self.source, self.metadata = standin, source, metadata
+        standin.functions.add(source.fn)
+
+    def __call__(self, *given: Any) -> None:
+        grid, binary, arguments = given[:3], given[4], given[9:]
+        if not all(1 <= size <= most for size, most in zip(grid, _LARGEST_GRID, strict=True)):
+            raise LaunchError(f"{binary.name}: no driver launches a grid of {grid}")
+        named = dict(zip(self.source.fn.arg_names, arguments, strict=True))
+        self._check(binary, named)
+        self.standin.launched.append(Launched(self.source.fn, grid, named, binary, self.standin.device))
+
+    def _check(self, binary: Binary, arguments: dict[str, Any]) -> None:
+        """Compare the arguments with the types, constants and divisibility that the kernel was compiled for."""
+        places = {name: at for at, name in enumerate(self.source.fn.arg_names)}
+        constants = {at: value for (at, *_), value in self.source.constants.items()}
+        divisible = {
+            at
+            for (at, *_), attributes in self.source.attrs.items()
+            if any(key == "tt.divisibility" and value == 16 for key, value in attributes)
+        }
+        descriptors = iter(getattr(self.metadata, "tensordesc_meta", None) or [])
+        for name, value in arguments.items():
+            kind, at = self.source.signature[name], places[name]
+            if kind == "constexpr":
+                complaint = "" if at in constants and _same(constants[at], value) else f"is not {constants.get(at)!r}"
+            elif kind.startswith("tensordesc"):
+                complaint = _check_descriptor(value, kind, next(descriptors, None))
+            else:
+                complaint = _check_value(value, kind, at in divisible)
+            if complaint:
+                raise LaunchError(f"{binary.name}: argument {name} = {value!r:.200} {complaint}")
+
+
+def _same(compiled: Any, given: Any) -> bool:
+    return type(compiled) is type(given) and (compiled == given or compiled != compiled)
+
+
+def _check_value(value: Any, kind: str, divisible: bool) -> str:
+    if kind.startswith("*"):
+        if not isinstance(value, torch.Tensor) or kind != "*" + _type_of(value.dtype):
+            return f"is no {kind}"
+        return f"is not aligned to 16 bytes: {value.data_ptr()}" if divisible and value.data_ptr() % 16 else ""
+    if kind[0] in "iu" and kind[1:].isdigit():
+        bits = int(kind[1:])
+        least, most = (-(1 << bits - 1), 1 << bits - 1) if kind[0] == "i" else (0, 1 << bits)
+        if not isinstance(value, int) or not least <= value < most:
+            return f"is no {kind}"
+        return "is no multiple of 16" if divisible and value % 16 else ""
+    return "" if isinstance(value, (int, float)) else f"is no {kind}"
+
+
+def _check_descriptor(value: Any, kind: str, metadata: dict[str, Any] | None) -> str:
+    """Check a tensor descriptor as ``cuTensorMapEncodeTiled`` would."""
+    base, block = value.base, list(value.block_shape)
+    if not kind.startswith(f"tensordesc<{_type_of(base.dtype)}[{', '.join(map(str, block))}]"):
+        return f"is no {kind}"
+    if base.data_ptr() % 16 or any(stride * base.element_size() % 16 for stride in value.strides[:-1]):
+        return "has an address or a stride that is no multiple of 16 bytes"
+    if not all(0 < stride * base.element_size() < 2**40 for stride in value.strides):
+        return "has a stride that TMA does not take"
+    if not all(0 < size <= 2**32 for size in value.shape):
+        return "has a size that TMA does not take"
+    box = block if metadata is None else list(metadata["block_size"])
+    if not all(0 < size <= _LARGEST_BOX for size in box):
+        return f"has a box of {box}"
+    swizzle = 0 if metadata is None else _SWIZZLES[metadata["swizzle"]]
+    return f"has rows wider than its swizzle of {swizzle} bytes" if 0 < swizzle < box[-1] * base.element_size() else ""
+
+
+def _type_of(dtype: torch.dtype) -> str:
+    from triton._utils import canonicalize_dtype
+
+    return canonicalize_dtype(dtype)
+
+
+class StandIn:
+    """Triton's driver interface for one architecture: an int such as 90, or an AMD name such as "gfx942"."""
+
+    def __init__(self, architecture: int | str, shared: int | None = None) -> None:
+        self.architecture = architecture
+        self.shared = SHARED[architecture] if shared is None else shared
+        self.device = next(_devices)
+        self.launched: list[Launched] = []
+        self.functions: set[Any] = set()
+        self.utils = self  # what Triton asks of the C module
+        self.launcher_cls = functools.partial(Launcher, self)
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        registers, spills, most_threads = 0, 0, 1024  # not read by Triton's launch path, but for the last
+        return object(), Binary(name, code, shared), registers, spills, most_threads
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": self.shared, "multiprocessor_count": MULTIPROCESSORS, "warpSize": self.warp}
+
+    @property
+    def warp(self) -> int:
+        return 64 if isinstance(self.architecture, str) and self.architecture.startswith("gfx9") else 32
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("hip" if isinstance(self.architecture, str) else "cuda", self.architecture, self.warp)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def forget(self) -> None:
+        """Drop what was compiled for this stand-in."""
+        for function in self.functions:
+            function.device_caches.pop(self.device, None)
+
+
+@contextlib.contextmanager
+def gpu(architecture: int | str = 90, shared: int | None = None) -> Iterator[list[Launched]]:
+    """Let kernels be launched for CPU tensors, and yield the list of launches, which grows.
+
+    architecture: compute capability as in sm_90, or AMD's name ("gfx942").
+    shared: bytes of shared memory that the device reports, if not the architecture's own.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("the stand-in driver needs a process without TRITON_INTERPRET=1")
+    standin = StandIn(architecture, shared)
+    nvidia = architecture if isinstance(architecture, int) else 0
+    before = drivers._active
+    drivers.set_active(standin)
+    repeats.forget()
+    try:
+        with (
+            mock.patch.object(backend, "_no_machine", lambda device: None),
+            mock.patch.object(prepare, "architecture", lambda device: nvidia),
+            mock.patch.object(launch_hopper, "multiprocessors", lambda device: MULTIPROCESSORS),
+            mock.patch.object(torch.version, "hip", torch.version.hip if nvidia else "stand-in"),
+        ):
+            yield standin.launched
+    finally:
+        drivers._active = before
+        standin.forget()
+        repeats.forget()
