@@ -26,7 +26,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as drivers
 
@@ -245,9 +244,9 @@ def gpu(architecture: int | str = 90, shared: int | None = None) -> Iterator[lis
     repeats.forget()
     try:
         with (
-            mock.patch.object(backend, "_no_machine", lambda device: None),
-            mock.patch.object(prepare, "architecture", lambda device: nvidia),
-            mock.patch.object(launch_hopper, "multiprocessors", lambda device: MULTIPROCESSORS),
+            mock.patch.object(backend, "_no_machine", return_value=None),
+            mock.patch.object(prepare, "architecture", return_value=nvidia),
+            mock.patch.object(launch_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
             mock.patch.object(torch.version, "hip", torch.version.hip if nvidia else "stand-in"),
         ):
             yield standin.launched
