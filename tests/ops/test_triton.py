@@ -10,6 +10,7 @@ import triton.language as language
 
 from sigattn import flash, sigmoid_attention
 from sigattn.ops import library, triton
+from sigattn.ops.attention import bias_operand
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import activation, descriptors, launch, prepare, tuning
 from tests.ops.cases import KERNEL_PATHS, device_of
@@ -285,3 +286,26 @@ def test_error_of_the_sigmoid_relative_to_itself(kind, most):
     assert p[2] < 1e-35
     truth = torch.sigmoid(x[3:].double())
     assert ((p[3:] / truth - 1).abs()).max() < most + 1.2e-7 * 80  # and the rounding of z
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_bias_of_one_entry_is_read_from_memory(dtype):
+    """No launch of its own prepares it, float16's shift included: it must be as exact as a number."""
+    q, k, v = torch.randn(3, 1, 2, 20, 16).to(DEVICE, dtype).unbind()
+    bias = torch.tensor(-7.3, device=DEVICE)
+    assert prepare.arguments_of(Problem(q, k, v, bias.view(1, 1, 1, 1))).arguments["BIAS"] == "scalar"
+    truth, rough = (formula(q, k, v, bias=bias, dtype=d) for d in (torch.float64, dtype))
+    out = sigmoid_attention(q, k, v, bias=bias, backend="triton")
+    assert_as_good_as_formula(out, truth, rough)
+    cache = (t.transpose(1, 2) for t in (q, k, v))
+    cached = flash.flash_attn_with_kvcache(*cache, sigmoid_bias=bias, causal=False, backend="triton")
+    assert_as_good_as_formula(cached.transpose(1, 2), truth, rough)
+
+
+def test_numbers_of_compiled_graphs_stay_on_the_device(monkeypatch):
+    """A CUDA graph of a compiled model would replay the number on the CPU that it was recorded with."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    device = torch.device("meta")
+    assert [bias_operand(-1.0, device, d).shape for d in (2, 4)] == [(1, 1), (1, 1, 1, 1)]
+    assert bias_operand(-1.0, device).device == device
+    assert bias_operand(-1.0, torch.device("cpu")).shape == ()

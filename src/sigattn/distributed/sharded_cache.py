@@ -81,7 +81,7 @@ def sharded_cache_attention(
         k_cache,
         v_cache,
         ends.clamp(0, capacity),
-        _bias(sigmoid_bias),
+        _bias(sigmoid_bias, q.device),
         None,
         None,
         None if alibi_slopes is None else two_sided(alibi_slopes),
@@ -107,10 +107,10 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, place: Tensor
         cache[sample, slot] = torch.where(own, t, cache[sample, slot])
 
 
-def _bias(bias: float | Tensor) -> Tensor:
+def _bias(bias: float | Tensor, device: torch.device) -> Tensor:
     """0-d for a number, or (B or 1, Hq or 1, 1)."""
     if not isinstance(bias, Tensor):
-        number = bias_operand(bias)
+        number = bias_operand(bias, device, 3)
         assert number is not None
         return number
     return bias.reshape(1, 1, 1) if bias.dim() == 0 else bias.reshape(len(bias), -1, 1)

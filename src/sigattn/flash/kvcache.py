@@ -220,7 +220,7 @@ def attend(
         k_cache,
         v_cache,
         lengths,
-        _bias(sigmoid_bias),
+        _bias(sigmoid_bias, q.device),
         cache_leftpad,
         table,
         None if alibi_slopes is None else two_sided(alibi_slopes),
@@ -340,10 +340,10 @@ def _lengths(given: Any, q: Tensor, capacity: int, *, needed: bool) -> Tensor:  
     return given
 
 
-def _bias(bias: Any) -> Tensor:
+def _bias(bias: Any, device: torch.device) -> Tensor:
     """0-d for a number, or (B or 1, Hq or 1, N or 1)."""
     if not isinstance(bias, Tensor):
-        number = bias_operand(bias)
+        number = bias_operand(bias, device, 3)
         assert number is not None
         return number
     dimensions = {0: (1, 1, 1), 1: (-1, 1, 1), 2: (*bias.shape, 1)}

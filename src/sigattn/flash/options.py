@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sigattn.ops import checks, flash_checks, library
@@ -57,12 +58,12 @@ def cast(t: Tensor) -> Tensor:
     return autocast(t) if library.autocasting(t.device.type) else t
 
 
-def packed_bias(bias: float | str | Tensor) -> Tensor | None:
+def packed_bias(bias: float | str | Tensor, device: torch.device) -> Tensor | None:
     """Return None for the rule, a 0-d tensor for a number, or (B or 1, Hq or 1)."""
     if isinstance(bias, str):
         return None
     if not isinstance(bias, Tensor):
-        return bias_operand(bias)
+        return bias_operand(bias, device, 2)
     return bias.reshape(1, 1) if bias.dim() == 0 else bias.unsqueeze(-1) if bias.dim() == 1 else bias
 
 
@@ -70,6 +71,6 @@ def dense_bias(bias: float | str | Tensor) -> float | Tensor | None:
     """Return the bias as ``sigmoid_attention`` takes it."""
     if not isinstance(bias, Tensor):
         return None if isinstance(bias, str) else bias
-    b = packed_bias(bias)
+    b = packed_bias(bias, bias.device)
     assert b is not None
     return b[..., None, None]

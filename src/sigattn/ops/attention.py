@@ -176,7 +176,7 @@ def _on_nested(
         )
     problem = PackedProblem(
         *parts[:3],
-        bias_operand(bias) if not isinstance(bias, Tensor) else bias,
+        bias_operand(bias, query.device, 2),
         None,
         None if alibi_slopes is None else two_sided(alibi_slopes),
         *parts[3:5],
@@ -221,7 +221,7 @@ def canonical(
         query,
         key,
         value,
-        bias_operand(bias),
+        bias_operand(bias, query.device),
         None if attn_mask is None else four_dimensional(attn_mask),
         None if alibi_slopes is None else two_sided(alibi_slopes),
         key_lengths,
@@ -271,17 +271,27 @@ def autocast(t: Tensor) -> Tensor:
     return t
 
 
-def bias_operand(bias: Any) -> Tensor | None:
-    """A number becomes 0-d on the CPU, where every backend can read it without waiting; a tensor gets 4 dimensions."""
+def bias_operand(bias: Any, device: torch.device, dimensions: int = 4) -> Tensor | None:
+    """Return the bias as an operand of the ops.
+
+    Args:
+        bias: None, a tensor, or a number, which becomes a 0-d tensor on the CPU, read by every backend without waiting.
+        device: of the query. In a graph compiled for another device than the CPU a number becomes a tensor there: CUDA
+            graphs would replay the number that they were recorded with.
+        dimensions: of such a tensor, and at least those of a tensor that was given.
+    """
     if bias is None:
         return None
     if isinstance(bias, Tensor):
-        return four_dimensional(bias)
+        return bias if bias.dim() >= dimensions else bias[(None,) * (dimensions - bias.dim())]
     if not isinstance(bias, (float, int, torch.SymFloat, torch.SymInt)):  # another library's number
         bias = float(bias)
-    if torch.compiler.is_compiling():  # a sum, because that is what the compiler can carry a changing number through
+    if not torch.compiler.is_compiling():
+        return torch.tensor(bias, dtype=torch.float64, device="cpu")
+    # a sum, because that is what the compiler can carry a changing number through
+    if device.type == "cpu":
         return torch.zeros((), dtype=torch.float64, device="cpu") + bias
-    return torch.tensor(bias, dtype=torch.float64, device="cpu")
+    return torch.zeros((1,) * dimensions, dtype=torch.float32, device=device) + bias
 
 
 def four_dimensional(t: Tensor) -> Tensor:

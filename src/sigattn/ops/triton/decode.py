@@ -64,7 +64,7 @@ def decode_kernel(
         slope = slopes + b * slopes_b + h * slopes_h
         before = tl.load(slope, mask=some, other=0.0).to(tl.float32)[:, None]
         after = tl.load(slope + slopes_s, mask=some, other=0.0).to(tl.float32)[:, None]
-    z_bias = bias_terms(bias, bias_value, rows, n * GROUP, 0, 0, "number")
+    z_bias = bias_terms(bias, bias_value, rows, n * GROUP, 0, 0, "number" if BIAS == "tensor" else BIAS)
     if BIAS == "tensor":
         own = bias + b * bias_b + h.to(tl.int64) * bias_h + i.to(tl.int64) * bias_n
         z_bias = tl.load(own, mask=some, other=0.0).to(tl.float32)[:, None] * -1.4426950408889634  # log₂e

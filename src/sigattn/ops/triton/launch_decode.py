@@ -97,17 +97,22 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
 
 
 def _bias(p: CachedProblem) -> dict[str, Any]:
-    """The bias, and the power of two that float16 weights are scaled by on its account (activation.py)."""
+    """Return the arguments of the bias, and of the power of two that float16 weights need for it (activation.py)."""
     batch, n, heads, _ = p.query.shape
     half = p.query.dtype is torch.float16
-    if p.bias.dim():
-        bias = p.bias.to(p.query.device)
-        pointer = (bias.amax().float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15) if half else p.query
-        kind, tensor, number, shift, strides = "tensor", bias, 0.0, 0.0, bias.expand(batch, heads, n).stride()
-    else:
+    kind, tensor, pointer, number, shift = "number", p.query, p.query, 0.0, 0.0
+    strides: tuple[int, ...] = (0, 0, 0)
+    if not p.bias.dim():
         number = p.bias.item()
         shift = float(min(max(math.floor(-number * LOG2E), 0), 15)) if half and math.isfinite(number) else 0.0
-        kind, tensor, pointer, strides = "number", p.query, p.query, (0, 0, 0)
+    elif p.bias.numel() == 1:
+        kind, tensor = "scalar", p.bias.to(p.query.device)
+        pointer = tensor
+    else:
+        kind, tensor = "tensor", p.bias.to(p.query.device)
+        strides = tensor.expand(batch, heads, n).stride()
+        if half:
+            pointer = (tensor.amax().float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15)
     return {
         "bias": tensor,
         "bias_value": single(-number * LOG2E),

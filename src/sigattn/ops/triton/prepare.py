@@ -177,11 +177,13 @@ def tf32_is_allowed() -> bool:
 
 
 def _bias(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
-    """The bias, and the power of two that float16 weights are scaled by on its account (activation.py)."""
+    """Return the arguments of the bias, and of the power of two that float16 weights need for it (activation.py)."""
     kind, tensor, number = "number", p.query, 0.0
     strides: tuple[int, ...] = (0, 0, 0)
     if p.bias is not None and p.bias.dim() == 0:
         number = p.bias.item()
+    elif p.bias is not None and p.bias.numel() == 1:
+        kind, tensor = "scalar", p.bias
     elif p.bias is not None:
         kind, tensor = "tensor", p.bias
         full = p.bias[..., None, None] if shape.packed else p.bias  # (B, Hq) or (B, Hq, N, 1)
@@ -194,6 +196,8 @@ def _bias(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
     shift, shift_pointer = 0.0, p.query
     if p.query.dtype is torch.float16 and kind == "number" and math.isfinite(number):
         shift = float(min(max(math.floor(-number * LOG2E), 0), 15))
+    elif kind == "scalar":
+        shift_pointer = tensor
     elif p.query.dtype is torch.float16 and kind == "tensor":
         most = tensor.amax() if tensor.numel() else tensor.new_zeros(())
         shift_pointer = (most.float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15)

@@ -118,13 +118,16 @@ def bias_terms(
     stride_row,
     BIAS: tl.constexpr,
 ):
-    """The bias as a term of z, -log₂e · b: a number, or (rows,).
+    """Return the bias as a term of z, -log₂e · b: a number, or (rows,).
 
-    BIAS: "number", "tensor" (its entry of each row), or "length" (-log of the number of keys).
+    BIAS: "number", "scalar" (a tensor's only entry), "tensor" (its entry of each row), or "length" (-log of the number
+    of keys).
     """
     if BIAS == "tensor":
         at = bias + rows.to(tl.int64) * stride_row
         term = tl.load(at, mask=rows < n, other=0.0).to(tl.float32) * -1.4426950408889634
+    elif BIAS == "scalar":
+        term = tl.load(bias).to(tl.float32) * -1.4426950408889634
     elif BIAS == "length":
         term = tl.log2(tl.maximum(keys, 1).to(tl.float32))
     else:
@@ -135,13 +138,16 @@ def bias_terms(
 
 @triton.jit
 def shift_of(shift_pointer, shift_value, keys, SHIFT: tl.constexpr):
-    """The exponent that float16 weights are multiplied by, and its inverse 2^-shift (activation.py)."""
+    """Return the exponent that float16 weights are multiplied by, and its inverse 2^-shift (activation.py)."""
     shift, unit = 0.0, 1.0
     if SHIFT != "none":
         if SHIFT == "number":
             shift = shift_value
         elif SHIFT == "tensor":
             shift = tl.load(shift_pointer).to(tl.float32)
+        elif SHIFT == "scalar":
+            shift = tl.floor(tl.load(shift_pointer).to(tl.float32) * -1.4426950408889634)
+            shift = tl.where(shift == shift, tl.minimum(tl.maximum(shift, 0.0), 15.0), 0.0)  # 0 for NaN
         else:
             tl.static_assert(SHIFT == "length")
             shift = tl.minimum(tl.floor(tl.log2(tl.maximum(keys, 1).to(tl.float32))), 15.0)
