@@ -2,7 +2,8 @@
 
 Within ``gpu(90)`` Triton binds the arguments of a launch, specialises, compiles for the architecture and loads the
 binary as on a GPU, then hands the launch to ``Launcher``, which checks it against what was compiled and records it.
-Nothing is executed: outputs keep what their memory held. It needs a process without TRITON_INTERPRET=1, because
+Nothing is executed: outputs keep what their memory held. Tests of the launch alone leave out the compilation, which
+takes one to two seconds a kernel (``compiles=False``). It needs a process without TRITON_INTERPRET=1, because
 ``triton.jit`` chooses between compiler and interpreter when a kernel is defined.
 
 >>> with gpu(90) as launched:
@@ -15,17 +16,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as drivers
 
@@ -49,6 +52,7 @@ MULTIPROCESSORS = 132
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 _LARGEST_BOX = 256  # entries of a TMA box along one dimension
 _SWIZZLES = (0, 32, 64, 128)  # bytes, by CUtensorMapSwizzle
+_files = itertools.count()
 _devices = itertools.count(1000)  # a device of its own for each stand-in: Triton caches kernels by device
 
 
@@ -187,9 +191,11 @@ def _type_of(dtype: torch.dtype) -> str:
 class StandIn:
     """Triton's driver interface for one architecture: an int such as 90, or an AMD name such as "gfx942"."""
 
-    def __init__(self, architecture: int | str, shared: int | None = None) -> None:
+    def __init__(self, architecture: int | str, shared: int | None, needed: Callable[..., int]) -> None:
         self.architecture = architecture
         self.shared = SHARED[architecture] if shared is None else shared
+        self.needed = needed
+        self.folder = tempfile.TemporaryDirectory()
         self.device = next(_devices)
         self.launched: list[Launched] = []
         self.functions: set[Any] = set()
@@ -222,28 +228,49 @@ class StandIn:
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def forget(self) -> None:
+    def pretend_to_compile(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        """Return a CompiledKernel without code, in the place of ``triton.compiler.compile``."""
+        constants = {source.fn.arg_names[at]: value for (at, *_), value in source.constants.items()}
+        metadata = {"name": source.fn.__name__, "target": vars(target), "num_ctas": 1, "tmem_size": None}
+        metadata |= {"num_warps": options["num_warps"], "shared": self.needed(source.fn.__name__, constants, options)}
+        path = Path(self.folder.name) / f"{next(_files)}.json"
+        path.write_text(json.dumps(metadata))
+        code = path.with_suffix(".hsaco" if target.backend == "hip" else ".cubin")
+        code.touch()
+        return compiler.CompiledKernel(source, {path.name: str(path), code.name: str(code)}, path.stem)
+
+    def close(self) -> None:
         """Drop what was compiled for this stand-in."""
         for function in self.functions:
             function.device_caches.pop(self.device, None)
+        self.folder.cleanup()
 
 
 @contextlib.contextmanager
-def gpu(architecture: int | str = 90, shared: int | None = None) -> Iterator[list[Launched]]:
+def gpu(
+    architecture: int | str = 90,
+    *,
+    shared: int | None = None,
+    compiles: bool = True,
+    needed: Callable[[str, dict[str, Any], dict[str, Any]], int] = lambda kernel, constants, options: 0,
+) -> Iterator[list[Launched]]:
     """Let kernels be launched for CPU tensors, and yield the list of launches, which grows.
 
     architecture: compute capability as in sm_90, or AMD's name ("gfx942").
     shared: bytes of shared memory that the device reports, if not the architecture's own.
+    compiles: False leaves out the compilation; ``needed`` then says how many bytes of shared memory a kernel takes,
+        given its name, compile-time arguments and options.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("the stand-in driver needs a process without TRITON_INTERPRET=1")
-    standin = StandIn(architecture, shared)
+    standin = StandIn(architecture, shared, needed)
     nvidia = architecture if isinstance(architecture, int) else 0
     before = drivers._active
     drivers.set_active(standin)
     repeats.forget()
     try:
         with (
+            mock.patch.object(compiler, "compile", compiler.compile if compiles else standin.pretend_to_compile),
             mock.patch.object(backend, "_no_machine", return_value=None),
             mock.patch.object(prepare, "architecture", return_value=nvidia),
             mock.patch.object(launch_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
@@ -252,5 +279,5 @@ def gpu(architecture: int | str = 90, shared: int | None = None) -> Iterator[lis
             yield standin.launched
     finally:
         drivers._active = before
-        standin.forget()
+        standin.close()
         repeats.forget()

@@ -1,7 +1,7 @@
 """``sigattn bench overhead``: what a short call costs, of a ViT's 196 tokens: Python's time, and the GPU's own.
 
-Eager calls one after another, and the same calls as CUDA graphs. "relaunched" is ours where a call that was made before
-starts its compiled kernels itself (``ops/triton/repeats.py``), which is not the default before this has been measured.
+Eager calls one after another, and the same calls as CUDA graphs. "launched through Triton" is ours without the direct
+launches of calls that were made before (``tuning.RELAUNCH``, ``ops/triton/repeats.py``).
 Without a GPU, only what Python does before a kernel starts is timed, with kernels that do nothing.
 """
 
@@ -26,7 +26,7 @@ from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, prepare, repeats, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
-RELAUNCHED = f"{OURS}, relaunched"
+THROUGH_TRITON = f"{OURS}, launched through Triton"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +153,11 @@ def measure(config: OverheadBenchmark, batch: int, absent: dict[str, str]) -> li
     """Microseconds of a forward without gradient, and of forward and backward, of everyone who is right."""
     problem = gpu.inputs(batch, config.heads, config.n, config.head_dim, gpu.DTYPES[config.dtype], False)
     eager: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "training": {}}
-    for name in (*CONTESTANTS, RELAUNCHED):
-        contestant = CONTESTANTS[OURS if name == RELAUNCHED else name]
+    for name in (*CONTESTANTS, THROUGH_TRITON):
+        contestant = CONTESTANTS[OURS if name == THROUGH_TRITON else name]
         reason = contestant.unavailable(gpu.device(), problem.query.dtype, problem.options)
         if reason is None:
-            calls = _calls(contestant.call, problem, contestant.backward, relaunch=name == RELAUNCHED)
+            calls = _calls(contestant.call, problem, contestant.backward, relaunch=name != THROUGH_TRITON)
             reason = _wrong(calls, problem, contestant.softmax)
         if reason is not None:
             absent[name] = reason

@@ -3,13 +3,19 @@
 The second call of a kind is kept (a first may be the only one), and from the third on nobody works out what to tell
 the kernels, only which tensors. Nothing that is kept holds a tensor. Plain is what has neither masks, ALiBi, key
 lengths nor dropout, and a number as bias.
+
+With ``tuning.RELAUNCH`` a kept launch starts the compiled kernel itself, instead of through Triton, which binds and
+specialises every argument again. The first such launch of each kernel still goes through Triton and is compared with
+what a direct one would hand to the kernel's launcher; if they differ, Triton's way is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Hashable
+import threading
+import warnings
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -70,16 +76,88 @@ class Again:
         order = first.kernel.arg_names
         self.ordered = [self.first.arguments.get(name) for name in order]
         self.places = [(order.index(name), tensor) for name, tensor in tensors.items()]
+        self.agrees: bool | None = None  # with Triton's own launch; None before they have been compared
 
     def __call__(self, tensors: dict[str, Tensor]) -> None:
-        kernel, programs, arguments, options, compiled = self.first
-        if tuning.RELAUNCH and compiled is not None:
-            ordered = self.ordered.copy()
-            for at, tensor in self.places:
-                ordered[at] = tensor.among(tensors)
-            compiled[(programs, 1, 1)](*ordered)
+        if not tuning.RELAUNCH or self.first.compiled is None or self.agrees is False:
+            self._through_triton(tensors)
+        elif self.agrees:
+            self._directly(tensors)
         else:
-            kernel[(programs,)](**arguments, **{k: x.among(tensors) for k, x in self.tensors.items()}, **options)
+            self.agrees = self._compare(tensors)
+
+    def _through_triton(self, tensors: dict[str, Tensor]) -> None:
+        kernel, programs, arguments, options, _ = self.first
+        kernel[(programs,)](**arguments, **{k: x.among(tensors) for k, x in self.tensors.items()}, **options)
+
+    def _directly(self, tensors: dict[str, Tensor]) -> None:
+        ordered = self.ordered.copy()
+        for at, tensor in self.places:
+            ordered[at] = tensor.among(tensors)
+        self.first.compiled[(self.first.programs, 1, 1)](*ordered)
+
+    def _compare(self, tensors: dict[str, Tensor]) -> bool:
+        """Launch through Triton, and return True if a direct launch would pass the same arguments to the launcher."""
+        compiled = self.first.compiled
+        expected, found = [], []
+        if not hasattr(compiled, _LAUNCHER):
+            self._through_triton(tensors)
+        else:
+            with _lock:
+                expected = _received(compiled, lambda: self._through_triton(tensors), launches=True)
+                with contextlib.suppress(Exception):  # of a version of Triton that launches in another way
+                    found = _received(compiled, lambda: self._directly(tensors), launches=False)
+        if len(found) == len(expected) == 1 and _same(found[0], expected[0]):
+            return True
+        warnings.warn(
+            f"sigattn: {self.first.kernel.__name__} is launched through Triton each time (some 30 µs more of the "
+            "CPU's time), because a direct launch would pass other arguments than Triton does. Please report this, "
+            "with the version of Triton.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+
+
+_lock = threading.Lock()
+_LAUNCHER = "_run"  # the attribute of Triton's CompiledKernel that is called to launch it
+
+
+def _received(compiled: Any, call: Callable[[], None], *, launches: bool) -> list[tuple[Any, ...]]:
+    """Return what a call passes to the launcher of a compiled kernel; without ``launches`` the kernel does not run.
+
+    What other threads launch meanwhile is neither recorded nor held back.
+    """
+    launcher, thread = getattr(compiled, _LAUNCHER), threading.get_ident()
+    seen: list[tuple[Any, ...]] = []
+
+    def record(*given: Any) -> None:
+        own = threading.get_ident() == thread
+        if own:
+            hooks = 6  # the position of the metadata for Triton's launch hooks, made anew for each launch
+            seen.append((*given[:hooks], *given[hooks + 1 :]))
+        if launches or not own:
+            launcher(*given)
+
+    setattr(compiled, _LAUNCHER, record)
+    try:
+        call()
+    finally:
+        setattr(compiled, _LAUNCHER, launcher)
+    return seen
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return True if two arguments are the same: tensors by identity, descriptors by their fields, others by value."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if hasattr(a, "base"):
+        return all(map(_same, vars(a).values(), vars(b).values()))
+    return bool(a is b or a == b)
 
 
 class New(NamedTuple):
@@ -126,15 +204,15 @@ def kind(problem: Problem | PackedProblem, *more: Tensor) -> Hashable:
     ):
         return None
     q = p.query
-    # what kernels are compiled for: an address that is a multiple of 16, or not
-    tensors = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *more))
+    # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
+    tensors = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *more))
     numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.first_row, p.fast, p.softcap)
     tables = (tuning.configuration, tuple(tuning.ADD_QUERY_FROM.items()), tuning.SPECIALISED)
     special = tuple(tuning.HOPPER[kernel].get(q.shape[-1]) for kernel in tuning.SPECIALISED)
     precision = None
     if q.dtype is torch.float32:
         precision = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
-    return tensors, q.dtype, q.device, numbers, p.deterministic, tables, special, precision
+    return tensors, q.device, numbers, p.deterministic, tables, special, precision
 
 
 def known(key: Hashable) -> Repeat | None:

@@ -182,9 +182,9 @@ _OTHER: dict[str, dict[int, Config]] = {
 # default. On Hopper it is the kernel in Gluon that does it, where that is in SPECIALISED and serves.
 ADD_QUERY_FROM: Mapping[int, int] = MappingProxyType({})
 
-# Whether a plain call that was made before starts its compiled kernels itself (repeats.py) instead of through Triton,
-# which looks at every argument again, some 30 µs. It was never tried on a GPU.
-RELAUNCH = False
+# Plain calls that were made before launch their compiled kernels directly (repeats.py), not through Triton, which binds
+# and specialises every argument again (some 30 µs of the CPU's time). Each kept launch is compared with Triton's once.
+RELAUNCH = True
 
 
 # The specialised kernels (docs/speed.md), by head size; FUSED serves from ADD_QUERY_FROM on. They were compiled and

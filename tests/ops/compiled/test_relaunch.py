@@ -1,0 +1,157 @@
+"""Kept launches start the compiled kernel with exactly the arguments that Triton would pass, or leave it to Triton."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+from sigattn.ops.gradients import Needs
+from sigattn.ops.problem import Problem
+from sigattn.ops.triton import launch, repeats, tuning
+from sigattn.ops.triton.tuning import FORWARD, FUSED, KEYS, QUERIES
+from tests.ops import standin_driver
+
+SPECIALISED = frozenset([FORWARD, KEYS, QUERIES])
+# options of the problem, architecture, settings of the tables
+KINDS = {
+    "plain": ({}, 80, {}),
+    "causal": ({"right": 0}, 90, {}),
+    "window, softcap, scale": ({"left": 3, "right": 5, "softcap": 4.0, "scale": 0.3}, 86, {}),
+    "bias": ({"bias": torch.tensor(-1.0, dtype=torch.float64)}, 120, {}),
+    "AMD": ({"right": 0}, "gfx942", {}),
+    "TMA": ({"right": 0}, 90, {"tma": True}),
+    "dK and dV apart": ({"d": 256}, 90, {}),
+    "atomic": ({}, 90, {"ADD_QUERY_FROM": {90: 0}}),
+    "Gluon": ({"right": 0}, 90, {"SPECIALISED": SPECIALISED}),
+    "Gluon, fused": ({}, 90, {"SPECIALISED": SPECIALISED | {FUSED}, "ADD_QUERY_FROM": {90: 0}}),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    """Return the options of a kind of call and its architecture, with its tables in force."""
+    options, architecture, settings = KINDS[request.param]
+    if "tma" in settings:
+        in_force = tuning.configuration
+        monkeypatch.setattr(tuning, "configuration", lambda *given: in_force(*given)._replace(tma=True))
+    for name, value in settings.items():
+        if name != "tma":
+            monkeypatch.setattr(tuning, name, value)
+    return dict(options), architecture
+
+
+def call(options, dtype=torch.bfloat16):
+    """Both passes on new tensors; returns what reads in an assertion, with tensors by the names they have here."""
+    d = options.get("d", 64)
+    options = {k: v for k, v in options.items() if k != "d"}
+    q, k, v, g = (torch.zeros(2, 130, 4, d, dtype=dtype).transpose(1, 2) for _ in range(4))
+    p = Problem(q, k, v, **options)
+    out = launch.forward(p)
+    found = launch.backward(p, g, Needs())
+    return {"query": q, "key": k, "value": v, "grad_out": g, "out": out, "grad_query": found[0]} | {
+        "grad_key": found[1],
+        "grad_value": found[2],
+    }
+
+
+def described(launched, tensors):
+    """A launch with every tensor, and every tensor of a descriptor, as its name or, of a temporary, its shape."""
+
+    def readable(x):
+        if isinstance(x, torch.Tensor):
+            names = [name for name, t in tensors.items() if t is x or t.data_ptr() == x.data_ptr()]
+            return names[0] if names else (x.shape, x.stride(), x.dtype)
+        if hasattr(x, "base"):
+            return type(x), {name: readable(value) for name, value in vars(x).items()}
+        return x
+
+    return launched.name, launched.grid, {name: readable(x) for name, x in launched.arguments.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_direct_launch_passes_what_triton_passes(kind, monkeypatch, dtype):
+    """The stand-in driver also checks each launch against what its kernel was compiled for."""
+    options, architecture = kind
+    with standin_driver.gpu(architecture, compiles=False) as launched:
+        monkeypatch.setattr(tuning, "RELAUNCH", False)
+        tensors = call(options, dtype)
+        expected = [described(x, tensors) for x in launched]
+        assert len(expected) > 1
+        architecture_adds_no_query = not tuning.ADD_QUERY_FROM  # else dQ is summed in a temporary: not kept
+        monkeypatch.setattr(tuning, "RELAUNCH", True)
+        direct = []
+        monkeypatch.setattr(repeats.Again, "_directly", counted(repeats.Again._directly, direct))
+        repeats.forget()
+        for _ in range(5):  # seen, kept, compared, direct, direct
+            launched.clear()
+            tensors = call(options, dtype)
+            assert [described(x, tensors) for x in launched] == expected
+    kept = ["forward" in name or architecture_adds_no_query for name, *_ in expected]
+    assert len(direct) == 3 * sum(kept)
+
+
+def counted(method, calls):
+    def wrapper(self, tensors):
+        calls.append(self)
+        return method(self, tensors)
+
+    return wrapper
+
+
+def test_a_direct_launch_that_would_differ_is_left_to_triton(monkeypatch):
+    """Said once for each kernel, and every launch is right."""
+    monkeypatch.setattr(tuning, "RELAUNCH", True)
+    directly = repeats.Again._directly
+
+    def other_arguments(self, tensors):
+        directly(self, tensors | {"query": tensors["key"]})
+
+    monkeypatch.setattr(repeats.Again, "_directly", other_arguments)
+    said = []
+    monkeypatch.setattr(warnings, "warn", lambda message, *_, **__: said.append(message))
+    with standin_driver.gpu(90, compiles=False) as launched:
+        for _ in range(6):
+            launched.clear()
+            tensors = call({})
+            assert len(launched) == 3
+            assert all(x.arguments["query"] is not tensors["key"] for x in launched)
+    assert [message.split()[1] for message in said] == ["forward_kernel", "keys_kernel", "queries_kernel"]
+
+
+@pytest.mark.parametrize("change", ["no _run", "direct launch raises"])
+def test_a_triton_that_works_otherwise_is_served_through_its_own_launch(monkeypatch, change):
+    monkeypatch.setattr(tuning, "RELAUNCH", True)
+    if change == "no _run":
+        monkeypatch.setattr(repeats, "_LAUNCHER", "another name")
+    else:
+        monkeypatch.setattr(repeats.Again, "_directly", lambda self, tensors: 1 / 0)
+    with standin_driver.gpu(90, compiles=False) as launched:
+        for _ in range(2):
+            call({})
+        with pytest.warns(RuntimeWarning, match="is launched through Triton"):
+            call({})
+        call({})
+    assert len(launched) == 12
+
+
+def test_launches_of_other_threads_are_not_held_back(monkeypatch):
+    """While a kernel's launch is compared, another thread launches the same kernel."""
+    monkeypatch.setattr(tuning, "RELAUNCH", True)
+    with standin_driver.gpu(90, compiles=False) as launched:
+        call({})
+        call({})
+        directly = repeats.Again._directly
+
+        def meanwhile(self, tensors):
+            before = len(launched)
+            thread = threading.Thread(target=self._through_triton, args=(tensors,))
+            thread.start()
+            thread.join()
+            assert len(launched) == before + 1
+            directly(self, tensors)
+
+        monkeypatch.setattr(repeats.Again, "_directly", meanwhile)
+        launched.clear()
+        call({})
+    assert len(launched) == 6  # of each kernel one by the call and one by the other thread
