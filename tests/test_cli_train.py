@@ -154,7 +154,7 @@ class TestTrain:
         for command in commands:
             code, message = failure(command, capsys)
             assert code == 1
-            assert f"was trained on the tokens of {packed}, and has kept no tokenizer" in message
+            assert f"was trained on the tokens of {packed}, and has stored no tokenizer" in message
         capsys.readouterr()
         out = said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5", "--tokenizer", vocabulary)
         assert out.startswith("the cat")

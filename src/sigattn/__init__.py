@@ -8,7 +8,7 @@ try:
     from sigattn.ops.settings import set_sigmoid_precision as set_sigmoid_precision
     from sigattn.ops.statistics import AttentionStatistics as AttentionStatistics
     from sigattn.ops.statistics import attention_statistics as attention_statistics
-except KeyboardInterrupt:  # PyTorch takes seconds to load; the command line ends without a traceback, as everywhere
+except KeyboardInterrupt:  # importing PyTorch takes seconds; the command line then exits without a traceback
     import sys
 
     if sys.argv[0].endswith("sigattn") or sys.orig_argv[1:3] == ["-m", "sigattn"]:

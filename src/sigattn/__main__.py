@@ -1,4 +1,4 @@
-"""``python -m sigattn``, as torchrun wants it."""
+"""Entry point of ``python -m sigattn``, which torchrun needs."""
 
 from sigattn.cli import main
 

@@ -1,4 +1,4 @@
-"""Files that do not parse, and disks that are full: errors that name the file."""
+"""Reading of JSON files and errors of writes, with messages that name the file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TEXT_OR_NONE = (str, NoneType)
 
 
 class FileFormatError(Exception):
-    """A file that does not hold what it should; the message is one line and names the file."""
+    """A file does not have the expected content; the message is one line and names the file."""
 
 
 def read_object(path: Path, **keys: Kind) -> dict[str, Any]:
     """Return the object in a JSON file, which must have these keys with values of these types.
 
     Raises:
-        FileFormatError: if the file is no JSON, no object, lacks a key, or a value has another type.
+        FileFormatError: if the file is not valid JSON or not an object, lacks a key, or has a value of another type.
         OSError: if the file cannot be read.
     """
     try:
@@ -40,7 +40,7 @@ def read_object(path: Path, **keys: Kind) -> dict[str, Any]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context whose OSErrors name ``path``: those of a write, as on a full disk, name no file by themselves."""
+    """Add ``path`` to every OSError raised in the context, because those of a write (full disk) name no file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What there is on this machine: versions, devices, and which backend serves what."""
+"""Report of versions, devices, and the dtypes that each backend supports on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def devices() -> list[torch.device]:
-    """The CPU and whatever accelerators PyTorch sees."""
+    """Return the CPU and all accelerators that PyTorch can use."""
     found = [torch.device("cpu")]
     if torch.accelerator.is_available():
         found += [
@@ -27,7 +27,7 @@ def devices() -> list[torch.device]:
 
 
 def describe() -> str:
-    """The lines that ``sigattn info`` prints."""
+    """Return the text that ``sigattn info`` prints."""
     lines = [
         f"sigattn {sigattn.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"CPU: {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
@@ -46,19 +46,19 @@ def _name(device: torch.device) -> str:
 
 
 def _backends(device: torch.device) -> list[str]:
-    """One line a backend: the dtypes it serves, the reasons why not the others; which one is the default."""
+    """Return lines that list, for each backend, the supported dtypes and the reason for each unsupported one."""
     lines = ["  reference  every dtype, materialised; forward-mode and second derivatives (never the default)"]
     defaults = {library.choose(_example(device, dtype), None) for dtype in _DTYPES}
     for name, kernels in library.KERNELS.items():
         reasons = {dtype: kernels.unavailable(_example(device, dtype)) for dtype in _DTYPES}
-        served = [_short(d) for d, reason in reasons.items() if reason is None]
-        line = f"  {name:<10} {', '.join(served) or 'nothing'}{' (default)' if name in defaults else ''}"
+        supported = [_short(d) for d, reason in reasons.items() if reason is None]
+        line = f"  {name:<10} {', '.join(supported) or 'nothing'}{' (default)' if name in defaults else ''}"
         lines.append(line)
         lines += [f"             not {_short(d)}: {reason}" for d, reason in reasons.items() if reason is not None]
     for dtype in _DTYPES:
         reason = fused_unavailable(device, dtype)
-        how = "yes" if reason is None else f"no, {reason}"
-        lines.append(f"             sigmoid fused into the product in {_short(dtype)}: {how}")
+        answer = "yes" if reason is None else f"no, {reason}"
+        lines.append(f"             sigmoid fused into the product in {_short(dtype)}: {answer}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Imports of packages that only some functions need, with errors that name what to install."""
+"""Imports of optional packages, with errors that name the package to install."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class MissingPackageError(ImportError):
-    """A package is missing or cannot be imported; the message names it and the command that mends it."""
+    """A package is missing or cannot be imported; the message names it and the command that installs it."""
 
 
 def require(package: str, purpose: str, install: str) -> Any:
     """Import a package.
 
     Args:
-        package: its name. purpose: what needs it, in the plural. install: what to give to pip.
+        package: its name. purpose: the feature that needs it, in the plural. install: argument of pip install.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -38,8 +38,8 @@ def needs(extra: str) -> Iterator[None]:
         extra: the extra of this package that installs what is imported.
 
     Raises:
-        MissingPackageError: naming the package that is missing; or torchvision and torch where their builds do not fit,
-            which breaks the import of timm and transformers as well.
+        MissingPackageError: naming the missing package, or torchvision and torch if their builds are incompatible,
+            which makes the import of timm and transformers fail as well.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Shapes as types: ``Float[Tensor, "batch heads length head_dim"]``.
+"""Type annotations with shapes: ``Float[Tensor, "batch heads length head_dim"]``.
 
-They are jaxtyping's where jaxtyping has been imported (as the tests do, which check them at run time), and otherwise
-just the tensor: the library itself needs torch alone.
+They are jaxtyping's if jaxtyping has been imported before (the tests do so, and check shapes at run time), otherwise
+the plain tensor type, because the library itself depends on torch only.
 """
 
 from __future__ import annotations

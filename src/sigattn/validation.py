@@ -1,8 +1,8 @@
 """Checks of settings, called in ``__post_init__`` of every configuration.
 
 Each function takes a configuration and names of its fields, or a dict of names and values. It raises ``SettingsError``
-with the field's name and value where a number is out of range, infinite, NaN or no number at all. A field that is None
-is optional and passes; of a tuple, every element is checked.
+with the field's name and value if a value is out of range, infinite, NaN or not a number. A field that is None passes;
+every element of a tuple is checked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_not_negative(config: object, *names: str) -> None:
 
 
 def check_probability(config: object, *names: str) -> None:
-    """Require numbers in [0, 1): of what is dropped, something must be left."""
+    """Require numbers in [0, 1)."""
     _check(config, names, "lie in [0, 1)", lambda value: 0 <= value < 1)
 
 
@@ -51,7 +51,7 @@ def check_fraction(config: object, *names: str) -> None:
 
 
 def check_seed(config: object, *names: str) -> None:
-    """Require whole numbers in 0 … 2³² - 1, from which every seed that is derived fits in 64 bits."""
+    """Require whole numbers in 0 … 2³² - 1, so that every seed derived from them fits in 64 bits."""
     check_at_least(0, config, *names)
     _check(config, names, "be below 2^32", lambda value: value < 2**32)
 

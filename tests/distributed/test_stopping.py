@@ -22,7 +22,7 @@ def test_all_processes_stop_together(tmp_path):
     with locked(tmp_path / "in-use"):
         launch(2, jobs)
     assert f"process {os.getpid()} on " in (tmp_path / "in-use" / "error-0").read_text()
-    assert "the first process cannot write into" in (tmp_path / "in-use" / "error-1").read_text()
+    assert "the main process cannot write into" in (tmp_path / "in-use" / "error-1").read_text()
     assert not (tmp_path / "in-use" / "checkpoints").exists()
     for rank in range(2):
         text = (tmp_path / "run" / f"stopped-{rank}").read_text()

@@ -128,4 +128,4 @@ def test_two_then_four_then_one(runs):
 
 def test_what_cannot_be_shared_is_said(runs):
     assert "tensor_parallel=3 does not divide the 4 processes" in (runs / "4-uneven" / "error").read_text()
-    assert 'needs whole weights on each process: parallel="ddp"' in (runs / "2-average" / "error").read_text()
+    assert 'needs the whole weights on each process: set parallel="ddp"' in (runs / "2-average" / "error").read_text()

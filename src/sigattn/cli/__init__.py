@@ -1,7 +1,7 @@
-"""The command line: ``sigattn COMMAND --help`` says what each command takes.
+"""Command-line interface: ``sigattn COMMAND --help`` lists the arguments of a command.
 
 Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be used, 130 after Ctrl-C and, in training,
-143 after SIGTERM. Each of these errors is one line; anything else is a defect of sigattn and keeps its traceback.
+143 after SIGTERM. The message of these errors is one line; any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ except KeyboardInterrupt:
 
 
 def show_info() -> None:
-    """Print versions, devices, and which backend serves what and why not the others."""
+    """Print versions, devices, and the dtypes that each backend supports, with the reason for each unsupported one."""
     print(info.describe())
 
 
 def train() -> None:
-    """Train a recipe: sigattn train NAME --help shows every setting; sigattn recipes lists the names."""
+    """Train a recipe: sigattn train NAME --help lists every setting; sigattn recipes lists the names."""
 
 
 def bench() -> None:
-    """Benchmarks, each with the peers in the same run and checked against float64; bench --help lists them."""
+    """Run a benchmark of the attention on the CPU or GPU; sigattn bench --help lists them."""
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -71,7 +71,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "theory": run_theory,
     "bench": bench,
 }
-DESCRIPTION = "The command line: ``sigattn COMMAND --help`` says what each command takes."
+DESCRIPTION = "Sigmoid self-attention. ``sigattn COMMAND --help`` lists the arguments of a command."
 USAGE_ERRORS = (SettingsError, RecipeError, ExperimentError)
 DATA_ERRORS = (
     DataError,
@@ -87,11 +87,11 @@ DATA_ERRORS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; see the module for its exit codes."""
+    """Run the command line; the module's docstring lists the exit codes."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         _run(arguments)
-    except BrokenPipeError:  # the reader of the output has ended, as head does
+    except BrokenPipeError:  # the reader of the output has exited, for example head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (*USAGE_ERRORS, *DATA_ERRORS) as error:

@@ -1,4 +1,4 @@
-"""``sigattn bench``."""
+"""Subcommands of ``sigattn bench``."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from sigattn.bench import accuracy, cpu, decode, hybridnorm, kernels, overhead, 
 
 
 def bench_cpu(options: cpu.CpuBenchmark) -> None:
-    """Ours, softmax SDPA, naive and compiled naive sigmoid on the CPU, side by side: time, error, memory."""
+    """Compare sigattn with softmax SDPA and with naive and compiled naive sigmoid on the CPU: time, error, memory."""
     cpu.run(options)
 
 
 def bench_static(options: static.StaticBenchmark) -> None:
-    """What the compiler makes of the GPU kernels, without a GPU: registers, spills, instructions per score."""
+    """Compile the GPU kernels without a GPU, and report registers, spills and instructions per score."""
     static.run(options)
 
 
 def bench_kernels(options: kernels.KernelBenchmark) -> None:
-    """The GPU kernels beside every peer present, over lengths from 64 to 78k: TFLOP/s, ratios, errors, plots."""
+    """Compare the GPU kernels with every installed baseline at lengths from 64 to 78k: TFLOP/s, errors, plots."""
     kernels.run(options)
 
 
 def bench_accuracy(options: accuracy.AccuracyBenchmark) -> None:
-    """How exact weights and outputs stay as n grows, with b = -log n: ours and each sigmoid peer, in each dtype."""
+    """Measure the error of weights and outputs over n, b = -log n, of sigattn and its baselines, in each dtype."""
     accuracy.run(options)
 
 
 def bench_decode(options: decode.DecodeBenchmark) -> None:
-    """One new token against a cache of 1k to 1M keys, beside softmax and a plain copy: GB/s, on a GPU or a CPU."""
+    """Time one new token with a cache of 1k to 1M keys, compared with softmax and a copy: GB/s, on a GPU or a CPU."""
     decode.run(options)
 
 
 def bench_hybridnorm(options: hybridnorm.HybridNormBenchmark) -> None:
-    """From which length sigmoid attention with a LayerNorm after it beats softmax on this GPU."""
+    """Find the length from which sigmoid attention followed by a LayerNorm is faster than softmax on this GPU."""
     hybridnorm.run(options)
 
 
 def bench_overhead(options: overhead.OverheadBenchmark) -> None:
-    """What a short call costs before the GPU begins."""
+    """Measure the host time of a short call on this GPU."""
     overhead.run(options)
 
 
 def bench_tune(options: tune.TuneBenchmark) -> None:
-    """Time the tile shapes of the GPU kernels on this GPU, beside those in force."""
+    """Time tile shapes of the GPU kernels on this GPU, compared with those in use."""
     tune.run(options)
 
 
 def bench_training(options: training.TrainingBenchmark) -> None:
-    """Language models and a ViT trained on this GPU, sigmoid beside softmax: tokens a second, memory, loss."""
+    """Train language models and a ViT on this GPU with sigmoid and softmax: tokens per second, memory, loss."""
     training.run(options)
 
 

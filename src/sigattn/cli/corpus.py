@@ -1,4 +1,4 @@
-"""``sigattn tokenizer`` and ``sigattn pack``: corpora of text."""
+"""Commands ``sigattn tokenizer`` and ``sigattn pack``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sigattn.validation import SettingsError, check_at_least
 
 
 def make_tokenizer(data: Path, save: Path, vocabulary: int = 32_768) -> None:
-    """Learn a byte-level BPE vocabulary from a text.
+    """Train a byte-level BPE tokenizer on a text.
 
     Args:
         data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
@@ -26,13 +26,13 @@ def make_tokenizer(data: Path, save: Path, vocabulary: int = 32_768) -> None:
 
 
 def pack_tokens(data: Path, tokenizer: Path, save: Path, limit: int | None = None) -> None:
-    """Turn a corpus into one file of tokens, to train language models on.
+    """Tokenize a corpus into one file, for training language models.
 
     Args:
         data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
-        tokenizer: of sigattn tokenizer, or any that Hugging Face's tokenizers saved as JSON.
+        tokenizer: JSON file written by sigattn tokenizer, or by Hugging Face's tokenizers.
         save: the file to write, ending in .bin.
-        limit: tokens after which to stop, at the end of a document.
+        limit: number of tokens after which to stop, at the end of a document.
     """
     check_at_least(1, {"limit": limit})
     if save.suffix != ".bin":
@@ -43,10 +43,10 @@ def pack_tokens(data: Path, tokenizer: Path, save: Path, limit: int | None = Non
 
 
 class CorpusProgress:
-    """Numbers of documents and tokens read so far: a bar on a terminal, elsewhere a line now and then.
+    """Display of the documents and tokens read so far: a progress bar on a terminal, else a line every 10 seconds.
 
     Args:
-        console: where to print. title: of the bar. limit: tokens at which the bar is full; None if that is unknown.
+        console: where to print. title: of the bar. limit: number of tokens at which the bar is full; None if unknown.
     """
 
     SECONDS = 10.0  # between lines
@@ -70,7 +70,7 @@ class CorpusProgress:
         self.progress.stop()
 
     def update(self, documents: int, tokens: int) -> None:
-        """Show new numbers, unless some were shown just before."""
+        """Show new numbers, unless the last ones were shown less than ``interval`` seconds ago."""
         now = time.monotonic()
         if now - self.shown < self.interval:
             return

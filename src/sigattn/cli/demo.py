@@ -1,4 +1,4 @@
-"""``sigattn demo``."""
+"""Command ``sigattn demo``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sigattn.train.loop import Interrupted, Row
 
 
 def run_demo(options: demo.Demo) -> None:
-    """Train a softmax and two sigmoid language models on real text (4 to 5 minutes on 2 cores), and write a report."""
+    """Train one softmax and two sigmoid language models on text (4 to 5 minutes on 2 cores), and write a report."""
     console = Console()
     try:
         with _Display(console, options) as display:
             runs = demo.run(options, display.update)
     except Interrupted as stop:
-        console.print(f"\n{stop}\nTo go on: sigattn demo --resume --run-folder {options.run_folder}", highlight=False)
+        console.print(f"\n{stop}\nTo resume: sigattn demo --resume --run-folder {options.run_folder}", highlight=False)
         sys.exit(128 + stop.signal)
     table = Table(title="Softmax and sigmoid attention, side by side", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, _ in report.TABLE:
@@ -34,7 +34,7 @@ def run_demo(options: demo.Demo) -> None:
 
 
 class _Display:
-    """A progress bar and the latest measurements of each model; plain lines where the output is no terminal."""
+    """Progress bar and latest measurements of each model; plain lines if the output is not a terminal."""
 
     EVERY = 50  # steps between plain lines
 
@@ -61,7 +61,7 @@ class _Display:
             self.live.stop()
 
     def update(self, title: str, row: Row) -> None:
-        """Show a new row."""
+        """Show the measurements of a step of the model ``title``."""
         held = self.latest.get(title, {}).get("validation_bits")
         self.latest[title] = {"validation_bits": held, **row} if held is not None else row
         before = list(demo.TITLES.values()).index(title) * self.steps

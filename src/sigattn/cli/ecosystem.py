@@ -1,4 +1,4 @@
-"""``sigattn export`` and ``sigattn lm-eval``: trained language models in other people's tools."""
+"""Commands ``sigattn export`` and ``sigattn lm-eval``: trained language models in other libraries."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def export(
     /,
     tokenizer: Path | None = None,
 ) -> None:
-    """Write a run's language model into a folder that transformers loads (AutoModelForCausalLM).
+    """Write a run's language model into a folder that transformers can load (AutoModelForCausalLM).
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         save: the folder to write.
-        tokenizer: of a run that has kept none.
+        tokenizer: tokenizer of a run that has stored none.
     """
     transformers_model: Any = importlib.import_module("sigattn.integrations.transformers_model")
     model, path = language_model_files(folder, tokenizer)
@@ -48,17 +48,17 @@ def lm_eval(
     batch: int = 8,
     tokenizer: Path | None = None,
 ) -> None:
-    """Evaluate a run's language model by lm-evaluation-harness: the paper's nine tasks, or those named.
+    """Evaluate a run's language model with lm-evaluation-harness, by default on the paper's nine tasks.
 
     Args:
-        folder: of the run.
-        tasks: names of the harness's tasks; none for ARC easy and challenge, HellaSwag, PIQA, SciQ, WinoGrande and
+        folder: folder of the run.
+        tasks: names of the harness's tasks. Default: ARC easy and challenge, HellaSwag, PIQA, SciQ, WinoGrande and
             LAMBADA, and with one example TriviaQA and WebQuestions.
         include: folder of further tasks (YAML). The harness runs the Python code that a task names with !function:
             include only folders that you trust.
-        limit: samples of each task.
-        batch: sequences at a time.
-        tokenizer: of a run that has kept none.
+        limit: number of samples of each task.
+        batch: number of sequences evaluated at a time.
+        tokenizer: tokenizer of a run that has stored none.
     """
     check_at_least(1, {"limit": limit, "batch": batch})
     harness: Any = importlib.import_module("sigattn.integrations.lm_eval")

@@ -1,4 +1,4 @@
-"""Parsing a command's arguments, apart from running the command."""
+"""Parsing of a command's arguments without running the command."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def parse(parser: Callable[[], Parsed]) -> Parsed:
     """Call a parser of tyro.
 
     Raises:
-        SettingsError: if a configuration refuses its arguments. (tyro would print a box around the message.)
-        SystemExit: for --help, and for arguments that tyro refuses.
+        SettingsError: if a configuration rejects its arguments. (tyro would print a box around the message.)
+        SystemExit: for --help, and for arguments that tyro rejects.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
@@ -29,11 +29,11 @@ def parse(parser: Callable[[], Parsed]) -> Parsed:
                 cause = cause.__context__
     if cause is not None:
         raise cause
-    return parser()  # prints what the first call had no place to print
+    return parser()  # parse again to print the output that was suppressed in the first call
 
 
 def bind(command: Callable[..., None]) -> Callable[..., Any]:
-    """Return a function with the same arguments that does not run the command but returns a call of it."""
+    """Return a function with the command's signature that returns the command bound to its arguments."""
 
     @functools.wraps(command)
     def bound(*args: Any, **kwargs: Any) -> Callable[[], None]:

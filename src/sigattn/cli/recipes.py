@@ -1,4 +1,4 @@
-"""``sigattn recipes`` and ``sigattn norms``."""
+"""Commands ``sigattn recipes``, ``sigattn norms`` and ``sigattn compare``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sigattn.recipes.registry import RECIPES, find
 
 
 def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) -> None:
-    """List all recipes as the practitioner's table, or print one whole.
+    """List all recipes with the columns of the paper's practitioner's guide, or print every setting of one.
 
     Args:
-        name: a recipe; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its other forms.
+        name: a recipe; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.
     """
     console = Console()
     console = console if console.width >= 118 else Console(width=118)
@@ -40,8 +40,10 @@ def _table(console: Console) -> None:
     for name, row in rows.items():
         table.add_row(name, *row.values())
     console.print(table)
-    console.print("QK: QK-norm. LS: LayerScale. bias: the sigmoid's. norm: where norms stand.", highlight=False)
-    console.print("sigattn recipes NAME prints one whole; sigattn train NAME --tiny trains it small.", highlight=False)
+    console.print("QK: QK-norm. LS: LayerScale. bias: of the sigmoid. norm: placement of norms.", highlight=False)
+    console.print(
+        "sigattn recipes NAME prints every setting; sigattn train NAME --tiny trains a small form.", highlight=False
+    )
 
 
 def _one(console: Console, name: str) -> None:
@@ -72,7 +74,7 @@ def _settings(config: object) -> dict[str, Any]:
 
 
 def show_norms(options: attention_norms.AttentionNorms) -> None:
-    """Norm of the attention's output at initialisation, for each position and bias (a minute on 2 cores)."""
+    """Measure the norm of attention outputs at initialisation for each position and bias (a minute on 2 cores)."""
     console, found = Console(), {}
 
     def show(position: str, kind: str, norm: float) -> None:
@@ -88,6 +90,6 @@ def show_norms(options: attention_norms.AttentionNorms) -> None:
 
 
 def compare_all(options: compare.Compare) -> None:
-    """Sigmoid beside softmax over every task, three seeds each (under an hour on 2 cores), as one table."""
+    """Compare sigmoid with softmax on every task, three seeds each (under an hour on 2 cores), in one table."""
     console = Console()
     console.print(compare.run(options, lambda line: print(line, flush=True)), soft_wrap=True, highlight=False)

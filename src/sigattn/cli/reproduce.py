@@ -1,4 +1,4 @@
-"""``sigattn reproduce``: the paper's experiments."""
+"""Command ``sigattn reproduce``: the paper's experiments."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def reproduce(
     all: bool = False,  # noqa: A002  (the flag's name)
     list: bool = False,  # noqa: A002
 ) -> None:
-    """Run an experiment of the paper, and write its data, figure and page. What is done is not done again.
+    """Run an experiment of the paper, and write its data, figure and page. Finished runs are not repeated.
 
     Args:
-        name: an experiment; --list shows them.
+        name: an experiment; --list lists them.
         scale: "smoke" (seconds), "small" (minutes on 2 cores) or "paper".
-        seeds: of each training run.
-        folder: for runs, data and pages.
-        workers: runs at a time, a thread each.
-        data: for language models, as sigattn train has it; none for CPython's documentation (not at the paper's scale).
-        tokenizer: for text.
+        seeds: number of seeds of each training run.
+        folder: folder for runs, data and pages.
+        workers: number of runs at a time, each with one thread.
+        data: data of language models, as for sigattn train; default: CPython's documentation (not at "paper" scale).
+        tokenizer: tokenizer, if the data is text.
         speech: the Free Spoken Digit Dataset, a folder or its .tar.gz.
-        all: run every experiment, one after another, and name those that cannot be run like this.
-        list: show what there is.
+        all: run every experiment, one after another, and report those that cannot run with these arguments.
+        list: list the experiments.
     """
     console = Console()
     if list or (name is None and not all):
         _list(console)
         return
     check_at_least(1, {"seeds": seeds, "workers": workers})
-    place = folder / scale
+    results = folder / scale
     for experiment in EXPERIMENTS.values() if all else (find(name or ""),):
         console.print(f"{experiment.name}: {experiment.title} ({experiment.place})", highlight=False)
         start = time.perf_counter()
-        own = place / experiment.name
+        own = results / experiment.name
         own.mkdir(parents=True, exist_ok=True)
         setting = Setting(
             scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer, speech
@@ -73,13 +73,13 @@ def reproduce(
         console.print(
             f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", soft_wrap=True, highlight=False
         )
-    written = pages.read(place)
-    console.print(f"{pages.index(place, written)}: {pages.counts(written)}", soft_wrap=True, highlight=False)
+    written = pages.read(results)
+    console.print(f"{pages.index(results, written)}: {pages.counts(written)}", soft_wrap=True, highlight=False)
 
 
 def _list(console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("experiment", "what", "in the paper", *SCALES, "hardware for paper"):
+    for column in ("experiment", "title", "in the paper", *SCALES, "hardware for paper"):
         table.add_column(column)
     for e in EXPERIMENTS.values():
         minutes = (e.minutes.get(s) for s in SCALES)

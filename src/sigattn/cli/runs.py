@@ -1,4 +1,4 @@
-"""What a run folder of ``sigattn train`` says of itself."""
+"""Description of a run (run.json) and its tokenizer, stored in a run folder of ``sigattn train``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def remember(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
-    """Write run.json, what was trained on what, and keep a copy of the tokenizer."""
+    """Write run.json (recipe, settings and path of the data) and a copy of the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     data, tokenizer = options.data, options.tokenizer
     if data is not None and data.suffix == ".bin":
@@ -67,7 +67,7 @@ def recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
 def _tokenizer(folder: Path, about: dict[str, Any]) -> Path | None:
     if about["tokenizer"] is None:
         return None
-    if "tokenizer_sha256" not in about:  # a run of an earlier version, which kept no copy
+    if "tokenizer_sha256" not in about:  # a run of an earlier version, which stored no copy
         return Path(about["tokenizer"])
     kept = folder / TOKENIZER
     if not kept.exists() or file_sha256(kept) != about["tokenizer_sha256"]:
@@ -79,17 +79,17 @@ def language_model(folder: Path, named: Path | None = None) -> tuple[LanguageMod
     """Return the language model of a run and its tokenizer, of Hugging Face's ``tokenizers`` (None for bytes).
 
     Args:
-        folder: of the run. named: the tokenizer of a run that has kept none.
+        folder: folder of the run. named: tokenizer of a run that has stored none.
 
     Raises:
-        DataError: if the folder holds no language model, or the tokenizer is not known or does not fit.
+        DataError: if the folder holds no language model, or the tokenizer is unknown or does not fit.
     """
     model, path = language_model_files(folder, named)
     return model, None if path is None else load_tokenizer(path)
 
 
 def language_model_files(folder: Path, named: Path | None = None) -> tuple[LanguageModel, Path | None]:
-    """Return the same with the tokenizer's path."""
+    """Return the language model of a run and the path of its tokenizer; see ``language_model``."""
     recipe, data, path = recall(folder)
     model = saving.load(folder / "model")
     if not isinstance(model, LanguageModel):
@@ -101,7 +101,7 @@ def language_model_files(folder: Path, named: Path | None = None) -> tuple[Langu
     if path is None:
         if vocabulary != 256 or (data is not None and data.suffix == ".bin"):
             raise DataError(
-                f"{folder} was trained on the tokens of {data}, and has kept no tokenizer: name it with --tokenizer"
+                f"{folder} was trained on the tokens of {data}, and has stored no tokenizer: name it with --tokenizer"
             )
     elif (size := load_tokenizer(path).get_vocab_size()) > vocabulary:
         raise DataError(f"the tokenizer {path} has {size} tokens, and the model {vocabulary}")

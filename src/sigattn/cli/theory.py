@@ -1,4 +1,4 @@
-"""``sigattn theory``."""
+"""Command ``sigattn theory``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sigattn.theory.statements import Statement
 
 
 def run_theory(options: theory.Theory) -> None:
-    """Check every statement of the paper's theory that can be run (1 to 2 minutes on 2 cores)."""
+    """Check every statement of the paper's theory that can be checked by computation (1 to 2 minutes on 2 cores)."""
     console = Console()
 
     def show(s: Statement) -> None:

@@ -1,4 +1,4 @@
-"""``sigattn train``, and what is done with a trained model: evaluate, generate, probe."""
+"""Commands ``sigattn train``, ``evaluate``, ``generate`` and ``probe``."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ EVERY = 20  # steps between plain lines
 
 
 def run_train(arguments: list[str]) -> None:
-    """``sigattn train NAME [--tiny] [--softmax] [--field value …]``."""
+    """Run ``sigattn train NAME [--tiny] [--softmax] [--field value …]``."""
     if not arguments or arguments[0].startswith("-"):
         print("usage: sigattn train NAME [--tiny] [--softmax] [--data PATH] [--folder PATH] [--resume] [settings]\n")
         print("names: " + ", ".join(RECIPES))
-        print("sigattn train NAME --help shows every setting; sigattn recipes shows what the names stand for")
+        print("sigattn train NAME --help lists every setting; sigattn recipes describes the names")
         sys.exit(0 if arguments[:1] in (["--help"], ["-h"]) else 2)
     name, *rest = arguments
     for form in ("tiny", "softmax"):
@@ -54,17 +54,17 @@ def run_train(arguments: list[str]) -> None:
 
 
 def _options(recipe: Recipe, arguments: list[str]) -> Any:
-    """The command's settings: those of the recipe, each with its flag, and where data and results are."""
+    """Parse the settings of a recipe, each with its flag, and the paths of data and results."""
     fields: list[Any] = [
         (
             "data",
             Annotated[Path | None, tyro.conf.arg(help="folder, file or hf:NAME:CONFIGURATION; see sigattn recipes")],
             None,
         ),
-        ("tokenizer", Annotated[Path | None, tyro.conf.arg(help="of a language model, else bytes")], None),
+        ("tokenizer", Annotated[Path | None, tyro.conf.arg(help="of a language model; none for bytes")], None),
         ("folder", Annotated[Path, tyro.conf.arg(help="for metrics, checkpoints, model")], Path("runs") / recipe.name),
-        ("resume", Annotated[bool, tyro.conf.arg(help="go on from the last checkpoint")], False),
-        ("workers", Annotated[int, tyro.conf.arg(help="processes that read images")], 0),
+        ("resume", Annotated[bool, tyro.conf.arg(help="continue from the last checkpoint")], False),
+        ("workers", Annotated[int, tyro.conf.arg(help="number of processes that read images")], 0),
     ]
     fields += [
         (n, type(v), v) for n, v in (("model", recipe.model), ("task", recipe.task), ("training", recipe.training))
@@ -84,7 +84,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     first = processes().first
     _check(recipe)
     if not options.resume:
-        refuse_second_run(folder)  # before the data is read, which may take long
+        refuse_second_run(folder)  # before the data is read, which can take long
     try:
         data = loading.load(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
         with _Display(console, recipe, first) as display:
@@ -99,7 +99,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
                 on_start=lambda _: remember(folder, recipe, name, options),
             )
     except Interrupted as stop:
-        console.print(f"\n{stop}\nTo go on: the same command with --resume", highlight=False)
+        console.print(f"\n{stop}\nTo resume: the same command with --resume", highlight=False)
         sys.exit(128 + stop.signal)
     if first:
         rows = metrics.read(folder / "metrics.jsonl")
@@ -113,10 +113,10 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
 
 
 def _check(recipe: Recipe) -> None:
-    """Build what is trained, without memory: layers refuse settings that do not fit together.
+    """Build the recipe's module on the meta device, because layers check that their settings fit together.
 
     Raises:
-        SettingsError: if they do.
+        SettingsError: if they do not.
     """
     try:
         with torch.device("meta"):
@@ -126,7 +126,7 @@ def _check(recipe: Recipe) -> None:
 
 
 class _Display:
-    """A progress bar with the latest measurements, or plain lines where the output is no terminal."""
+    """Progress bar with the latest measurements; plain lines if the output is not a terminal."""
 
     def __init__(self, console: Console, recipe: Recipe, first: bool) -> None:
         self.console, self.steps, self.quiet = console, recipe.training.steps, not first
@@ -150,7 +150,7 @@ class _Display:
         self.progress.stop()
 
     def update(self, row: Row) -> None:
-        """Show a new row."""
+        """Show the measurements of a step."""
         held = [f"{k.removeprefix('validation_')} {v:.4g}" for k, v in row.items() if k.startswith("validation_")]
         self.held = " ".join(held) or self.held
         attention = f" attention {row['attention_norm']:,.1f}" if "attention_norm" in row else ""
@@ -162,11 +162,11 @@ class _Display:
 
 
 def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None) -> None:
-    """Metrics of a run's last checkpoint on the held-out data.
+    """Evaluate a run's saved model, or else its last checkpoint, on the held-out data.
 
     Args:
-        folder: of the run.
-        data: instead of what it was trained on; TED-LIUM's root gives a speech model's errors by duration.
+        folder: folder of the run.
+        data: data to use instead of the run's own; TED-LIUM's root gives a speech model's errors by duration.
     """
     recipe, path, tokenizer = recall(folder)
     for part, source in loading.held_out(recipe, data or path, tokenizer=tokenizer).items():
@@ -190,19 +190,19 @@ def generate(
     seed: int = 0,
     tokenizer: Path | None = None,
 ) -> None:
-    """Let a language model of a run go on with a text. It ends where the tokenizer's end of a document comes.
+    """Continue a text with a run's language model, up to the tokenizer's end-of-document token.
 
     Args:
-        folder: of the run.
-        prompt: where it starts.
-        tokens: how many more.
-        temperature: of sampling; 0 for the likeliest token each time.
-        top_k: choose among so many of the likeliest tokens only.
-        top_p: choose among the likeliest tokens that together have this probability.
-        beams: above 1, beam search, which takes the likeliest of so many continuations; temperature is 0 then.
-        stop: end after this character, or what else is one token.
-        seed: of sampling.
-        tokenizer: of a run that has kept none.
+        folder: folder of the run.
+        prompt: text to continue.
+        tokens: largest number of new tokens.
+        temperature: sampling temperature; 0 for the likeliest token each time.
+        top_k: sample from this number of likeliest tokens only.
+        top_p: sample from the likeliest tokens that together have this probability.
+        beams: above 1, beam search with this number of continuations; the temperature is then 0.
+        stop: end after this character, or any text that is one token.
+        seed: seed of sampling.
+        tokenizer: tokenizer of a run that has stored none.
     """
     model, vocabulary = language_model(folder, tokenizer)
 
@@ -236,12 +236,12 @@ def generate(
 def probe(
     folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None, fine_tuning: bool = False
 ) -> None:
-    """Top-1 of a linear classifier on the features of a run's vision model.
+    """Report the top-1 accuracy of a linear classifier on the features of a run's vision model.
 
     Args:
-        folder: of the run.
-        data: a folder with train/CLASS and val/CLASS; the run's own, or handwritten digits, if none is named.
-        fine_tuning: train the whole model further as well (on the handwritten digits).
+        folder: folder of the run.
+        data: a folder with train/CLASS and val/CLASS. Default: the run's own data, or handwritten digits.
+        fine_tuning: also fine-tune the whole model (on the handwritten digits).
     """
     recipe, path, _ = recall(folder)
     model = saving.load(folder / "model")

@@ -1,7 +1,7 @@
-"""Checkpoints: folders that hold a run's whole state, each there as a whole or not at all.
+"""Checkpoints: folders that hold the whole state of a run, written atomically.
 
-``checkpoints/step-00000050`` is written by all processes together (by ``torch.distributed.checkpoint``, so that another
-number of processes may read it), under another name until it is complete.
+All processes write ``checkpoints/step-00000050`` together (with ``torch.distributed.checkpoint``, so that another
+number of processes can read it), under another name until it is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNFINISHED, OLD = ".unfinished", ".old"
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be used; the message is one line."""
+    """A checkpoint cannot be read or written; the message is one line."""
 
 
 def save(
@@ -43,39 +43,42 @@ def save(
     average: nn.Module | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write the state after so many steps, and delete all but the ``keep`` newest checkpoints.
+    """Write the state after ``step`` steps, and delete all but the ``keep`` newest checkpoints.
 
-    ``about`` is kept beside it as JSON, and compared when the run is resumed.
+    ``about`` is stored as JSON in the same folder, and compared when the run is resumed.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        CheckpointError: if it cannot be written, as on a full disk; older checkpoints are then as they were.
+        CheckpointError: if it cannot be written, for example on a full disk; older checkpoints are then unchanged.
     """
     final = folder / f"step-{step:08d}"
     unfinished = final.with_name(final.name + UNFINISHED)
-    if _first():
+    if _is_main_process():
         folder.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
         unfinished.mkdir()
         (unfinished / "about.json").write_text(json.dumps({"step": step, "about": about}, sort_keys=True) + "\n")
-    _wait()
+    _barrier()
     try:
-        with _quietly():
+        with _ignore_warnings():
             write_shards(_state(module, optimizer, average), checkpoint_id=unfinished, no_dist=not _distributed())
     except CheckpointException as error:
         raise CheckpointError(f"cannot write the checkpoint {unfinished}: {_reason(error)}") from error
-    _wait()
-    if _first():
-        if final.exists():  # a run that was resumed from an older checkpoint has come here again
+    _barrier()
+    if _is_main_process():
+        if final.exists():  # the run was resumed from an older checkpoint and has reached this step again
             _remove(final)
         os.replace(unfinished, final)
         for older in complete(folder)[:-keep]:
             _remove(older)
-    _wait()
+    _barrier()
     return final
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints that are whole, oldest first."""
+    """Return the complete checkpoints in a folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if p.name.startswith("step-") and not p.suffix)
@@ -85,7 +88,7 @@ def refuse_second_run(folder: Path) -> None:
     """Raise SettingsError if a run folder holds checkpoints."""
     if complete(folder / "checkpoints"):
         raise SettingsError(
-            f"the run folder {folder} holds a run already: add --resume to go on with it (resume=True in Python), or "
+            f"the run folder {folder} holds a run already: add --resume to continue it (resume=True in Python), or "
             "name another folder"
         )
 
@@ -93,10 +96,13 @@ def refuse_second_run(folder: Path) -> None:
 def load(
     path: Path, module: nn.Module, optimizer: Optimizer, about: dict[str, Any], *, average: nn.Module | None = None
 ) -> int:
-    """Put a checkpoint's state into a module and an optimiser made as those that were saved; gives the steps done.
+    """Load a checkpoint into a module and an optimiser that were built like those that were saved.
+
+    Returns:
+        The number of steps done.
 
     Raises:
-        CheckpointError: if it is broken, or comes from a run with another configuration.
+        CheckpointError: if the checkpoint is damaged, or comes from a run with another configuration.
     """
     try:
         saved = json.loads((path / "about.json").read_text())
@@ -114,13 +120,13 @@ def load(
         )
     state = _state(module, optimizer, average)
     try:
-        with _quietly():
+        with _ignore_warnings():
             read_shards(
                 state, storage_reader=CheckpointReader(path), planner=CheckpointPlanner(), no_dist=not _distributed()
             )
     except CheckpointException as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({_reason(error)})") from error
-    with _quietly():
+    with _ignore_warnings():
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if average is not None:
         average.load_state_dict(state["average"])
@@ -128,7 +134,7 @@ def load(
 
 
 def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -> dict[str, Any]:
-    with _quietly():
+    with _ignore_warnings():
         model, optim = get_state_dict(module, optimizer)
     state: dict[str, Any] = {"model": model, "optimizer": optim}
     if average is not None:
@@ -137,19 +143,19 @@ def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -
 
 
 def _reason(error: CheckpointException) -> str:
-    """Return what the first process that failed reported."""
+    """Return the error of the first process that failed."""
     return repr(next(iter(error.failures.values()))[0])
 
 
 def _tidy(folder: Path) -> None:
-    """Delete what an interrupted process left half written or half deleted."""
+    """Delete checkpoints that an interrupted process left half written or half deleted."""
     for path in folder.iterdir():
         if path.suffix in (UNFINISHED, OLD):
             shutil.rmtree(path)
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint in such a way that half of it never looks whole."""
+    """Rename a checkpoint, then delete it, so that a partly deleted one is never taken for a complete one."""
     old = path.with_name(path.name + OLD)
     os.replace(path, old)
     shutil.rmtree(old)
@@ -159,18 +165,18 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _first() -> bool:
+def _is_main_process() -> bool:
     return not _distributed() or dist.get_rank() == 0
 
 
-def _wait() -> None:
+def _barrier() -> None:
     if _distributed():
         dist.barrier()
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """PyTorch's checkpoint code warns of itself."""
+def _ignore_warnings() -> Iterator[None]:
+    """Suppress the warnings that PyTorch's checkpoint code gives about its own internals."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")

@@ -1,7 +1,7 @@
-"""Reading of a checkpoint's files without running code from them.
+"""Reader of checkpoint files that runs no code from them.
 
-``torch.distributed.checkpoint`` stores its metadata and every value that is no tensor as pickles, and an unrestricted
-unpickler calls whatever function a pickle names. The classes here replace both unpicklers.
+``torch.distributed.checkpoint`` stores its metadata and every value that is not a tensor as pickles, and an
+unrestricted unpickler calls whatever function a pickle names. The classes here replace both unpicklers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-# every class and function that the metadata of torch.distributed.checkpoint consists of
+# every class and function that occurs in the metadata of torch.distributed.checkpoint
 _ALLOWED: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
     for kind in (
@@ -35,10 +35,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 _ALLOWED |= {
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # looks a name up in a table
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # a table lookup
 }
 _ALLOWED |= {("torch", str(d).removeprefix("torch.")): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-# a PurePath has no method that touches a file, and exists for every operating system
+# no method of PurePath accesses a file, and it exists on every operating system
 _ALLOWED |= {(m, n): PurePath for m in ("pathlib", "pathlib._local") for n in ("PosixPath", "WindowsPath")}
 
 
@@ -47,15 +47,15 @@ class _MetadataUnpickler(pickle.Unpickler):
         try:
             return _ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"its metadata asks for {module} {name}, which no checkpoint needs") from None
+            raise pickle.UnpicklingError(f"its metadata names {module} {name}, which no checkpoint needs") from None
 
 
 def unpickle_metadata(content: bytes) -> Metadata:
     """Return the metadata of a checkpoint from its pickle.
 
     Raises:
-        pickle.UnpicklingError: if the pickle names a class or function that metadata does not consist of, is damaged,
-            or refers to files outside the checkpoint.
+        pickle.UnpicklingError: if the pickle names a class or function that does not occur in metadata, is damaged, or
+            refers to files outside the checkpoint.
     """
     metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
@@ -68,10 +68,10 @@ def unpickle_metadata(content: bytes) -> Metadata:
 
 
 class CheckpointReader(FileSystemReader):
-    """``FileSystemReader`` that unpickles nothing but metadata."""
+    """``FileSystemReader`` that unpickles only classes of checkpoint metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, as ``FileSystemReader`` does."""
+        """Return the metadata of the checkpoint, unpickled by ``unpickle_metadata``."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = unpickle_metadata(file.read())
         if metadata.storage_meta is None:
@@ -81,11 +81,11 @@ class CheckpointReader(FileSystemReader):
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """``DefaultLoadPlanner`` that reads numbers, strings and containers of them where the default reads any object."""
+    """``DefaultLoadPlanner`` that reads numbers, strings and containers of them only, instead of any object."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store a value that is no tensor in the state."""
+        """Load a value that is not a tensor into the state."""
         safe = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), safe)  # the default unpickles what it is given
+        torch.save(torch.load(value, weights_only=True), safe)  # the base class unpickles without restriction
         safe.seek(0)
         super().load_bytes(read_item, safe)

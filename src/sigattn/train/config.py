@@ -1,4 +1,4 @@
-"""How a model is trained: every setting of the loop, the optimiser and the schedule."""
+"""Configuration of training: the loop, the optimiser and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ from sigattn.validation import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a model is trained.
+    """Configuration of a training run.
 
     Attributes:
         steps: number of updates.
-        batch: samples of each, over all processes and micro-batches: sequences or images; for speech, seconds.
-        accumulate: micro-batches that each process splits its part of a batch into.
-        precision: of matrix products; weights and optimiser stay in float32.
-        optimizer: "adamw" (decoupled decay), "adam" or "adagrad".
-        learning_rate: the peak.
-        betas: Adam's.
-        epsilon: Adam's.
-        weight_decay: of matrices; biases, norms and other vectors have none.
-        mup_simple: give matrices within blocks min(768 / width, 1) of the rate (``sigattn.nn.initialization``).
+        batch: samples per update, over all processes and micro-batches: sequences or images; for speech, seconds.
+        accumulate: number of micro-batches into which each process splits its part of a batch.
+        precision: dtype of matrix products; weights and optimiser state stay in float32.
+        optimizer: "adamw" (decoupled weight decay), "adam" or "adagrad".
+        learning_rate: the peak learning rate.
+        betas: decay rates of the moment estimates of Adam and AdamW.
+        epsilon: term added to the denominator of Adam and AdamW.
+        weight_decay: for matrices; biases, norms and other vectors have none.
+        mup_simple: multiply the learning rate of matrices within blocks by min(768 / width, 1)
+            (``sigattn.nn.initialization``).
         clip: the largest norm of the whole gradient; None for no limit.
-        schedule: after the warm-up, "cosine" to the end, "steps" (see decay_start), or "constant".
-        warmup_steps: to reach the peak, linearly.
-        final_learning_rate: the cosine's end, as a part of the peak.
-        decay_start: the step at which "steps" halves the rate first.
-        decay_every: steps from one halving to the next.
-        ema: how much of itself an average of the weights keeps at each step; it is then what is evaluated and kept at
-            the end. None for no average.
-        checkpoint_activations: compute each block again in the backward pass instead of keeping what it made.
-        compile: the module, with torch.compile.
-        parallel: how many processes share the work: "ddp" (a copy of the model each) or "fsdp" (each a part of it).
-        tensor_parallel: processes that share each layer of a language model; what is left of the processes is shared
-            out as ``parallel`` says.
-        context_parallel: processes that share each sequence of a sigmoid language model, for contexts that one cannot
-            hold. (Validation has whole sequences.)
-        context_strategy: how they do: "ring", "gather" or "reduce" (``sigattn.distributed.context_parallel``).
+        schedule: after the warm-up, "cosine" until the last step, "steps" (see decay_start), or "constant".
+        warmup_steps: steps of linear increase up to the peak.
+        final_learning_rate: learning rate at the end of "cosine", as a fraction of the peak.
+        decay_start: the first step at which "steps" halves the learning rate.
+        decay_every: steps between halvings.
+        ema: decay of an exponential moving average of the weights, which is then evaluated and saved instead of the
+            weights; None for no average.
+        checkpoint_activations: recompute each block in the backward pass instead of storing its activations.
+        compile: compile the module with torch.compile.
+        parallel: "ddp" (each process holds a copy of the model) or "fsdp" (each holds a shard of it).
+        tensor_parallel: number of processes that share each layer of a language model; ``parallel`` applies across the
+            groups of so many processes.
+        context_parallel: number of processes that share each sequence of a sigmoid language model, for contexts that do
+            not fit into one. (Validation uses whole sequences.)
+        context_strategy: "ring", "gather" or "reduce" (``sigattn.distributed.context_parallel``).
         validate_every: steps between validations; the last step always validates.
-        validation_batch: samples (seconds of speech) that each process judges at a time.
+        validation_batch: samples (seconds of speech) that each process evaluates at a time.
         checkpoint_every: steps between checkpoints.
-        keep: how many checkpoints are kept, the newest.
-        watch_every: steps between looks at the attention layers (norm of their outputs); 0 for none.
-        statistics_every: steps between closer looks, at the mass of the rows of weights, the largest logit and the
-            Hoyer sparsity (``sigattn.attention_statistics``; a second pass of the attention); 0 for none.
-        wandb: a project of Weights & Biases to send metrics to as well; None for none.
-        seed: of the initial weights, of the order of the data and of all that is drawn.
+        keep: number of newest checkpoints to keep.
+        watch_every: steps between measurements of the norm of the attention layers' outputs; 0 for none.
+        statistics_every: steps between measurements of the row mass of the weights, the largest logit and the Hoyer
+            sparsity (``sigattn.attention_statistics``; computes the attention a second time); 0 for none.
+        wandb: project of Weights & Biases that metrics are also sent to; None for none.
+        seed: seed of the initial weights, the order of the data and everything random in a step.
 
     Raises:
         SettingsError: a ValueError, if a number is out of its range.
@@ -104,10 +105,13 @@ class TrainConfig:
 
 
 def linear_scaling(rate: float, batch: int, base: int = 256) -> float:
-    """The learning rate for a batch, from that for one of ``base``: the paper's "optimizer scaling rule: linear"."""
+    """Return ``rate · batch / base``, the learning rate for a batch size (the paper's linear scaling rule)."""
     return rate * batch / base
 
 
 def steps_of_epochs(epochs: int, batch: int, samples: int = 1_281_167) -> int:
-    """Updates of so many passes over a data set (by default ImageNet-1k), the last partial batch being left out."""
+    """Return the number of updates in ``epochs`` passes over ``samples`` samples (default: ImageNet-1k).
+
+    The last batch of a pass is dropped if it is incomplete.
+    """
     return epochs * (samples // batch)

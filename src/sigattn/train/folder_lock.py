@@ -1,4 +1,4 @@
-"""A lock on a run folder, so that two runs do not write into one."""
+"""Lock of a run folder, which prevents two runs from writing into the same one."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _held: dict[Path, tuple[int, int]] = {}  # process and thread that hold a folder
 
 
 class FolderInUseError(Exception):
-    """A run folder that another process or thread is writing into; the message is one line."""
+    """Another process or thread is writing into the run folder; the message is one line."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, made if missing, within the context; the thread that holds it can enter again.
+    """Hold the lock of a folder, which is created if missing; the thread that holds it can enter again.
 
-    The operating system releases the lock when the process ends, however it ends, so that no lock is ever left behind.
-    The file ``run.lock`` stays, empty unless the lock is held.
+    The operating system releases the lock when the process ends, also if it is killed. The file ``run.lock`` remains;
+    it is empty unless the lock is held.
 
     Raises:
-        FolderInUseError: if another process, or another thread of this one, holds it.
+        FolderInUseError: if another process, or another thread of this one, holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key, own = folder.resolve(), (os.getpid(), threading.get_ident())
@@ -60,7 +60,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _acquire(file: Any, folder: Path) -> None:
-    """Lock an open file for this process. Child processes do not inherit the lock, so that none prolongs it."""
+    """Lock an open file for this process; child processes do not inherit the lock."""
     if fcntl is None:
         warnings.warn(f"this system has no fcntl: a second run in {folder} is not detected", stacklevel=4)
         return

@@ -1,6 +1,6 @@
 """Identity of a run: all its settings, and the fingerprint of its data and tokenizer.
 
-Everything that asks if two runs are the same asks here: ``--resume``, and commands that do not repeat finished runs.
+``--resume`` and the commands that do not repeat finished runs compare runs with the functions of this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from sigattn.train.config import TrainConfig
 
-# settings that may change when a run is resumed: they do not change its numbers, apart from rounding
+# settings that may change when a run is resumed: they change its results by rounding at most
 FREE = {
     "parallel",
     "tensor_parallel",
@@ -26,7 +26,7 @@ FREE |= {"wandb", "keep", "validate_every", "validation_batch", "checkpoint_ever
 
 
 def settings_to_resume(task: Any, model: Any, training: TrainConfig, data: str) -> dict[str, Any]:
-    """Return what must be the same when a run is resumed.
+    """Return the settings that must be the same when a run is resumed.
 
     Args:
         task, model, training: the configuration. data: ``Data.fingerprint``.
@@ -37,7 +37,7 @@ def settings_to_resume(task: Any, model: Any, training: TrainConfig, data: str) 
 
 
 def identity(task: Any, model: Any, training: TrainConfig, data: str, **more: Any) -> str:
-    """Return a hash of everything that a finished run depends on, settings that may change when resuming included.
+    """Return a hash of everything that a finished run depends on, including settings that may change when resuming.
 
     Args:
         task, model, training: the configuration. data: ``Data.fingerprint``. more: further settings, as JSON.

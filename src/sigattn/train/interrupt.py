@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM as requests to stop, so that no step is left half done."""
+"""Deferred handling of SIGINT (Ctrl-C) and SIGTERM, so that a step is always completed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class StopRequest:
-    """Context within which SIGINT and SIGTERM only set ``signal``, the signal's number (0 before any).
+    """Context manager in which SIGINT and SIGTERM only set ``signal``, the signal's number (0 before any).
 
-    A second SIGINT raises KeyboardInterrupt at once. A second SIGTERM changes nothing: schedulers and torchrun may both
-    send one, and send SIGKILL when they do not want to wait any longer.
+    A second SIGINT raises KeyboardInterrupt at once. A second SIGTERM is ignored, because schedulers and torchrun may
+    both send one; they send SIGKILL when their grace period ends.
 
-    Outside the main thread, where Python allows no signal handlers, the context does nothing.
+    Outside the main thread, where Python does not allow signal handlers, the context does nothing.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python, which cannot be put back
+            # None: the handler was not installed from Python and cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

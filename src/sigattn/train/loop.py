@@ -1,4 +1,4 @@
-"""The training loop, of any task and model, on one process or many."""
+"""Training loop for any task and model, on one process or many."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ Row = dict[str, Any]
 
 @runtime_checkable
 class Objective(Protocol):
-    """What the loop asks of a task, a dataclass (``sigattn.tasks.task``, which it does not know)."""
+    """Protocol of a task, a dataclass (implemented by ``sigattn.tasks.task``, which this module does not import)."""
 
     def build(self, model: Any) -> nn.Module:
-        """What is trained."""
+        """Build the module that is trained, from the configuration of a model."""
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Metrics over held-out batches."""
+        """Return metrics over held-out batches."""
 
     def backbone(self, module: nn.Module) -> nn.Module:
-        """The model within what is trained."""
+        """Return the model within the trained module."""
 
     def after_step(self, module: nn.Module, samples: int) -> None:
-        """Called after each update."""
+        """Update state that is not trained by gradients; called after each update."""
 
 
 class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
-    """Training was stopped by a signal; its state is in the checkpoint.
+    """Training was stopped by a signal; its state is in the last checkpoint.
 
     Attributes:
         signal: number of the signal, SIGINT (Ctrl-C) or SIGTERM.
@@ -70,7 +70,7 @@ class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
 
 
 class NonFiniteLossError(Exception):
-    """A loss, gradient or weight is infinite or not a number; the message names the last good checkpoint."""
+    """A loss, gradient or weight is infinite or NaN; the message names the last good checkpoint."""
 
 
 def train(
@@ -84,32 +84,33 @@ def train(
     on_row: Callable[[Row], None] = lambda _: None,
     on_start: Callable[[int], None] = lambda _: None,
 ) -> nn.Module:
-    """Train a model, or finish training it, and leave metrics, checkpoints and the model in a folder.
+    """Train a model, or finish training it, and write metrics, checkpoints and the model into a folder.
 
-    The folder is locked meanwhile, and nothing in it is changed before settings, data and checkpoint are found to fit.
+    The folder is locked during training. Nothing in it is changed before settings, data and checkpoint have been
+    checked.
 
     Args:
-        task: the objective. model: a configuration of ``sigattn.models``. data: what to train on.
-        folder: made if missing. It gets metrics.jsonl, tensorboard's events, checkpoints/ and, at the end, model/
+        task: the objective. model: a configuration of ``sigattn.models``. data: the training and held-out data.
+        folder: created if missing. Receives metrics.jsonl, tensorboard's events, checkpoints/ and, at the end, model/
             (``sigattn.models.saving``).
-        resume: go on from the folder's last checkpoint, if it has one, to the numbers of a run that was never stopped.
-        on_row: called with each step's measurements (by the first process).
-        on_start: called (by the first process) with the number of steps that were done before, when nothing can be
-            refused any more.
+        resume: continue from the folder's last checkpoint, if there is one. The results equal those of a run that was
+            never stopped.
+        on_row: called with each step's measurements (on the main process).
+        on_start: called (on the main process) with the number of steps done before, after all checks have passed.
 
     Returns:
         The trained model, on this process's device; with ``ema``, its average.
 
     Raises:
-        Interrupted: on Ctrl-C or SIGTERM to any process, once the step at hand is finished and the checkpoint written.
-            (A second Ctrl-C does not wait for that; the last regular checkpoint is then what there is.)
-        NonFiniteLossError: if the loss or its gradient is not finite (nothing was changed by that step), or the weights
-            or the held-out loss are not. Checkpoints hold finite weights only.
+        Interrupted: after Ctrl-C or SIGTERM to any process, once the current step is finished and the checkpoint
+            written. (A second Ctrl-C stops at once; the last checkpoint is then the last regular one.)
+        NonFiniteLossError: if the loss or its gradient is not finite (the weights are then unchanged by that step), or
+            the weights or the held-out loss are not. Checkpoints hold finite weights only.
         CheckpointError: if the checkpoint does not fit.
         FolderInUseError: if another process is writing into the folder.
-        SettingsError: a ValueError, for settings that do not fit together, or for a folder that holds checkpoints
-            without ``resume``.
-        MissingPackageError: with ``wandb`` in the settings, where it is not installed.
+        SettingsError: a ValueError, if settings do not fit together, or if the folder holds checkpoints and ``resume``
+            is False.
+        MissingPackageError: if ``wandb`` is set and the package is not installed.
     """
     processes = sharding.processes()
     with _locked_by_first(folder, processes):
@@ -135,7 +136,7 @@ def train(
 
 @contextmanager
 def _locked_by_first(folder: Path, processes: Processes) -> Iterator[None]:
-    """Lock a run folder by the first process; if that fails, all processes raise."""
+    """Lock a run folder on the main process; if that fails, all processes raise."""
     error: Exception | None = None
     with ExitStack() as stack:
         if processes.first:
@@ -144,19 +145,19 @@ def _locked_by_first(folder: Path, processes: Processes) -> Iterator[None]:
             except (FolderInUseError, OSError) as caught:
                 error = caught
         if processes.largest(error is not None):
-            raise error or FolderInUseError(f"the first process cannot write into the run folder {folder}")
+            raise error or FolderInUseError(f"the main process cannot write into the run folder {folder}")
         yield
 
 
 def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folder: Path) -> dict[str, float]:
     """Return the metrics of a run on the held-out data; arguments as in ``train``.
 
-    They are those of the model in ``folder/model`` where that is all that was trained, else (before training has
-    ended, or with an objective that adds layers to the model) those of the last checkpoint.
+    The model in ``folder/model`` is evaluated if it is the whole trained module, else (before training has ended, or
+    with an objective that adds layers to the model) the last checkpoint.
 
     Raises:
         CheckpointError: if there is neither, or the checkpoint does not fit.
-        ModelError: if the model does not fit.
+        ModelError: if the model in the folder has another configuration.
     """
     run = _Run.start(task, model, replace(config, compile=False), data, sharding.processes())
     inner = sharding.unwrap(run.module)
@@ -171,7 +172,7 @@ def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folde
     if not found:
         raise checkpoint.CheckpointError(f"{folder} has no checkpoint to evaluate")
     about = settings_to_resume(task, model, config, "")
-    del about["data"]  # other data may be asked for
+    del about["data"]  # the data may differ from the training data
     run.load(found[-1], about)
     return run.validate()
 
@@ -183,18 +184,21 @@ def _not_finite(what: str, checkpoints: Path) -> NonFiniteLossError:
 
 
 def _check_context(model: Any, config: TrainConfig) -> None:
-    """Only what looks along the sequence by sigmoid attention alone can be shared out along it."""
+    """Raise SettingsError if context parallelism does not support the model or the settings.
+
+    A sequence can be split over processes only if sigmoid attention is the only layer that mixes its positions.
+    """
     if config.context_parallel == 1:
         return
     if not isinstance(model, LanguageModelConfig) or model.activation != "sigmoid":
-        raise SettingsError(f"context_parallel is for language models with sigmoid attention, got {model}")
+        raise SettingsError(f"context_parallel supports language models with sigmoid attention only, got {model}")
     if config.compile:
-        raise SettingsError("context_parallel with compile has not been made to work: say --training.no-compile")
+        raise SettingsError("context_parallel does not support compile=True: set compile=False")
 
 
 @dataclass
 class _Run:
-    """What a run is made of."""
+    """Module, optimiser, data and processes of a run."""
 
     task: Objective
     config: TrainConfig
@@ -206,6 +210,7 @@ class _Run:
 
     @classmethod
     def start(cls, task: Objective, model: Any, config: TrainConfig, data: Data, processes: Processes) -> _Run:
+        """Build the module, distribute it over the processes, and create its optimiser."""
         module = task.build(model)
         for part in module.modules():
             if isinstance(part, Transformer):
@@ -216,12 +221,12 @@ class _Run:
         processes = processes.arranged(config.tensor_parallel, config.context_parallel)
         _check_context(model, config)
         if config.parallel != "fsdp" or processes.replicas == 1 or config.tensor_parallel > 1:
-            module = module.to(processes.device)  # else a device only ever holds its part and one whole block
+            module = module.to(processes.device)  # else a device holds at most its shard and one whole block
         module = sharding.distribute(module, processes, config.parallel, config.precision)
         average = None
         if config.ema is not None:
             if processes.count > 1 and config.parallel == "fsdp":
-                raise SettingsError('an average of weights (ema) needs whole weights on each process: parallel="ddp"')
+                raise SettingsError('ema needs the whole weights on each process: set parallel="ddp", or ema=None')
             average = AveragedModel(
                 sharding.unwrap(module), multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True
             )
@@ -231,7 +236,7 @@ class _Run:
         """Load a checkpoint's state, and return the number of steps done.
 
         Raises:
-            CheckpointError: if it does not fit, or its weights are not finite.
+            CheckpointError: if the checkpoint does not fit, or its weights are not finite.
         """
         done = checkpoint.load(path, self.module, self.optimizer, about, average=self.average)
         if not self.finite():
@@ -247,7 +252,7 @@ class _Run:
         log: MetricsLog | None,
         on_row: Callable[[Row], None],
     ) -> None:
-        """Do the steps from ``done`` on, with validations and checkpoints when they are due."""
+        """Run the remaining steps, starting at ``done``, with validations and checkpoints."""
         config = self.config
         batches = self.data.batches(done, config.batch, config.seed, self.processes.shard)
         for step in range(done, config.steps):
@@ -285,12 +290,12 @@ class _Run:
             raise _not_finite(f"step {step}: weights that are not finite", checkpoints)
 
     def step(self, step: int, batch: Batch, checkpoints: Path) -> Row:
-        """One update and what was measured on the way."""
+        """Do one update and return its measurements."""
         start = time.perf_counter()
         config, device = self.config, self.processes.device
         rate = config.learning_rate * factor(config, step)
         set_learning_rate(self.optimizer, rate)
-        # all that is drawn in a step depends on seed, step and process alone: there is no state to keep
+        # random numbers depend on seed, step and process only, so that no generator state has to be saved
         torch.manual_seed((config.seed * 1_000_003 + step) * 4099 + self.processes.data_rank)
         batch = tuple(t.to(device, non_blocking=True) for t in batch)
         watch = bool(config.watch_every) and step % config.watch_every == 0
@@ -318,12 +323,13 @@ class _Run:
         return row
 
     def _backward(self, batch: Batch, watched: list[Attention]) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the mean loss over the whole batch, in micro-batches.
+        """Compute the gradients of the mean loss over the whole batch, in micro-batches.
 
-        Gives that mean, and the mean norm of the watched layers' outputs (None without such layers).
+        Returns:
+            That mean, and the mean norm of the outputs of the ``watched`` layers (None without such layers).
         """
         share = self._share(batch)
-        if share is not None:  # this process's positions of each sequence
+        if share is not None:
             part = share.placement.size(share.mesh.get_local_rank()) / share.length
             batch = tuple(share.part(t) for t in batch)
         else:
@@ -343,7 +349,7 @@ class _Run:
             ):
                 loss = self.task.loss(self.module, piece)
             norms += [layer.attention_norm for layer in watched if layer.attention_norm is not None]
-            # processes average their gradients, where their losses are to be added
+            # gradients are averaged over processes but the losses are to be added, hence the factor of replicas
             with sharding.synchronised(self.module, i == count - 1), shared(self.module, share):
                 (loss * weight * self.processes.replicas).backward()
             mean += loss.detach() * weight
@@ -354,7 +360,7 @@ class _Run:
         return mean, self.processes.sum(each.sum()) / self.processes.sum(torch.full_like(each[0], len(each)))
 
     def _share(self, batch: Batch) -> Share | None:
-        """This process's share of the batch's sequences, where processes share them."""
+        """Return this process's positions of the batch's sequences, or None without context parallelism."""
         mesh = self.processes.context
         if mesh is None:
             return None
@@ -362,7 +368,7 @@ class _Run:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Metrics on the held-out data; every process computes all of them."""
+        """Return metrics on the held-out data; every process evaluates all of it."""
         module = sharding.unwrap(self.module) if self.average is None else self.average.module
         module.eval()
         device = self.processes.device
@@ -374,7 +380,7 @@ class _Run:
         return metrics
 
     def finish(self, folder: Path) -> nn.Module:
-        """Keep the model, and give it."""
+        """Save the trained model in ``folder/model``, and return it."""
         module = sharding.unwrap(self.module) if self.average is None else self.average.module
         backbone = self.task.backbone(module)
         state = sharding.whole_state(backbone)

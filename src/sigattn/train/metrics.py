@@ -1,4 +1,4 @@
-"""What a run measures, step by step: JSON lines for programs, tensorboard events for people."""
+"""Log of a run's measurements: JSON lines, tensorboard events and, optionally, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from sigattn.optional import require
 
 
 class MetricsLog:
-    """Appends to ``metrics.jsonl`` and to tensorboard's event file in a folder.
+    """Writer of ``metrics.jsonl`` and of tensorboard's event file in a folder.
 
     Args:
-        folder: where; it must exist.
-        first_step: steps from here on will be written; what an interrupted run wrote beyond is dropped.
-        wandb: a project of Weights & Biases, to which the same is sent; None for none. A resumed run goes on there
-            as the same run.
-        settings: of the run, for that project.
+        folder: folder of both files; it must exist.
+        first_step: the first step to be written; rows of this and later steps, written by an interrupted run, are
+            deleted.
+        wandb: project of Weights & Biases that receives the same rows; None for none. A resumed run continues as the
+            same run there.
+        settings: settings of the run, stored in that project.
 
     Raises:
-        MissingPackageError: with ``wandb``, where it is not installed.
+        MissingPackageError: if ``wandb`` is set and the package is not installed.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class MetricsLog:
             self._run.log({n: v for n, v in row.items() if n != "step"}, step=row["step"])
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write buffered rows and close all files."""
         self._file.close()
         self._board.close()
         if self._run is not None:
@@ -65,7 +66,7 @@ class MetricsLog:
 
 
 def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
-    """The folder's run in a project, made if it is new; its name there is kept in the folder."""
+    """Return the run of a folder in a project, created if new; its identifier is stored in the folder."""
     wandb = require("wandb", "metrics for Weights & Biases", "wandb")
     kept = folder / "wandb.txt"
     if not kept.exists():
@@ -76,7 +77,7 @@ def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl``; none if there is no such file. A last line cut short is left out."""
+    """Return the rows of a ``metrics.jsonl``, without an incomplete last line; no rows if the file does not exist."""
     if not path.exists():
         return []
     rows = []
@@ -89,10 +90,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def count_spikes(values: Sequence[float], factor: float, window: int = 50) -> int:
-    """How often a value is more than ``factor`` times the median of the ``window`` before it.
+    """Count the values that exceed ``factor`` times the median of the ``window`` values before them.
 
-    The paper's "2-5 marginal spikes" as a number: of gradient norms with factor 3, of losses with factor 1.2. The first
-    ten values are not judged; values in a row that are too large are one spike.
+    Quantifies the paper's "2-5 marginal spikes": factor 3 for gradient norms, 1.2 for losses. The first ten values are
+    not counted; consecutive values that are too large are one spike.
     """
     spikes, within = 0, False
     for i in range(10, len(values)):

@@ -1,4 +1,4 @@
-"""Optimisers."""
+"""Construction of optimisers from a ``TrainConfig``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from sigattn.validation import SettingsError
 
 
 def make_optimizer(module: nn.Module, config: TrainConfig, width: int) -> Optimizer:
-    """The optimiser of a configuration. Matrices decay: a norm's scale, or a bias, has no reason to be small.
+    """Return the optimiser of a configuration. Weight decay applies to matrices only, not to biases or norms.
 
-    Each group of parameters has a "factor", by which the schedule's rate is multiplied.
+    Each group of parameters has a "factor", by which the learning rate of the schedule is multiplied.
 
     Args:
-        module: its parameters that want a gradient are trained.
-        config: see ``TrainConfig``.
-        width: of the model, for μP-simple.
+        module: its parameters that require a gradient are trained.
+        config: the configuration of training.
+        width: width of the model, used by μP-simple.
+
+    Raises:
+        SettingsError: if the optimizer is unknown.
     """
     factors = mup_simple(module, width) if config.mup_simple else {}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -42,6 +45,6 @@ def make_optimizer(module: nn.Module, config: TrainConfig, width: int) -> Optimi
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give each group its part of a rate."""
+    """Set the learning rate of each parameter group to ``rate`` times the group's factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"]

@@ -9,10 +9,11 @@ from sigattn.validation import SettingsError
 
 
 def factor(config: TrainConfig, step: int) -> float:
-    """The factor of the peak learning rate at a step (0 … steps - 1).
+    """Return the factor of the peak learning rate at a step (0 … steps - 1).
 
-    It rises linearly over the warm-up. Then "cosine" falls along a half cosine and reaches ``final_learning_rate`` at
-    the last step, "steps" halves at ``decay_start`` and every ``decay_every`` steps after it, and "constant" stays.
+    It increases linearly over the warm-up. Then "cosine" decreases along a half cosine and reaches
+    ``final_learning_rate`` at the last step, "steps" halves at ``decay_start`` and every ``decay_every`` steps after
+    it, and "constant" stays at 1.
     """
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     if config.schedule == "constant" or (config.schedule == "cosine" and warmup < 1):
