@@ -197,7 +197,7 @@ def compile_kernel(
         constants = {"GROUP": DECODED_ROWS, **constants}
     elif config is None:
         config = tuning.configuration(kernel, architecture, head_dim, itemsize)
-    values = {**_constants(config, dtype, head_dim, causal), **constants}
+    values = {**_constants(config, architecture, dtype, head_dim, causal), **constants}
     signature, constexprs, attributes = _signature(function, ELEMENT[dtype], values)
     try:
         compiled = triton.compile(
@@ -244,7 +244,7 @@ def read(
     )
 
 
-def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -> dict[str, Any]:
+def _constants(config: tuning.Config, architecture: int, dtype: str, head_dim: int, causal: bool) -> dict[str, Any]:
     padded = tuning.padded(head_dim)
     plain = {"BIAS": "number", "MASK": "none", "SHIFT": "number" if dtype == "float16" else "none", "PRECISION": "ieee"}
     sizes = {"GROUP": 1, "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded}
@@ -262,6 +262,7 @@ def _constants(config: tuning.Config, dtype: str, head_dim: int, causal: bool) -
     off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE", "SOFTCAP", "BLOCKS")
     needs = {"NEED_KEY": True, "NEED_VALUE": True, "NEED_QUERY": True, "NEED_MASK": "none"}
     sigmoid = {"SIGMOID": "exact" if dtype == "float32" else config.sigmoid, "HAS_RIGHT": causal, "TMA": config.tma}
+    sigmoid |= {"WGMMA": architecture == 90}
     return {**plain, **sizes, **blocks, **dict.fromkeys(off, False), **needs, **sigmoid}
 
 

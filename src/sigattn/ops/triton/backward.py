@@ -32,6 +32,7 @@ from sigattn.ops.triton.tile import (
     shift_of,
     store,
     weights,
+    zeros,
 )
 
 
@@ -50,7 +51,7 @@ def keys_kernel(
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
     NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of one tile of BLOCK_N keys of one key head; prepare.py says what the arguments are."""
@@ -101,8 +102,8 @@ def keys_kernel(
     if not TMA:
         query += b * q_b + from_q * q_n
         grad_out += b * o_b + from_q * o_n
-    acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    acc_v = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    acc_k = zeros(BLOCK_N, BLOCK_D, WGMMA)
+    acc_v = zeros(BLOCK_N, BLOCK_DV, WGMMA)
     for phase in tl.static_range(3):
         if phase != 0 or HAS_RIGHT:
             from_, to = start, full_start
@@ -188,7 +189,7 @@ def queries_kernel(
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
     NEED_QUERY: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_SLOPES: tl.constexpr, NEED_MASK: tl.constexpr,
     SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -266,7 +267,7 @@ def queries_kernel(
     last = first_row + tl.minimum(row_start + BLOCK_M, n)
     start, full_start, full_stop, stop = crossed(first, last, keys, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_D, WGMMA)
     acc_bias = tl.zeros((BLOCK_M,), tl.float32)
     acc_before = tl.zeros((BLOCK_M,), tl.float32)
     acc_after = tl.zeros((BLOCK_M,), tl.float32)

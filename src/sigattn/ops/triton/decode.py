@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sigattn.ops.triton.activation import tanh
-from sigattn.ops.triton.tile import bias_terms, dot, narrow, shift_of, weights
+from sigattn.ops.triton.tile import bias_terms, dot, narrow, shift_of, weights, zeros
 
 
 @triton.jit(do_not_specialize=["n", "pages", "page_size", "table_width", "left", "right", "splits"])
@@ -26,6 +26,7 @@ def decode_kernel(
     FIRST: tl.constexpr, ENDS: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SHIFT: tl.constexpr, SIGMOID: tl.constexpr,
     PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    WGMMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, (query, head of the group), against one part of the keys; launch_decode.py has the rest."""
     row_tiles = tl.cdiv(n * GROUP, BLOCK_M)
@@ -70,7 +71,7 @@ def decode_kernel(
         z_bias = tl.load(own, mask=some, other=0.0).to(tl.float32)[:, None] * -1.4426950408889634  # log₂e
     shift, unit = shift_of(shift_pointer, shift_value, 1, SHIFT)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_DV, WGMMA)
     for column_start in tl.range(from_, to, BLOCK_N):
         columns = column_start + tl.arange(0, BLOCK_N)
         valid = (columns >= begin) & (columns < to)

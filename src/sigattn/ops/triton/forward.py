@@ -24,6 +24,7 @@ from sigattn.ops.triton.tile import (
     shift_of,
     store,
     weights,
+    zeros,
 )
 
 
@@ -39,7 +40,7 @@ def forward_kernel(
     BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one head; prepare.py says what the arguments are."""
     tiles = tl.cdiv(n, BLOCK_M)
@@ -95,7 +96,7 @@ def forward_kernel(
     last = first_row + tl.minimum(row_start + BLOCK_M, n)
     start, full_start, full_stop, stop = crossed(first, last, keys, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_DV, WGMMA)
     for phase in tl.static_range(3):
         if phase != 0 or HAS_LEFT:
             from_, to = start, full_start

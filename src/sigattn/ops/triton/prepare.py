@@ -107,6 +107,7 @@ def arguments_of(problem: Problem | PackedProblem) -> Launch:
         "VARLEN": packed,
         "SIGMOID": sigmoid_form(p),
         "PRECISION": precision(p.query),
+        "WGMMA": architecture(p.query.device) == 90,
     }
     arguments |= _bias(p, shape) | _mask(p, shape) | _slopes(p, shape) | _blocks(p, shape)
     if isinstance(p, PackedProblem):

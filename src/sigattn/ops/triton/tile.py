@@ -91,6 +91,19 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
+def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, WGMMA: tl.constexpr):
+    """Return an accumulator of zeros, (ROWS, WIDTH) in float32, for the products of a loop.
+
+    WGMMA: True on Hopper. There ptxas makes every product of a kernel wait for the one before it (advisory C7515) if it
+    can write the zeros again on the way past a loop without iterations. It cannot where they come from volatile assembly.
+    """
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    if WGMMA and not _INTERPRETED:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """The product of a and b, added to acc unless that is None, in float32."""
     if _INTERPRETED:
