@@ -18,8 +18,6 @@ import functools
 import itertools
 import json
 import os
-import re
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as drivers
 
+from sigattn.bench import machine_code
 from sigattn.ops import triton as backend
 from sigattn.ops.triton import launch_hopper, prepare, repeats
 
@@ -87,17 +86,7 @@ class Launched:
 
     def advisories(self) -> list[str]:
         """Return what ptxas says of asynchronous tensor core instructions that it had to serialise (C75xx)."""
-        import triton.backends.nvidia
-
-        architecture = self.compiled.metadata.target.arch
-        ptxas = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "kernel.ptx"
-            source.write_text(self.compiled.asm["ptx"])
-            name = f"sm_{architecture}" + ("a" if architecture >= 90 else "")
-            command = [ptxas, "-v", f"-arch={name}", source, "-o", Path(folder) / "kernel.cubin"]
-            done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=True)
-        return [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"\(C75\d\d\)|serializ", line)]
+        return machine_code.advisories(self.compiled.asm["ptx"], self.compiled.metadata.target.arch)
 
 
 @dataclass(frozen=True, eq=False)

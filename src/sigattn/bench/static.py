@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.bench import provenance, static_hopper
+from sigattn.bench import machine_code, provenance, static_hopper
 from sigattn.ops.triton import descriptors, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
@@ -36,7 +34,6 @@ ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 SPECIAL = ("MUFU",)
 FMA = ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2", "HFMA2", "HADD2", "HMUL2", "IMAD")
-_EXPONENTIAL = ("MUFU.EX2", "MUFU.TANH")
 TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCMMA", "QGMMA", "IGMMA", "UTCQMMA")
 ELSEWHERE = ("LD", "ST", "BAR", "WARP", "UTC", "SYNC", "BRA", "ULDC", "LDC", "DEPBAR", "NOP", "U", "R2U", "S2", "CS2R")
 _TENSORS = {"query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value"}
@@ -105,6 +102,7 @@ class Report:
     registers: int
     spills: int  # stores to and loads from local memory
     shared: int  # bytes
+    advisories: list[str]  # of ptxas, that it serialised the tensor cores' instructions
     tensor_instructions: str
     loops: tuple[Loop, ...]  # that of whole tiles first
 
@@ -178,8 +176,6 @@ def compile_kernel(
     config: the tile shape, if not that of the tables.
     constants: compile-time arguments that shall differ from those of a plain call.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.runtime.errors import PTXASError
 
@@ -193,28 +189,29 @@ def compile_kernel(
     function = {**functions, tuning.DECODE: decode_kernel}[kernel]
     itemsize = 4 if dtype == "float32" else 2
     if kernel == tuning.DECODE:
-        config = tuning.decoding(head_dim, itemsize, DECODED_ROWS)
+        config = config or tuning.decoding(head_dim, itemsize, DECODED_ROWS)
         constants = {"GROUP": DECODED_ROWS, **constants}
     elif config is None:
         config = tuning.configuration(kernel, architecture, head_dim, itemsize)
     values = {**_constants(config, architecture, dtype, head_dim, causal), **constants}
     signature, constexprs, attributes = _signature(function, ELEMENT[dtype], values)
     try:
-        compiled = triton.compile(
+        compiled, log = machine_code.compile_with_log(
             ASTSource(function, signature, constexprs, attributes),
-            target=GPUTarget("cuda", architecture, 32),
-            options={"num_warps": config.warps, "num_stages": config.stages},
+            architecture,
+            {"num_warps": config.warps, "num_stages": config.stages},
         )
     except PTXASError as error:
         if "is not defined for option 'gpu-name'" not in str(error):
             raise
         raise provenance.BenchmarkError(f"this Triton's ptxas knows no architecture sm_{architecture}") from error
     scores = config.block_m * config.block_n / (32 * config.warps)
-    return read(compiled, scores, name, architecture, dtype, head_dim, causal, config)
+    return read(compiled, log, scores, name, architecture, dtype, head_dim, causal, config)
 
 
 def read(
     compiled: Any,
+    log: str,
     scores: float,
     kernel: str,
     architecture: int,
@@ -224,8 +221,9 @@ def read(
     config: tuning.Config,
 ) -> Report:
     """What is in the machine code; ``scores`` of a tile are a thread's."""
-    registers, code = _disassemble(compiled.asm["cubin"])
-    loops = sorted((_loop(body, scores) for body in _loops(code)), key=lambda loop: (loop.selects, loop.all))
+    registers, code = machine_code.disassemble(compiled.asm["cubin"])
+    bodies = ([op for op, _ in body] for body in machine_code.inner_loops(code))
+    loops = sorted((_loop(body, scores) for body in bodies), key=lambda loop: (loop.selects, loop.all))
     if not loops:
         raise RuntimeError(f"the compiler made nothing of {kernel} on sm_{architecture}, D = {head_dim}, {config}")
     tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(TENSOR))
@@ -239,6 +237,7 @@ def read(
         registers,
         sum(op.startswith(("STL", "LDL")) for op, _ in code),
         compiled.metadata.shared,
+        machine_code.advisories_in(log),
         ", ".join(tensor) or "none",
         tuple(loops),
     )
@@ -280,12 +279,12 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
             signature[name] = f"tensordesc<{element}[1, 1, {rows}, {width}]>"
         elif name in _TENSORS:
             signature[name], attributes[(at,)] = f"*{element}", [["tt.divisibility", 16]]
+        elif name == "block_tiles" or (name == "mask" and values["MASK"] == "bool"):
+            signature[name] = "*u8"
         elif name in _WIDE_TENSORS:
             signature[name] = "*fp32"
         elif name in {"key_lengths", "starts_q", "starts_k", "lengths", "ends", "first", "table", "block_table"}:
             signature[name] = "*i32"
-        elif name == "block_tiles":
-            signature[name] = "*u8"
         elif name in _NUMBERS:
             signature[name] = "fp32"
         elif name == "seed":
@@ -297,45 +296,6 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
         else:
             signature[name] = "i32"
     return signature, constants, attributes
-
-
-def _disassemble(cubin: bytes) -> tuple[int, list[tuple[str, str]]]:
-    """The registers a thread takes, and the instructions: (operation, operands); a label is ("", its name)."""
-    import triton.backends.nvidia
-
-    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        usage = _output(tools / "cuobjdump", "-res-usage", path)
-        text = _output(tools / "nvdisasm", "-c", path)
-    found = re.search(r"REG:(\d+)", usage)
-    assert found, usage
-    code = []
-    for line in text.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            code.append(("", label.group(1)))
-        elif part := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", line):
-            code.append((part.group(1), part.group(2)))
-    return int(found.group(1)), code
-
-
-def _output(*command: str | Path) -> str:
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
-
-
-def _loops(code: list[tuple[str, str]]) -> Iterator[list[str]]:
-    """The operations of each innermost loop that computes weights."""
-    labels = {name: at for at, (op, name) in enumerate(code) if not op}
-    spans = []
-    for at, (op, operands) in enumerate(code):
-        target = re.search(r"\.L_x_\d+", operands) if op.startswith("BRA") else None
-        if target and labels.get(target.group(0), at) < at:
-            spans.append((labels[target.group(0)], at))
-    computing = [(a, b) for a, b in spans if any(op.startswith(_EXPONENTIAL) for op, _ in code[a:b])]
-    for start, stop in computing:  # inside may be small loops that wait for a barrier
-        if not any(start <= a and b <= stop and (a, b) != (start, stop) for a, b in computing):
-            yield [op for op, _ in code[start:stop] if op]
 
 
 def _loop(body: list[str], scores: float) -> Loop:

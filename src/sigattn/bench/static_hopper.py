@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sigattn.bench import machine_code
 from sigattn.ops.triton import launch_hopper, tuning
 
 if TYPE_CHECKING:
@@ -42,11 +40,9 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     """Compile one kernel as ``launch_hopper`` would start it, in bfloat16, and read its machine code.
 
     Raises:
-        RuntimeError: if the assembler could not keep the tensor cores' instructions asynchronous, or if shared memory
-            that warps wrote is handed to the tensor cores or the copy engine without a fence and a barrier between.
+        RuntimeError: if shared memory that warps wrote is handed to the tensor cores or the copy engine without a fence
+            and a barrier between.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sigattn.bench import static
@@ -61,18 +57,15 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
         tuning.FUSED: hopper_fused_kernel,
     }
     signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
-    compiled = triton.compile(
-        GluonASTSource(functions[kernel], signature, constants),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4},
-    )
-    if complaint := serialised(compiled.asm["ptx"]) or handed_over_early(compiled.asm["ptx"]):
+    source = GluonASTSource(functions[kernel], signature, constants)
+    compiled, log = machine_code.compile_with_log(source, 90, {"num_warps": 4})
+    if complaint := handed_over_early(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: {complaint}")
     scores = ROWS * config.block / 128
     shape = (ROWS, config.block) if kernel not in (tuning.KEYS, tuning.FUSED) else (config.block, ROWS)
     tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
     name = f"{kernel}, Gluon" + (", S ahead" if kernel == tuning.FORWARD and config.ahead else "")
-    report = static.read(compiled, scores, name, 90, "bfloat16", head_dim, causal, tile)
+    report = static.read(compiled, log, scores, name, 90, "bfloat16", head_dim, causal, tile)
     # the mask stands in the loop, in a branch that tiles inside the border jump over: two instructions a score
     loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in report.loops]
     return replace(report, loops=tuple(loops))
@@ -104,20 +97,6 @@ def _signature(
         else:
             signature[name] = "i32" if name in _INTEGERS else "fp32"
     return signature, constants
-
-
-def serialised(ptx: str) -> str:
-    """The assembler's complaint, if it made every product wait for the one before it."""
-    import triton.backends.nvidia
-
-    assembler = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [str(assembler), "-v", "-arch=sm_90a", str(source), "-o", str(Path(folder) / "kernel.cubin")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = (done.stdout + done.stderr).splitlines()
-    return next((line for line in said if "serialized" in line), "")
 
 
 def handed_over_early(ptx: str) -> str:

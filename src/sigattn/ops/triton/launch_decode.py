@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import UNLIMITED
-from sigattn.ops.triton import tuning
+from sigattn.ops.triton import prepare, tuning
 from sigattn.ops.triton.decode import decode_kernel
-from sigattn.ops.triton.prepare import LOG2E, architecture, named, precision, scales, sigmoid_form, single, within_reach
+from sigattn.ops.triton.prepare import LOG2E, named, precision, scales, sigmoid_form, single, within_reach
 
 _MOST_SPLITS = 128
 _INTERPRETED_PROCESSORS = 4  # so that the interpreter has parts to add as well
@@ -90,7 +90,7 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
         "HAS_RIGHT": p.right != UNLIMITED,
         "SIGMOID": sigmoid_form(p),
         "PRECISION": precision(p.query),
-        "WGMMA": architecture(p.query.device) == 90,
+        "WGMMA": prepare.architecture(p.query.device) == 90,
         **_bias(p),
         **_slopes(p),
         **_mask(p),

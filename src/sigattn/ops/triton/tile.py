@@ -94,8 +94,8 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, WGMMA: tl.constexpr):
     """Return an accumulator of zeros, (ROWS, WIDTH) in float32, for the products of a loop.
 
-    WGMMA: True on Hopper. There ptxas makes every product of a kernel wait for the one before it (advisory C7515) if it
-    can write the zeros again on the way past a loop without iterations. It cannot where they come from volatile assembly.
+    WGMMA: True on Hopper. There ptxas makes every product of a kernel wait for the one before it (advisory C7515) where
+    it writes the zeros again on the path that skips a loop. It cannot do that with the result of volatile assembly.
     """
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     if WGMMA and not _INTERPRETED:
