@@ -55,11 +55,11 @@ def unchecked():
 
 
 @pytest.fixture(autouse=True)
-def _nothing_was_said():
-    """Warnings that are given once in a process are given once in a test."""
+def _reset_warnings():
+    """Forget the warnings given, so that each test gives its own."""
     from sigattn.nn import stability
 
-    stability._said.clear()
+    stability._warned.clear()
 
 
 @pytest.fixture(autouse=True)

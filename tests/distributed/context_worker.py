@@ -147,7 +147,7 @@ def models(mesh):
                 dist.all_reduce(total)
                 torch.testing.assert_close(total, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
             assert torch.equal(model(tokens), whole)
-    with shared(model, share), pytest.raises(ValueError, match="share sequences in sigmoid self-attention without"):
+    with shared(model, share), pytest.raises(ValueError, match="context parallelism needs sigmoid self-attention"):
         model(share.part(tokens), cache=model.new_cache())
 
 

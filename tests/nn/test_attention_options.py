@@ -169,7 +169,7 @@ class TestPerformer:
         assert layer.query.weight.grad.abs().sum() > 0
         assert layer(torch.randn(0, 5, 8)).shape == (0, 5, 8)
         assert layer.state_dict()["performer.directions"].shape == (6, 4)
-        with pytest.raises(ValueError, match="keys that stay what they were"):
+        with pytest.raises(ValueError, match="an activation other than"):
             layer(torch.randn(1, 2, 8), cache=LayerCache(4))
 
 
@@ -195,9 +195,9 @@ class TestCache:
         with torch.no_grad():
             cache = LayerCache(4)
             layer(x, cache=cache)
-            with pytest.raises(ValueError, match="a cache of 4 positions holds 3: 3 more do not fit"):
+            with pytest.raises(ValueError, match="the cache has 4 positions and holds 3: 3 more do not fit"):
                 layer(x, cache=cache)
-            with pytest.raises(ValueError, match="a batch of 1, and got one of 2"):
+            with pytest.raises(ValueError, match="a batch of 1, got a batch of 2"):
                 layer(torch.randn(2, 1, 8), cache=cache)
             with pytest.raises(ValueError, match="causal=False"):
                 Attention(8, 2, activation="sigmoid", bias=0.0, causal=False)(x, cache=LayerCache(4))
@@ -226,7 +226,7 @@ def test_make_bias():
     assert make_bias(-5.0, learn="query", heads=2).initial == -5
     for rule, learn, message in (
         ("log_context", "no", "longest sequence"),
-        ("log_batch", "layer", "starts from a number"),
+        ("log_batch", "layer", "needs bias to be a number"),
     ):
         with pytest.raises(ValueError, match=message):
             make_bias(rule, learn=learn, heads=2)

@@ -28,7 +28,7 @@ def test_the_table(arguments, position, layer_scale, bias, structure):
     [
         (("audio",), "domain must be one of vision, speech, language, got 'audio'"),
         (("vision", "ctc"), r"one of \('supervised', 'byol', 'simclr', 'mae'\), got 'ctc'"),
-        (("language",), "sequence_length decides"),
+        (("language",), "needs sequence_length"),
         (("language", None, 0), "at least 1, got 0"),
     ],
 )

@@ -159,7 +159,7 @@ class TestLayersThatCallTheFunction:
 
     def test_biases_that_need_more(self):
         for bias in (SampleLengthBias(), VisibleKeysBias(), QueryBias()):
-            with pytest.raises(ValueError, match="take another bias"):
+            with pytest.raises(ValueError, match="use another bias"):
                 sigmoidify(Net(FusedAttention()), bias=bias)
 
     def test_masks_and_dropout_reach_the_operator(self):

@@ -203,7 +203,7 @@ def test_only_what_the_paper_found_unstable_warns():
     for name in RECIPES:
         from sigattn.nn import stability
 
-        stability._said.clear()
+        stability._warned.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             build(find(name).model, "meta")

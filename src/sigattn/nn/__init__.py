@@ -1,4 +1,4 @@
-"""Layers around sigmoid attention: what makes it train (Sect. 5, practitioner's guide)."""
+"""Layers of transformers with sigmoid attention (Sect. 5 and the practitioner's guide of the paper)."""
 
 from sigattn.nn.attention import Attention as Attention
 from sigattn.nn.bias import BatchLengthBias as BatchLengthBias

@@ -1,4 +1,4 @@
-"""Multi-head attention: a sigmoid, a softmax or what else the paper compares, and what makes it train (Sect. 5)."""
+"""Multi-head attention layer with sigmoid, softmax or another activation that the paper compares (Sect. 5)."""
 
 from __future__ import annotations
 
@@ -26,47 +26,49 @@ Watch = Literal["nothing", "norm", "everything"]
 
 
 class Attention(nn.Module):
-    """Self- or cross-attention, ``activation(e^t Q Kᵀ / √d + b) V / n^α``, between an input and an output projection.
+    """Multi-head self- or cross-attention, ``activation(e^t Q Kᵀ / √d + b) V / n^α``, with its linear projections.
 
     Args:
-        width: features of the input and the output; a multiple of heads.
+        width: number of input and output features; a multiple of heads.
         heads: number of query heads.
-        activation: "sigmoid" (this library's operator), "softmax" (PyTorch's), "performer" (softmax by positive
-            orthogonal random features), or "relu", "relu2", "gelu", "tanh", "identity", which hold all weights in
-            memory.
-        bias: b, a number or one of ``sigattn.nn.bias``: needed by a sigmoid (0.0 for none), None for a softmax and a
-            performer, and optional for the others.
-        kv_heads: number of key and value heads, of which heads is a multiple; None for as many.
-        qk_norm: over each head of Q and of K, before positions: "rms", "layer" (both with a learned scale) or "none".
+        activation: "sigmoid" (this library's operator), "softmax" (PyTorch's), "performer" (softmax approximated by
+            positive orthogonal random features), or "relu", "relu2", "gelu", "tanh", "identity", which materialise the
+            attention weights.
+        bias: b, a number or a module of ``sigattn.nn.bias``: required for "sigmoid" (0.0 for none), None for "softmax"
+            and "performer", optional for the others.
+        kv_heads: number of key and value heads, a divisor of heads; None for heads.
+        qk_norm: norm of each head of Q and of K, before the position encoding: "rms", "layer" (both with a learned
+            scale) or "none".
         position: ``RotaryEmbedding`` of width / heads, ``Alibi`` of heads, or None.
-        causal: whether a query sees no later key.
-        window: how many keys before itself a query sees at most, and as many after it where not causal; None for all.
-        temperature: where the learned scalar t starts, by e^t of which the logits are multiplied (App. "LayerScale Free
-            Sigmoid Attention": 10); None for none.
-        length_power: α of the factor n^(-α) on the output, n being the keys that a query sees (App. "The Effect of
-            Multiplicative Sequence Length Normalization").
-        output_norm: over the heads' outputs together, before the output projection: "rms", "layer" or "none". (The
+        causal: True to mask the keys after a query.
+        window: number of keys before itself that a query sees, and as many after it if not causal; None for all.
+        temperature: initial value of the learned scalar t; the logits are multiplied by e^t (App. "LayerScale Free
+            Sigmoid Attention": 10). None for no temperature.
+        length_power: α of the output's factor n^(-α), where n is the number of keys that a query sees (App. "The Effect
+            of Multiplicative Sequence Length Normalization").
+        output_norm: norm of the concatenated heads, before the output projection: "rms", "layer" or "none". (The
             hybrid-norm of the paper's language models comes after the projection: ``Block``.)
-        output_norm_affine: whether that norm has a learned scale.
-        dropout: of weights, while training.
-        source_width: features of the source of keys and values, for cross-attention; None for width.
-        linear_bias: whether the projections have offsets.
-        performer_features: number of random features; None for head_dim · log(head_dim), rounded up.
+        output_norm_affine: True for a learned scale in that norm.
+        dropout: probability of dropping an attention weight, while training.
+        source_width: number of features of the keys' and values' input, in cross-attention; None for width.
+        linear_bias: True for biases in the linear projections.
+        performer_features: number of random features; None for head_dim · log(head_dim + 1), rounded up.
 
     Attributes:
-        watch: what the next forwards leave in ``attention_norm`` and ``statistics``: "nothing", "norm", "everything".
-        attention_norm: (B,), the Frobenius norm of the last forward's attention output, before output norm and
-            projection: its mean over the batch is what the paper's Figs. 4-7 plot.
+        watch: measurements of the next forwards: "nothing", "norm" (sets ``attention_norm``) or "everything" (sets
+            ``statistics`` too).
+        attention_norm: (B,), Frobenius norm of the last forward's attention output, before output norm and projection;
+            Figs. 4-7 of the paper plot its mean over the batch.
         statistics: ``sigattn.attention_statistics`` of the last forward, in memory linear in the length.
-        share: where several processes share each sequence, this one's part (``sigattn.distributed``); else None.
-        compute: makes the output of queries, keys and values, for all but Performer; ``mechanism.attend``, unless one
-            who studies other ways puts his own there.
+        share: this process's part of each sequence under context parallelism (``sigattn.distributed``); else None.
+        compute: function that computes the output of queries, keys and values, except for "performer"; by default
+            ``mechanism.attend``, and replaceable for experiments.
 
     Raises:
-        ValueError: if width, heads and kv_heads do not divide, or arguments do not suit one another.
+        ValueError: if heads does not divide width, kv_heads does not divide heads, or two arguments exclude each other.
     """
 
-    # how processes may share the layers: by outputs or by inputs
+    # tensor parallelism splits a projection by output features ("columns") or by input features ("rows")
     SPLIT: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
 
     def __init__(
@@ -120,52 +122,54 @@ class Attention(nn.Module):
         self.statistics: AttentionStatistics | None = None
 
     def keep_heads(self, rank: int, ranks: int) -> None:
-        """Compute one part of the heads only, for tensor parallelism: the rank-th of so many.
+        """Keep part ``rank`` of ``ranks`` equal parts of the heads, for tensor parallelism.
 
-        The projections are split by whoever calls this.
+        The projections are not changed: the caller splits them.
 
         Raises:
-            ValueError: if heads do not divide, or something goes across heads.
+            ValueError: if ranks does not divide the heads, or a part of the layer mixes heads.
         """
         if self.heads % ranks or self.kv_heads % ranks:
-            raise ValueError(f"{ranks} processes cannot share {self.heads} heads and {self.kv_heads} key heads evenly")
+            raise ValueError(f"{self.heads} heads and {self.kv_heads} key heads do not divide among {ranks} processes")
         learned = isinstance(self.bias, LearnableBias) and self.bias.value.numel() > 1
         if learned or not isinstance(self.output_norm, nn.Identity) or self.activation == "performer":
-            raise ValueError("processes cannot share a bias learned for each head, an output norm or a performer")
+            raise ValueError(
+                "tensor parallelism does not support a learned bias for each head, an output norm or a performer"
+            )
         self.heads, self.kv_heads = self.heads // ranks, self.kv_heads // ranks
         if isinstance(self.position, Alibi):
             self.position.keep_heads(rank * self.heads, self.heads)
 
     def reset_parameters(self) -> None:
-        """Put the temperature back to where it starts; projections and norms have their own."""
+        """Set the temperature to its initial value; projections and norms have methods of their own."""
         if self.temperature is not None:
             nn.init.constant_(self.temperature, float(self.initial_temperature or 0.0))
 
     def _check(self, performer_features: int | None) -> None:
-        """What does not go together, and what the paper found not to train."""
+        """Raise for arguments that exclude each other, and warn of what the paper found not to train."""
         name = self.activation
         if name not in (*ELEMENTWISE, "softmax", "performer"):
             raise ValueError(f"activation must be one of {(*ELEMENTWISE, 'softmax', 'performer')}, got {name!r}")
         if name == "sigmoid" and self.bias is None:
-            raise ValueError("a sigmoid needs a bias (0.0 for none), got bias=None")
+            raise ValueError("activation='sigmoid' needs a bias (0.0 for none), got bias=None")
         if name in ("softmax", "performer") and (self.bias is not None or self.length_power):
             raise ValueError(
-                f"a softmax is normalised already: activation={name!r} takes bias=None and length_power=0, got "
-                f"{self.bias} and {self.length_power}"
+                f"activation={name!r} is normalised and takes only bias=None and length_power=0, got {self.bias} and "
+                f"{self.length_power}"
             )
         if self.bias is not None and self.bias.needs_causal and not self.causal:
-            raise ValueError(f"{type(self.bias).__name__} counts the keys before a query: it needs causal=True")
+            raise ValueError(f"{type(self.bias).__name__} counts the keys before a query and needs causal=True")
         if name != "performer" and performer_features is not None:
-            raise ValueError(f"performer_features belongs to activation='performer', got {name!r}")
+            raise ValueError(f"performer_features needs activation='performer', got {name!r}")
         if name == "performer" and (self.window is not None or isinstance(self.position, Alibi) or self.dropout):
             raise ValueError(
-                "a performer never has its weights: it cannot take window, ALiBi or dropout; got "
+                "activation='performer' has no explicit weights and does not support window, ALiBi or dropout; got "
                 f"window={self.window}, position={type(self.position).__name__}, dropout={self.dropout}"
             )
         if isinstance(self.bias, QueryBias) and isinstance(self.position, RotaryEmbedding):
             warn_once(
-                'a learnable bias added to Q is unstable with RoPE (Table "asr-results"): prefer -log n, or a '
-                "learnable bias on the logits"
+                'a learnable bias added to Q is unstable with RoPE (Table "asr-results"): use -log n, or a learnable '
+                "bias on the logits"
             )
 
     def forward(
@@ -176,22 +180,25 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Float[Tensor, "batch length width"]:
-        """Attend.
+        """Return the attention output.
 
         Args:
-            x: where queries come from, and keys and values if there is no source.
-            source: where keys and values come from, in cross-attention.
-            key_lengths: how many keys each padded sample has.
-            cache: keys and values of what came before x, to which those of x are added. There is no dropout then.
-            documents: several in a row of x, none of which may look into another.
+            x: input of the queries, and of the keys and values if source is None.
+            source: input of the keys and values, in cross-attention.
+            key_lengths: number of keys of each sample padded on the right.
+            cache: keys and values of the positions before x, to which those of x are appended; disables dropout.
+            documents: boundaries of the documents that a row of x packs; attention stays within a document.
+
+        Raises:
+            ValueError: if the arguments, or an argument and the layer's options, exclude each other.
         """
         if cache is not None and (not self.causal or self.activation == "performer"):
             raise ValueError(
-                f"a cache needs causal attention, and keys that stay what they were: got causal={self.causal}, "
+                f"a cache needs causal=True and an activation other than 'performer', got causal={self.causal} and "
                 f"activation={self.activation!r}"
             )
         if cache is not None and cache.first is not None and key_lengths is not None:
-            raise ValueError("a cache of prompts padded on the left cannot have padding on the right (key_lengths) too")
+            raise ValueError("a cache of prompts padded on the left does not support key_lengths (right padding)")
         if self.share is not None:
             self._check_share(alone=source is None and key_lengths is None and cache is None and documents is None)
         if documents is not None:
@@ -205,7 +212,7 @@ class Attention(nn.Module):
         if isinstance(self.position, RotaryEmbedding):
             query = self.position(query, first, self._positions(query))
         if self.temperature is not None:
-            half = (self.temperature / 2).exp()  # on each side, so that 16 bits hold e^10 times a query
+            half = (self.temperature / 2).exp()  # on Q and on K, because Q · e^10 may overflow in float16
             query, key = query * half.to(query.dtype), key * half.to(key.dtype)
         if cache is not None:
             key, value = cache.append(key, value)
@@ -214,7 +221,7 @@ class Attention(nn.Module):
         return result
 
     def _positions(self, x: Tensor) -> Tensor | None:
-        """Of this process's part, where others have the rest of the sequence."""
+        """Return the positions of this process's part of the sequence under context parallelism, else None."""
         return None if self.share is None else self.share.positions(x.device)
 
     def _attend_shared(
@@ -222,7 +229,7 @@ class Attention(nn.Module):
     ) -> Tensor:  # (B, Hq, n, D)
         bias = pattern.bias
         if isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == share.length > 1:
-            bias = bias.index_select(-2, share.positions(bias.device))  # one for each query
+            bias = bias.index_select(-2, share.positions(bias.device))
         return share.attend(
             query,
             key,
@@ -236,24 +243,24 @@ class Attention(nn.Module):
     def _check_share(self, *, alone: bool) -> None:
         if not alone or self.activation != "sigmoid" or (self.dropout and self.training):
             raise ValueError(
-                "processes share sequences in sigmoid self-attention without padding, cache, documents or dropout: got "
+                "context parallelism needs sigmoid self-attention without padding, cache, documents or dropout: got "
                 f"one of those, or activation={self.activation!r}, or dropout={self.dropout}"
             )
 
     def _check_documents(self, *, alone: bool) -> None:
         if not alone or not self.causal or self.activation == "performer":
             raise ValueError(
-                "documents are for causal self-attention of whole rows: got one of source, key_lengths or cache too, "
-                f"or causal={self.causal}, or activation={self.activation!r}"
+                "documents need causal self-attention of whole rows: got source, key_lengths or a cache too, or "
+                f"causal={self.causal}, or activation={self.activation!r}"
             )
         if isinstance(self.bias, (SampleLengthBias, VisibleKeysBias)):
             raise ValueError(
-                f"{type(self.bias).__name__} differs from row to row, which document masks cannot have: take "
-                '"log_context" or a number'
+                f"{type(self.bias).__name__} differs between rows, which documents do not support: use "
+                "ContextLengthBias or a number"
             )
 
     def _keys_and_values(self, source: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """(B, Hkv, M, D) each; normed, and turned by their positions, which start at ``first``."""
+        """Return keys and values, (B, Hkv, M, D); keys are normalised and encode their positions, from ``first`` on."""
         key, value = self._by_head(self.key(source)), self._by_head(self.value(source))
         key = self.key_norm(key)
         if isinstance(self.position, RotaryEmbedding):
@@ -281,12 +288,12 @@ class Attention(nn.Module):
             bias = self.bias(queries, keys, first_query=first, lengths=key_lengths, device=query.device)
         slopes = self.position() if isinstance(self.position, Alibi) else None
         dropout = self.dropout if self.training and cache is None else 0.0
-        begin = None if cache is None else cache.first
-        pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents, begin)
-        if begin is not None and isinstance(self.bias, VisibleKeysBias):
-            seen = pattern._replace(window=self.bias.window)
-            own = mechanism.visible_keys(queries, keys, seen, query.device).clamp(min=1)
-            pattern = pattern._replace(bias=log_length_bias(own))
+        first_key = None if cache is None else cache.first
+        pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents, first_key)
+        if first_key is not None and isinstance(self.bias, VisibleKeysBias):
+            without_padding = pattern._replace(window=self.bias.window)
+            n = mechanism.visible_keys(queries, keys, without_padding, query.device).clamp(min=1)
+            pattern = pattern._replace(bias=log_length_bias(n))
         if self.share is not None:
             out: Tensor = self._attend_shared(query, key, value, pattern, self.share)
         elif self.activation == "performer":

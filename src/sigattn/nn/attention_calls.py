@@ -50,8 +50,8 @@ class Finding(NamedTuple):
 
     Attributes:
         name: name of the layer within the model. module: the layer. call: name of the function or operator that
-            computes the softmax. replaceable: True where sigmoid attention can take the call's place. attention: True
-            where the softmax is, or may be, that of an attention.
+            computes the softmax. replaceable: True if sigmoid attention can replace the call. attention: True if the
+            softmax is, or may be, that of an attention.
     """
 
     name: str

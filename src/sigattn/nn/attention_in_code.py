@@ -36,7 +36,7 @@ _DEPTH = 4
 
 
 def find(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
-    """Find what the code of some of a model's layers computes with a softmax.
+    """Find each softmax that the code of some of a model's layers can compute.
 
     A layer that can reach both ``F.scaled_dot_product_attention`` and a softmax, selected by a flag, counts as
     replaceable. A softmax is taken for an attention's unless its layer, and the layer around it, multiply no matrices.
@@ -48,7 +48,7 @@ def find(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Fin
     for name, module in modules:
         calls = reachable_calls(module)
         if isinstance(module, SOFTMAX_MODULES) and _reaches_sdpa(model, name):
-            continue  # the path of the layer around it that is not taken; if it is, that layer raises
+            continue  # a path that the layer around it does not take after the conversion (it would raise)
         call = next((c for c in (SDPA_NAME, MHA_NAME) if c in calls), None)
         if call is not None:
             findings.append(Finding(name, module, call, replaceable=True, attention=True))
@@ -177,7 +177,7 @@ def _followed(module: str | None) -> bool:
 
 @functools.cache
 def _calls_of_function(function: Any, depth: int) -> frozenset[str]:
-    """Return what a function calls, and what the functions do that it names, to a depth."""
+    """Return the calls of a function, and of the functions that it names, to a depth."""
     found: set[str] = set()
     for each in _functions_in(function):
         names, strings, multiplies = _names_in(each.__code__)
@@ -225,7 +225,7 @@ def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any
 
 
 def _names_in(code: types.CodeType) -> tuple[set[str], set[str], bool]:
-    """Return the names and the strings of a function's code, nested functions included, and if it has an @."""
+    """Return the names and strings in a function's code, nested functions included, and True if it contains an @."""
     names, strings, multiplies = set(code.co_names), set(), _has_matrix_product(code)
     for constant in code.co_consts:
         if isinstance(constant, str):

@@ -44,7 +44,7 @@ class Run:
 
 
 def run(model: nn.Module, example: Sequence[Any] | Mapping[str, Any], skipped: tuple[type[nn.Module], ...]) -> Run:
-    """Run a model once, in evaluation mode and without gradient, and note what computes a softmax.
+    """Run a model once, in evaluation mode and without gradient, and record each softmax it computes.
 
     A softmax is taken for an attention's if its weights are multiplied with a matrix that is no parameter, or if the
     class of its layer has "att" in its name.
@@ -81,7 +81,7 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Site:
-    """One softmax: the layer that was running, and what called it."""
+    """One softmax: the layer that was running, and the name of the call."""
 
     module: nn.Module
     call: str
@@ -94,7 +94,7 @@ _LOG_SOFTMAX = object()  # mark of a log-softmax, whose exponential is a softmax
 
 @dataclasses.dataclass(eq=False)
 class _Exponential:
-    """Mark of exp(x), which makes a softmax if it is divided by its own sum, before or after it meets the values."""
+    """Mark of exp(x), a softmax if it is divided by its own sum, before or after the product with the values."""
 
 
 class _Sum(NamedTuple):
@@ -110,7 +110,7 @@ class _Product(NamedTuple):
 
 
 class _Trace:
-    """What both modes share: the running layers, and which tensors hold weights of which softmax."""
+    """State shared by both modes: the running layers, and the tensors that hold weights of each softmax."""
 
     def __init__(self, names: dict[nn.Module, str], parameters: set[int], skipped: tuple[type[nn.Module], ...]) -> None:
         self.names, self.parameters, self.skipped = names, parameters, skipped
@@ -123,7 +123,7 @@ class _Trace:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Follow every module that is called, scripted ones too; one that is made in a forward counts as its layer."""
+        """Track every module call, scripted ones too; a module made within a forward counts as the running layer."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self.running.append(module if module in self.names or not self.running else self.running[-1])
@@ -140,7 +140,7 @@ class _Trace:
                 handle.remove()
 
     def add(self, call: str, *, replaceable: bool = False, attention: bool = False) -> _Site | None:
-        """Note a softmax of the running layer."""
+        """Record a softmax of the running layer."""
         if not self.running or any(isinstance(m, self.skipped) for m in self.running):
             return None
         module = self.running[-1]
@@ -149,7 +149,7 @@ class _Trace:
         return site
 
     def findings(self) -> list[Finding]:
-        """One finding for each layer and kind, in the order of the model's layers."""
+        """Return one finding for each layer and value of ``replaceable``, in the order of the model's layers."""
         merged: dict[tuple[nn.Module, bool], Finding] = {}
         for site in self.sites:
             key = site.module, site.replaceable
@@ -164,7 +164,7 @@ class _Trace:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes calls of attention functions that sigmoid attention can take the place of."""
+    """Mode that records calls of attention functions that sigmoid attention can replace."""
 
     def __init__(self, trace: _Trace) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Notes softmax and attention operators, and follows the weights of a softmax to a matrix product."""
+    """Mode that records softmax and attention operators, and tracks the weights of a softmax to a matrix product."""
 
     supports_higher_order_operators = True
 
@@ -225,7 +225,7 @@ class _Operators(TorchDispatchMode):
         return result
 
     def _divide(self, dividend: Tensor, divisor: Tensor, output: Tensor) -> bool:
-        """Note a softmax that is written as exp(x) / exp(x).sum(), and return True if this is one."""
+        """Record a softmax written as exp(x) / exp(x).sum(), and return True if this division is one."""
         trace = self.trace
         sums = {m.of for m in trace.weights.get(divisor, ()) if isinstance(m, _Sum)}
         marks = trace.weights.get(dividend, ())
@@ -238,7 +238,7 @@ class _Operators(TorchDispatchMode):
         return True
 
     def _multiply(self, factors: list[Tensor], output: Tensor) -> None:
-        """Weights times a matrix of activations is attention; weights times a parameter are weights still."""
+        """Mark weights times activations as an attention, and the product of weights and a parameter as weights."""
         trace = self.trace
         products: set[Any] = set()
         for weights, other in (factors, factors[::-1]):
@@ -248,13 +248,13 @@ class _Operators(TorchDispatchMode):
                     if isinstance(mark, _Site):
                         mark.attention = True
                 products |= {_Product(m) for m in marks if isinstance(m, _Exponential)}
-            elif marks and output.numel() == weights.numel():  # heads that are mixed
+            elif marks and output.numel() == weights.numel():  # a learned mixture of heads
                 products |= set(marks)
         if products:
             trace.weights[output] = products
 
     def _carry(self, base: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Views, masks, dropout and scaling of weights are weights; what is larger than they are is not."""
+        """Mark views, masked, dropped and scaled weights as weights, but not an output larger than the weights."""
         trace = self.trace
         if base in _COPIES and inputs and trace.is_parameter(inputs[0]):
             trace.constants[outputs[0]] = True

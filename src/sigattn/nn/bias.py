@@ -1,20 +1,20 @@
-"""The bias b of sigmoid attention, as objects that say what they are (App. E, App. ASR).
+"""Modules for the bias b of sigmoid attention (App. E, App. ASR).
 
-Each is called with how many queries and keys there are, and gives what ``sigmoid_attention`` takes as ``bias``: a
-number, or a tensor that broadcasts to (B, Hq, N, 1).
+Each is called with the number of queries and keys, and returns the ``bias`` of ``sigmoid_attention``: a number, or a
+tensor that broadcasts to (B, Hq, N, 1).
 
     NoBias                      0
     ConstantBias(value)         a number
-    ContextLengthBias(context)  -log of the longest sequence the model was made for: the paper's language models
-    BatchLengthBias()           -log of the number of keys, the batch's longest sequence: its other way for speech
-    SampleLengthBias()          -log of each sample's own length, which must be given: its speech models
-    VisibleKeysBias()           -log of the keys that each query sees, under a causal mask
+    ContextLengthBias(context)  -log of the model's context length: the paper's language models
+    BatchLengthBias()           -log of the number of keys, the longest sequence of the batch: an alternative for speech
+    SampleLengthBias()          -log of each sample's own length, which must be given: the paper's speech models
+    VisibleKeysBias()           -log of the number of keys that each query sees, under a causal mask
     LearnableBias(initial, …)   a parameter, one for the layer or one per head
     QueryBias(initial)          a parameter added to Q instead of to the logits
 
-With a KV cache, the number of keys grows from call to call. ``BatchLengthBias`` and ``SampleLengthBias`` then follow
-it (``cache_safe`` is False), so that generating differs from what was trained. The others give a query what it had in
-training.
+With a KV cache, the number of keys grows from call to call. ``BatchLengthBias`` and ``SampleLengthBias`` grow with it
+(``cache_safe`` is False), so that a query's bias in generation differs from that in training. The other biases are the
+same in both.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sigattn.ops.problem import log_length_bias
 
 
 class AttentionBias(nn.Module):
-    """What all of them share.
+    """Base class of the biases.
 
     Attributes:
-        needs_lengths: whether each sample's length must be given.
-        needs_causal: whether it has a meaning under a causal mask only.
-        cache_safe: whether a query gets the same bias when keys before it come from a cache.
+        needs_lengths: True if each sample's length must be given.
+        needs_causal: True if the bias is defined under a causal mask only.
+        cache_safe: True if a query gets the same bias when the keys before it come from a cache.
     """
 
     needs_lengths = False
@@ -44,25 +44,29 @@ class AttentionBias(nn.Module):
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> float | Tensor:
-        """The bias for queries first_query … first_query + queries - 1 against so many keys.
+        """Return the bias of queries first_query … first_query + queries - 1.
 
-        lengths: (B,), how many keys each sample has.
+        Args:
+            queries, keys: their numbers.
+            first_query: position of the first query.
+            lengths: (B,), number of keys of each sample.
+            device: of the result, if it is a tensor.
         """
-        raise TypeError(f"{type(self).__name__} is no bias by itself: take one of those in sigattn.nn.bias")
+        raise TypeError(f"{type(self).__name__} is abstract: use a subclass of sigattn.nn.bias")
 
 
 class NoBias(AttentionBias):
-    """b = 0. Attention outputs then start about n/2 times as large as softmax's: mind the norms around it."""
+    """Bias of 0. Attention outputs are at first about n/2 times as large as softmax's: choose the norms accordingly."""
 
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> float:
-        """0."""
+        """Return 0."""
         return 0.0
 
 
 class ConstantBias(AttentionBias):
-    """The same number everywhere.
+    """Bias of one number for all heads and queries.
 
     Args:
         value: b.
@@ -75,19 +79,19 @@ class ConstantBias(AttentionBias):
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> float:
-        """The number."""
+        """Return the number."""
         return self.value
 
     def extra_repr(self) -> str:
-        """The number."""
+        """Return the number, to four digits."""
         return f"{self.value:.4g}"
 
 
 class ContextLengthBias(ConstantBias):
-    """-log of the context length, whatever the length of a call.
+    """Bias of -log of the context length, independent of the number of keys of a call.
 
     Args:
-        context: the longest sequence, at least 1.
+        context: length of the longest sequence, at least 1.
     """
 
     def __init__(self, context: int) -> None:
@@ -95,19 +99,19 @@ class ContextLengthBias(ConstantBias):
 
 
 class BatchLengthBias(AttentionBias):
-    """-log of the number of keys of a call."""
+    """Bias of -log M, where M is the number of keys of a call."""
 
     cache_safe = False
 
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> float:
-        """-log M."""
+        """Return -log of the number of keys."""
         return log_length_bias(max(keys, 1))
 
 
 class SampleLengthBias(AttentionBias):
-    """-log of each sample's own length."""
+    """Bias of -log of each sample's own length."""
 
     needs_lengths = True
     cache_safe = False
@@ -115,22 +119,22 @@ class SampleLengthBias(AttentionBias):
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> Tensor:
-        """(B, 1, 1, 1), float32.
+        """Return -log of the lengths, (B, 1, 1, 1) in float32.
 
         Raises:
-            ValueError: without lengths.
+            ValueError: if lengths is None.
         """
         if lengths is None:
             raise ValueError("SampleLengthBias is -log of each sample's length: pass key_lengths")
-        lengths = lengths.to(device, torch.float32).clamp(min=1)  # an empty sample has no key to weigh
+        lengths = lengths.to(device, torch.float32).clamp(min=1)
         return log_length_bias(lengths).view(-1, 1, 1, 1)
 
 
 class VisibleKeysBias(AttentionBias):
-    """-log of the number of keys that a query sees: i + 1 for query i, or as many as a window lets it see.
+    """Bias of -log of the number of keys that a query sees: i + 1 for query i, at most window + 1.
 
     Args:
-        window: how many keys before itself a query sees at most; None for all.
+        window: number of keys before itself that a query sees; None for all.
     """
 
     needs_causal = True
@@ -142,7 +146,7 @@ class VisibleKeysBias(AttentionBias):
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> Tensor:
-        """(N, 1), float32."""
+        """Return the bias of each query, (N, 1) in float32."""
         visible = torch.arange(first_query + 1, first_query + queries + 1, device=device, dtype=torch.float32)
         if self.window is not None:
             visible = visible.clamp(max=self.window + 1)
@@ -150,13 +154,13 @@ class VisibleKeysBias(AttentionBias):
 
 
 class LearnableBias(AttentionBias):
-    """A parameter: one number for the layer, or one per head.
+    """Learned bias: one number for the layer, or one per head.
 
     The paper's learnable bias starts at -10 or -5 and is less stable than -log n (App. ASR).
 
     Args:
-        initial: where it starts, e.g. ``log_length_bias(context)``.
-        heads: number of query heads, for one each; None for one in all.
+        initial: initial value, e.g. ``log_length_bias(context)``.
+        heads: number of query heads, for one bias per head; None for one bias.
     """
 
     def __init__(self, initial: float, heads: int | None = None) -> None:
@@ -166,31 +170,31 @@ class LearnableBias(AttentionBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Back to where it starts."""
+        """Set the parameter to its initial value."""
         nn.init.constant_(self.value, self.initial)
 
     def forward(
         self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
     ) -> Tensor:
-        """(1,), or (heads, 1, 1)."""
+        """Return the parameter, (1,) or (heads, 1, 1)."""
         return self.value
 
 
 class QueryBias(LearnableBias):
-    """A learned number added to every feature of Q, after its norm: "b = -5 in Q" (App. ASR, Table "asr-results").
+    """Learned number added to every feature of Q, after its norm: "b = -5 in Q" (App. ASR, Table "asr-results").
 
-    A logit then moves by b · Σ_d k_d / √D. Where K has a LayerNorm, whose features sum to zero while its scale is even,
-    that is nothing at first.
+    It changes a logit by b · Σ_d k_d / √D. If K has a LayerNorm, this is zero at first, because the features sum to
+    zero as long as the norm's scale is uniform.
 
     Args:
-        initial: where it starts; -5 in the paper.
+        initial: initial value; -5 in the paper.
     """
 
     def __init__(self, initial: float = -5.0) -> None:
         super().__init__(initial)
 
     def added_to(self, query: Tensor) -> Tensor:
-        """Q + b."""
+        """Return Q + b, in Q's dtype."""
         return query + self.value.to(query.dtype)
 
 
@@ -201,27 +205,27 @@ Learn = Literal["no", "layer", "head", "query"]
 def make_bias(
     rule: float | Rule, *, learn: Learn = "no", context: int | None = None, heads: int, window: int | None = None
 ) -> AttentionBias:
-    """The bias that a configuration names.
+    """Create the bias that a configuration names.
 
     Args:
         rule: a number, or "log_context" (-log of ``context``), "log_batch" (of the keys of a call), "log_sample" (of
             each sample's own length) or "log_visible" (of the keys a query sees, under a causal mask).
-        learn: "no"; or where it is learned, starting from a number or "log_context": one for the "layer", one per
-            "head", or one added to the "query".
-        context: the longest sequence.
+        learn: "no", or, for a rule that is a number or "log_context": "layer" (one parameter), "head" (one per head) or
+            "query" (one added to Q).
+        context: length of the longest sequence, needed for "log_context".
         heads: number of query heads.
-        window: for "log_visible", the attention's window.
+        window: window of the attention, for "log_visible".
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for another rule or learn, or if the two exclude each other.
     """
     if rule == "log_context":
         if context is None:
-            raise ValueError('bias="log_context" is -log of the longest sequence, which this model does not have')
+            raise ValueError('bias="log_context" needs a longest sequence, which this model does not have')
         rule = log_length_bias(context)
     if isinstance(rule, str):
         if learn != "no":
-            raise ValueError(f'a learned bias starts from a number or "log_context", got {rule!r}')
+            raise ValueError(f'a learned bias needs bias to be a number or "log_context", got {rule!r}')
         rules: dict[str, Callable[[], AttentionBias]] = {
             "log_batch": BatchLengthBias,
             "log_sample": SampleLengthBias,
@@ -240,5 +244,5 @@ def make_bias(
 
 
 def as_bias(bias: AttentionBias | float) -> AttentionBias:
-    """A number as an object."""
+    """Return a bias as it is, and a number as a ``ConstantBias``."""
     return bias if isinstance(bias, AttentionBias) else ConstantBias(bias)

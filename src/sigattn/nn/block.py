@@ -1,4 +1,4 @@
-"""The transformer block, with the norm structures that the paper compares."""
+"""Transformer block with the norm structures that the paper compares."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ NormStructure = Literal["pre", "post", "hybrid", "hybrid_attention"]
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each on a residual branch f (practitioner's guide, App. G.5).
+    """Attention and a feed-forward layer, each on a residual branch f (practitioner's guide, App. G.5).
 
         pre      x + f(norm(x))
-        hybrid   x + norm₂(f(norm₁(x))): the branch's output is normalised too, which keeps sigmoid attention without a
-                 bias, or beyond 2048 tokens, from growing
-        hybrid_attention   hybrid for the attention, pre for the feed-forward layer: the paper's speech models, whose
-                 second norm stands in place of the attention's LayerScale
+        hybrid   x + norm₂(f(norm₁(x))): norm₂ bounds the outputs of sigmoid attention without a bias, or beyond 2048
+                 tokens
+        hybrid_attention   hybrid for the attention, pre for the feed-forward layer: the paper's speech models, where
+                 norm₂ replaces the attention's LayerScale
         post     norm(x + f(x))
 
     f includes the output projection. LayerScale, dropout and stochastic depth come last on a branch.
 
     Args:
         attention, feed_forward: the layers, of the same width.
-        width: features.
-        structure: see above. With "post", sigmoid attention is hard to train (App. ASR): a warning says so.
+        width: number of features.
+        structure: one of the above. "post" with sigmoid attention is hard to train (App. ASR) and gives a warning.
         norm: "rms" or "layer".
-        branch_norm_affine: whether hybrid's second norm has parameters; the guide says no.
-        layer_scale: where LayerScale's factors start; None for none.
-        dropout: of a branch's output, while training.
+        branch_norm_affine: True for parameters in norm₂; the guide recommends none.
+        layer_scale: initial value of LayerScale's factors; None for no LayerScale.
+        dropout: dropout probability of a branch's output, while training.
         drop_branch: probability of dropping a branch for a sample, while training.
 
     Raises:
@@ -60,12 +60,12 @@ class Block(nn.Module):
             raise ValueError(f"structure must be one of {get_args(NormStructure)}, got {structure!r}")
         if structure == "post" and attention.activation == "sigmoid":
             warn_once(
-                "sigmoid attention in post-norm blocks is unstable or falls behind softmax (App. ASR, results): prefer "
+                "sigmoid attention in post-norm blocks is unstable or worse than softmax (App. ASR, results): use "
                 "pre-norm with a bias of -log n, or hybrid-norm"
             )
 
         def branch(hybrid: bool, scale: float | None) -> nn.Module:
-            """What a branch's output goes through before it is added."""
+            """Return the layers between a branch's output and the residual sum."""
             parts: list[nn.Module] = [make_norm(norm, width, affine=branch_norm_affine)] if hybrid else []
             if scale is not None:
                 parts.append(LayerScale(width, scale))
@@ -89,7 +89,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Float[Tensor, "batch length width"]:
-        """One layer; key_lengths, cache and documents as in ``Attention``."""
+        """Return the block's output; key_lengths, cache and documents are those of ``Attention``."""
         if self.structure == "post":
             attended = self.attention(x, key_lengths=key_lengths, cache=cache, documents=documents)
             x = self.attention_norm(x + self.attention_branch(attended))

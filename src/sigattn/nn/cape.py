@@ -1,8 +1,8 @@
-"""CAPE: sinusoidal encodings of continuous positions that are moved while training (Likhomanenko et al., 2021).
+"""CAPE: sinusoidal encodings of continuous positions that are augmented while training (Likhomanenko et al., 2021).
 
-While training, each sample's positions are shifted together (by up to ``max_global_shift``), each position a little
-by itself (``max_local_shift``), and all are stretched (by up to ``max_scale`` or its inverse): so a model learns
-distances, and is at home in sequences longer than those it was trained on.
+While training, all positions of a sample are shifted together (by up to ``max_global_shift``), each position on its own
+(by up to ``max_local_shift``), and all are scaled (by up to ``max_scale`` or its inverse). A model then learns relative
+distances and generalises to longer sequences than those of its training.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Cape(nn.Module):
     seconds. The defaults are those for speech: a position every 30 ms.
 
     Args:
-        width: an even number of features.
+        width: number of features, even.
         step: seconds from one position to the next.
-        frequency_scale: see above; 30 makes positions in seconds turn about as fast as frames of 30 ms do by index.
-        max_global_shift: seconds, on each side.
-        max_local_shift: in steps; at most half of one, for positions must stay in order.
+        frequency_scale: factor of the frequencies; 30 gives positions in seconds about the frequencies that frames of
+            30 ms have by index.
+        max_global_shift: in seconds, in both directions.
+        max_local_shift: in steps; at most 0.5, because positions must stay in order.
         max_scale: at least 1.
 
     Raises:
@@ -53,7 +54,7 @@ class Cape(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill in the frequencies."""
+        """Compute the frequencies."""
         k = torch.arange(len(self.frequencies), device=self.frequencies.device, dtype=torch.float32)
         self.frequencies.copy_(self.frequency_scale * 10_000.0 ** (-k / len(self.frequencies)))
 
@@ -70,15 +71,15 @@ class Cape(nn.Module):
 
 
 class ImageCape(nn.Module):
-    """CAPE over an image's patches, whose coordinates run from -1 to 1, added to the input.
+    """CAPE of an image's patches, whose coordinates run from -1 to 1, added to the input.
 
     Feature 2k is cos(π ω_k · (x, y)), feature 2k + 1 the sine, with ω_k = 10^(4k / width) (cos k, sin k).
 
     Args:
-        width: an even number of features.
-        rows, columns: of patches.
+        width: number of features, even.
+        rows, columns: numbers of patches.
         max_global_shift: of each coordinate.
-        max_local_shift: of each coordinate, as a part of the distance between patches.
+        max_local_shift: of each coordinate, as a fraction of the distance between patches; at most 0.5.
         max_scale: at least 1.
 
     Raises:
@@ -86,7 +87,7 @@ class ImageCape(nn.Module):
     """
 
     frequencies: Tensor
-    places: Tensor
+    coordinates: Tensor
 
     def __init__(
         self,
@@ -103,32 +104,32 @@ class ImageCape(nn.Module):
         self.rows, self.columns = rows, columns
         self.max_global_shift, self.max_local_shift, self.max_scale = max_global_shift, max_local_shift, max_scale
         self.register_buffer("frequencies", torch.empty(2, width // 2), persistent=False)
-        self.register_buffer("places", torch.empty(rows * columns, 2), persistent=False)
+        self.register_buffer("coordinates", torch.empty(rows * columns, 2), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill in frequencies and places."""
+        """Compute the frequencies and the patches' coordinates."""
         device = self.frequencies.device
         k = torch.arange(self.frequencies.shape[1], device=device, dtype=torch.float32)
         self.frequencies.copy_(10.0 ** (2 * k / len(k)) * torch.stack([k.cos(), k.sin()]) * math.pi)
         sides = [torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device) for n in self.grid]
         y, x = torch.meshgrid(*sides, indexing="ij")
-        self.places.copy_(torch.stack([x, y], -1).flatten(0, 1))
+        self.coordinates.copy_(torch.stack([x, y], -1).flatten(0, 1))
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Numbers of rows and columns."""
         return self.rows, self.columns
 
     def forward(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
-        """Add the encoding to patches in order of rows."""
-        place = self.places.expand(len(x), -1, -1)  # (B, length, 2)
+        """Add the encoding to patches in row-major order."""
+        xy = self.coordinates.expand(len(x), -1, -1)  # (B, length, 2)
         if self.training:
-            apart = torch.tensor([2 / max(n - 1, 1) for n in (self.columns, self.rows)], device=x.device)
-            place = place + apart * _uniform(place.shape, self.max_local_shift, x.device)
-            place = place + _uniform((len(x), 1, 2), self.max_global_shift, x.device)
-            place = place * _uniform((len(x), 1, 1), math.log(self.max_scale), x.device).exp()
-        return x + _waves(place @ self.frequencies).to(x.dtype)
+            distance = torch.tensor([2 / max(n - 1, 1) for n in (self.columns, self.rows)], device=x.device)
+            xy = xy + distance * _uniform(xy.shape, self.max_local_shift, x.device)
+            xy = xy + _uniform((len(x), 1, 2), self.max_global_shift, x.device)
+            xy = xy * _uniform((len(x), 1, 1), math.log(self.max_scale), x.device).exp()
+        return x + _waves(xy @ self.frequencies).to(x.dtype)
 
 
 def _waves(angles: Tensor) -> Tensor:  # (B, length, width / 2) → (B, length, width)

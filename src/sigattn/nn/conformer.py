@@ -1,4 +1,4 @@
-"""The conformer block (Gulati et al., 2020): half a feed-forward layer, attention, convolution, half a feed-forward."""
+"""Conformer block (Gulati et al., 2020): feed-forward layer, attention, convolution, feed-forward layer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sigattn.shapes import Float, Int
 class ConvolutionModule(nn.Module):
     """Pointwise convolution and GLU, depthwise convolution, batch norm, swish, pointwise convolution.
 
-    What lies beyond a sample's length reaches neither its frames nor the batch's statistics.
+    Padding beyond a sample's length affects neither its frames nor the batch's statistics.
 
     Args:
-        width: features.
-        kernel: frames that the depthwise convolution sees; odd.
-        dropout: at the end, while training.
+        width: number of features.
+        kernel: kernel size of the depthwise convolution, in frames; odd.
+        dropout: dropout probability of the output, while training.
 
     Raises:
-        ValueError: if kernel is even, so that no frame is in its middle.
+        ValueError: if kernel is even.
     """
 
     def __init__(self, width: int, kernel: int = 31, dropout: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class ConvolutionModule(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length width"]:
-        """Convolve along the length."""
+        """Convolve along the length; lengths: number of frames of each padded sample."""
         y = F.glu(self.input(x)).transpose(1, 2)  # (B, width, length)
         valid = None
         if lengths is not None:
@@ -51,14 +51,14 @@ class ConvolutionModule(nn.Module):
 
 
 class ConformerBlock(nn.Module):
-    """x + ½ f(x), x + attention(x), x + convolution(x), x + ½ f'(x), norm: each branch behind a LayerNorm of its own.
+    """Sequence x + ½ f(x), x + attention(x), x + convolution(x), x + ½ f'(x), norm; a LayerNorm precedes each branch.
 
     Args:
-        attention: of the same width.
-        width: features. hidden: of the two feed-forward layers.
-        kernel: of the convolution.
-        layer_scale: where LayerScale's factors on each branch start; None for none.
-        dropout: of branches and within feed-forward layers, while training.
+        attention: attention layer of the same width.
+        width: number of features. hidden: number of features within the two feed-forward layers.
+        kernel: kernel size of the convolution.
+        layer_scale: initial value of LayerScale's factors on each branch; None for no LayerScale.
+        dropout: dropout probability of branches and within feed-forward layers, while training.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ConformerBlock(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length width"], key_lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length width"]:
-        """One layer; key_lengths: how many frames each padded sample has."""
+        """Return the block's output; key_lengths: number of frames of each padded sample."""
         norms, scales = self.norms, self.scales
         x = x + 0.5 * scales[0](self.first(norms[0](x)))
         x = x + scales[1](self.attention_dropout(self.attention(norms[1](x), key_lengths=key_lengths)))

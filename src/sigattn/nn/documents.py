@@ -1,4 +1,4 @@
-"""Rows of tokens that hold several documents, none of which may look into another (document-masked training)."""
+"""Boundaries of the documents packed into rows of tokens, for document-masked training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Documents(NamedTuple):
-    """Where documents begin in a batch of rows of packed tokens. A row's first token always begins one.
+    """Document boundaries of a batch of rows of packed tokens. The first token of a row always starts a document.
 
     Attributes:
-        number: (B, N), of each token's document within its row: 0, 0, 1, 1, 1, …
-        position: (B, N), of each token within its document, from 0.
-        starts: (documents + 1,) int32, where each begins when rows are laid one after another; B · N at the end.
+        number: (B, N), index of each token's document within its row: 0, 0, 1, 1, 1, …
+        position: (B, N), position of each token within its document, from 0.
+        starts: (documents + 1,) int32, index of each document's first token in the concatenated rows, then B · N.
     """
 
     number: Tensor
@@ -23,7 +23,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def ending_with(cls, tokens: Tensor, end_token: int) -> Documents:
-        """Those of tokens (B, N) in which each document's last token is ``end_token``.
+        """Find the documents of tokens (B, N) in which each document's last token is ``end_token``.
 
         >>> Documents.ending_with(torch.tensor([[5, 0, 7, 7, 0, 3]]), 0).number.tolist()
         [[0, 0, 1, 1, 1, 2]]
@@ -40,5 +40,5 @@ class Documents(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """(B, 1, N, N), True where two tokens are of one document."""
+        """Return (B, 1, N, N), True where two tokens belong to the same document."""
         return (self.number[:, :, None] == self.number[:, None, :]).unsqueeze(1)

@@ -16,14 +16,14 @@ FeedForward = Literal["swiglu", "gelu", "relu", "swish"]
 def make_feed_forward(
     kind: FeedForward, width: int, hidden: int, *, bias: bool = True, dropout: float = 0.0
 ) -> nn.Module:
-    """A feed-forward layer by its name: "swiglu", or an MLP with "gelu", "relu" or "swish".
+    """Create a feed-forward layer: a ``SwiGLU``, or an ``MLP`` with "gelu", "relu" or "swish".
 
     Raises:
-        ValueError: for another name, or for a SwiGLU with biases or dropout, which it has not.
+        ValueError: for another kind, or for "swiglu" with biases or dropout.
     """
     if kind == "swiglu":
         if bias or dropout:
-            raise ValueError(f"SwiGLU has neither biases nor dropout, got bias={bias}, dropout={dropout}")
+            raise ValueError(f"SwiGLU supports neither biases nor dropout, got bias={bias}, dropout={dropout}")
         return SwiGLU(width, hidden)
     return MLP(width, hidden, dropout, activation=kind, bias=bias)
 
@@ -32,8 +32,8 @@ class SwiGLU(nn.Module):
     """``W₃ (silu(W₁ x) ∘ W₂ x)`` (Shazeer, 2020), without biases.
 
     Args:
-        width: features of the input and the output.
-        hidden: features in between.
+        width: number of input and output features.
+        hidden: number of hidden features.
     """
 
     SPLIT: ClassVar[dict[str, str]] = {"gate": "columns", "value": "columns", "output": "rows"}  # see Attention
@@ -44,7 +44,7 @@ class SwiGLU(nn.Module):
         self.output = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Apply to each position by itself."""
+        """Apply the layer to each position."""
         result: Tensor = self.output(F.silu(self.gate(x)) * self.value(x))
         return result
 
@@ -53,14 +53,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F
 
 
 class MLP(nn.Module):
-    """``W₂ f(W₁ x)``: what vision and speech transformers have (GELU), and conformers (swish).
+    """``W₂ f(W₁ x)``, the feed-forward layer of vision and speech transformers (GELU) and of conformers (swish).
 
     Args:
-        width: features of the input and the output.
-        hidden: features in between.
-        dropout: after each of the two layers, while training.
+        width: number of input and output features.
+        hidden: number of hidden features.
+        dropout: dropout probability after each of the two linear layers, while training.
         activation: f, "gelu", "relu" or "swish".
-        bias: whether the layers have offsets.
+        bias: True for biases in the linear layers.
 
     Raises:
         ValueError: for another activation.
@@ -79,7 +79,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Apply to each position by itself."""
+        """Apply the layer to each position."""
         hidden = self.dropout(_ACTIVATIONS[self.activation](self.input(x)))
         result: Tensor = self.dropout(self.output(hidden))
         return result

@@ -1,4 +1,4 @@
-"""The practitioner's guide as a function (App. "Practitioner's Guide", Table "practioners")."""
+"""Recommendations of the practitioner's guide (App. "Practitioner's Guide", Table "practioners")."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class Recommendation(NamedTuple):
-    """What the guide says for a case.
+    """Configuration that the guide recommends for a domain and an objective.
 
     Attributes:
-        position: "learnable", "sincos", "cape", "rope" or "alibi", the first being the guide's or the best measured.
-        qk_norm, layer_scale: whether to use them.
-        bias: the rule for b, as ``sigattn.nn.bias.make_bias`` takes it; 0.0 for none.
+        position: position encoding: "learnable", "sincos", "cape", "rope" or "alibi".
+        qk_norm, layer_scale: True if they are recommended.
+        bias: rule of b, as in ``sigattn.nn.bias.make_bias``; 0.0 for none.
         structure: "pre" or "hybrid" (for speech, "hybrid_attention").
-        reason: why, and where the paper says so.
-        recipe: the recipe that is set up this way.
+        reason: reason, with the section or table of the paper.
+        recipe: name of the recipe with this configuration.
     """
 
     position: str
@@ -36,16 +36,16 @@ OBJECTIVES = {"vision": tuple(_VISION), "speech": ("ctc",), "language": ("next-t
 
 
 def recommend(domain: str, objective: str | None = None, sequence_length: int | None = None) -> Recommendation:
-    """What to put around sigmoid attention.
+    """Return the layers and the bias that the practitioner's guide recommends with sigmoid attention.
 
     Args:
         domain: "vision", "speech" or "language".
         objective: for vision "supervised", "byol", "simclr" or "mae"; for speech "ctc"; for language "next-token".
-            None for the first of them.
-        sequence_length: the longest sequence; needed for language, where the advice changes at 2048.
+            None for the first of the domain.
+        sequence_length: length of the longest sequence; needed for language, where the advice changes at 2048.
 
     Raises:
-        ValueError: for a case that the guide does not have.
+        ValueError: for a case that the guide does not contain.
 
     >>> recommend("language", sequence_length=4096).structure
     'hybrid'
@@ -62,37 +62,37 @@ def recommend(domain: str, objective: str | None = None, sequence_length: int | 
     if domain == "speech":
         return Recommendation(
             "alibi", True, True, "log_sample", "pre",
-            "without a bias gradient norms and losses spike, without QK-norm too; -log of each sample's own length is "
-            "the most stable, and the longest sample's in the batch does as well; LayerScale is needed to generalise; "
-            'of the positions ALiBi has the lowest error and CAPE is the least stable (Sect. "Automatic Speech '
-            'Recognition", Tables "asr-results" and "asr-results-ext"). Or hybrid-norm on the attention with RoPE, '
-            'without QK-norm and bias: structure="hybrid_attention", recipe asr-ls960-hybrid',
+            "without a bias, or without QK-norm, gradient norms and losses spike; -log of each sample's own length is "
+            "the most stable bias, and -log of the longest length in the batch is as good; LayerScale is needed to "
+            'generalise; of the position encodings ALiBi has the lowest error and CAPE is the least stable (Sect. '
+            '"Automatic Speech Recognition", Tables "asr-results" and "asr-results-ext"). Alternative: hybrid-norm on '
+            'the attention with RoPE, without QK-norm and bias: structure="hybrid_attention", recipe asr-ls960-hybrid',
             "asr-ls960",
         )  # fmt: skip
     if sequence_length is None:
-        raise ValueError("recommend: for language sequence_length decides; pass the longest sequence")
+        raise ValueError("recommend: language needs sequence_length, the length of the longest sequence")
     if sequence_length <= 2048:
         return Recommendation(
             "alibi", True, False, "log_context", "pre",
             'up to 2048 tokens b = -log n and pre-norm match softmax (Sect. "Autoregressive Large Language Modeling", '
-            'Table "lm_results"); hybrid-norm without a bias does as well',
+            'Table "lm_results"); hybrid-norm without a bias does too',
             "lm-1b-2k",
         )  # fmt: skip
     return Recommendation(
         "alibi", True, False, 0.0, "hybrid",
-        "beyond 2048 tokens pre-norm loses a little (48.2 against 49.2 at 4096); hybrid-norm without parameters of its "
-        'own mends it, with or without a bias (Table "lm_norm_ablations", App. "Practitioner\'s Guide")',
+        "beyond 2048 tokens pre-norm is slightly worse (48.2 against 49.2 at 4096); hybrid-norm without parameters is "
+        'not, with or without a bias (Table "lm_norm_ablations", App. "Practitioner\'s Guide")',
         "lm-1b-4k",
     )  # fmt: skip
 
 
 def _vision(objective: str) -> Recommendation:
     position, bias, recipe = _VISION[objective]
-    why = "no bias is needed" if bias == 0.0 else "MAE alone of the vision recipes needs b = -log n"
+    reason = "no bias is needed" if bias == 0.0 else "MAE is the only vision recipe that needs b = -log n"
     return Recommendation(
         position, True, True, bias, "pre",
-        f"{why}; without LayerScale ViT-B/16 loses 1 % (Fig. imagenet_top_1_ablations), while QK-norm matters little; "
-        "learned temperature and bias (t = 10, b = -10) can stand in for both (App. \"LayerScale Free Sigmoid "
+        f"{reason}; without LayerScale ViT-B/16 loses 1 % (Fig. imagenet_top_1_ablations), while QK-norm has little "
+        "effect; learned temperature and bias (t = 10, b = -10) can replace both (App. \"LayerScale Free Sigmoid "
         'Attention")',
         recipe,
     )  # fmt: skip

@@ -1,8 +1,4 @@
-"""How weights start, as the paper's recipes give it, and the learning rates of μP-simple.
-
-All weights of a model are drawn anew: projections as asked for, biases zero, norms one, and whatever has a start of its
-own (LayerScale, learned biases, positions, random features) there.
-"""
+"""Initialisation of weights as in the paper's recipes, and the learning rates of μP-simple."""
 
 from __future__ import annotations
 
@@ -19,13 +15,16 @@ _DRAWN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 def initialize(model: nn.Module, kind: Initialization) -> None:
-    """Draw all weights anew.
+    """Initialise all parameters of a model.
+
+    Weights of linear layers, convolutions and embeddings are drawn by ``kind``, their biases are set to zero, and the
+    other submodules (norms, LayerScale, learned biases, positions, random features) are reset by ``reset_parameters``.
 
     Args:
         model: any module.
         kind: "fan_in", normal with variance 1 / fan-in, and 1 / width for embeddings (the paper's language models);
             "trunc_normal", with standard deviation 0.02 (its supervised, BYOL and MAE vision models); "moco_v3",
-            uniform after Glorot (its SimCLR).
+            Glorot's uniform distribution (its SimCLR).
 
     Raises:
         ValueError: for another kind.
@@ -45,7 +44,7 @@ def initialize(model: nn.Module, kind: Initialization) -> None:
 
 
 def _fan_in(weight: Tensor) -> None:
-    """An embedding's fan-out is its width, which is where a linear layer has its fan-in."""
+    # the second axis is the fan-in of a linear layer and the width of an embedding
     nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
 
 
@@ -54,7 +53,6 @@ def _trunc_normal(weight: Tensor) -> None:
 
 
 def _moco_v3(weight: Tensor) -> None:
-    """Glorot's uniform distribution."""
     limit = (6 / (len(weight) + weight[0].numel())) ** 0.5
     nn.init.uniform_(weight, -limit, limit)
 
@@ -67,10 +65,10 @@ _KINDS: dict[str, Callable[[Tensor], None]] = {
 
 
 def mup_simple(model: nn.Module, width: int, base_width: int = 768) -> dict[str, float]:
-    """μP-simple's factors of the learning rate, by parameter name (Wortsman et al., 2023; App. G.3).
+    """Return μP-simple's factors of the learning rate, by parameter name (Wortsman et al., 2023; App. G.3).
 
-    Matrices of attention and feed-forward layers learn at min(base_width / width, 1) of the rate; embeddings, norms and
-    everything else at the full rate.
+    The factor is min(base_width / width, 1) for matrices of attention and feed-forward layers and 1 for all other
+    parameters.
     """
     factor = min(base_width / width, 1.0)
     matrices = {

@@ -1,7 +1,7 @@
-"""How queries, keys and values become an output, for each activation that the paper compares.
+"""Attention functions of queries, keys and values, for each activation that the paper compares.
 
-A sigmoid goes to this library's operator and a softmax to PyTorch's, both in memory linear in the length. The other
-element-wise activations materialise their weights, as experiments do; Performer is linear in the length.
+"sigmoid" uses this library's operator and "softmax" PyTorch's, both in memory linear in the length. The other
+element-wise activations materialise their weights; Performer is linear in the length.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ ELEMENTWISE = ("sigmoid", "relu", "relu2", "gelu", "tanh", "identity")
 
 
 class Pattern(NamedTuple):
-    """Which keys a query sees, and what is added to their logits.
+    """Mask, bias and dropout of one attention call.
 
     Attributes:
-        causal: query i sees no key after i.
-        window: nor any further than this before it (or, if not causal, after it); None for no limit.
-        key_lengths: (B,), how many keys each padded sample has; or None.
-        slopes: ALiBi's, (Hq,) or (1, Hq, 2); or None.
+        causal: True to mask the keys after a query.
+        window: number of keys before a query (and after it, if not causal) that it sees; None for no limit.
+        key_lengths: (B,), number of keys of each sample padded on the right; or None.
+        slopes: ALiBi's slopes, (Hq,) or (1, Hq, 2); or None.
         bias: b, a number or a tensor that broadcasts to (B, Hq, N, 1).
         dropout: probability of dropping a weight; 0 when not training.
-        first_query: place of the first query beside the keys, when earlier keys come from a cache.
-        documents: that no query looks out of; or None. Then causal, with neither cache nor padding.
-        first_key: (B,), where the keys of each sample begin, when a cache holds prompts padded on the left; or None.
+        first_query: position of the first query among the keys, when earlier keys come from a cache.
+        documents: documents that attention stays within; or None. They need causal, no cache and no padding.
+        first_key: (B,), position of each sample's first key, when a cache holds prompts padded on the left; or None.
     """
 
     causal: bool
@@ -51,30 +51,32 @@ class Pattern(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, int] | None:
-        """The window as the operator takes it."""
+        """Window as a pair, (before, after), as the operator takes it."""
         return None if self.window is None else (self.window, self.window)
 
 
-# What makes an output of queries, keys and values. An attention layer's ``compute`` is ``attend``; who studies other
-# ways of computing it may put one there.
+# The type of ``attend``, and of a replacement of it in ``Attention.compute``.
 Compute = Callable[[Activation, Tensor, Tensor, Tensor, Pattern], Tensor]
 
 
 def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
-    """(B, Hq, N, D), (B, Hkv, M, D), (B, Hkv, M, D) → (B, Hq, N, D), for all but Performer."""
+    """Return the attention output, (B, Hq, N, D), of query (B, Hq, N, D) and key and value (B, Hkv, M, D).
+
+    "performer" is not supported here: it needs the random features of the layer.
+    """
     return _ATTEND[activation](activation, query, key, value, pattern)
 
 
 def statistics(
     activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern
 ) -> AttentionStatistics:
-    """What ``attention_statistics`` measures, of the weights that ``attend`` used (before dropout).
+    """Return ``attention_statistics`` of the weights that ``attend`` computes, before dropout.
 
     Raises:
-        ValueError: for Performer, which has no weights, and with cached keys.
+        ValueError: for "performer", which has no explicit weights, and with cached keys.
     """
     if activation == "performer" or pattern.first_query:
-        raise ValueError("attention statistics are of whole sequences, and of weights: Performer has none")
+        raise ValueError("attention statistics do not support activation='performer' or a key/value cache")
     p = pattern
     return attention_statistics(
         query.detach(),
@@ -92,7 +94,7 @@ def statistics(
 
 
 def visible_keys(queries: int, keys: int, pattern: Pattern, device: torch.device) -> Tensor:
-    """How many keys each query sees: (1 or B, 1, N, 1), float32. The n of n^(-α), App. G.1."""
+    """Count the keys that each query sees, the n of n^(-α) in App. G.1: (1 or B, 1, N, 1), float32."""
     if pattern.documents is not None:
         seen = pattern.documents.position + 1  # (B, N)
         seen = seen if pattern.window is None else seen.clamp(max=pattern.window + 1)
@@ -131,11 +133,11 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
 
 
 def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
-    """A new token, or prompts of different lengths: what there are kernels for. (Causal, and without dropout.)"""
+    """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
     if library.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
-    everything = p.slopes is None and p.first_key is None and (p.window is None or p.window >= key.shape[2] - 1)
-    if everything and query.shape[2] == 1 and isinstance(p.bias, float):
+    unmasked = p.slopes is None and p.first_key is None and (p.window is None or p.window >= key.shape[2] - 1)
+    if unmasked and query.shape[2] == 1 and isinstance(p.bias, float):
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         out = one_query.attend(q, k, v, p.bias, query.shape[3] ** -0.5)
         if out is not None:
@@ -162,11 +164,11 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> 
 
 
 def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern, documents: Documents) -> Tensor:
-    """Each document as a sequence of its own; work between documents is not done."""
+    """Attend within each document by the kernels for packed sequences, which skip pairs of documents."""
     batch, length = query.shape[0], query.shape[2]
     bias = bias_operand(p.bias, query.device)
     if bias is not None and bias.dim():
-        bias = bias.flatten(1)  # (1, Hq or 1, 1, 1): ``Attention`` lets no other through
+        bias = bias.flatten(1)  # (1, Hq or 1, 1, 1): ``Attention`` refuses other shapes
     left, right = sides(p.sides, p.causal)
     if library.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
@@ -204,7 +206,7 @@ def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: 
 
 
 def problem_of(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem:
-    """The operator's canonical problem."""
+    """Return the operator's canonical form of the call, in autocast's dtype if autocast is on."""
     if library.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     return canonical(
@@ -236,7 +238,7 @@ def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
 
 
 def _softmax_mask(query: Tensor, key: Tensor, p: Pattern) -> Tensor | None:
-    """What SDPA's own ``is_causal`` cannot say: windows, padding, caches and ALiBi; broadcastable to (B, Hq, N, M)."""
+    """Return the mask of windows, padding, caches and ALiBi, broadcastable to (B, Hq, N, M); None if not needed."""
     plain = all(x is None for x in (p.window, p.key_lengths, p.slopes, p.documents, p.first_key))
     if plain and not (p.causal and p.first_query):
         return None

@@ -43,7 +43,7 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``; the weights, where they are needed, do not sum to 1."""
+        """Return output and weights as ``nn.MultiheadAttention.forward`` does; the weights do not sum to 1."""
         swap = self.batch_first and query.dim() == 3
         if swap:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
@@ -105,7 +105,7 @@ def multi_head_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``F.multi_head_attention_forward`` with sigmoid attention.
 
-    Inputs are (N, B, E) and (M, B, E), or (N, E) and (M, E), as there. The separate projections are used where
+    Inputs are (N, B, E) and (M, B, E), or (N, E) and (M, E), as in PyTorch. The separate projections are used if
     ``in_proj_weight`` is None. A ``sigmoid_bias`` of None is -log of each sample's visible keys.
 
     Raises:
@@ -132,7 +132,7 @@ def multi_head_attention_forward(
     mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
     causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
     options: dict[str, Any] = {
-        "attn_mask": None if causal else mask,  # a causal mask says the same and costs more
+        "attn_mask": None if causal else mask,  # is_causal is faster than the same mask as a tensor
         "is_causal": causal,
         "bias": _bias(sigmoid_bias, q, k, mask),
     }
@@ -148,7 +148,7 @@ def multi_head_attention_forward(
 
 
 def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor | None) -> float | Tensor | None:
-    """The bias for ``sigmoid_attention``: a number, or broadcastable to (B, H, N, 1)."""
+    """Return the bias for ``sigmoid_attention``: a number, or broadcastable to (B, H, N, 1)."""
     num_keys = k.shape[2]
     if sigmoid_bias is not None and not sigmoid_bias.needs_lengths:
         return sigmoid_bias(q.shape[2], num_keys, device=q.device)
@@ -169,7 +169,7 @@ def _joined(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: i
         parts.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (len(q), -1)))
     if padding is not None:
         parts.append(padding[:, None, None, :])
-    parts = [F.pad(p, (0, keys - p.shape[-1])) for p in parts]  # a learned key is seen by all
+    parts = [F.pad(p, (0, keys - p.shape[-1])) for p in parts]  # every query sees the learned key
     seen = [~p for p in parts if p.dtype is torch.bool]
     added = [p for p in parts if p.dtype is not torch.bool]
     visible = functools.reduce(torch.logical_and, seen) if seen else None

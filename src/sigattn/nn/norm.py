@@ -1,4 +1,4 @@
-"""Norms, and what else is put around a residual branch to keep it small: LayerScale, and dropping whole branches."""
+"""Norms, LayerScale and stochastic depth."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Norm = Literal["none", "rms", "layer"]
 
 
 def make_norm(kind: Norm, width: int, *, affine: bool = True, bias: bool = True) -> nn.Module:
-    """A norm over the last axis.
+    """Create a norm over the last axis.
 
     Args:
         kind: "rms" (eps 1e-5, as in the paper's language models), "layer" (eps 1e-6, as in vision transformers), or
-            "none".
-        width: features.
-        affine: whether it has a learned scale (and a learned offset, for "layer").
-        bias: whether "layer" has the offset.
+            "none" (identity).
+        width: number of features.
+        affine: True for a learned scale (and a learned bias, for "layer").
+        bias: False for "layer" without its bias.
 
     Raises:
         ValueError: for another kind.
@@ -36,7 +36,7 @@ def make_norm(kind: Norm, width: int, *, affine: bool = True, bias: bool = True)
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's, with its scale in the input's dtype: so that it stays one fused operation under autocast."""
+    """``nn.RMSNorm`` with its scale cast to the input's dtype, so that it is one fused operation under autocast."""
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Divide by the root mean square of the features."""
@@ -45,7 +45,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """PyTorch's, with scale and offset in the input's dtype: weights that FSDP gathered in 16 bits serve as well."""
+    """``nn.LayerNorm`` with its parameters cast to the input's dtype, as mixed-precision FSDP needs."""
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Subtract the mean of the features and divide by their standard deviation."""
@@ -55,11 +55,11 @@ class LayerNorm(nn.LayerNorm):
 
 
 class LayerScale(nn.Module):
-    """A learned factor for each feature of a residual branch, small at first (Touvron et al., 2021).
+    """Learned factor for each feature of a residual branch, small at first (Touvron et al., 2021).
 
     Args:
-        width: features.
-        initial: where the factors start: 1e-4 in the paper's vision and language models.
+        width: number of features.
+        initial: initial value of the factors; 1e-4 in the paper's vision and language models.
     """
 
     def __init__(self, width: int, initial: float = 1e-4) -> None:
@@ -69,19 +69,19 @@ class LayerScale(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Back to where they start."""
+        """Set the factors to their initial value."""
         nn.init.constant_(self.weight, self.initial)
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Scale."""
+        """Multiply each feature by its factor."""
         return x * self.weight
 
 
 class StochasticDepth(nn.Module):
-    """While training, drop a residual branch for whole samples, and scale it up for the others (Huang et al., 2016).
+    """Drop a residual branch for random samples while training, and scale it up for the others (Huang et al., 2016).
 
     Args:
-        probability: of dropping, in [0, 1).
+        probability: probability of dropping, in [0, 1).
 
     Raises:
         ValueError: if the probability is out of range.
@@ -94,7 +94,7 @@ class StochasticDepth(nn.Module):
         self.probability = probability
 
     def forward(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
-        """Zero for some samples, or unchanged when not training: (B, …)."""
+        """Return x (B, …) with some samples set to zero while training, and unchanged in evaluation."""
         if not self.training or not self.probability:
             return x
         keep = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device) >= self.probability
@@ -102,11 +102,11 @@ class StochasticDepth(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """PyTorch's, for those that find mean and variance in another way."""
+    """``nn.BatchNorm1d`` whose running statistics are updated with a given mean and variance."""
 
     @torch.no_grad()
     def remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Move the running statistics; the variance is the unbiased one, as PyTorch's."""
+        """Update the running statistics with the mean and the biased variance of ``count`` values for each channel."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -123,15 +123,15 @@ class MaskedBatchNorm(BatchNorm):
     def forward(
         self, x: Float[Tensor, "batch channels length"], valid: Tensor | None = None
     ) -> Float[Tensor, "batch channels length"]:
-        """Normalise.
+        """Normalise each channel.
 
         Args:
             x: padded sequences.
-            valid: (B, 1, length) bool, what is no padding; None if there is none.
+            valid: (B, 1, length) bool, False for padding; None if there is no padding.
         """
         if valid is None or not self.training:
             return super().forward(x)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16 bits cannot even count the frames
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16 bits cannot represent the number of frames
         count = valid.sum().clamp(min=1).to(wide.dtype)
         mean = (wide * valid).sum((0, 2)) / count  # (channels,)
         centred = (wide - mean[:, None]) * valid

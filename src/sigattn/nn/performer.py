@@ -2,7 +2,7 @@
 
     e^(q·k) = E_ω [φ(q) φ(k)],  φ(x) = e^(ω·x - |x|²/2),  ω normal: so  softmax(Q Kᵀ) V ≈ φ(Q) (φ(K)ᵀ V) / φ(Q) Σ φ(K)
 
-in time linear in the length. The paper contrasts it with sigmoid attention in Fig. "attention relaxations".
+in time linear in the length. The paper compares it with sigmoid attention in Fig. "attention relaxations".
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from torch import Tensor, nn
 
 from sigattn.shapes import Float, Int
 
-CHUNK = 256  # queries at a time, under a causal mask
+CHUNK = 256  # queries per step under a causal mask
 
 
 class PerformerFeatures(nn.Module):
-    """The random directions ω: blocks of orthogonal rows with the lengths of normal vectors.
+    """Performer attention with random directions ω: blocks of orthogonal rows with the lengths of normal vectors.
 
-    They are drawn once, saved with the model, and not trained.
+    The directions are drawn once, saved with the model, and not trained.
 
     Args:
-        head_dim: features per head.
-        features: number of directions; the more, the nearer to softmax.
+        head_dim: number of features per head.
+        features: number of directions; more of them approximate softmax better.
+
+    Raises:
+        ValueError: if features is less than 1.
     """
 
     directions: Tensor
@@ -36,7 +39,7 @@ class PerformerFeatures(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the directions anew."""
+        """Draw new directions."""
         features, head_dim = self.directions.shape
         if self.directions.device.type == "meta":
             return
@@ -53,7 +56,7 @@ class PerformerFeatures(nn.Module):
         causal: bool,
         key_lengths: Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Attend; query i sees keys j ≤ i if causal. Computed in float32 or better."""
+        """Return the attention output, computed in float32 or float64; query i sees keys j ≤ i if causal."""
         with torch.autocast(query.device.type, enabled=False):
             return self._attend(query, key, value, causal, key_lengths)
 
@@ -61,36 +64,36 @@ class PerformerFeatures(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, key_lengths: Tensor | None
     ) -> Tensor:  # (B, Hq, N, Dv)
         wide = torch.promote_types(query.dtype, torch.float32)
-        times = query.shape[1] // key.shape[1]
-        root = query.shape[-1] ** -0.25  # of the usual 1/√D, on each side
-        q = self._exponents(query.to(wide) * root)  # (B, Hq, N, F)
-        k = self._exponents(key.to(wide) * root)  # (B, Hkv, M, F)
+        group_size = query.shape[1] // key.shape[1]
+        scale = query.shape[-1] ** -0.25  # on Q and on K, together 1/√D
+        q = self._exponents(query.to(wide) * scale)  # (B, Hq, N, F)
+        k = self._exponents(key.to(wide) * scale)  # (B, Hkv, M, F)
         if key_lengths is not None:
             exists = torch.arange(k.shape[2], device=k.device) < key_lengths[:, None].to(k.device)  # (B, M)
             k = k.masked_fill(~exists[:, None, :, None], -torch.inf)
             value = value.masked_fill(~exists[:, None, :, None], 0)
-        # a factor of a query, or one of all keys, cancels in the quotient: so nothing overflows
+        # subtracting the maximum avoids overflow; the factor cancels in the quotient
         q = (q - q.amax(-1, keepdim=True)).exp()
         largest = k.amax((-2, -1), keepdim=True) if k.shape[2] else k.new_zeros(())
-        k = (k - largest.clamp(min=torch.finfo(wide).min)).exp().repeat_interleave(times, 1)
+        k = (k - largest.clamp(min=torch.finfo(wide).min)).exp().repeat_interleave(group_size, 1)
         v = torch.cat([value.to(wide), value.new_ones((*value.shape[:-1], 1), dtype=wide)], -1)
-        v = v.repeat_interleave(times, 1)  # (B, Hq, M, Dv + 1): the last column gathers the denominator
+        v = v.repeat_interleave(group_size, 1)  # (B, Hq, M, Dv + 1): the last column sums to the denominator
         out = _causal(q, k, v) if causal else q @ (k.mT @ v)
         numerator, denominator = out.split([value.shape[-1], 1], -1)
         return (numerator / denominator.clamp(min=torch.finfo(wide).tiny)).to(query.dtype)
 
     def _exponents(self, x: Tensor) -> Tensor:
-        """Log φ(x): ω·x - |x|²/2."""
+        """Return log φ(x) = ω·x - |x|²/2."""
         return x @ self.directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Σ_{j ≤ i} (q_i · k_j) v_j, a chunk at a time: what came before a chunk is one matrix."""
+    """Return Σ_{j ≤ i} (q_i · k_j) v_j, chunk by chunk; a matrix holds the sum over the earlier chunks."""
     state = k.new_zeros((*k.shape[:2], k.shape[-1], v.shape[-1]))  # (B, H, F, Dv + 1)
     out = []
     for start in range(0, q.shape[2], CHUNK):
-        here = slice(start, start + CHUNK)
-        own = (q[:, :, here] @ k[:, :, here].mT).tril()  # (B, H, chunk, chunk)
-        out.append(own @ v[:, :, here] + q[:, :, here] @ state)
-        state = state + k[:, :, here].mT @ v[:, :, here]
+        chunk = slice(start, start + CHUNK)
+        weights = (q[:, :, chunk] @ k[:, :, chunk].mT).tril()  # (B, H, chunk, chunk)
+        out.append(weights @ v[:, :, chunk] + q[:, :, chunk] @ state)
+        state = state + k[:, :, chunk].mT @ v[:, :, chunk]
     return torch.cat(out, 2) if out else v.new_zeros(q.shape[:3] + v.shape[-1:])

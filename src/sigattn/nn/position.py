@@ -9,12 +9,12 @@ from sigattn.shapes import Float, Int
 
 
 class RotaryEmbedding(nn.Module):
-    """RoPE: turn each pair of a head's features by an angle that grows with the position (Su et al., 2021).
+    """RoPE: rotate each pair of a head's features by an angle that grows with the position (Su et al., 2021).
 
-    Features i and i + head_dim / 2 make a pair (the layout of Llama), turned by position · base^(-2i / head_dim).
+    Features i and i + head_dim / 2 are a pair (the layout of Llama), rotated by position · base^(-2i / head_dim).
 
     Args:
-        head_dim: an even number of features per head.
+        head_dim: number of features per head, even.
         base: the largest wavelength is 2π · base positions.
 
     Raises:
@@ -26,13 +26,13 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, base: float = 10_000.0) -> None:
         super().__init__()
         if head_dim % 2:
-            raise ValueError(f"RotaryEmbedding turns pairs of features, so head_dim must be even, got {head_dim}")
+            raise ValueError(f"RotaryEmbedding rotates pairs of features, so head_dim must be even, got {head_dim}")
         self.base = base
         self.register_buffer("frequencies", torch.empty(head_dim // 2), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill in the frequencies."""
+        """Compute the frequencies."""
         self.frequencies.copy_(_frequencies(self.frequencies, self.base))
 
     def forward(
@@ -41,7 +41,7 @@ class RotaryEmbedding(nn.Module):
         first_position: int = 0,
         positions: Int[Tensor, " length"] | None = None,
     ) -> Float[Tensor, "batch heads length head_dim"]:
-        """Turn queries or keys at positions first_position, first_position + 1, …, or at those given, in x's dtype."""
+        """Rotate queries or keys at positions first_position, first_position + 1, …, or at ``positions``."""
         if positions is None:
             positions = torch.arange(first_position, first_position + x.shape[2], device=x.device)
         angles = positions.float()[:, None] * self.frequencies  # (length, head_dim / 2)
@@ -51,24 +51,25 @@ class RotaryEmbedding(nn.Module):
 
 
 def _frequencies(like: Tensor, base: float) -> Tensor:
-    """base^(-2i / d) for i = 0 … d/2 - 1."""
+    """Return base^(-2i / d) for i = 0 … d/2 - 1, where d/2 is the length of ``like``."""
     i = torch.arange(len(like), device=like.device, dtype=torch.float32)
     return base ** (-i / len(like))
 
 
 def alibi_slopes(heads: int) -> Tensor:  # (heads,)
-    """The slopes of ALiBi (Press et al., 2022): 2^(-8/h), 2^(-16/h), …, 2^-8.
+    """Return the slopes of ALiBi (Press et al., 2022): 2^(-8/h), 2^(-16/h), …, 2^-8.
 
-    Where h is no power of two, those of the power of two below come first, and then every other one of the next.
+    If h is not a power of two, the slopes of the next smaller power of two come first, then every other slope of the
+    next larger one.
 
     Raises:
-        ValueError: without a head.
+        ValueError: if heads is less than 1.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
     if heads < 1:
-        raise ValueError(f"alibi_slopes: needs at least one head, got {heads}")
+        raise ValueError(f"alibi_slopes: heads must be at least 1, got {heads}")
     below = 1 << (heads.bit_length() - 1)
     first = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
     between = [2.0 ** (-4 * (i + 1) / below) for i in range(0, 2 * (heads - below), 2)]
@@ -76,12 +77,12 @@ def alibi_slopes(heads: int) -> Tensor:  # (heads,)
 
 
 class Alibi(nn.Module):
-    """ALiBi's slopes for a layer: the further a key from its query, the smaller its logit.
+    """ALiBi's slopes of a layer: the penalty of a logit for each position between query and key.
 
     Args:
         heads: number of query heads.
-        sides: "causal" or "symmetric" (one slope for both sides), or "split" for encoders: half of the heads look
-            mostly back and half mostly ahead, the slope of the other side being ``steepness`` times as large.
+        sides: "causal" or "symmetric" (one slope for both sides), or "split" for encoders: the slope is ``steepness``
+            times as large for later keys in half of the heads, and for earlier keys in the other half.
         steepness: see ``sides``.
 
     Raises:
@@ -102,12 +103,12 @@ class Alibi(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill in the slopes."""
+        """Compute the slopes."""
         heads = self.heads
         if self.sides != "split":
             self.slopes.copy_(alibi_slopes(heads))
             return
-        # neighbours get one slope in two directions, so that both sides are seen at every range
+        # two neighbouring heads share a slope in opposite directions, so that each range is covered on both sides
         half = alibi_slopes((heads + 1) // 2).repeat_interleave(2)[:heads]
         back = torch.arange(heads) % 2 == 0
         before = torch.where(back, half, self.steepness * half)
@@ -115,20 +116,20 @@ class Alibi(nn.Module):
         self.slopes.copy_(torch.stack([before, after], -1).unsqueeze(0))
 
     def keep_heads(self, first: int, count: int) -> None:
-        """Only those of so many heads from the first on, where processes share the heads."""
+        """Keep the slopes of heads first … first + count - 1, for tensor parallelism."""
         whole = self.slopes
         self.slopes = whole[first : first + count] if whole.dim() == 1 else whole[:, first : first + count]
 
     def forward(self) -> Tensor:
-        """(heads,), or (1, heads, 2) for split sides: as ``sigmoid_attention`` takes ``alibi_slopes``."""
+        """Return ``alibi_slopes`` for ``sigmoid_attention``: (heads,), or (1, heads, 2) for split sides."""
         return self.slopes
 
 
 class SinusoidalEmbedding(nn.Module):
-    """The fixed sines and cosines of Vaswani et al. (2017), added to the input.
+    """Fixed sines and cosines of Vaswani et al. (2017), added to the input.
 
     Args:
-        width: an even number of features.
+        width: number of features, even.
         base: the largest wavelength is 2π · base positions.
 
     Raises:
@@ -146,7 +147,7 @@ class SinusoidalEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill in the frequencies."""
+        """Compute the frequencies."""
         self.frequencies.copy_(_frequencies(self.frequencies, self.base))
 
     def forward(
@@ -155,7 +156,7 @@ class SinusoidalEmbedding(nn.Module):
         first_position: int = 0,
         positions: Int[Tensor, "batch length"] | None = None,
     ) -> Float[Tensor, "batch length width"]:
-        """Add the encoding of positions first_position, first_position + 1, …, or of those given."""
+        """Add the encoding of positions first_position, first_position + 1, …, or of ``positions``."""
         if positions is None:
             positions = torch.arange(first_position, first_position + x.shape[1], device=x.device)
         angles = positions.float().unsqueeze(-1) * self.frequencies  # (batch?, length, width / 2)
@@ -163,15 +164,13 @@ class SinusoidalEmbedding(nn.Module):
 
 
 def image_sinusoids(width: int, rows: int, columns: int, base: float = 10_000.0) -> Tensor:  # (rows · columns, width)
-    """The fixed encoding of MoCo v3 and MAE for an image's patches: half of the features for each coordinate.
+    """Return the fixed encoding of MoCo v3 and MAE for an image's patches: half of the features for each coordinate.
 
     Raises:
-        ValueError: if width is no multiple of 4.
+        ValueError: if width is not a multiple of 4.
     """
     if width % 4:
-        raise ValueError(
-            f"image_sinusoids: sines and cosines of two coordinates need a multiple of 4, got width={width}"
-        )
+        raise ValueError(f"image_sinusoids: width must be a multiple of 4 (sine and cosine of x and y), got {width}")
     frequencies = base ** -(torch.arange(width // 4) / (width // 4))
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     parts = [c.flatten()[:, None] * frequencies for c in (x, y)]
@@ -179,10 +178,10 @@ def image_sinusoids(width: int, rows: int, columns: int, base: float = 10_000.0)
 
 
 class LearnableEmbedding(nn.Module):
-    """A learned vector for each position, added to the input.
+    """Learned vector for each position, added to the input.
 
     Args:
-        length: number of positions. width: features. std: of the normal distribution they start from.
+        length: number of positions. width: number of features. std: standard deviation of the initial values.
     """
 
     def __init__(self, length: int, width: int, std: float = 0.02) -> None:
@@ -192,7 +191,7 @@ class LearnableEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the vectors anew."""
+        """Draw the vectors from a truncated normal distribution."""
         nn.init.trunc_normal_(self.weight, std=self.std)
 
     def forward(

@@ -1,4 +1,4 @@
-"""What an attention layer asks where several processes share each sequence (``sigattn.distributed``)."""
+"""Interface between an attention layer and context parallelism (``sigattn.distributed``)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 @runtime_checkable
 class SequenceShare(Protocol):
-    """This process's share of each sequence.
+    """Part of each sequence that this process holds.
 
     Attributes:
-        length: of the whole sequence.
+        length: length of the whole sequence.
     """
 
     length: int
 
     def positions(self, device: torch.device) -> Tensor:
-        """(n,) integers, this process's."""
+        """Return the positions that this process holds, (n,) integers."""
 
     def attend(
         self,
@@ -32,4 +32,7 @@ class SequenceShare(Protocol):
         bias: float | Tensor,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        """(B, Hq, n, D), (B, Hkv, n, D), (B, Hkv, n, Dv) → (B, Hq, n, Dv), over the whole sequence."""
+        """Return the output (B, Hq, n, Dv) of this process's queries over the whole sequence.
+
+        query is (B, Hq, n, D), key (B, Hkv, n, D) and value (B, Hkv, n, Dv): the parts that this process holds.
+        """

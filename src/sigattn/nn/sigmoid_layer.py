@@ -1,4 +1,4 @@
-"""Layers of others whose attention functions compute sigmoid attention within their forward."""
+"""Layers of other libraries whose attention functions compute sigmoid attention within their forward."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from sigattn.ops.problem import log_length_bias
 
 
 class SigmoidLayer(nn.Module):
-    """Mixed into a layer's class: within its forward, attention functions compute sigmoid attention.
+    """Mixin of a layer's class: within its forward, attention functions compute sigmoid attention.
 
     Attributes:
-        sigmoid_bias: b, or None for -log of the keys that a sample sees. softmax_allowed: True if the layer, or one
-            inside it, has a softmax that is known to stay.
+        sigmoid_bias: b, or None for -log of the number of keys that a sample sees. softmax_allowed: True if the layer,
+            or one inside it, keeps a softmax.
     """
 
     softmax_class: type[nn.Module]
-    attention_methods: tuple[str, ...]  # other methods that call attention functions: for layers around this one
+    attention_methods: tuple[str, ...]  # methods other than forward that call attention functions
     sigmoid_bias: AttentionBias | None
     softmax_allowed: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own.
+        """Call the layer's own forward with sigmoid attention.
 
         Raises:
-            RuntimeError: if that computes a softmax of its own, or never calls an attention function.
+            RuntimeError: if that forward computes a softmax itself, or does not call an attention function.
         """
         mode = _SigmoidMode(self)
         with mode:
@@ -44,8 +44,8 @@ class SigmoidLayer(nn.Module):
         if not mode.calls and not inside:
             raise RuntimeError(
                 f"{self.softmax_class.__name__} was sigmoidified, but this forward did not call "
-                "F.scaled_dot_product_attention: it took another path (a flag such as fused_attn=False, or weights "
-                "asked for)"
+                "F.scaled_dot_product_attention: it took another path (a flag such as fused_attn=False, or the "
+                "weights were requested)"
             )
         return result
 
@@ -58,7 +58,7 @@ _CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
 
 
 class _UnfusedMultihead:
-    """Mixed into subclasses of ``nn.MultiheadAttention``, so that PyTorch's fused encoder layer is not used."""
+    """Mixin of subclasses of ``nn.MultiheadAttention`` that disables PyTorch's fused encoder layer."""
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -85,12 +85,14 @@ def _in_sigmoid_mode(method: Any) -> Any:
 
 
 def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    one: Any = kind
-    made = sigmoid_class(one)
-    return made.__new__(made)
+    layer_class: Any = kind
+    sigmoid_layer_class = sigmoid_class(layer_class)
+    return sigmoid_layer_class.__new__(sigmoid_layer_class)
 
 
 class _SigmoidMode(TorchFunctionMode):
+    """Mode that computes sigmoid attention for a layer's attention functions, counts them, and refuses softmax."""
+
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer, self.calls = layer, 0
@@ -105,9 +107,9 @@ class _SigmoidMode(TorchFunctionMode):
             return multi_head_attention_forward(self.layer.sigmoid_bias, *args, **kwargs)
         if getattr(func, "__name__", "") in SOFTMAX_NAMES and not self.layer.softmax_allowed:
             raise RuntimeError(
-                f"{self.layer.softmax_class.__name__} was sigmoidified, but this forward computes a softmax of its "
-                "own: it took another path than F.scaled_dot_product_attention (a flag such as fused_attn=False, or "
-                "weights asked for). If that softmax is no attention, call sigmoidify with example=(...)"
+                f"{self.layer.softmax_class.__name__} was sigmoidified, but this forward computes a softmax itself "
+                "instead of calling F.scaled_dot_product_attention (a flag such as fused_attn=False, or the weights "
+                "were requested). If that softmax is not an attention's, call sigmoidify with example=(...)"
             )
         return func(*args, **kwargs)
 

@@ -1,14 +1,14 @@
-"""Warnings of combinations that the paper found hard to train, each said once in a process."""
+"""Warnings of combinations that the paper found hard to train, each given once per process."""
 
 from __future__ import annotations
 
 import warnings
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Say it, where it has not been said before: a model of many layers warns once."""
-    if message not in _said:
-        _said.add(message)
+    """Warn unless this process has given the same warning, so that a model of many layers warns once."""
+    if message not in _warned:
+        _warned.add(message)
         warnings.warn(f"{message} (Ramapuram et al., 2025)", stacklevel=3)

@@ -1,4 +1,4 @@
-"""``sigmoidify``: sigmoid attention in models that were written with softmax attention, their weights kept.
+"""``sigmoidify``: convert models with softmax attention to sigmoid attention, keeping their weights.
 
 A layer that calls ``F.scaled_dot_product_attention`` or ``F.multi_head_attention_forward`` gets a subclass of its own
 class, whose forward runs as before while those functions compute sigmoid attention (``sigmoid_layer.py``). An
@@ -26,7 +26,7 @@ CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
 
 
 class Replaced(NamedTuple):
-    """A layer that computes sigmoid attention now.
+    """Layer that was converted to sigmoid attention.
 
     Attributes:
         name: name within the model ("" for the model itself). kind: name of its class before. call: the function whose
@@ -39,7 +39,7 @@ class Replaced(NamedTuple):
 
 
 class RemainingSoftmax(NamedTuple):
-    """A layer that still computes a softmax.
+    """Layer that still computes a softmax.
 
     Attributes:
         name: name within the model ("" for the model itself). kind: name of its class. call: the function that
@@ -61,11 +61,11 @@ def sigmoidify(
 ) -> list[Replaced | RemainingSoftmax]:
     """Turn a model's softmax attention into sigmoid attention, in place.
 
-    Weights, parameter names and the state dict stay as they are (a learnable bias is added to it). A model that was
+    Weights, parameter names and the state dict are unchanged (a learnable bias is added to it). A model that was
     trained with softmax must be trained further, because it computes another function.
 
-    Every attention is replaced, or the call raises and names it. A softmax that belongs to no attention (a classifier,
-    a router) stays and is listed.
+    Every attention is replaced, or the call raises and names it. A softmax that does not belong to an attention (a
+    classifier, a router) stays and is listed.
 
     Args:
         model: any module.
@@ -77,7 +77,7 @@ def sigmoidify(
         bias: b of every layer: a number, one of ``sigattn.nn.bias`` (copied for each layer, where it is learned), or
             None for -log of the number of keys that at least one query of a sample sees. Padding that a mask hides is
             not counted. With a KV cache that number grows from call to call; pass ``log_length_bias(context)`` instead.
-        allow_softmax: names of layers that may keep their softmax, or patterns of them ("decoder.*.router").
+        allow_softmax: names of layers that may keep their softmax, or patterns of names ("decoder.*.router").
 
     Returns:
         Every layer that computes, or computed, a softmax: ``Replaced`` and ``RemainingSoftmax``.
@@ -91,17 +91,19 @@ def sigmoidify(
     [Replaced(name='self_attn', kind='MultiheadAttention', call='multi_head_attention_forward')]
     """
     if isinstance(bias, QueryBias):
-        raise ValueError("sigmoidify: a bias added to Q is not part of what these layers share; take another bias")
+        raise ValueError(
+            "sigmoidify does not support QueryBias, because these layers compute Q themselves: use another bias"
+        )
     with fused_paths(model):
         return _sigmoidify(model, example, bias, allow_softmax)
 
 
 @contextlib.contextmanager
 def fused_paths(model: nn.Module) -> Iterator[None]:
-    """Set timm's flag ``fused_attn`` where it is False, and back if the block raises.
+    """Set timm's flag ``fused_attn`` of all layers to True, and restore it if the block raises.
 
     The flag selects ``F.scaled_dot_product_attention`` instead of a softmax in the layer's own code; timm leaves it off
-    in some layers (XCiT, Swin) because the function is not faster there.
+    in some layers (XCiT, Swin) because the function is not faster in them.
     """
     layers: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
     layers = [m for m in layers if SDPA_NAME in attention_in_code.reachable_calls(m)]
@@ -144,7 +146,7 @@ def _entry(finding: Finding, kind: str, replaced: bool, allow_softmax: Sequence[
 
 
 def find_softmax(model: nn.Module, example: Sequence[Any] | Mapping[str, Any] | None = None) -> list[Finding]:
-    """Find every layer of a model that computes a softmax, in the model's order; ``sigmoidify`` says how."""
+    """Find every layer of a model that computes a softmax, in the model's order, as ``sigmoidify`` describes."""
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
     if example is None:
         return attention_in_code.find(model, modules)
@@ -160,7 +162,8 @@ def replace(
     """Give the layers of the findings sigmoid attention.
 
     Args:
-        model: the model. findings: what is replaced. staying: what keeps its softmax. bias: as for ``sigmoidify``.
+        model: the model. findings: layers to replace. staying: layers that keep their softmax. bias: as in
+            ``sigmoidify``.
 
     Raises:
         ValueError: if the bias needs lengths or causality, which a layer's own calls do not give.
@@ -168,7 +171,7 @@ def replace(
     for name, _, call, _, _ in findings:
         if isinstance(bias, AttentionBias) and (bias.needs_causal or (bias.needs_lengths and call != MHA_NAME)):
             raise ValueError(
-                f"sigmoidify: {type(bias).__name__} needs lengths or causality, which {name!r} does not give; take "
+                f"sigmoidify: {type(bias).__name__} needs lengths or causality, which {name!r} does not give; use "
                 "another bias (None is -log of the number of visible keys of each sample)"
             )
     kept = {f.module for f in staying}
@@ -201,7 +204,7 @@ def _check_patterns(patterns: Sequence[str], findings: Sequence[Finding]) -> Non
 def _nothing_found(model: nn.Module, staying: Sequence[Finding], by_code: bool) -> str:
     message = f"sigmoidify: {type(model).__name__} has no attention layer that it can replace."
     if staying:
-        message += f" These compute a softmax that was allowed, or is no attention's: {_listed(staying)}."
+        message += f" These compute a softmax that was allowed, or is not an attention's: {_listed(staying)}."
     return message + (" Pass example=(...) to find them by running the model" if by_code else "")
 
 
@@ -210,7 +213,7 @@ def _listed(findings: Sequence[Finding]) -> str:
 
 
 def _check_nesting(replaced: Sequence[Finding], staying: Sequence[Finding]) -> None:
-    """Refuse a layer that stays softmax inside one that becomes sigmoid, whose forward would change it too."""
+    """Raise for a layer that stays softmax inside one that becomes sigmoid, whose forward would change it too."""
     for outer in replaced:
         inside = [f.name for f in staying if f.module is not outer.module and f.module in set(outer.module.modules())]
         if inside:
@@ -224,9 +227,8 @@ def _refusal(refused: Sequence[Finding], by_code: bool) -> str:
     message = (
         f"sigmoidify: these layers compute a softmax themselves, where it cannot be replaced: {_listed(refused)}. Let "
         'them use F.scaled_dot_product_attention (a flag such as fused_attn=True or attn_implementation="sdpa"), or '
-        "rewrite them with sigattn.nn.Attention. To let them stay softmax, pass their names, or patterns, as "
-        "allow_softmax"
+        "rewrite them with sigattn.nn.Attention. To keep their softmax, pass their names, or patterns, as allow_softmax"
     )
     if by_code:
-        message += ". The code alone was read: pass example=(...) to tell other softmaxes from attention"
+        message += ". Only the code was examined: pass example=(...) to distinguish other softmaxes from attention"
     return message

@@ -11,10 +11,10 @@ HIDDEN_BELOW = -1000.0  # σ(-1000) is 0 in every dtype; masks use -inf, the sma
 def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -> Tensor:
     """Count, for each sample, the keys that at least one query of the sample sees.
 
-    Padding is thus not counted, while a causal mask counts every key, because the last query sees all of them.
+    Padding is not counted. Under a causal mask every key counts, because the last query sees all of them.
 
     Args:
-        mask: bool (True = attend) or added to the logits: broadcastable to (..., H, N, M).
+        mask: bool (True = attend) or added to the logits; broadcastable to (..., H, N, M).
         num_keys: M.
         has_heads: False if the mask broadcasts to (..., N, M) instead, without heads.
 
