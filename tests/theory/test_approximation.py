@@ -67,7 +67,7 @@ def test_it_is_permutation_equivariant():
     ("target", "sizes", "message"),
     [
         (lambda x: x.cumsum(-2), (1, 2, 4), "not permutation-equivariant"),
-        (lambda x: x.sum(-1), (1, 2, 4), "must give"),
+        (lambda x: x.sum(-1), (1, 2, 4), "must return the shape"),
         (lambda x: x, (2, 3, 8), "262,144 grid points"),
     ],
 )

@@ -39,7 +39,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(theory, "check_all", lambda limit, longest: iter(made[: longest - 2]))
     cli.main(["theory", "--limit", "60", "--longest", "4", "--report", str(tmp_path / "new/t.html"), "--trials", "1"])
     printed = capsys.readouterr().out
-    assert "2 statements: 1 holds, 1 holds mended" in printed
+    assert "2 statements: 1 holds, 1 holds corrected" in printed
     assert "x [sic]" in printed
     page = (tmp_path / "new/t.html").read_text()
     assert "<svg" in page

@@ -1,21 +1,22 @@
 """Theorem 3.1 by construction: sigmoid-attention and feed-forward layers that approximate a given function.
 
-The function maps n tokens of d numbers in [0, 1] to n tokens of d numbers, continuous and permutation-equivariant. The
-network has layers of attention with 4 heads of size 1 and feed-forward layers of width 4, as in the theorem, each with
-a residual connection, in three parts (App. B):
+The function maps n tokens of d numbers in [0, 1] to n tokens of d numbers; it is continuous and
+permutation-equivariant. As in the theorem, attention layers have 4 heads of size 1 and feed-forward layers have width
+4, each with a residual connection. The network has three parts (App. B):
 
-1. quantisation: feed-forward layers, one for each coordinate and grid line, move each number down to its grid line;
-2. contextual mapping: attention layers, one selective shift for each grid point and a global one, give each token a
-   number that only this sequence gives and only this token of it (``contextual_mapping.py``);
-3. value mapping: feed-forward layers, one for each of those numbers, put the function's value in the token's place.
+1. quantisation: feed-forward layers, one for each coordinate and grid line, round each number down to its grid line;
+2. contextual mapping: attention layers, one selective shift for each grid point and a global shift, give each token a
+   number that no other token of the sequence and no other sequence yields (``contextual_mapping.py``);
+3. value mapping: feed-forward layers, one for each of those numbers, replace the token by the function's value.
 
-Steps are σ(λ ·) with λ a parameter: as it grows, the network approaches the exact construction everywhere but on the
-grid lines; as δ shrinks, the construction approaches the function. Numbers grow like c^(2n + 2), and float64 ends at
-2^53.
+Steps are σ(λ ·) with λ a parameter: as λ grows, the network approaches the exact construction everywhere except on the
+grid lines; as δ shrinks, the construction approaches the function. Numbers grow like c^(2n + 2), and float64 holds
+integers exactly up to 2^53.
 
-What the paper leaves open is settled here. Grid points where tokens coincide are no input of the contextual mapping,
-but have a share of about n² δ^d / 2 of the volume; they are sent through the layers and mapped as well. And a last pair
-of layers for each coordinate bounds what lands between two numbers, near the grid lines, which would be huge.
+The construction adds two details that the paper leaves open. Grid points with equal tokens are not an input of the
+contextual mapping, but cover about n² δ^d / 2 of the volume; they pass through the layers and are mapped as well. And
+a last pair of layers for each coordinate clamps the output, because tokens near the grid lines end between two of the
+numbers and would otherwise get huge values.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ Target = Callable[[Tensor], Tensor]  # (..., n, d) → (..., n, d)
 
 
 class FeedForward(nn.Module):
-    """x + W₂ activation(W₁ x + b): width at most 4; each unit a step σ(λz) or a ramp z · σ(λz), smooth ReLU."""
+    """Residual feed-forward layer x + W₂ activation(W₁ x + b) of width at most 4, (B, n, d) → (B, n, d).
+
+    Each hidden unit is a step σ(λz) or, where ``ramps`` is true, a ramp z · σ(λz), a smooth ReLU.
+    """
 
     def __init__(self, w1: Tensor, bias: Tensor, w2: Tensor, ramps: Tensor, steepness: float) -> None:
         super().__init__()
@@ -50,7 +54,11 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """x + four heads of size 1 of sigmoid attention with shifts in query and key, summed into the first number."""
+    """Residual sigmoid attention with at most 4 heads of size 1, (B, n, d) → (B, n, d).
+
+    Query and key of a head are uᵀx minus a shift, its value is uᵀx; the weighted sum of the heads is added to the
+    first number of each token.
+    """
 
     def __init__(self, u: Tensor, query_shifts: Tensor, key_shifts: Tensor, weights: Tensor, steepness: float) -> None:
         super().__init__()
@@ -70,18 +78,20 @@ class Attention(nn.Module):
 
 
 class UniversalApproximator(nn.Module):
-    """The network for a target.
+    """Network of Theorem 3.1 that approximates a target function, (B, n, d) in [0, 1] → (B, n, d).
 
     Args:
         target: (..., n, d) → (..., n, d), continuous and equivariant under permutations of the tokens; called with
             float64 tensors.
-        d, n: numbers of a token, tokens. inverse_delta: 1/δ.
-        steepness: λ, per grid cell: a step is a few 1/λ wide. It must grow with 1/δ.
-        largest_grid: refuse more grid points δ^(-dn) than this, each of which takes n layers.
+        d: numbers per token.
+        n: tokens per sequence.
+        inverse_delta: 1/δ.
+        steepness: λ, in units of 1 / grid cell: a step is a few 1/λ cells wide. It must grow with 1/δ.
+        largest_grid: largest number of grid points δ^(-dn); each takes n layers.
 
     Raises:
-        ValueError: if the target is not permutation-equivariant (tested on samples), gives another shape, the grid is
-            too large, or the numbers would exceed what float64 holds exactly (2^53).
+        ValueError: if the target is not permutation-equivariant (tested on samples) or changes the shape, the grid is
+            too large, or the numbers exceed the integers that float64 holds exactly (2^53).
 
     >>> net = UniversalApproximator(lambda x: x.mean(-2, keepdim=True).expand_as(x), d=1, n=2, inverse_delta=4)
     >>> net(torch.tensor([[[0.1], [0.9]]], dtype=torch.float64)).shape
@@ -104,7 +114,7 @@ class UniversalApproximator(nn.Module):
         if points > largest_grid:
             raise ValueError(
                 f"UniversalApproximator: 1/δ = {inverse_delta} has {points:,} grid points for {n} tokens of {d} "
-                f"numbers; the limit is {largest_grid:,}"
+                f"numbers; the limit is {largest_grid:,}: reduce inverse_delta or raise largest_grid"
             )
         _check_target(target, d, n)
         self.bound = 1.0
@@ -113,26 +123,26 @@ class UniversalApproximator(nn.Module):
         if self.largest >= 2**53:
             raise ValueError(
                 f"UniversalApproximator: the contextual mapping reaches {self.largest:.3g} units, and float64 holds "
-                f"integers to 2^53 = {2**53:.3g} only: take fewer tokens or a coarser grid"
+                f"integers exactly up to 2^53 = {2**53:.3g}: reduce n or inverse_delta"
             )
         self.layers = nn.Sequential(*self._quantise(), *self._contextualise(), *self._map(numbers), *self._clamp())
 
     def forward(self, x: Tensor) -> Tensor:  # (B, n, d) in [0, 1] → (B, n, d)
-        """The network's output; inside, numbers are counted in units of δ."""
+        """Return the approximation of target(x). The layers count in units of δ."""
         out: Tensor = self.layers(x.double() * self.mapping.inverse_delta)
         return out / self.mapping.inverse_delta
 
     # -- the parts ----------------------------------------------------------------------------------------------------
 
     def _quantise(self) -> list[nn.Module]:
-        """For coordinate a and line k: t ↦ k where k ≤ t < k + 1, by two ramps and a step."""
+        """Return the layers that round down: for coordinate a and line k, t ↦ k if k ≤ t < k + 1."""
         d = self.mapping.d
         layers: list[nn.Module] = []
         for a in range(d):
             along = torch.zeros(d, dtype=torch.float64)
             along[a] = 1
             for k in range(self.mapping.inverse_delta):
-                # -ramp(t - k) + ramp(t - k - 1) + step(t - k - 1): down to the line inside the cell, 0 elsewhere
+                # -ramp(t - k) + ramp(t - k - 1) + step(t - k - 1) is k - t inside the cell and 0 elsewhere
                 layers.append(
                     FeedForward(
                         along.repeat(3, 1),
@@ -145,7 +155,10 @@ class UniversalApproximator(nn.Module):
         return layers
 
     def _contextualise(self) -> list[nn.Module]:
-        """The layers of ``ContextualMapping``. A b_q of 0 becomes -1/2: it sees the same, but no index lies on it."""
+        """Return the layers of ``ContextualMapping``.
+
+        A bias of 0 becomes -1/2, which compares alike with every index, and no index is equal to it.
+        """
         m = self.mapping
         u = torch.tensor([float(m.inverse_delta**row) for row in range(m.d)], dtype=torch.float64)
         layers: list[nn.Module] = []
@@ -170,31 +183,32 @@ class UniversalApproximator(nn.Module):
         return [*layers, shift]
 
     def _numbers(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """For every number a token may end with: the token then, and the value it shall get, in units of δ."""
+        """Return, for every number that a token can end with, the token and its value, both in units of δ."""
         m = self.mapping
         tokens = list(itertools.product(range(m.inverse_delta), repeat=m.d))
         tokens.sort(key=m.index)
         sequences = list(itertools.combinations_with_replacement(range(m.grid), m.n))
-        sequences.sort(key=lambda s: len(set(s)) < m.n)  # tokens that differ come first, and are not overruled
+        sequences.sort(key=lambda s: len(set(s)) < m.n)  # sequences of different tokens first, so that theirs are kept
         result: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in sequences:
             x = torch.tensor([tokens[i] for i in indices], dtype=torch.float64)  # (n, d)
-            value = self.target((x + 0.5) / m.inverse_delta) * m.inverse_delta  # of the cells' centres
+            value = self.target((x + 0.5) / m.inverse_delta) * m.inverse_delta  # at the centre of the cell
             final = list(indices)
             for i in range(m.grid):
                 final = m.selective_shift(final, i)
             final = m.global_shift(final)
-            for before, number, token, wanted in zip(indices, final, x, value, strict=True):
+            for before, number, token, token_value in zip(indices, final, x, value, strict=True):
                 shifted = token.clone()
                 shifted[0] += number - before
-                result.setdefault(number, (shifted, wanted))
+                result.setdefault(number, (shifted, token_value))
             self.bound = max(self.bound, (value / m.inverse_delta).abs().max().item())
         return result
 
     def _map(self, numbers: dict[int, tuple[Tensor, Tensor]]) -> list[nn.Module]:
-        """For each number a bump of two steps, whose height replaces the token by its value.
+        """Return, for each number, a layer with a bump of two steps that replaces the token by its value.
 
-        Values go below 0 first, where there are no numbers, and come back together: so none is met by another's bump.
+        Values are first moved below 0, where no bump lies, and a last layer moves all of them back, so that no bump
+        applies to a value already mapped.
         """
         m = self.mapping
         u = torch.tensor([float(m.inverse_delta**row) for row in range(m.d)], dtype=torch.float64)
@@ -217,7 +231,7 @@ class UniversalApproximator(nn.Module):
         return [*layers, back]
 
     def _clamp(self) -> list[nn.Module]:
-        """min(t, B) and max(t, -B) for each coordinate, by a ramp each; B is beyond every value."""
+        """Return the layers min(t, B) and max(t, -B) for each coordinate; B exceeds every value of the target."""
         d = self.mapping.d
         layers: list[nn.Module] = []
         limit = 1.01 * self.bound * self.mapping.inverse_delta
@@ -237,7 +251,7 @@ class UniversalApproximator(nn.Module):
         return layers
 
     def error(self, samples: int = 2000, p: float = 2.0, seed: int = 0) -> float:
-        """(∫ ‖f - g‖_p^p dX)^(1/p) over [0, 1]^(n × d), by Monte Carlo."""
+        """Return the Monte Carlo estimate of the L^p error (∫ ‖f - g‖_p^p dX)^(1/p) over [0, 1]^(n × d)."""
         m = self.mapping
         x = torch.rand(samples, m.n, m.d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         with torch.no_grad():
@@ -250,17 +264,20 @@ def _check_target(target: Target, d: int, n: int) -> None:
     x = torch.rand(8, n, d, generator=generator, dtype=torch.float64)
     y = target(x)
     if y.shape != x.shape:
-        raise ValueError(f"UniversalApproximator: the target must give {tuple(x.shape)} for that, got {tuple(y.shape)}")
+        raise ValueError(
+            f"UniversalApproximator: the target must return the shape of its input, {tuple(x.shape)}, "
+            f"got {tuple(y.shape)}"
+        )
     for _ in range(4):
         order = torch.randperm(n, generator=generator)
         if not torch.allclose(target(x[:, order]), y[:, order], atol=1e-9):
             raise ValueError(
-                "UniversalApproximator: the target is not permutation-equivariant: permuting the tokens does not "
-                f"merely permute its result (seen for the order {order.tolist()})"
+                "UniversalApproximator: the target is not permutation-equivariant: target(x[:, order]) differs from "
+                f"target(x)[:, order] for order = {order.tolist()}"
             )
 
 
-# Three targets of different kinds, for the experiments.
+# Targets of the experiments.
 TARGETS: dict[str, Target] = {
     "mean of the tokens": lambda x: x.mean(-2, keepdim=True).expand_as(x),
     "each token's share": lambda x: x / (x.sum(-2, keepdim=True) + 0.5),

@@ -1,4 +1,4 @@
-"""The bias that makes sigmoid weights sum to one (App. E), and the rules that the paper derives from it."""
+"""Bias that makes sigmoid weights sum to one (App. E), and the rules that the paper derives from it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def bias_bounds(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The proposition's bounds on b*: -log(n - 1) - max z ≤ b* ≤ -log(n - 1) - min z.
+    """Return the bounds of App. E's proposition: -log(n - 1) - max z ≤ b* ≤ -log(n - 1) - min z.
 
     Args:
         logits: (..., n), n ≥ 2, floating point and finite.
 
     Returns:
-        Two tensors (...).
+        The lower and the upper bound, each (...).
 
     Raises:
         ValueError: if n < 2 or a logit is not finite.
@@ -25,14 +25,14 @@ def bias_bounds(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalizing_bias(logits: Tensor, iterations: int = 200) -> Tensor:
-    """The unique b* with Σ_i σ(z_i + b*) = 1 (App. E's proposition), for each row of logits.
+    """Return the unique b* with Σ_i σ(z_i + b*) = 1 (App. E's proposition) for each row of logits.
 
-    The sum increases with b, so a bracket that starts at the proposition's bounds is halved until it cannot be halved:
-    b* is then exact to rounding.
+    The sum increases with b, so b* is found by bisection from the proposition's bounds. The bisection ends when float64
+    has no number between the bounds, so that b* is exact to rounding.
 
     Args:
         logits: (..., n), n ≥ 2, floating point and finite; solved in float64.
-        iterations: at most so many halvings.
+        iterations: largest number of bisection steps.
 
     Returns:
         (...), float64.
@@ -55,7 +55,7 @@ def normalizing_bias(logits: Tensor, iterations: int = 200) -> Tensor:
 
 
 def order_optimal_bias(n: int, epsilon: float) -> float:
-    """The paper's order-optimal bias -max{√(1/ε), log n}, for logits of variance 1.
+    """Return the order-optimal bias of App. E, -max{√(1/ε), log n}, for logits of variance 1.
 
     By Chebyshev's inequality a logit lies within M = √(1/ε) with probability at least 1 - ε.
 
@@ -74,16 +74,17 @@ def order_optimal_bias(n: int, epsilon: float) -> float:
 
 
 def gradient_gap(logits: Tensor, bias: float | Tensor) -> tuple[Tensor, Tensor]:
-    """How far sigmoid weights and their derivatives are from softmax's: |p - p*| and |p (1 - p) - p* (1 - p*)|.
+    """Return the absolute differences from softmax of weights and derivatives: |p - p*|, |p (1 - p) - p* (1 - p*)|.
 
-    App. E: both mechanisms have ∂p_i/∂z_i = p_i (1 - p_i), so the derivatives agree where the weights do (or where one
-    is one minus the other). Indeed p (1 - p) - p* (1 - p*) = (p - p*) (1 - p - p*).
+    App. E: both functions have ∂p_i/∂z_i = p_i (1 - p_i), so the derivatives are equal if p = p* or p = 1 - p*, because
+    p (1 - p) - p* (1 - p*) = (p - p*) (1 - p - p*).
 
     Args:
-        logits: (..., n). bias: a number, or (...).
+        logits: (..., n).
+        bias: a number, or one per row: (...).
 
     Returns:
-        Two tensors (..., n).
+        Differences of the weights and of the derivatives, each (..., n).
     """
     b = bias.unsqueeze(-1) if isinstance(bias, Tensor) else bias
     p, softmax = torch.sigmoid(logits + b), logits.softmax(-1)
@@ -93,7 +94,7 @@ def gradient_gap(logits: Tensor, bias: float | Tensor) -> tuple[Tensor, Tensor]:
 def _check(logits: Tensor) -> int:
     n = logits.shape[-1] if logits.dim() else 0
     if n < 2:
-        raise ValueError(f"the bias that normalises needs at least 2 logits a row, got shape {tuple(logits.shape)}")
+        raise ValueError(f"the normalizing bias needs at least 2 logits per row, got shape {tuple(logits.shape)}")
     if not logits.isfinite().all():
-        raise ValueError("the bias that normalises needs finite logits; one is NaN or infinite")
+        raise ValueError("the normalizing bias needs finite logits, got NaN or infinity")
     return n

@@ -1,4 +1,4 @@
-"""The contextual mapping of App. B, in exact integers: layers of modified sigmoid attention, and what the proof claims.
+"""Contextual mapping of App. B in exact integers: layers of modified sigmoid attention, and checks of the proof.
 
 Everything is counted in units of δ. A quantised token is a column of d numbers in 0 … N - 1, N = 1/δ; the vector
 u = (1, N, …, N^(d-1)) turns it into one index in 0 … G - 1, G = N^d. A sequence of n different tokens becomes n
@@ -7,7 +7,7 @@ different indices l₁ < … < l_n, and the layers add to the first row of the t
     selective shift Ψ⁽ⁱ⁾  (four heads)   l_j += c · Σ_{k: l_k > i} l_k     where l_j = i          i = 0 … G - 1
     global shift Ψ̄        (one head)     l_j += c^(n+1) · l_n              for every j
 
-so that each token ends with a number that only this sequence gives and only this token of it.
+so that each token ends with a number that no other token of the sequence and no other sequence yields.
 """
 
 from __future__ import annotations
@@ -25,37 +25,40 @@ Column = Sequence[int]
 
 
 def heaviside_twice(x: int) -> int:
-    """2 H(x): 0, 1 or 2. (H(0) = 1/2 in the definition of modified sigmoid attention.)"""
+    """Return 2 H(x), which is 0, 1 or 2. (H(0) = 1/2 in the definition of modified sigmoid attention.)"""
     return (x > 0) + (x >= 0)
 
 
 def modified_attention(l: Sequence[int], b_q_twice: int, b_k_twice: int) -> list[int]:
-    """4 ψ̃(X; b_q, b_k), first row: 2 · Σ_k l_k · 2H((l_k - b_q)(l_j - b_k)) for each j, of biases in half units.
+    """Return the first row of 4 ψ̃(X; b_q, b_k): 2 · Σ_k l_k · 2H((l_k - b_q)(l_j - b_k)) for each j.
 
-    The definition of the modified sigmoid self-attention layer with q = k = v = u and o = e₀: row k of the matrix of
-    weights belongs to the value that is summed, column j to the token that is updated.
+    This is the definition of the modified sigmoid self-attention layer with q = k = v = u and o = e₀: row k of the
+    weight matrix belongs to the value that is summed, column j to the token that is updated. Biases are given doubled,
+    so that half units are integers.
     """
     return [2 * sum(v * heaviside_twice((2 * v - b_q_twice) * (2 * w - b_k_twice)) for v in l) for w in l]
 
 
-def _attention_together(l: Tensor, b_q_twice: int, b_k_twice: int) -> Tensor:
-    """``modified_attention`` of many sequences, (inputs, n)."""
+def _batched_attention(l: Tensor, b_q_twice: int, b_k_twice: int) -> Tensor:
+    """Return ``modified_attention`` of a batch of sequences, (inputs, n)."""
     rows, columns = (2 * l - b_q_twice).sign(), (2 * l - b_k_twice).sign()
-    # Σ_k l_k (sign of the product + 1), the weights 2H = sign + 1 being an outer product, (inputs, n, n), plus one
+    # Σ_k l_k (rows_k columns_j + 1): the weights 2H = sign + 1 are an outer product (inputs, n, n) plus one
     return 2 * ((l * rows).sum(1, keepdim=True) * columns + l.sum(1, keepdim=True))
 
 
 class ContextualMapping:
-    """The layers for one grid and length.
+    """Layers of the contextual mapping for one grid and sequence length.
 
     Args:
-        d: numbers of a token. n: tokens of a sequence, at least 2. inverse_delta: N = 1/δ, at least 2.
-        c: the layers' factor; None for the least integer that the proof allows.
-        first_layer: index of the first selective shift: 0, or 1 where the paper's composition starts at 1.
+        d: numbers per token.
+        n: tokens per sequence, at least 2.
+        inverse_delta: N = 1/δ, at least 2.
+        c: factor of the layers; None for the least integer that the proof allows.
+        first_layer: index of the first selective shift: 0, or 1 for the composition as printed in the paper.
 
     Raises:
-        ValueError: sizes out of range, or fewer grid points than tokens (they must all differ).
-        TypeError: sizes that are no integers, such as an inverse_delta of 2.5: δ must be a unit fraction.
+        ValueError: if a size is out of range, or there are fewer grid points than tokens (which must all differ).
+        TypeError: if a size is not an integer, such as an inverse_delta of 2.5: δ must be a unit fraction.
     """
 
     def __init__(self, *, d: int, n: int, inverse_delta: int, c: int | None = None, first_layer: int = 0) -> None:
@@ -70,22 +73,23 @@ class ContextualMapping:
         if n > self.grid:
             raise ValueError(
                 f"ContextualMapping: {n} different tokens do not fit a grid of {inverse_delta}^{d} = {self.grid} points"
+                "; increase inverse_delta or d"
             )
         self.c = self.proof_c if c is None else c
 
     @property
     def proof_c(self) -> int:
-        """The least integer c that satisfies c > (n - 1)(δ^-d - 1) · binom(n - 1, ⌈(n - 1)/2⌉)."""
+        """Least integer c that satisfies c > (n - 1)(δ^-d - 1) · binom(n - 1, ⌈(n - 1)/2⌉)."""
         return (self.n - 1) * (self.grid - 1) * math.comb(self.n - 1, math.ceil((self.n - 1) / 2)) + 1
 
     # -- the layers -------------------------------------------------------------------------------------------------
 
     def index(self, column: Column) -> int:
-        """uᵀx of a token, in units of δ."""
+        """Return the index uᵀx of a token, in units of δ."""
         return sum(x * self.inverse_delta**row for row, x in enumerate(column))
 
     def selective_shift(self, l: Sequence[int], i: int) -> list[int]:
-        """Ψ⁽ⁱ⁾: four heads of modified attention, times c/2. (With δ where Eq. "selective shift" misses one.)"""
+        """Apply Ψ⁽ⁱ⁾: four heads of modified attention, times c/2, with the δ that Eq. "selective shift" misses."""
         low, high = 2 * i - 1, 2 * i + 1  # twice (i ∓ 1/2)
         heads = zip(
             modified_attention(l, 0, low),
@@ -102,18 +106,19 @@ class ContextualMapping:
         return result
 
     def global_shift(self, l: Sequence[int]) -> list[int]:
-        """Ψ̄: one head with b_q = (c^n + 1/2) δ and b_k = 0, times c^(n+1)."""
+        """Apply Ψ̄: one head with b_q = (c^n + 1/2) δ and b_k = 0, times c^(n+1)."""
         head = modified_attention(l, 2 * self.c**self.n + 1, 0)
         result = []
         for x, update in zip(l, head, strict=True):
             whole, rest = divmod(self.c ** (self.n + 1) * update, 4)
-            result.append(x + whole if not rest else x + update)  # a half unit only where b_k meets an index 0
+            result.append(x + whole if not rest else x + update)  # half units arise only from an index 0, equal to b_k
         return result
 
     def apply(self, columns: Sequence[Column]) -> list[list[int]]:
-        """Ψ(X), layer by layer: the tokens after all layers; only their first numbers change.
+        """Return the tokens after all layers, Ψ(X); only their first numbers change.
 
-        columns: n different tokens, each d numbers in 0 … N - 1.
+        Args:
+            columns: n different tokens, each d numbers in 0 … N - 1.
         """
         if len(columns) != self.n or any(len(x) != self.d for x in columns):
             raise ValueError(f"ContextualMapping: needs {self.n} tokens of {self.d} numbers, got {columns}")
@@ -131,17 +136,18 @@ class ContextualMapping:
     # -- the formula ------------------------------------------------------------------------------------------------
 
     def closed_form(self, l: Sequence[Any]) -> list[Any]:
-        """The indices l̃ after the selective shifts, by the formula with binomials, mended.
+        """Return the indices l̃ after the selective shifts by the corrected formula with binomials.
 
-        l: n ascending integers, or integer tensors.
-
-        l̃_j = l_j + c s_j + Σ_i c^(i+2) Σ_{k=i}^{j-2} binom(k, i) s_{j-1-k}, s_j being the sum of all l but l_j. (The
+        l̃_j = l_j + c s_j + Σ_i c^(i+2) Σ_{k=i}^{j-2} binom(k, i) s_{j-1-k}, where s_j is the sum of all l but l_j. (The
         paper prints s_{k-i+1}, which agrees with its own unrolled terms up to j = 3 only.)
+
+        Args:
+            l: n ascending integers, or integer tensors.
         """
         return self._formula(l, lambda i, j, k: j - 1 - k)
 
     def closed_form_as_printed(self, l: Sequence[Any]) -> list[Any]:
-        """The formula as the paper prints it."""
+        """Return ``closed_form`` with the index s_{k-i+1} that the paper prints."""
         return self._formula(l, lambda i, j, k: k - i + 1)
 
     def _formula(self, l: Sequence[Any], index: Callable[[int, int, int], int]) -> list[Any]:
@@ -160,20 +166,20 @@ class ContextualMapping:
 
     @property
     def inputs(self) -> int:
-        """How many quantised inputs there are, up to permutation."""
+        """Number of quantised inputs up to permutation."""
         return math.comb(self.grid, self.n)
 
     def all_inputs(self) -> Iterator[tuple[int, ...]]:
-        """Every set of n different indices, ascending."""
+        """Iterate over every set of n different indices, each in ascending order."""
         return itertools.combinations(range(self.grid), self.n)
 
     @property
     def fits_int64(self) -> bool:
-        """Whether no number that occurs, nor any sum on the way, exceeds 64 bits: then all inputs go at once."""
+        """True if all results and intermediate sums fit in 64 bits, so that all inputs can be computed in one batch."""
         return 8 * self.n * (self.c + 1) ** (2 * self.n + 2) < 2**62
 
     def all_selectively_shifted(self) -> list[list[int]]:
-        """l̃ of every input, layer by layer through the attention's definition."""
+        """Return l̃ of every input, computed layer by layer from the definition of the attention."""
         if 8 * self.n * (self.c + 1) ** (self.n + 2) < 2**62:
             shifted: list[list[int]] = self.shift_together(self.inputs_together()).tolist()
             return shifted
@@ -185,43 +191,44 @@ class ContextualMapping:
             result.append(l)
         return result
 
-    # The same layers for all inputs at once, in 64-bit integers: l is (inputs, n).
+    # The same layers for all inputs in one batch of 64-bit integers; l is (inputs, n).
 
     def inputs_together(self) -> Tensor:
-        """Every input: (inputs, n)."""
+        """Return every input as one tensor, (inputs, n)."""
         return torch.tensor(list(self.all_inputs()), dtype=torch.int64)
 
     def shift_together(self, l: Tensor) -> Tensor:
-        """Every selective shift, one after another."""
+        """Apply all selective shifts in order."""
         for i in range(self.first_layer, self.grid):
             low, high = 2 * i - 1, 2 * i + 1
-            heads = _attention_together(l, 0, low) - _attention_together(l, 0, high)
-            heads = heads - _attention_together(l, high, high) + _attention_together(l, high, low)
+            heads = _batched_attention(l, 0, low) - _batched_attention(l, 0, high)
+            heads = heads - _batched_attention(l, high, high) + _batched_attention(l, high, low)
             l = l + self.c * heads // 8
         return l
 
     def global_shift_together(self, l: Tensor) -> Tensor:
-        """The global shift, for indices none of which is 0."""
-        return l + self.c ** (self.n + 1) * (_attention_together(l, 2 * self.c**self.n + 1, 0) // 4)
+        """Apply the global shift; valid only if no index is 0."""
+        return l + self.c ** (self.n + 1) * (_batched_attention(l, 2 * self.c**self.n + 1, 0) // 4)
 
     def verify(self, limit: int = 50_000) -> Verification:
-        """Enumerate every quantised input and check what App. B claims of it.
+        """Check the statements of App. B on every quantised input.
 
         Args:
-            limit: the most tokens, inputs times n, to enumerate.
+            limit: largest number of tokens (inputs times n) to enumerate.
 
         Raises:
-            ValueError: if there are more; the message gives the count.
+            ValueError: if there are more tokens than ``limit``; the message gives the count.
         """
         if self.inputs * self.n > limit:
             raise ValueError(
                 f"ContextualMapping: d = {self.d}, n = {self.n}, 1/δ = {self.inverse_delta} has {self.inputs:,} inputs "
-                f"of {self.n} tokens, {self.inputs * self.n:,} in all; the limit is {limit:,}"
+                f"of {self.n} tokens, {self.inputs * self.n:,} in all; the limit is {limit:,}: use a coarser grid or "
+                "raise limit"
             )
         return Verification.of(self)
 
     def is_contextual(self) -> bool:
-        """Whether all tokens of all inputs end with different numbers."""
+        """Return True if all tokens of all inputs end with different numbers."""
         if self.fits_int64:
             l = self.shift_together(self.inputs_together())
             if (l > 0).all():
@@ -230,7 +237,7 @@ class ContextualMapping:
         return len(set(final)) == len(final)
 
     def smallest_c(self) -> int:
-        """The least c with which the layers still give a contextual mapping."""
+        """Return the least c with which the layers are a contextual mapping."""
         for c in range(1, self.proof_c):
             other = ContextualMapping(d=self.d, n=self.n, inverse_delta=self.inverse_delta, c=c)
             if other.is_contextual():
@@ -240,18 +247,20 @@ class ContextualMapping:
 
 @dataclass
 class Verification:
-    """What an enumeration found: for each statement the number of cases checked and of those that fail.
+    """Result of checking App. B's statements on every input.
 
     Attributes:
-        inputs: sequences enumerated. checked, failed: by statement.
+        inputs: number of sequences.
+        checked: number of cases checked, by statement.
+        failed: number of cases that fail, by statement.
     """
 
     inputs: int
     checked: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
 
-    FORMULA = "l̃ is what the closed form says, mended"
-    PRINTED = "l̃ is what the closed form says, as printed"
+    FORMULA = "l̃ is given by the closed form, corrected"
+    PRINTED = "l̃ is given by the closed form, as printed"
     ONE_TO_ONE = "l ↦ l̃_n is one-to-one"
     INCREASING = "l̃ is increasing"
     LOWER = "l̃_j > c^j δ for j > 1"
@@ -259,13 +268,13 @@ class Verification:
     LAST = "l̃_j ≤ c^n δ for j < n, and l̃_n > c^n δ"
     SHIFT = "the global shift adds c^(n+1) l̃_n"
     WITHIN = "(i) a sequence's numbers differ"
-    BETWEEN = "(ii) different sequences share no number"
+    BETWEEN = "(ii) different sequences have no number in common"
     AS_PRINTED = "|l̃_i - l̃'_j| < c^n δ, as the last proof says"
-    MENDED = "l̃_n < c^(n+1) δ, with which it can be mended"
+    MENDED = "l̃_n < c^(n+1) δ, with which the last proof can be corrected"
 
     @classmethod
     def of(cls, m: ContextualMapping) -> Verification:
-        """Check every statement on every input of a mapping."""
+        """Check every statement on every input of mapping m."""
         return cls._of_tensors(m) if m.fits_int64 else cls._of_lists(m)
 
     @classmethod
@@ -313,7 +322,7 @@ class Verification:
             final.update(q)
         result._between(cls.ONE_TO_ONE, m.inputs, len(last))
         result._between(cls.BETWEEN, m.inputs * n, len(final))
-        # the largest difference over all pairs of inputs is between the extremes
+        # the largest difference over all pairs of inputs is that between the smallest and the largest index
         low, high = min(map(min, shifted)), max(map(max, shifted))
         result._count(cls.AS_PRINTED, high - low < unit)
         return result
@@ -329,5 +338,5 @@ class Verification:
 
     @property
     def is_contextual_mapping(self) -> bool:
-        """Whether both conditions of the definition hold."""
+        """True if both conditions of the definition, (i) and (ii), hold."""
         return not (self.failed[self.WITHIN] or self.failed[self.BETWEEN])

@@ -1,9 +1,7 @@
-"""How regular attention is: its Jacobian's spectral norm, exact and matrix-free, and the bounds on it (Thm. 3.2, App.
-C).
+"""Spectral norm of the Jacobian of an attention head, exact and matrix-free, and its bounds (Thm. 3.2, App. C).
 
-One head, tokens as rows: φ(X) = activation(scale · X W_q (X W_k)ᵀ + b) X W_v. In this convention the matrix of the
-theorem is A = scale · W_q W_kᵀ. (The paper writes W_qᵀ W_k, for tokens as columns under W_q x, and leaves the scale
-out.)
+Tokens are rows: φ(X) = activation(scale · X W_q (X W_k)ᵀ + b) X W_v. In this convention the matrix of the theorem is
+A = scale · W_q W_kᵀ. (The paper writes W_qᵀ W_k, because its tokens are columns, and leaves the scale out.)
 """
 
 from __future__ import annotations
@@ -23,14 +21,16 @@ from sigattn.ops.attention import canonical
 
 @dataclass(frozen=True)
 class Head:
-    """An attention head.
+    """Attention head without output projection: a function of the tokens, (n, d) → (n, e).
 
     Attributes:
-        query, key: (d, k), W_q and W_k. value: (d, e), W_v.
+        query: W_q, (d, k).
+        key: W_k, (d, k).
+        value: W_v, (d, e).
         activation: "sigmoid" or "softmax".
-        bias: b; None is the paper's -log n. Softmax has none.
-        scale: factor of the logits; None is k^-1/2.
-        hybrid_norm: whether the output goes through a LayerNorm without parameters.
+        bias: b; None means -log n, as in the paper. Ignored by softmax.
+        scale: factor of the logits; None means k^-1/2.
+        hybrid_norm: apply a LayerNorm without parameters to the output.
     """
 
     query: Tensor
@@ -43,43 +43,43 @@ class Head:
 
     @property
     def a(self) -> Tensor:
-        """Scale · W_q W_kᵀ: (d, d)."""
+        """The matrix of Theorem 3.2, scale · W_q W_kᵀ: (d, d)."""
         return self.scale_value * self.query @ self.key.mT
 
     @property
     def scale_value(self) -> float:
-        """The factor of the logits."""
+        """Factor of the logits, with None replaced by k^-1/2."""
         return self.query.shape[1] ** -0.5 if self.scale is None else self.scale
 
     def bias_value(self, n: int) -> float:
-        """B for n tokens."""
+        """Return the bias b for n tokens; 0 for softmax."""
         if self.activation == "softmax":
             return 0.0
         return -math.log(n) if self.bias is None else self.bias
 
     def __call__(self, x: Tensor) -> Tensor:  # (n, d) → (n, e)
-        """φ(X), by the reference operator, through which every derivative goes."""
+        """Return φ(X), computed by the reference operator, which supports forward-mode and second derivatives."""
         q, k, v = (t[None, None] for t in (x @ self.query, x @ self.key, x @ self.value))  # (1, 1, n, ·)
         problem = canonical(q, k, v, scale=self.scale_value, bias=self.bias_value(len(x)))
         out = reference.attention(problem, self.activation)[0, 0]
         return F.layer_norm(out, out.shape[-1:]) if self.hybrid_norm else out
 
     def logits(self, x: Tensor) -> Tensor:  # (n, n)
-        """Scale · X W_q (X W_k)ᵀ + b."""
+        """Return the logits, scale · X W_q (X W_k)ᵀ + b."""
         return x @ self.a @ x.mT + self.bias_value(len(x))
 
 
 def random_head(
     d: int, activation: str, generator: torch.Generator, std: float | None = None, hybrid_norm: bool = False
 ) -> Head:
-    """A head as initialised: (d, d) matrices of normal entries, of standard deviation d^-1/2 unless said otherwise."""
+    """Return a head with (d, d) matrices of normal entries; their standard deviation defaults to d^-1/2."""
     std = d**-0.5 if std is None else std
     q, k, v = (std * torch.randn(d, d, generator=generator, dtype=torch.float64) for _ in range(3))
     return Head(q, k, v, activation, hybrid_norm=hybrid_norm)
 
 
 def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """The spectral norm of the Jacobian at x, from the whole matrix: for small problems."""
+    """Return the spectral norm of the Jacobian at x, computed from the whole matrix (for small problems)."""
     jacobian = torch.func.jacrev(function)(x)
     return torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2).item()
 
@@ -87,9 +87,10 @@ def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
 def jacobian_norm_matrix_free(
     function: Callable[[Tensor], Tensor], x: Tensor, iterations: int = 300, tolerance: float = 1e-9, seed: int = 0
 ) -> float:
-    """The same by power iteration on JᵀJ, with one forward- and one reverse-mode product a step; never the matrix.
+    """Return the spectral norm of the Jacobian at x by power iteration on JᵀJ, without forming the matrix.
 
-    It converges from below; it stops once a step gains less than ``tolerance`` relative to the norm.
+    A step takes one forward-mode and one reverse-mode product. The norm converges from below; the iteration stops when
+    a step increases it by less than ``tolerance`` relative to itself.
     """
     v = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
     v /= v.norm()
@@ -107,7 +108,10 @@ def jacobian_norm_matrix_free(
 
 
 def sigmoid_bound(head: Head, x: Tensor) -> float:
-    """Theorem 3.2: ‖W_v‖ (σ∞ + 2 σ'∞ ‖A‖ mean ‖x_i‖²), σ∞ and σ'∞ being n times the largest σ and σ' there are."""
+    """Return the bound of Theorem 3.2, ‖W_v‖ (σ∞ + 2 σ'∞ ‖A‖ mean ‖x_i‖²).
+
+    σ∞ and σ'∞ are n times the largest σ and σ' of the logits.
+    """
     s = head.logits(x)
     p = torch.sigmoid(s)
     n = len(x)
@@ -118,7 +122,7 @@ def sigmoid_bound(head: Head, x: Tensor) -> float:
 
 
 def softmax_bound(head: Head, x: Tensor) -> float:
-    """For softmax attention of n tokens of norm at most R: √3 ‖W_v‖ √(‖A‖² R⁴ (4n + 1) + n) (Castin et al. 2023)."""
+    """Return Castin et al.'s (2023) bound for softmax attention, √3 ‖W_v‖ √(‖A‖² R⁴ (4n + 1) + n), R = max ‖x_i‖."""
     n, radius = len(x), x.norm(dim=-1).max()
     inside = _norm(head.a) ** 2 * radius**4 * (4 * n + 1) + n
     return (math.sqrt(3) * _norm(head.value) * inside.sqrt()).item()
@@ -128,43 +132,54 @@ def _norm(matrix: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(matrix, 2)
 
 
-# -- how bad softmax can get ------------------------------------------------------------------------------------------
+# -- sequences with a large Jacobian ----------------------------------------------------------------------------------
 
 
 def exponential_sequence(radius: float) -> Tensor:
-    """One-dimensional tokens of norm at most R at which softmax attention's Jacobian grows like R² e^(R²/8).
+    """Return one-dimensional tokens of norm at most R at which softmax attention's Jacobian grows like R² e^(R²/8).
 
-    That there are such sequences is Castin et al.'s Theorem 3.4; this one is simple. n - 1 = e^(R²/4) tokens stand at
-    R/2, one at R. With A = 1 each of the many gives half its weight to the one, so that moving it moves all outputs.
+    Castin et al.'s Theorem 3.4 says that such sequences exist; this one is simple. n - 1 = e^(R²/4) tokens are at R/2,
+    one at R. With A = 1 each of the many gives half its weight to the single one, so that moving it moves all outputs.
     """
     many = max(1, round(math.exp(radius**2 / 4)))
     return torch.tensor([[radius / 2]] * many + [[radius]], dtype=torch.float64)
 
 
 def exponential_lower_bound(radius: float) -> float:
-    """What the Jacobian of softmax attention with W = 1 is at least there: √(n - 1) · ½ (1 + R²/8)."""
+    """Return a lower bound of softmax attention's Jacobian norm at ``exponential_sequence``, all weights 1.
+
+    It is √(n - 1) · ½ (1 + R²/8), up to the rounding of n.
+    """
     many = max(1, round(math.exp(radius**2 / 4)))
-    share = math.exp(radius**2 / 4) / (math.exp(radius**2 / 4) + many)
-    slope = (1 - share) * radius**2 / 4  # (z - m) · y: how far the one lies from what the many see, times the query
+    share = math.exp(radius**2 / 4) / (math.exp(radius**2 / 4) + many)  # weight that a token at R/2 gives to that at R
+    slope = (1 - share) * radius**2 / 4  # (x_n - output of a token at R/2) times the query R/2
     return math.sqrt(many) * share * (1 + slope)
 
 
 def unbounded_sequence(radius: float, n: int) -> Tensor:
-    """Tokens at which softmax attention's Jacobian grows like R²: one at 0, the others at ±R (Kim et al. 2021).
+    """Return tokens at which softmax attention's Jacobian grows like R²: one at 0, the others at ±R (Kim et al. 2021).
 
-    The token at 0 attends to all alike, and its derivative is the variance of the tokens: so dot-product attention has
-    no Lipschitz constant on all of space. The same holds of sigmoid attention, by the second moment in Theorem 3.2.
+    The token at 0 gives all tokens the same weight, and its derivative is the variance of the tokens: dot-product
+    attention is not Lipschitz continuous on ℝ^(n × d). Neither is sigmoid attention, because of the second moment in
+    Theorem 3.2.
     """
     signs = torch.tensor([(-1.0) ** i for i in range(n - 1)], dtype=torch.float64)
     return torch.cat([torch.zeros(1, dtype=torch.float64), radius * signs]).unsqueeze(-1)
 
 
-# -- looking for a counterexample -------------------------------------------------------------------------------------
+# -- search for a counterexample --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Search:
-    """How close the Jacobian came to its bound: ratios of norm to bound over all inputs tried, and the largest."""
+    """Result of ``search``: ratios of the Jacobian's norm to its bound.
+
+    Attributes:
+        cases: number of inputs.
+        exceeded: number of inputs whose norm exceeds the bound.
+        largest_random: largest ratio of the random inputs.
+        largest_searched: largest ratio of the gradient ascents.
+    """
 
     cases: int
     exceeded: int
@@ -173,10 +188,14 @@ class Search:
 
 
 def search(trials: int = 500, climbs: int = 10, steps: int = 60, seed: int = 0) -> Search:
-    """Random and adversarially searched inputs for Theorem 3.2: ratios of the exact norm to the bound.
+    """Search for inputs that violate Theorem 3.2, at random and by gradient ascent on the ratio of norm to bound.
 
-    Sizes, biases, scales of weights and tokens are drawn over orders of magnitude. A climb follows the gradient of the
-    ratio with respect to tokens and weights; each of its steps is a case too.
+    Args:
+        trials: number of random inputs. Sizes and biases are drawn, scales of weights and tokens over two orders of
+            magnitude.
+        climbs: number of gradient ascents with respect to tokens and weights, each from a random input.
+        steps: steps per ascent; each counts as a case.
+        seed: seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     ratios = [_ratio(*_draw(generator)).item() for _ in range(trials)]
@@ -207,26 +226,26 @@ def _draw(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, f
 
 
 def _ratio(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: float | None) -> Tensor:
-    """The exact norm over the bound, differentiable."""
+    """Return the ratio of the exact norm to the bound as a differentiable tensor."""
     head = Head(q, k, v, bias=bias)
     n, d = x.shape
     s = head.logits(x)
     p = torch.sigmoid(s)
     slope = p * (1 - p)
     w = x @ v  # (n, e)
-    # dO_i/dx_m = P_im V + Σ_j P'_ij w_j (A x_j) [i = m] + P'_im w_i-row: written out, for second derivatives are wanted
+    # dO_i/dx_m = P_im W_v + P'_im w_m z_iᵀ + [i = m] Σ_j P'_ij w_j y_jᵀ, written out because autograd differentiates it
     y, z = x @ head.a.mT, x @ head.a  # S_ij = x_i · y_j = z_i · x_j
-    own = torch.einsum("ij,je,jd->ied", slope, w, y)  # through the query
+    through_query = torch.einsum("ij,je,jd->ied", slope, w, y)
     through_key = torch.einsum("im,me,id->iemd", slope, w, z)
     jacobian = through_key + torch.einsum("im,de->iemd", p, v)
-    jacobian = jacobian + torch.einsum("ied,im->iemd", own, torch.eye(n, dtype=x.dtype))
+    jacobian = jacobian + torch.einsum("ied,im->iemd", through_query, torch.eye(n, dtype=x.dtype))
     norm = torch.linalg.matrix_norm(jacobian.reshape(n * v.shape[1], n * d), 2)
-    sigma, most = n * p.max(), n * slope.max()
-    bound = _norm(v) * (sigma + 2 * most * _norm(head.a) * x.square().sum(-1).mean())
+    sigma, sigma_slope = n * p.max(), n * slope.max()
+    bound = _norm(v) * (sigma + 2 * sigma_slope * _norm(head.a) * x.square().sum(-1).mean())
     return norm / bound
 
 
-# -- the paper's figure -----------------------------------------------------------------------------------------------
+# -- figure "empirical regularity" ------------------------------------------------------------------------------------
 
 
 def norms_over_length(
@@ -236,10 +255,12 @@ def norms_over_length(
     std: float | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """The figure "empirical regularity": Jacobian norms of both mechanisms over n, with and without hybrid-norm.
+    """Return the data of the figure "empirical regularity": Jacobian norms of sigmoid and softmax attention over n.
 
-    Standard normal tokens, heads as initialised (``random_head``), b = -log n. The bounds are those without
-    hybrid-norm.
+    Tokens are standard normal, heads come from ``random_head``, with and without hybrid-norm, b = -log n.
+
+    Returns:
+        Rows with n, trial, activation, hybrid_norm, norm and bound (None with hybrid-norm).
     """
     rows: list[dict[str, Any]] = []
     for n in lengths:

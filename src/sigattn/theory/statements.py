@@ -1,8 +1,8 @@
-"""The paper's statements, each checked by running it: what was checked, how many cases, and whether it holds.
+"""Numerical checks of the paper's statements, each with the number of cases and a verdict.
 
-A verdict is "holds", "holds mended" (the printed form fails, the form given in the note holds), "fails", or "depends"
-(it holds under conditions that the paper does not name). ``docs/paper-notes.md`` says more of each that is not plain
-"holds".
+A verdict is "holds", "holds corrected" (the printed form fails, the form given in the note holds), "fails", or
+"depends" (it holds under conditions that the paper does not name). ``docs/paper-notes.md`` explains every verdict other
+than "holds".
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ import sigattn.ops.attention as operator
 from sigattn.theory import approximation, bias, flops, regularity
 from sigattn.theory.contextual_mapping import ContextualMapping, Verification, modified_attention
 
-HOLDS, MENDED, FAILS, DEPENDS = "holds", "holds mended", "fails", "depends"
+HOLDS, MENDED, FAILS, DEPENDS = "holds", "holds corrected", "fails", "depends"
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One row of the table."""
+    """A statement of the paper and the result of checking it.
+
+    Attributes:
+        claim: the statement.
+        where: section, theorem or equation of the paper.
+        cases: number of cases checked.
+        verdict: "holds", "holds corrected", "fails" or "depends".
+        note: details of the result; may be empty.
+    """
 
     claim: str
     where: str
@@ -35,11 +43,12 @@ class Statement:
 
 
 def check_all(limit: int = 50_000, longest: int = 8) -> Iterator[Statement]:
-    """Every statement, one after another.
+    """Check every statement in turn.
 
     Args:
-        limit: enumerate contextual mappings of up to so many tokens (inputs times n); 50,000 takes a minute.
-        longest: of up to so many tokens a sequence. (Grids with hardly more points than tokens exist for every n.)
+        limit: enumerate contextual mappings with up to this many tokens (inputs times n); 50,000 takes a minute.
+        longest: largest sequence length n. (``limit`` does not bound n: grids with few more points than tokens exist
+            for every n.)
     """
     yield from contextual_mappings(limit, longest)
     yield from universal_approximation()
@@ -52,7 +61,7 @@ def check_all(limit: int = 50_000, longest: int = 8) -> Iterator[Statement]:
 
 
 def grids(limit: int, longest: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """(G, n, the (d, 1/δ) with G = δ^-d points) for d up to 3, for which every input can be enumerated."""
+    """Iterate over (G, n, [(d, 1/δ) with G = δ^-d, d ≤ 3]) for which all inputs have at most ``limit`` tokens."""
     for n in range(2, longest + 1):
         points = n
         while math.comb(points, n) * n <= limit:
@@ -62,14 +71,14 @@ def grids(limit: int, longest: int) -> Iterator[tuple[int, int, list[tuple[int, 
 
 
 def contextual_mappings(limit: int, longest: int) -> Iterator[Statement]:
-    """The contextual mapping and its lemmas, on every quantised input of every grid."""
+    """Check the contextual mapping and its lemmas on every quantised input of every grid."""
     checked: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     smallest: dict[int, list[str]] = {}
     sizes, tokens = 0, 0
     for points, n, shapes in grids(limit, longest):
         mapping = ContextualMapping(d=1, n=n, inverse_delta=points)
-        found = Verification.of(mapping)  # a sequence of indices is all that d and δ leave of a token: G decides
+        found = Verification.of(mapping)  # the layers act on indices, so the result depends on d and δ through G only
         checked.update(found.checked)
         failed.update({k: v for k, v in found.failed.items() if v})
         sizes += len(shapes)
@@ -82,14 +91,14 @@ def contextual_mappings(limit: int, longest: int) -> Iterator[Statement]:
         "App. B, last theorem",
         checked[v.BETWEEN],
         failed[v.WITHIN] + failed[v.BETWEEN],
-        f"{sizes} pairs of grid and length, every input up to permutation",
+        f"{sizes} pairs of grid and length, all inputs up to permutation",
     )
     least = "; ".join(f"n = {n}: {', '.join(c[-3:])}" for n, c in smallest.items() if n <= 5)
     yield Statement(
-        "how small c may be", "App. B, condition on c", len(smallest), HOLDS, f"least c that works: {least}"
+        "smallest possible c", "App. B, condition on c", len(smallest), HOLDS, f"least c that works: {least}"
     )
     if tokens:
-        note = "layers on tokens of d = 2 and 3 change their index uᵀx as those on indices do"
+        note = "layers applied to tokens of d = 2 and 3 change the index uᵀx like layers applied to indices"
         yield Statement("u reduces d dimensions to one", "App. B, map u", tokens, HOLDS, note)
     yield Statement(
         "l̃ after the selective shifts is given by binomials",
@@ -107,15 +116,15 @@ def contextual_mappings(limit: int, longest: int) -> Iterator[Statement]:
         (v.SHIFT, "App. B, global shift"),
     ):
         yield _verdict(key, where, checked[key], failed[key], "")
-    note = "l̃_n itself exceeds c^n δ. Split by cases; for i = n, j < n it needs l̃_n < c^(n+1) δ, which holds"
-    mended = failed[v.AS_PRINTED] and not failed[v.MENDED]
-    yield Statement(v.AS_PRINTED, "App. B, last proof", checked[v.MENDED], MENDED if mended else FAILS, note)
+    note = "l̃_n itself exceeds c^n δ. By cases: i = n, j < n needs l̃_n < c^(n+1) δ, which holds"
+    corrected = failed[v.AS_PRINTED] and not failed[v.MENDED]
+    yield Statement(v.AS_PRINTED, "App. B, last proof", checked[v.MENDED], MENDED if corrected else FAILS, note)
     yield _first_layer()
     yield _missing_delta()
 
 
 def _tokens_agree(d: int, n: int, inverse_delta: int) -> int:
-    """Whether the layers on tokens do what they do on indices: for the first and the last input; gives the count."""
+    """Assert for two inputs, the first and the last, that layers on tokens and on indices agree; return their count."""
     m = ContextualMapping(d=d, n=n, inverse_delta=inverse_delta)
     for indices in (tuple(range(n)), tuple(range(m.grid - n, m.grid))):
         tokens = [[i // inverse_delta**row % inverse_delta for row in range(d)] for i in indices]
@@ -128,17 +137,18 @@ def _tokens_agree(d: int, n: int, inverse_delta: int) -> int:
 
 
 def _first_layer() -> Statement:
-    """The composition is printed from Ψ⁽¹⁾ on; then an index 0 is never shifted."""
+    """Check the composition as printed, which starts at Ψ⁽¹⁾ and so never shifts an index 0."""
     found = Verification.of(ContextualMapping(d=1, n=3, inverse_delta=8, first_layer=1))
     broken = found.failed[Verification.LAST]
-    note = f"from i = 0: without Ψ⁽⁰⁾ a token of index 0 stays, and {broken} of {found.inputs} inputs break the lemmas"
+    note = "from i = 0: without Ψ⁽⁰⁾ a token of index 0 is not shifted, and the lemmas fail for "
+    note += f"{broken} of {found.inputs} inputs"
     return Statement(
         "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …", "App. B, composition", found.inputs, MENDED if broken else HOLDS, note
     )
 
 
 def _missing_delta() -> Statement:
-    """The fourth head of the selective shift is printed with b_q = i + 1/2, without δ."""
+    """Check the fourth head of the selective shift as printed, with b_q = i + 1/2 instead of (i + 1/2) δ."""
     m = ContextualMapping(d=1, n=3, inverse_delta=8)
     wrong = 0
     for l in m.all_inputs():
@@ -151,7 +161,7 @@ def _missing_delta() -> Statement:
         "App. B, Eq. selective shift",
         cases,
         MENDED if wrong else HOLDS,
-        f"(i + ½) δ: as printed the head is another in {wrong} of {cases} cases",
+        f"(i + ½) δ: as printed the head gives another result in {wrong} of {cases} cases",
     )
 
 
@@ -159,7 +169,7 @@ def _missing_delta() -> Statement:
 
 
 def universal_approximation() -> Iterator[Statement]:
-    """Errors of the explicit networks as δ falls and λ grows."""
+    """Check that the errors of the explicit networks fall as δ falls and as λ grows."""
     falls, cases, notes = True, 0, []
     for name, target in approximation.TARGETS.items():
         for d, n, grid in ((1, 2, (4, 8, 16)), (2, 2, (2, 4)), (1, 3, (4, 8))):
@@ -173,7 +183,7 @@ def universal_approximation() -> Iterator[Statement]:
     steep = (1e2, 1e3, 1e4, 1e6, 1e9)
     found = [approximation.UniversalApproximator(target, 1, 2, 16, s).error(500) for s in steep]
     falls = all(b <= a for a, b in itertools.pairwise(found))
-    note = f"λ = 10² … 10⁹: {' → '.join(f'{e:.3f}' for e in found)}; float64 ends it where c^(2n+2) reaches 2^53"
+    note = f"λ = 10² … 10⁹: {' → '.join(f'{e:.3f}' for e in found)}; limited by float64, which needs c^(2n+2) < 2^53"
     yield _verdict("the L² error falls as λ grows", "Thm. 3.1, App. B.1", len(found), not falls, note)
 
 
@@ -181,51 +191,51 @@ def universal_approximation() -> Iterator[Statement]:
 
 
 def jacobian_bounds(trials: int = 2000) -> Iterator[Statement]:
-    """The bound, its proof's inequality, and softmax's misbehaviour."""
+    """Check Theorem 3.2's bound, an inequality of its proof, and the growth of softmax's Jacobian norm."""
     found = regularity.search(trials, climbs=20)
     note = f"A = scale · W_q W_kᵀ; largest ratio to the bound {found.largest_random:.3f} at random, "
-    note += f"{found.largest_searched:.3f} searched for (it is attained where logits hardly vary)"
+    note += f"{found.largest_searched:.3f} by gradient ascent (attained if the logits hardly vary)"
     yield _verdict("‖Jac‖ ≤ ‖W_v‖ (σ∞ + 2 σ'∞ ‖A‖ mean ‖x‖²)", "Thm. 3.2", found.cases, found.exceeded, note)
     yield _frobenius_step()
     yield _exponential_of_the_largest_logit()
     one = torch.ones(1, 1, dtype=torch.float64)
-    radii, worse, exceeded = (2.0, 3.0, 4.0, 5.0), 0, 0
+    radii, too_small, exceeded = (2.0, 3.0, 4.0, 5.0), 0, 0
     norms = []
     for radius in radii:
         x = regularity.exponential_sequence(radius)
         norm = regularity.jacobian_norm_matrix_free(regularity.Head(one, one, one, "softmax", scale=1.0), x)
         norms.append(norm)
-        worse += norm < regularity.exponential_lower_bound(radius) * (1 - 1e-6)
+        too_small += norm < regularity.exponential_lower_bound(radius) * (1 - 1e-6)
         head = regularity.Head(one, one, one, "sigmoid", scale=1.0)
         exceeded += regularity.jacobian_norm_matrix_free(head, x) > regularity.sigmoid_bound(head, x)
     note = f"n - 1 = e^(R²/4) tokens at R/2, one at R: R = 2 … 5 gives {' → '.join(f'{x:.1f}' for x in norms)}"
-    claim = "softmax: ‖Jac‖ ≥ c R² e^(cR²) for some sequence; sigmoid keeps its bound there"
-    yield _verdict(claim, "Sect. 3.2 (Castin et al.)", 2 * len(radii), worse + exceeded, note)
+    claim = "softmax: ‖Jac‖ ≥ c R² e^(cR²) for some sequence; sigmoid stays below its bound for it"
+    yield _verdict(claim, "Sect. 3.2 (Castin et al.)", 2 * len(radii), too_small + exceeded, note)
     yield _small_and_large_weights()
 
 
 def _frobenius_step() -> Statement:
-    """‖M‖_F² ≤ n⁻² σ'∞ … must have σ'∞ squared: they differ where σ'∞ > 1."""
+    """Check ‖M‖_F² ≤ n⁻² σ'∞ … of App. C as printed and with σ'∞ squared; they differ if σ'∞ > 1."""
     generator = torch.Generator().manual_seed(0)
-    printed = mended = 0
+    printed = corrected = 0
     cases = 300
     for _ in range(cases):
         x = 1 + 0.1 * torch.randn(8, 1, generator=generator, dtype=torch.float64)
         a = 0.1 * torch.rand(1, 1, generator=generator, dtype=torch.float64)
-        p = torch.sigmoid(x @ a @ x.mT)  # b = 0, where σ'∞ is about n/4
+        p = torch.sigmoid(x @ a @ x.mT)  # b = 0, so that σ'∞ is about n/4
         slope = p * (1 - p)
-        most = 8 * slope.max()
-        square = (slope * (x @ (x @ a.mT).mT)).square().sum()  # moving the tokens along themselves
-        rest = x.square().sum() ** 2 * a.square().sum() / 64
-        printed += bool(square > most * rest)
-        mended += bool(square > most**2 * rest * (1 + 1e-12))
-    verdict = FAILS if mended else MENDED if printed else HOLDS
-    note = f"σ'∞² for σ'∞; as printed it is exceeded in {printed} cases. (The theorem uses the right one.)"
+        sigma_slope = 8 * slope.max()
+        square = (slope * (x @ (x @ a.mT).mT)).square().sum()  # ‖M‖_F² with δ = x
+        factors = x.square().sum() ** 2 * a.square().sum() / 64
+        printed += bool(square > sigma_slope * factors)
+        corrected += bool(square > sigma_slope**2 * factors * (1 + 1e-12))
+    verdict = FAILS if corrected else MENDED if printed else HOLDS
+    note = f"σ'∞² instead of σ'∞; as printed it is exceeded in {printed} cases. (The theorem uses σ'∞².)"
     return Statement("‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²", "App. C", cases, verdict, note)
 
 
 def _exponential_of_the_largest_logit() -> Statement:
-    """σ∞ ≤ e^μ and σ'∞ ≤ e^μ with b = -log n, for logits of at most μ."""
+    """Check σ∞ ≤ e^μ and σ'∞ ≤ e^μ with b = -log n for logits of at most μ."""
     wrong, cases = 0, 0
     for n in (1, 2, 10, 1000, 10**6):
         for mu in torch.linspace(-5, 20, 51, dtype=torch.float64):
@@ -236,7 +246,7 @@ def _exponential_of_the_largest_logit() -> Statement:
 
 
 def _small_and_large_weights() -> Statement:
-    """Whether sigmoid attention's Jacobian is smaller than softmax's: for small weights and for larger ones."""
+    """Compare the Jacobian norms of sigmoid and softmax attention, for small and for larger weights."""
     shares = []
     cases = 0
     for std in (0.02, None):
@@ -255,7 +265,7 @@ def _small_and_large_weights() -> Statement:
 
 
 def bias_rules(rows: int = 2000) -> Iterator[Statement]:
-    """The bias that normalises, its bounds, and what follows."""
+    """Check the normalizing bias, its bounds and the rules derived from it."""
     generator = torch.Generator().manual_seed(0)
     outside = unsolved = cases = 0
     for n in (2, 3, 10, 100, 4096):
@@ -266,16 +276,16 @@ def bias_rules(rows: int = 2000) -> Iterator[Statement]:
         outside += int(((b < low - 1e-12) | (b > high + 1e-12)).sum())
         unsolved += int(((torch.sigmoid(z + b.unsqueeze(-1)).sum(-1) - 1).abs() > 1e-9).sum())
         cases += count
-    note = "b* by bisection; at equal logits it is -log(n - 1) exactly"
+    note = "b* by bisection; for equal logits it is -log(n - 1) exactly"
     yield _verdict("-log(n-1) - M ≤ b* ≤ -log(n-1) - m", "App. E, proposition", cases, outside + unsolved, note)
     z = torch.randn(rows, 64, generator=generator, dtype=torch.float64)
     p, softmax = torch.sigmoid(z - math.log(64)), z.softmax(-1)
     _, gap = bias.gradient_gap(z, -math.log(64))
     wrong = int((gap - ((p - softmax) * (1 - p - softmax)).abs()).abs().gt(1e-12).sum())
-    note = "p(1-p) - p*(1-p*) = (p - p*)(1 - p - p*): the derivatives agree where the weights do"
-    yield _verdict("gradients agree where p ≈ p*", "App. E", z.numel(), wrong, note)
+    note = "p(1-p) - p*(1-p*) = (p - p*)(1 - p - p*): the derivatives agree if the weights do"
+    yield _verdict("gradients agree if p ≈ p*", "App. E", z.numel(), wrong, note)
     ratios = [(m + math.log(n)) / max(m, math.log(n)) for n in (10, 100, 4096, 10**6) for m in (1.0, 3.0, 10.0)]
-    note = f"-max(M, log n) is up to {max(ratios):.2f} times too small, and never by more than 2: right in order only"
+    note = f"-max(M, log n) is up to {max(ratios):.2f} times too small, at most 2 times: right in order only"
     yield Statement("b ≈ -(M + log n) ≈ -max(M, log n)", "App. E", len(ratios), DEPENDS, note)
 
 
@@ -283,11 +293,11 @@ def bias_rules(rows: int = 2000) -> Iterator[Statement]:
 
 
 def operation_counts() -> Iterator[Statement]:
-    """Table 1, and that PyTorch's counter says the same of our operator."""
+    """Check Table 1, and that PyTorch's FlopCounterMode counts the same for our operator."""
     wrong, cases = 0, 0
     for n, d in ((16, 8), (2048, 64), (100, 40)):
         wrong += flops.sigmoid(n) != flops.softmax(n)
-        mean = sum(range(1, n + 1)) / n  # keys that a causal token sees, on average
+        mean = sum(range(1, n + 1)) / n  # keys visible to a causal token, on average
         wrong += not math.isclose(flops.logits(n, d, causal=True), 2 * d * mean)
         heads = 3
         with FlopCounterMode(display=False) as counter:
@@ -295,7 +305,7 @@ def operation_counts() -> Iterator[Statement]:
             operator.sigmoid_attention(query, key, value)
         wrong += counter.get_total_flops() != heads * n * (flops.logits(n, d) + flops.values(n, d))
         cases += 3
-    note = "our registered counts are those of the products (logits and values), in full, as PyTorch counts its own"
+    note = "the operator's registered counts are those of both products (logits and values), unmasked, like PyTorch's"
     yield _verdict(
         "FLOPs per token and head: 2cnd for logits, 5cn for either activation", "Table 1", cases, wrong, note
     )
