@@ -1,1 +1,1 @@
-"""What models are trained for: one objective, with its loss and its metrics, in each file."""
+"""Training objectives, one per module: each builds its module, computes its loss and evaluates its metrics."""

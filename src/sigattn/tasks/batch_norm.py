@@ -1,4 +1,4 @@
-"""Batch normalisation over the samples of all processes (PyTorch's ``SyncBatchNorm`` is for GPUs alone)."""
+"""Batch normalisation synchronised over all processes, on CPU too (PyTorch's ``SyncBatchNorm`` needs GPUs)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from sigattn.nn.norm import BatchNorm
 
 
 class SharedBatchNorm(BatchNorm):
-    """``BatchNorm1d`` of (B, C) whose mean and variance, while training, are those of all processes' samples together.
+    """``BatchNorm1d`` of (B, C) whose mean and variance in training are those of the samples of all processes.
 
-    So that what is learned does not depend on how many processes share a batch. With one process it is the same.
+    The result does not depend on the number of processes that share a batch. With one process it is ``BatchNorm``.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (PyTorch's name)
-        """(B, C) → (B, C); B may differ from process to process."""
-        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        if alone or not self.training:
+        """Normalise (B, C) → (B, C); B may differ between processes."""
+        single_process = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if single_process or not self.training:
             return super().forward(input)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         ones = x.new_full((1,), float(len(x)))
         total = _Sum.apply(torch.cat((ones, x.sum(0))))  # (1 + C,)
         count, mean = total[0], total[1:] / total[0]
         centred = x - mean
-        variance = _Sum.apply(centred.square().sum(0)) / count  # (C,): twice round, for one pass would cancel
+        variance = _Sum.apply(centred.square().sum(0)) / count  # (C,); in one pass, E[x²] - E[x]² would cancel
         self.remember(mean.detach(), variance.detach(), count.detach())
         out = centred * torch.rsqrt(variance + self.eps)
         if self.affine:
@@ -34,7 +34,7 @@ class SharedBatchNorm(BatchNorm):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all processes, each of which goes on with it: so its gradient is the sum of theirs."""
+    """Sum over all processes. Each process uses the sum, so the gradient is the sum of the processes' gradients."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]

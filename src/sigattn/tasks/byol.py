@@ -1,4 +1,4 @@
-"""BYOL: predict what a slowly moving average of oneself makes of another view (Grill et al., 2020)."""
+"""BYOL: predict a moving-average teacher's projection of another view of the image (Grill et al., 2020)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sigattn.validation import SettingsError, check_at_least
 
 
 class StudentAndTeacher(nn.Module):
-    """A student, its predictor, and a teacher that is a copy of the student at first and learns nothing by itself."""
+    """Student, predictor and teacher; the teacher starts as a copy of the student and gets no gradient."""
 
     def __init__(self, student: Projected, predictor: nn.Module) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class StudentAndTeacher(nn.Module):
         self.teacher = copy.deepcopy(student).requires_grad_(False)
 
     def forward(self, views: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """The student's predictions of all views and the teacher's projections of the first two, of length 1."""
+        """Return the predictions of all views and the teacher's projections of the first two, each of unit length."""
         with torch.no_grad():
             targets = [F.normalize(self.teacher(view).float(), dim=-1) for view in views[:2]]
         predictions = [F.normalize(self.predictor(self.student(view)).float(), dim=-1) for view in views]
@@ -37,17 +37,18 @@ class StudentAndTeacher(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class BYOL(Task):
-    """2 - 2 cos of prediction and teacher, over all pairs of different views. A batch is views, (B, C, H, W) each.
+    """2 - 2 cos(prediction, teacher), averaged over all pairs of different views. A batch is views, (B, C, H, W) each.
 
-    The teacher sees the first two views (the large ones of DINO's multi-crop), the student all of them.
-    Metrics: ``loss``, and ``spread``: the standard deviation of the normalised projections' features times √outputs, 1
-    when they fill the sphere and 0 when they have collapsed.
+    The teacher gets the first two views (the large ones of DINO's multi-crop), the student all of them.
+    Metrics: ``loss``, and ``spread``: the standard deviation of the normalised projections' features times √outputs,
+    which is 1 for projections uniform on the sphere and 0 for collapsed ones.
 
     Attributes:
-        momentum: of the teacher, at a batch of base_batch; at κ times that it is momentum^κ (Busbridge et al., 2023).
-        base_batch: the batch for which momentum is given.
-        hidden: features within projector and predictor; the paper does not state them, these are MoCo v3's.
-        outputs: of projector and predictor.
+        momentum: decay of the teacher's moving average at a batch size of ``base_batch``; at κ times that size it is
+            momentum^κ (Busbridge et al., 2023).
+        base_batch: batch size for which ``momentum`` is given.
+        hidden: hidden features of projector and predictor; not stated in the paper, this is MoCo v3's value.
+        outputs: output features of projector and predictor.
     """
 
     momentum: float = 0.996
@@ -62,18 +63,18 @@ class BYOL(Task):
         check_at_least(1, self, "base_batch", "hidden", "outputs")
 
     def build(self, model: VisionTransformerConfig) -> nn.Module:
-        """Backbone, projector, predictor, and the teacher's backbone and projector."""
+        """Return student (backbone and projector), predictor and teacher."""
         student = Projected(replace(model, classes=0), [self.hidden, self.hidden, self.outputs])
         return StudentAndTeacher(student, projector([self.outputs, self.hidden, self.outputs]))
 
     def backbone(self, module: nn.Module) -> nn.Module:
-        """The student's."""
+        """Return the student's backbone."""
         inner: Any = module
         found: nn.Module = inner.student.backbone
         return found
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Mean over the pairs of a student's view and another of the teacher's."""
+        """Return the mean over the pairs of a student's view and a different view of the teacher's."""
         loss, _ = self._compare(module, batch)
         return loss
 
@@ -85,7 +86,6 @@ class BYOL(Task):
         return torch.stack(losses).mean(), torch.cat(targets)
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class."""
         loss, count, projections = 0.0, 0, []
         for views in batches:
             one, targets = self._compare(module, views)
@@ -96,7 +96,7 @@ class BYOL(Task):
 
     @torch.no_grad()
     def after_step(self, module: nn.Module, samples: int) -> None:
-        """Move the teacher towards the student; batch-norm statistics too."""
+        """Update the teacher's moving average of the student's weights and batch-norm statistics."""
         inner: Any = module
         weight = 1 - self.momentum ** (samples / self.base_batch)
         pairs = zip(inner.teacher.state_dict().values(), inner.student.state_dict().values(), strict=True)

@@ -19,11 +19,11 @@ from sigattn.validation import check_not_negative, check_probability
 class Classification(Task):
     """Cross-entropy of the class. A batch is images (B, C, H, W) and labels (B,).
 
-    Metrics: ``loss``, ``top1`` and ``top5``, parts of 1.
+    Metrics: ``loss``, and the accuracies ``top1`` and ``top5`` in 0 … 1.
 
     Attributes:
-        label_smoothing: part of the target that is spread evenly over all classes.
-        mixup: α of the beta distribution after which each image is mixed with another (Zhang et al., 2018); 0 for none.
+        label_smoothing: fraction of the target that is spread evenly over all classes.
+        mixup: parameter α of mixup's Beta(α, α) distribution (Zhang et al., 2018); 0 turns mixup off.
     """
 
     label_smoothing: float = 0.0
@@ -35,17 +35,17 @@ class Classification(Task):
         check_not_negative(self, "mixup")
 
     def build(self, model: VisionTransformerConfig) -> nn.Module:
-        """The vision transformer itself.
+        """Return the vision transformer.
 
         Raises:
-            ValueError: if it has no classes.
+            ValueError: if it has fewer than 2 classes.
         """
         if model.classes < 2:
-            raise ValueError(f"classification needs at least 2 classes, got classes={model.classes}")
+            raise ValueError(f"Classification needs a model with at least 2 classes, got classes={model.classes}")
         return VisionTransformer(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy, in nats; with the mixed targets, where images are mixed."""
+        """Return the mean cross-entropy in nats, with mixed targets if mixup is on."""
         images, labels = batch
         if not self.mixup:
             return F.cross_entropy(module(images).float(), labels, label_smoothing=self.label_smoothing)
@@ -58,7 +58,6 @@ class Classification(Task):
         return share * first + (1 - share) * second
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class."""
         loss = first = among_five = count = 0.0
         for images, labels in batches:
             logits = module(images).float()

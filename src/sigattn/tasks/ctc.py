@@ -17,23 +17,23 @@ from sigattn.validation import SettingsError
 
 @dataclass(frozen=True, kw_only=True)
 class CTC(Task):
-    """CTC's loss. A batch is frames (B, T, mels), lengths (B,), targets (B, C) and target_lengths (B,).
+    """CTC loss. A batch is frames (B, T, mels), lengths (B,), targets (B, C) and target_lengths (B,).
 
-    Metrics: ``loss`` in nats for each character, ``wer`` and ``cer``, the word and character error rates in per cent.
+    Metrics: ``loss`` in nats per character, ``wer`` and ``cer``, the word and character error rates in per cent.
 
     Attributes:
-        alphabet: the characters of tokens 1, 2, …; "|" stands between words.
+        alphabet: characters of tokens 1, 2, …; "|" separates words.
     """
 
     alphabet: str = ALPHABET
     metric = "wer"
 
     def build(self, model: SpeechModelConfig) -> nn.Module:
-        """The speech model itself.
+        """Return the speech model.
 
         Raises:
-            SettingsError: if it has not one output for each character and the blank.
-            MissingPackageError: without jiwer, which ``evaluate`` counts errors with.
+            SettingsError: if the model's vocabulary is not the alphabet and the blank.
+            MissingPackageError: if jiwer, which ``evaluate`` needs, is missing.
         """
         require("jiwer", "word error rates", "'sigattn[speech]'")
         if model.vocabulary != 1 + len(self.alphabet):
@@ -44,28 +44,28 @@ class CTC(Task):
         return SpeechModel(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """See ``SpeechModel.loss``."""
+        """Return CTC's loss, averaged over samples after division by the number of characters of each."""
         frames, lengths, targets, target_lengths = batch
         log_probabilities, steps = module(frames, lengths)
         return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class."""
         import jiwer
 
-        loss, samples, said, heard = 0.0, 0, [], []
+        loss, samples, references, hypotheses = 0.0, 0, [], []
         for frames, lengths, targets, target_lengths in batches:
             log_probabilities, steps = module(frames, lengths)
             one = F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
             loss, samples = loss + one.item() * len(frames), samples + len(frames)
-            heard += self.decode(log_probabilities, steps)
-            said += [self.text(t[:n].tolist()) for t, n in zip(targets, target_lengths, strict=True)]
-        if not said:
+            hypotheses += self.decode(log_probabilities, steps)
+            references += [self.text(t[:n].tolist()) for t, n in zip(targets, target_lengths, strict=True)]
+        if not references:
             return {"loss": 0.0, "wer": 0.0, "cer": 0.0}
-        return {"loss": loss / samples, "wer": 100 * jiwer.wer(said, heard), "cer": 100 * jiwer.cer(said, heard)}
+        wer, cer = (100 * rate(references, hypotheses) for rate in (jiwer.wer, jiwer.cer))
+        return {"loss": loss / samples, "wer": wer, "cer": cer}
 
     def decode(self, log_probabilities: Tensor, steps: Tensor) -> list[str]:
-        """The likeliest token of each step, repetitions merged and blanks left out: (B, T, vocabulary) → B texts."""
+        """Decode greedily, (B, T, vocabulary) → B texts: best token per step, repetitions merged, blanks removed."""
         texts = []
         for row, n in zip(log_probabilities.argmax(-1), steps.tolist(), strict=True):
             merged = row[:n].unique_consecutive().tolist()
@@ -73,5 +73,5 @@ class CTC(Task):
         return texts
 
     def text(self, tokens: list[int]) -> str:
-        """Tokens as text."""
+        """Return tokens as text, with "|" as spaces."""
         return "".join(self.alphabet[t - 1] for t in tokens).replace("|", " ").strip()

@@ -1,4 +1,4 @@
-"""k-summation: add the numbers that are pointed out (App. "k-Summation Problem Definition")."""
+"""k-summation: add the k marked numbers of a sequence (App. "k-Summation Problem Definition")."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KSummationTask(Task):
     """Mean squared error of the sum. A batch is sequences (B, n) and sums (B, 1). Metrics: ``loss``.
 
     Attributes:
-        k: how many numbers are added.
+        k: number of numbers that are added.
     """
 
     k: int = 1
@@ -29,15 +29,14 @@ class KSummationTask(Task):
         check_at_least(1, self, "k")
 
     def build(self, model: SequenceModelConfig) -> nn.Module:
-        """The sequence model itself."""
+        """Return the sequence model."""
         return SequenceModel(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Mean squared error."""
+        """Return the mean squared error."""
         return F.mse_loss(module(batch[0]).float(), batch[1])
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class."""
         total = count = 0.0
         for batch in batches:
             total += self.loss(module, batch).item() * len(batch[0])

@@ -1,4 +1,4 @@
-"""Language modelling: the next token of each."""
+"""Language modelling: prediction of the next token."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from sigattn.validation import SettingsError, check_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelling(Task):
-    """Cross-entropy of the next token. A batch is tokens and targets, both (B, N), targets below 0 being left out.
+    """Cross-entropy of the next token. A batch is tokens and targets, both (B, N); targets below 0 are ignored.
 
-    Metrics: ``loss`` in nats for each token, ``bits`` in bits, ``perplexity``, ``accuracy`` of the likeliest token.
+    Metrics: ``loss`` in nats per token, ``bits`` in bits per token, ``perplexity``, ``accuracy`` of the most probable
+    token.
 
     Attributes:
-        end_token: what ends each document of a packed row (``sigattn tokenizer`` gives it number 0). No token then
-            looks into another document, and a document's first token is not predicted. None lets rows be as they come.
+        end_token: token that ends each document of a packed row (0 in tokenizers of ``sigattn tokenizer``). If given,
+            tokens attend within their own document only, and a document's first token is not predicted. If None, each
+            row is one document.
     """
 
     end_token: int | None = None
@@ -35,22 +37,22 @@ class LanguageModelling(Task):
         check_at_least(0, self, "end_token")
 
     def build(self, model: LanguageModelConfig) -> nn.Module:
-        """The language model itself.
+        """Return the language model.
 
         Raises:
-            SettingsError: if its vocabulary does not hold the end token.
+            SettingsError: if its vocabulary does not contain the end token.
         """
         if self.end_token is not None and self.end_token >= model.vocabulary:
             raise SettingsError(f"end_token must be below the vocabulary of {model.vocabulary}, got {self.end_token}")
         return LanguageModel(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy, in nats."""
+        """Return the mean cross-entropy in nats."""
         logits, targets = self._predict(module, batch)
         return F.cross_entropy(logits, targets, ignore_index=-1)
 
     def _predict(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits (B · N, vocabulary) in float32, and what they should tell (B · N,)."""
+        """Return logits (B · N, vocabulary) in float32 and targets (B · N,)."""
         tokens, targets = batch
         if self.end_token is None:
             logits = module(tokens)
@@ -60,13 +62,12 @@ class LanguageModelling(Task):
         return logits.flatten(0, 1).float(), targets.flatten()
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class."""
         total = correct = count = 0.0
         for batch in batches:
-            logits, wanted = self._predict(module, batch)
-            total += F.cross_entropy(logits, wanted, ignore_index=-1, reduction="sum").item()
-            correct += (logits.argmax(-1) == wanted).sum().item()
-            count += (wanted >= 0).sum().item()
+            logits, targets = self._predict(module, batch)
+            total += F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum").item()
+            correct += (logits.argmax(-1) == targets).sum().item()
+            count += (targets >= 0).sum().item()
         loss = total / max(count, 1)
         return {
             "loss": loss,

@@ -16,29 +16,28 @@ from sigattn.tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedAutoencoding(Task):
-    """Mean squared error of the hidden patches' normalised pixels. A batch is images (B, C, H, W).
+    """Mean squared error of the masked patches' normalised pixels. A batch is images (B, C, H, W).
 
-    Metrics: ``loss``, with the same patches hidden at every evaluation.
+    Metrics: ``loss``, with the same patches masked at every evaluation.
     """
 
     metric = "loss"
 
     def build(self, model: MaskedAutoencoderConfig) -> nn.Module:
-        """Encoder and decoder."""
+        """Return encoder and decoder."""
         return MaskedAutoencoder(model)
 
     def backbone(self, module: nn.Module) -> nn.Module:
-        """The encoder."""
+        """Return the encoder."""
         inner: Any = module
         found: nn.Module = inner.encoder
         return found
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """See ``reconstruction_error``."""
+        """Return the reconstruction error of the masked patches (``reconstruction_error``)."""
         return reconstruction_error(batch[0], *module(batch[0]))
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class."""
         total, count = 0.0, 0
         with torch.random.fork_rng():
             torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Pair repeat: does a sequence's first pair come again? (App. "Pair Repeat Problem")."""
+"""Pair repeat: decide if the first pair of symbols occurs again in a sequence (App. "Pair Repeat Problem")."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ class PairRepeatTask(Task):
     metric = "accuracy"
 
     def build(self, model: SequenceModelConfig) -> nn.Module:
-        """The sequence model itself."""
+        """Return the sequence model."""
         return SequenceModel(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Mean binary cross-entropy, in nats."""
+        """Return the mean binary cross-entropy in nats."""
         return F.binary_cross_entropy_with_logits(module(batch[0]).squeeze(-1).float(), batch[1].float())
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class."""
         loss = correct = count = 0.0
         for symbols, answers in batches:
             logits = module(symbols).squeeze(-1).float()

@@ -1,4 +1,4 @@
-"""The small networks that self-supervised objectives put behind a backbone, and lay aside afterwards."""
+"""Projector networks that self-supervised objectives add to a backbone during training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sigattn.tasks.batch_norm import SharedBatchNorm
 
 
 def projector(widths: list[int]) -> nn.Sequential:
-    """Linear layers of these widths; batch norm and ReLU between them, and batch norm without parameters at the end.
+    """Return an MLP of these widths with batch norm and ReLU between layers and a final batch norm without parameters.
 
-    The form of MoCo v3 (Chen et al., 2021), which the paper's recipes for SimCLR and BYOL come from. Batch norm is over
-    the samples of all processes.
+    This is the projector of MoCo v3 (Chen et al., 2021), from which the paper's recipes for SimCLR and BYOL come. Batch
+    norm is synchronised over all processes.
     """
     parts: list[nn.Module] = []
     last = len(widths) - 2

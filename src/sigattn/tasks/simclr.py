@@ -1,4 +1,4 @@
-"""SimCLR: tell the other view of an image from the views of all other images (Chen et al., 2020)."""
+"""SimCLR: identify the other view of an image among the views of all images (Chen et al., 2020)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sigattn.validation import check_at_least, check_positive
 
 
 class Projected(nn.Module):
-    """A backbone and a projector behind it."""
+    """Backbone followed by a projector."""
 
     def __init__(self, model: VisionTransformerConfig, widths: list[int]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Projected(nn.Module):
         self.projector = projector([model.width, *widths])
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) → (B, outputs)."""
+        """Return the projections of images, (B, C, H, W) → (B, outputs)."""
         projected: Tensor = self.projector(self.backbone(images))
         return projected
 
@@ -36,12 +36,13 @@ class Projected(nn.Module):
 class SimCLR(Task):
     """InfoNCE over the views of the whole batch, gathered from all ranks. A batch is two views, (B, C, H, W) each.
 
-    Metrics: ``loss``, and ``retrieval``, how often a view's nearest neighbour is its partner.
+    Metrics: ``loss``, and ``retrieval``, the fraction of views whose nearest neighbour is the other view of the image.
+    The paper states none of the numbers below; they are MoCo v3's.
 
     Attributes:
-        temperature: that similarities are divided by. (The paper states none of these numbers; they are MoCo v3's.)
-        hidden: features within the projector.
-        outputs: of the projector.
+        temperature: divisor of the similarities.
+        hidden: hidden features of the projector.
+        outputs: output features of the projector.
     """
 
     temperature: float = 0.2
@@ -54,44 +55,43 @@ class SimCLR(Task):
         check_at_least(1, self, "hidden", "outputs")
 
     def build(self, model: VisionTransformerConfig) -> nn.Module:
-        """Backbone and projector."""
+        """Return backbone and projector."""
         return Projected(replace(model, classes=0), [self.hidden, self.hidden, self.outputs])
 
     def backbone(self, module: nn.Module) -> nn.Module:
-        """Without the projector."""
+        """Return the backbone without the projector."""
         inner: Any = module
         found: nn.Module = inner.backbone
         return found
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Mean InfoNCE of both views."""
-        logits, partner = self._similarities(module, batch, gather)
-        return F.cross_entropy(logits, partner)
+        """Return the mean InfoNCE of both views."""
+        logits, targets = self._similarities(module, batch, gather)
+        return F.cross_entropy(logits, targets)
 
     def _similarities(
         self, module: Any, batch: Batch, collect: Callable[[Tensor], tuple[Tensor, int]]
     ) -> tuple[Tensor, Tensor]:
-        """(2b, 2B) logits of these b samples against all B, each but itself, and the partners' places.
+        """Return logits (2b, 2B) of this rank's b samples against all B, and the column of each row's other view.
 
-        ``collect`` gives everyone's rows, and where one's own begin.
+        The logit of a view with itself is -inf. ``collect`` returns the rows of all ranks and the index of this rank's
+        first row.
         """
         first, second = batch
         z = F.normalize(module(torch.cat([first, second])).float(), dim=-1)
-        mine, theirs = z.chunk(2)
-        views = [collect(v) for v in (mine, theirs)]  # each (B, outputs)
-        everyone, offset = torch.cat([v for v, _ in views]), views[0][1]
-        total, here = len(everyone) // 2, torch.arange(len(mine), device=z.device) + offset
-        own = torch.cat([here, here + total])
-        logits = (z @ everyone.T / self.temperature).scatter(1, own[:, None], -torch.inf)
-        return logits, torch.cat([here + total, here])
+        views = [collect(v) for v in z.chunk(2)]  # each (B, outputs)
+        all_views, offset = torch.cat([v for v, _ in views]), views[0][1]
+        total, index = len(all_views) // 2, torch.arange(len(z) // 2, device=z.device) + offset
+        own = torch.cat([index, index + total])
+        logits = (z @ all_views.T / self.temperature).scatter(1, own[:, None], -torch.inf)
+        return logits, torch.cat([index + total, index])
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """See the class."""
         loss = correct = count = 0.0
         for batch in batches:
-            # every process judges the same batches: there is nobody else's to add
-            logits, partner = self._similarities(module, batch, lambda rows: (rows, 0))
-            loss += F.cross_entropy(logits, partner, reduction="sum").item()
-            correct += (logits.argmax(-1) == partner).sum().item()
-            count += len(partner)
+            # not gathered: every process evaluates the same batches
+            logits, targets = self._similarities(module, batch, lambda rows: (rows, 0))
+            loss += F.cross_entropy(logits, targets, reduction="sum").item()
+            correct += (logits.argmax(-1) == targets).sum().item()
+            count += len(targets)
         return {"loss": loss / max(count, 1), "retrieval": correct / max(count, 1)}

@@ -1,4 +1,4 @@
-"""What every task has: the module that is trained, the loss of a batch, and metrics over a data set."""
+"""Base class of the training objectives."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from sigattn.data.dataset import Batch
 
 
 class Task(ABC):
-    """An objective and its settings; a frozen dataclass, so that it can be printed and compared.
+    """Training objective and its settings; subclasses are frozen dataclasses, so that they can be printed and compared.
 
     Attributes:
-        metric: the name, among what ``evaluate`` gives, of the number that says how good a model is.
+        metric: key of the main metric in the result of ``evaluate``.
     """
 
     metric: str
 
     @abstractmethod
     def build(self, model: Any) -> nn.Module:
-        """What is trained: the model of a configuration, and what the objective adds to it."""
+        """Return the module to train: the model of a configuration and any layers that the objective adds."""
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """The loss of a batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
 
     @abstractmethod
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Metrics over held-out batches; the module is in evaluation mode and wants no gradient."""
+        """Return the metrics over held-out batches, by name.
+
+        The caller puts the module in evaluation mode and disables gradients.
+        """
 
     def backbone(self, module: nn.Module) -> nn.Module:
-        """The model within what is trained: what is kept, and served, afterwards."""
+        """Return the model without the objective's additional layers: the part that is saved after training."""
         return module
 
     def after_step(self, module: nn.Module, samples: int) -> None:
-        """Called after each update, of so many samples."""
+        """Update state outside the optimizer; called after each optimizer step on ``samples`` samples."""
         return
