@@ -194,7 +194,7 @@ class TestShards:
         with tarfile.open(sharded / "y-train-9.tar", "w") as archive:
             info = tarfile.TarInfo("7.jpg")
             archive.addfile(info, io.BytesIO())
-        with pytest.raises(DataError, match=r"1 images have no class beside them \(KEY.cls\), '7' first"):
+        with pytest.raises(DataError, match=r"1 images have no label \(KEY.cls\), the first is '7'"):
             ImageFolder(sharded, 16, "none")
         (sharded / "y-train-9.tar").write_bytes(b"no archive" * 100)
         with pytest.raises(DataError, match=r"cannot read .*y-train-9.tar"):

@@ -253,7 +253,10 @@ class TestCorpora:
         assert lengths.tolist() == [151]
         with pytest.raises(DataError, match=r"legacy/dev/stm/\*\.stm"):
             tedlium(tmp_path, "dev")
-        for line, message in (("ann 1 ann", "expected a line of .stm"), ("a 1 a 2.0 1.0 <o> we", "a time after 2.0")):
+        for line, message in (
+            ("ann 1 ann", "expected a line in the .stm format"),
+            ("a 1 a 2.0 1.0 <o> we", "a time after 2.0"),
+        ):
             (talk / "stm" / "ann.stm").write_text(line + "\n")
             with pytest.raises(DataError, match=message):
                 tedlium(tmp_path, "test")

@@ -56,7 +56,7 @@ def test_a_packed_corpus_is_read_in_place(corpus, tmp_path):
         file.write(b"more")
     with pytest.raises(DataError, match="should hold"):
         packed(tmp_path / "new" / "corpus.bin", 300, context=8)
-    with pytest.raises(DataError, match="no file of sigattn pack"):
+    with pytest.raises(DataError, match="was not written by sigattn pack"):
         packed(tmp_path / "tokenizer.json", 300, context=8)
     (corpus / "d.jsonl.gz").write_bytes(b"not zipped")
     with pytest.raises(DataError, match=r"cannot read .*d\.jsonl\.gz"):
@@ -91,7 +91,7 @@ def test_the_tokenizer_of_a_packed_file(stored, corpus, tmp_path):
     (tmp_path / "compact.json").write_text(json.dumps(json.loads((tmp_path / "tokenizer.json").read_text())))
     assert packed_tokenizer(stored, tmp_path / "compact.json") == own  # the same, written otherwise
     train_tokenizer(corpus, 280, tmp_path / "other.json")
-    with pytest.raises(DataError, match=r"packed with another tokenizer .* leave out --tokenizer"):
+    with pytest.raises(DataError, match=r"packed with another tokenizer than .*: use .*, or name none"):
         packed_tokenizer(stored, tmp_path / "other.json")
     about = json.loads((tmp_path / "corpus.bin.json").read_text())
     old = {name: about[name] for name in ("tokens", "vocabulary", "sha256")}
@@ -108,7 +108,7 @@ def test_the_tokenizer_of_a_packed_file(stored, corpus, tmp_path):
 def test_parquet(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match="read by pyarrow: pip install"):
+    with pytest.raises(DataError, match="needs pyarrow: pip install"):
         list(documents(tmp_path))
     monkeypatch.undo()
     arrow = pytest.importorskip("pyarrow")

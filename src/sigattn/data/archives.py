@@ -1,4 +1,4 @@
-"""Small .tar archives, read whole into memory up to a limit."""
+"""Small .tar archives, read into memory completely, up to a size limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from sigattn.data.dataset import DataError
 
-# The Free Spoken Digit Dataset has 3,000 recordings, 20 MB in all. Compressed zeros take a thousandth of their size.
+# The Free Spoken Digit Dataset has 3,000 recordings, 20 MB in all. Without limits a small archive could fill the
+# memory: compression reduces zeros to a thousandth of their size.
 MOST_BYTES = 512 << 20
 MOST_MEMBERS = 100_000
 
@@ -21,22 +22,24 @@ _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7z
 
 
 def members(archive: Path, suffix: str) -> dict[str, bytes]:
-    """Return the contents of the files of an archive whose names end in ``suffix``, by name.
+    """Return the contents of an archive's files whose names end in ``suffix``, by name.
 
     Raises:
-        DataError: if it cannot be read, unpacks to more than ``MOST_BYTES`` (headers and other files included), or has
-            more than ``MOST_MEMBERS`` members.
+        DataError: if the archive cannot be read, unpacks to more than ``MOST_BYTES`` (headers and other files
+            included), or has more than ``MOST_MEMBERS`` members.
     """
     found: dict[str, bytes] = {}
     try:
         with archive.open("rb") as raw:
             start = raw.peek(6)[:6]
             opener = next((o for magic, o in _OPENERS.items() if start.startswith(magic)), lambda file: file)
-            # in order and without seeking, so that all that is unpacked is counted
+            # "r|" reads in order without seeking, so that _Limited counts all unpacked bytes
             with opener(raw) as content, tarfile.open(fileobj=_Limited(content, archive), mode="r|") as tar:
                 for count, member in enumerate(tar):
                     if count >= MOST_MEMBERS:
-                        raise DataError(f"{archive} has more than {MOST_MEMBERS:,} members")
+                        raise DataError(
+                            f"{archive} has more than {MOST_MEMBERS:,} members: unpack it, and name the folder instead"
+                        )
                     if member.isreg() and not member.issparse() and member.name.endswith(suffix):
                         file = tar.extractfile(member)
                         assert file is not None
@@ -47,15 +50,15 @@ def members(archive: Path, suffix: str) -> dict[str, bytes]:
 
 
 class _Limited(io.RawIOBase):
-    """A stream that raises ``DataError`` beyond ``MOST_BYTES``, before it reads them into memory."""
+    """Stream that raises ``DataError`` once more than ``MOST_BYTES`` are read from it."""
 
     def __init__(self, content: Any, archive: Path) -> None:
         self.content, self.archive, self.left = content, archive, MOST_BYTES
 
     def read(self, size: int = -1, /) -> bytes:
         """Return at most ``size`` bytes."""
-        most = self.left + 1
-        data: bytes = self.content.read(most if size < 0 else min(size, most))
+        limit = self.left + 1  # one more than allowed, so that excess is noticed without reading all of it
+        data: bytes = self.content.read(limit if size < 0 else min(size, limit))
         self.left -= len(data)
         if self.left < 0:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Speech corpora in the layouts they come in: LibriSpeech, TED-LIUM v3, and strings of spoken digits."""
+"""Readers of speech corpora in their original layouts: LibriSpeech, TED-LIUM v3, and the Free Spoken Digit Dataset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 
 def by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utterance]]:
-    """The paper's buckets of TED-LIUM: 0-10 s, 10-20 s, 20-30 s, and longer."""
+    """Group utterances by the paper's duration buckets of TED-LIUM: 0-10 s, 10-20 s, 20-30 s, and longer."""
     names = ("0-10s", "10-20s", "20-30s", "30s+")
     found: dict[str, list[Utterance]] = {name: [] for name in names}
     for u in utterances:
@@ -29,15 +29,16 @@ def by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utterance]]:
 
 
 def librispeech(root: Path, parts: Sequence[str], unreadable: Unreadable | None = None) -> list[Utterance]:
-    """LibriSpeech: ``PART/SPEAKER/CHAPTER/….trans.txt`` beside ``….flac``.
+    """Return the utterances of LibriSpeech, ``PART/SPEAKER/CHAPTER/`` with ``….trans.txt`` and ``….flac`` files.
 
     Args:
-        root: holds the parts. parts: their names.
-        unreadable: gets the recordings that are missing or broken, which are left out.
+        root: folder of the parts.
+        parts: names of the parts.
+        unreadable: collects the recordings that are missing or broken, which are left out.
 
     Raises:
-        DataError: if a part is not there, or most recordings cannot be read.
-        MissingPackageError: without soundfile.
+        DataError: if a part is missing, or most recordings cannot be read.
+        MissingPackageError: if soundfile is missing.
     """
     listed: list[tuple[Path, str]] = []
     for part in parts:
@@ -53,10 +54,10 @@ def librispeech(root: Path, parts: Sequence[str], unreadable: Unreadable | None 
 
 
 def tedlium(root: Path, part: str) -> list[Utterance]:
-    """TED-LIUM v3: ``legacy/PART/stm/*.stm`` beside ``legacy/PART/sph/*.sph``.
+    """Return the utterances of a part of TED-LIUM v3, ``legacy/PART/stm/*.stm`` and ``legacy/PART/sph/*.sph``.
 
     Raises:
-        DataError: if the part is not there, or a line is not one of .stm.
+        DataError: if the part is missing, or a line is not in the .stm format.
     """
     folder = root / "legacy" / part
     found = []
@@ -66,7 +67,7 @@ def tedlium(root: Path, part: str) -> list[Utterance]:
                 name, _, _, first, last, *words = line.split(maxsplit=6)
                 start, stop = float(first), float(last)
             except ValueError as error:
-                raise DataError(f"{file}: expected a line of .stm, got {line[:60]!r}") from error
+                raise DataError(f"{file}: expected a line in the .stm format, got {line[:60]!r}") from error
             text = words[1] if len(words) == 2 else ""
             if text and text != "ignore_time_segment_in_scoring":
                 if not 0 <= start < stop < math.inf:
@@ -88,20 +89,21 @@ def spoken_digits(
     longest: int = 7,
     unreadable: Unreadable | None = None,
 ) -> tuple[list[Utterance], list[Utterance], Path | None]:
-    """Strings of spoken digits: the Free Spoken Digit Dataset's recordings, 1 to ``longest`` of one speaker in a row.
+    """Return strings of spoken digits: 1 to ``longest`` concatenated FSDD recordings of one speaker.
 
     Args:
-        source: the folder ``recordings`` (or what holds it), or the whole as .tar.gz.
-        training, held_out: number of strings. Held-out ones are of the official test recordings (0 to 4).
-        longest: most digits of a string.
-        unreadable: gets the recordings that are broken, which are left out.
+        source: the Free Spoken Digit Dataset: the folder ``recordings``, its parent, or a .tar.gz of either.
+        training: number of training strings.
+        held_out: number of held-out strings, made of the official test recordings (0 to 4).
+        longest: largest number of digits per string.
+        unreadable: collects the recordings that are broken, which are left out.
 
     Returns:
-        Strings to train on, held-out ones, and the archive, where source is one.
+        Training strings, held-out strings, and the archive if ``source`` is one, otherwise None.
 
     Raises:
-        DataError: if no recordings are there, or most of them cannot be read.
-        MissingPackageError: without soundfile.
+        DataError: if there are no recordings, or most of them cannot be read.
+        MissingPackageError: if soundfile is missing.
     """
     files: dict[Path, Path | bytes]
     if source.is_file():
@@ -113,14 +115,14 @@ def spoken_digits(
     speakers = [{_speaker(p) for p in durations if _is_test(p) == test} for test in (False, True)]
     if not all(speakers):
         raise DataError(f"looked for recordings/DIGIT_SPEAKER_INDEX.wav (FSDD's layout) in {source} and found none")
-    made = []
+    strings = []
     for test, count in ((False, training), (True, held_out)):
         by_speaker: dict[str, list[Path]] = {}
         for path in sorted(durations):
             if _is_test(path) == test:
                 by_speaker.setdefault(_speaker(path), []).append(path)
-        made.append(_strings(by_speaker, durations, count, longest, seed=int(test)))
-    return made[0], made[1], archive
+        strings.append(_strings(by_speaker, durations, count, longest, seed=int(test)))
+    return strings[0], strings[1], archive
 
 
 def _strings(
@@ -150,7 +152,7 @@ def _is_test(path: Path) -> bool:
 
 
 def _lines(file: Path) -> list[str]:
-    """Lines of a transcript, without empty ones and comments."""
+    """Return the lines of a transcript without empty lines and comments."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -159,7 +161,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _durations(files: Mapping[Path, Path | bytes], unreadable: Unreadable | None) -> dict[Path, float]:
-    """Seconds of each recording that can be read; the others are added to ``unreadable``."""
+    """Return the duration in seconds of each readable recording; add the others to ``unreadable``."""
     soundfile = require("soundfile", "recordings", "'sigattn[speech]'")
     unreadable = Unreadable("recording") if unreadable is None else unreadable
     unreadable.total += len(files)
@@ -167,6 +169,6 @@ def _durations(files: Mapping[Path, Path | bytes], unreadable: Unreadable | None
     for name, file in files.items():
         try:
             found[name] = soundfile.info(io.BytesIO(file) if isinstance(file, bytes) else file).duration
-        except Exception as error:  # decoders raise anything for broken files
+        except Exception as error:  # decoders raise many types of errors for broken files
             unreadable.add(str(name), f"{type(error).__name__}: {error}")
     return found

@@ -1,4 +1,4 @@
-"""What a training loop asks of data, and how samples are drawn in an order that depends on seed and step alone."""
+"""Interface between data sets and the training loop, and sampling that depends on seed and step only."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ Batch = tuple[Tensor, ...]
 
 
 class DataError(Exception):
-    """Data that is missing or unusable; the message is one line, for the person who named it."""
+    """Data is missing or unusable; the message is one line."""
 
 
 class Data(ABC):
-    """Batches to train on, and held-out ones.
+    """Training and held-out batches.
 
-    What a step is trained on depends on the seed and the step alone: not on the number of processes, nor on whether the
-    run was interrupted.
+    The samples of a step depend on the seed and the step only, not on the number of processes or interruptions of the
+    run.
     """
 
     @abstractmethod
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """This process's part of a step's batch.
+        """Return this process's part of a step's batch.
 
         Args:
-            step: which.
-            size: samples over all processes.
-            seed: of the order, and of augmentation.
-            shard: (rank, ranks): every ranks-th sample, from the rank-th on.
+            step: number of the step, from 0.
+            size: batch size over all processes.
+            seed: seed of the order and of augmentation.
+            shard: (rank, ranks); this process gets every ranks-th sample from index rank on.
         """
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-        """The batches of the steps from one on, without end."""
+        """Iterate over the batches of ``first_step`` and all later steps, without end."""
         for step in itertools.count(first_step):
             yield self.batch(step, size, seed, shard)
 
     @abstractmethod
     def validation(self, size: int) -> Iterable[Batch]:
-        """Held-out batches of at most so many samples, always the same."""
+        """Return the held-out batches of at most ``size`` samples, the same at every call."""
 
     def left_out(self) -> str:
-        """Return a line about samples that could not be read; empty if there are none."""
+        """Return one line about samples that could not be read; empty if there are none."""
         return ""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Tells this data from other data: a run is only resumed on its own."""
+        """Identity of the data; a run is resumed only with data of the same fingerprint."""
 
 
 def shuffled(samples: int, step: int, size: int, seed: int) -> Sequence[tuple[int, int]]:
-    """The samples of a step's batch and the epoch of each: passes over all samples, each in an order of its own."""
+    """Return (index, epoch) of each sample of a step's batch; every epoch has its own order of all samples."""
     first = step * size
     chosen: list[tuple[int, int]] = []
     while len(chosen) < size:
-        epoch, at = divmod(first + len(chosen), samples)
+        epoch, offset = divmod(first + len(chosen), samples)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(samples, generator=generator)
-        chosen += [(int(i), epoch) for i in order[at : at + size - len(chosen)]]
+        chosen += [(int(i), epoch) for i in order[offset : offset + size - len(chosen)]]
     return chosen
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
-    """What a sample's augmentation is drawn from: its own in each epoch, on whatever process it is."""
+    """Return the generator of a sample's augmentation: it depends on seed, epoch and index, not on the process."""
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) * 2_147_483_647 + index & (1 << 62) - 1)

@@ -1,4 +1,4 @@
-"""Hashes of files and collections of files, that tell one data set from another."""
+"""Hashes of files and collections of files, which identify data sets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-# Collections up to this size are hashed whole (a few seconds); of larger ones (ImageNet has 150 GB) names and sizes.
+# Collections up to this size are hashed with contents (a few seconds), larger ones (ImageNet: 150 GB) without.
 MOST_BYTES = 1 << 30
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content; computed once in a process while size and time of modification stay."""
+    """Return the SHA-256 of a file's content, cached while size and modification time are unchanged."""
     status = path.stat()
     return _sha256(path.resolve(), status.st_size, status.st_mtime_ns)
 
@@ -24,15 +24,15 @@ def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
 
 
 def files_sha256(files: Iterable[tuple[str, Path]]) -> str:
-    """Return a hash of named files: of names and sizes, and up to ``MOST_BYTES`` in all of the contents as well.
+    """Return a hash of named files: of names and sizes, and also of contents if all sizes sum to ≤ ``MOST_BYTES``.
 
-    A file that is missing or cannot be read counts as such.
+    Missing and unreadable files do not raise; they enter the hash as missing or unreadable.
     """
     sizes = [(name, path, path.stat().st_size if path.is_file() else None) for name, path in files]
-    whole = sum(size or 0 for _, _, size in sizes) <= MOST_BYTES
+    with_contents = sum(size or 0 for _, _, size in sizes) <= MOST_BYTES
     digest = hashlib.sha256()
     for name, path, size in sizes:
-        content = _readable_sha256(path) if whole and size is not None else ""
+        content = _readable_sha256(path) if with_contents and size is not None else ""
         digest.update(f"{name}\0{size}\0{content}\n".encode())
     return digest.hexdigest()
 

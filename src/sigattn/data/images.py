@@ -1,4 +1,4 @@
-"""Images: a folder for each class (ImageNet's layout), WebDataset's shards, or scikit-learn's handwritten digits."""
+"""Image data sets: ImageNet's folder layout, WebDataset's shards, and scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -23,50 +23,49 @@ from sigattn.optional import needs
 
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
-MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
+MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of ImageNet's channels
 
 
 class Digits(Data):
     """1,797 handwritten digits of 8 × 8 pixels (scikit-learn), 360 of them held out.
 
-    A sample is varied a little, differently in each epoch: shifted, turned, scaled, and made noisy.
+    Training images are augmented by small random shifts, rotations, scales and noise.
 
     Args:
-        views: how many variations of each image a batch has: 1 with its label, or several without.
-        labels: whether a batch has labels; with several views it has none.
-        strength: of the variations; 0 for none.
-        upscale: images are made so many times as large.
+        views: number of augmented views of each image in a batch.
+        labels: include labels in the batches; ignored if there are several views.
+        strength: factor of the augmentation; 0 turns it off.
+        upscale: factor by which the images are enlarged.
 
     Raises:
-        DataError: without scikit-learn.
+        DataError: if scikit-learn is missing.
     """
 
     def __init__(self, *, views: int = 1, labels: bool = True, strength: float = 1.0, upscale: int = 1) -> None:
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
-            raise DataError("the handwritten digits come with scikit-learn: pip install 'sigattn[vision]'") from error
+            raise DataError("the handwritten digits need scikit-learn: pip install 'sigattn[vision]'") from error
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # (1797, 1, 8, 8) in -1 … 1
         if upscale > 1:
             images = F.interpolate(images, scale_factor=float(upscale), mode="bilinear", align_corners=False)
-        labelled = torch.tensor(digits.target)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         self._train, self._held = order[360:], order[:360]
-        self._images, self._labels = images, labelled
+        self._images, self._labels = images, torch.tensor(digits.target)
         self.views, self.labels, self.strength = views, labels, strength
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Images (B, 1, 8, 8), as many times as there are views, and labels (B,)."""
+        """Return images (B, 1, 8, 8), one tensor per view, and labels (B,) if there is one view."""
         chosen = shuffled(len(self._train), step, size, seed)
         index = self._train[torch.tensor([i for i, _ in chosen])]
-        generator = sample_generator(seed, step, 0)  # of the whole batch: whoever takes part sees the same
+        generator = sample_generator(seed, step, 0)  # for the whole batch, so that it does not depend on the shard
         views = [self._vary(self._images[index], generator)[shard[0] :: shard[1]] for _ in range(self.views)]
         labels = self._labels[index][shard[0] :: shard[1]]
         return (*views, labels) if self.labels and self.views == 1 else tuple(views)
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """The held-out images; where there are several views, variations that are always the same."""
+        """Return the held-out images; several views are augmented, in the same way at every call."""
         generator = torch.Generator().manual_seed(0)
         batches: list[Batch] = []
         for index in self._held.split(size):
@@ -78,13 +77,13 @@ class Digits(Data):
         return batches
 
     def everything(self) -> tuple[Batch, Batch]:
-        """Images and labels, to train on and held out: for probes."""
+        """Return images and labels of the training part and of the held-out part."""
         parts = [(self._images[index], self._labels[index]) for index in (self._train, self._held)]
         return parts[0], parts[1]
 
     @property
     def fingerprint(self) -> str:
-        """Of the images and how they are varied."""
+        """Hash of the images and the augmentation."""
         kind = f"digits of {self._images.shape[-1]}, {self.views} views, strength {self.strength}"
         return hashlib.sha256(self._images.numpy().tobytes() + kind.encode()).hexdigest()
 
@@ -98,10 +97,10 @@ class Digits(Data):
 
         angle, scale = draw(math.pi / 12), 1 + draw(0.15)
         cos, sin = scale * angle.cos(), scale * angle.sin()
-        shift = (draw(0.25), draw(0.25))  # of half the width: a pixel each way
-        places = torch.stack([cos, -sin, shift[0], sin, cos, shift[1]], -1).view(n, 2, 3)
-        grid = F.affine_grid(places, list(images.shape), align_corners=False)
-        moved = F.grid_sample(images + 1, grid, align_corners=False) - 1  # beyond the edge is background
+        shift = (draw(0.25), draw(0.25))  # in units of half the width: up to one of 8 pixels
+        affine = torch.stack([cos, -sin, shift[0], sin, cos, shift[1]], -1).view(n, 2, 3)
+        grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+        moved = F.grid_sample(images + 1, grid, align_corners=False) - 1  # pads with the background, -1
         return moved + 0.1 * s * torch.randn(images.shape, generator=generator)
 
 
@@ -118,21 +117,25 @@ class _File:
 
 
 class ImageFolder(Data):
-    """Images in one folder for each class: ``train/CLASS/….jpeg`` and ``val/CLASS/….jpeg``, as ImageNet is unpacked.
+    """Images in one folder per class, ``train/CLASS/….jpeg`` and ``val/CLASS/….jpeg`` (ImageNet), or in shards.
 
-    Or in WebDataset's shards, ``…train….tar`` and ``…val….tar``, each image beside the number of its class.
+    Shards are WebDataset's ``…train….tar`` and ``…val….tar``, with the class index of each image (``shards.py``).
 
-    An image that cannot be read, or that Pillow takes for a decompression bomb, is counted and reported. In training
-    the next image takes its place; a held-out one is left out. When they are more than half of all, that is an error.
+    An image that cannot be read, or that Pillow reports as a decompression bomb, is counted and reported. In training
+    it is replaced by the next image, in validation left out. If they are more than half of all, ``DataError`` is
+    raised.
 
     Args:
-        root: holds train and val, or the shards. size: pixels of a side.
-        augmentation: "none", "crop" (random resized crop and flip), "randaugment" (that and RandAugment), "simclr" (two
-            views with colour jitter and blur), or "multicrop" (DINO's: two large views and four small ones).
-        jitter: strength of the colour jitter. workers: processes that read images.
+        root: folder of train and val, or of the shards.
+        size: height and width in pixels.
+        augmentation: "none", "crop" (random resized crop and flip), "randaugment" (crop and RandAugment), "simclr" (two
+            views with colour jitter and blur), or "multicrop" (DINO's two large and four small views).
+        labels: include labels in the batches; ignored if there are several views.
+        jitter: strength of the colour jitter.
+        workers: number of processes that read images; 0 reads in this process.
 
     Raises:
-        DataError: if the folder has not that layout.
+        DataError: if the folder has another layout.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class ImageFolder(Data):
         self._vary, self._plain = transforms(augmentation, size, jitter), transforms("none", size)
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-        """As ``batch``, read ahead by ``workers`` processes."""
+        """Iterate over the batches of ``first_step`` and all later steps, prefetched by ``workers`` processes."""
         if not self.workers:
             yield from super().batches(first_step, size, seed, shard)
             return
@@ -173,16 +176,16 @@ class ImageFolder(Data):
             yield batch
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Images (B, 3, size, size), a tensor for each view, and labels (B,) where there is one view."""
+        """Return images (B, 3, size, size), one tensor per view, and labels (B,) if there is one view."""
         chosen = shuffled(len(self._train), step, size, seed)[shard[0] :: shard[1]]
         samples = [self._sample(i, epoch, seed) for i, epoch in chosen]
         return self._collate(samples)
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """Held-out images in order, unvaried but for the views' sake.
+        """Iterate over the held-out images in order; they are augmented only if the augmentation makes views.
 
         Raises:
-            DataError: if none can be read.
+            DataError: if no image can be read.
         """
         read = 0
         vary = self._vary if self.augmentation in ("simclr", "multicrop") else self._plain
@@ -198,12 +201,11 @@ class ImageFolder(Data):
             raise DataError(f"no held-out image of {self.root} can be read")
 
     def left_out(self) -> str:
-        """See ``Data``."""
         return self.unreadable.summary()
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the images' names and classes, of their files (``hashing.files_sha256``) and the augmentation."""
+        """Hash of the images' names and labels, their files (``hashing.files_sha256``) and the augmentation."""
         images = (*self._train, *self._held)
         names = "\n".join(f"{str(f).removeprefix(f'{self.root}/')} {f.label}" for f in images)
         paths = sorted({f.path if isinstance(f, _File) else f.shard for f in images})
@@ -214,8 +216,8 @@ class ImageFolder(Data):
         return len(self._train)
 
     def _sample(self, index: int, epoch: int, seed: int) -> tuple[Any, int]:
-        for other in range(len(self._train)):
-            file = self._train[(index + other) % len(self._train)]
+        for offset in range(len(self._train)):  # the first readable image from index on
+            file = self._train[(index + offset) % len(self._train)]
             if (image := self._read(file)) is None:
                 continue
             drawn = int(torch.randint(1 << 62, (), generator=sample_generator(seed, epoch, index)))
@@ -250,7 +252,7 @@ class ImageFolder(Data):
 
 
 class _Steps(torch.utils.data.IterableDataset[tuple[Batch | DataError, dict[str, str]]]):
-    """The steps from one on, shared out over worker processes in turn; and the files that each found unreadable."""
+    """Batches of the steps from ``first`` on, distributed over workers in turn, with newly found unreadable files."""
 
     def __init__(self, data: ImageFolder, first: int, size: int, seed: int, shard: tuple[int, int]) -> None:
         self.data, self.first, self.size, self.seed, self.shard = data, first, size, seed, shard
@@ -263,14 +265,14 @@ class _Steps(torch.utils.data.IterableDataset[tuple[Batch | DataError, dict[str,
             known = len(found)
             try:
                 batch: Batch | DataError = self.data.batch(step, self.size, self.seed, self.shard)
-            except DataError as error:  # raised there, it would come with the worker's traceback in its message
+            except DataError as error:  # DataLoader would add the worker's traceback to the message
                 batch = error
             yield batch, dict(list(found.errors.items())[known:])
             step += stride
 
 
 def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Callable[[Any], Any]:
-    """Return a function from a PIL image to a tensor, or to a list of views, made of torchvision's transforms.
+    """Return torchvision's transform from a PIL image to a tensor, or to a list of tensors if there are views.
 
     Raises:
         DataError: if torchvision is missing or cannot be imported.
@@ -301,11 +303,11 @@ def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Ca
 
 
 class _Views:
-    def __init__(self, made: list[Callable[[Any], Tensor]]) -> None:
-        self.made = made
+    def __init__(self, transforms: list[Callable[[Any], Tensor]]) -> None:
+        self.transforms = transforms
 
     def __call__(self, image: Any) -> list[Tensor]:
-        return [make(image) for make in self.made]
+        return [transform(image) for transform in self.transforms]
 
 
 def _sharded(root: Path, split: str) -> list[ShardedImage]:
@@ -321,7 +323,7 @@ def _classes(folder: Path) -> list[str]:
         raise DataError(f"looked for {folder}/CLASS/*.jpeg and found no folder {folder}")
     found = sorted(p.name for p in folder.iterdir() if p.is_dir())
     if len(found) < 2:
-        raise DataError(f"looked for one folder for each class in {folder} and found {len(found)}")
+        raise DataError(f"looked for at least two class folders in {folder} and found {len(found)}")
     return found
 
 

@@ -1,7 +1,7 @@
-"""Images in WebDataset's layout: .tar files in which ``KEY.jpg`` stands beside ``KEY.cls``, the number of its class.
+"""Images in WebDataset's layout: .tar files with an image ``KEY.jpg`` and its class index ``KEY.cls`` per sample.
 
-Each image is found again by its place in its file, so that samples can be drawn in any order and a run be resumed
-exactly; readers that only stream (webdataset's, timm's) cannot.
+Images are read by their offset in the file, so that samples can be drawn in any order and a run can be resumed exactly,
+unlike with streaming readers (webdataset's, timm's).
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ _LONGEST_LABEL = 32  # bytes
 
 @dataclass(frozen=True)
 class ShardedImage:
-    """An image within a .tar file.
+    """Image in a .tar file.
 
     Attributes:
-        shard: the file. name: the member's. offset, size: of its bytes. label: number of its class.
+        shard: the .tar file.
+        name: name of the member.
+        offset: offset of the image's first byte in the file.
+        size: number of bytes.
+        label: class index.
     """
 
     shard: Path
@@ -35,22 +39,22 @@ class ShardedImage:
         return f"{self.shard}/{self.name}"
 
     def open(self) -> io.BytesIO:
-        """Its bytes."""
+        """Read the image's bytes."""
         with self.shard.open("rb") as file:
             file.seek(self.offset)
             return io.BytesIO(file.read(self.size))
 
 
 def shards(root: Path, split: str) -> list[Path]:
-    """The .tar files of a folder whose names say "train" or "val", in order."""
+    """Return the .tar files of a folder whose names contain ``split`` ("train" or "val"), sorted."""
     return sorted(p for p in root.glob("*.tar") if split in p.name)
 
 
 def sharded_images(files: list[Path]) -> list[ShardedImage]:
-    """All images of .tar files, in order. Reads their headers and labels, not the images.
+    """Return all images of .tar files in order, reading headers and labels but not the images.
 
     Raises:
-        DataError: if a file cannot be read, or an image has no class.
+        DataError: if a file cannot be read, or an image has no label.
     """
     found: list[ShardedImage] = []
     for file in files:
@@ -67,13 +71,13 @@ def sharded_images(files: list[Path]) -> list[ShardedImage]:
         except (tarfile.TarError, OSError, ValueError) as error:
             raise DataError(f"cannot read {file}: {error}") from error
         if missing := sorted(images.keys() - labels.keys()):
-            raise DataError(f"{file}: {len(missing)} images have no class beside them (KEY.cls), {missing[0]!r} first")
+            raise DataError(f"{file}: {len(missing)} images have no label (KEY.cls), the first is {missing[0]!r}")
         found += [ShardedImage(file, m.name, m.offset_data, m.size, labels[key]) for key, m in images.items()]
     return found
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A member's name at its base name's first full stop, which is where WebDataset's keys end."""
+    """Split a member's name into WebDataset's key and extension, at the first full stop of the base name."""
     folder, _, base = name.rpartition("/")
     key, _, kind = base.partition(".")
     return f"{folder}/{key}".lstrip("/"), kind

@@ -1,4 +1,4 @@
-"""Speech: utterances with their texts, read from the layouts that corpora have, as log-mel frames."""
+"""Speech data set: transcribed utterances as batches of log-mel frames."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from sigattn.data.unreadable import Unreadable
 
 @dataclass(frozen=True)
 class Utterance:
-    """A stretch of speech.
+    """Transcribed speech.
 
     Attributes:
-        pieces: files of it, or (file, first second, last second), one after another.
-        text: what is said. seconds: its length.
+        pieces: (file, start, end) in seconds, concatenated in this order; an end of infinity is the file's end.
+        text: the transcript.
+        seconds: duration.
     """
 
     pieces: tuple[tuple[Path, float, float], ...]
@@ -35,16 +36,19 @@ class Utterance:
 
 
 class Speech(Data):
-    """Utterances in batches of so many seconds, samples of about one length together.
+    """Utterances in batches of similar length whose size is given in seconds.
 
-    A recording that cannot be read is counted, reported and left out. When they are more than half of all, that is an
-    error.
+    A recording that cannot be read is counted, reported and left out. If they are more than half of all, ``DataError``
+    is raised.
 
     Args:
-        training, held_out: utterances. tokens: from a text to numbers.
-        mels: channels. spec_augment_from: the step from which frames are masked; None for never.
-        archive: a tar file in which the paths are, instead of on the disk.
-        unreadable: of these recordings, those that were found unreadable before.
+        training: training utterances.
+        held_out: held-out utterances.
+        tokens: the tokenizer.
+        mels: number of mel channels.
+        spec_augment_from: step from which SpecAugment is applied; None turns it off.
+        archive: a tar file that contains the recordings; None if they are files on the disk.
+        unreadable: recordings of these utterances already found to be unreadable.
     """
 
     def __init__(
@@ -64,17 +68,20 @@ class Speech(Data):
         self.unreadable = Unreadable("recording", len(files)) if unreadable is None else unreadable
         self._archive, self._source = {} if archive is None else unpacked(archive), archive
         self._epochs: list[list[list[int]]] = []
-        self._made_for: tuple[int, int] | None = None
+        self._epochs_key: tuple[int, int] | None = None  # (size, seed) of _epochs
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Frames (B, T, mels), lengths (B,), targets (B, C), target lengths (B,) of at most ``size`` seconds."""
+        """Return frames (B, T, mels), lengths (B,), targets (B, C) and target lengths (B,).
+
+        ``size`` is the largest duration of the batch over all processes, in seconds including padding.
+        """
         chosen, epoch = self._chosen(step, size, seed)
         mask = self.spec_augment_from is not None and step >= self.spec_augment_from
-        wanted = chosen[shard[0] :: shard[1]] or chosen[:1]
-        samples = self._readable(wanted)
-        if not samples:  # the next one that can be read stands in for them
-            everything = range(len(self.training))
-            others = itertools.chain(everything[wanted[-1] + 1 :], everything[: wanted[-1]])
+        own = chosen[shard[0] :: shard[1]] or chosen[:1]
+        samples = self._readable(own)
+        if not samples:  # replaced by the next readable utterance
+            indices = range(len(self.training))
+            others = itertools.chain(indices[own[-1] + 1 :], indices[: own[-1]])
             samples = next((found for i in others if (found := self._readable([i]))), [])
         if not samples:
             raise DataError("no recording to train on can be read")
@@ -86,34 +93,33 @@ class Speech(Data):
         )
 
     def _readable(self, chosen: Sequence[int]) -> list[tuple[int, Tensor, list[int]]]:
-        """Number, frames and text of those utterances to train on that can be read."""
-        made = [(i, self._frames(self.training[i]), self.tokens(self.training[i].text)) for i in chosen]
-        return [(i, frames, text) for i, frames, text in made if frames is not None]
+        """Return index, frames and tokens of the training utterances in ``chosen`` that can be read."""
+        samples = [(i, self._frames(self.training[i]), self.tokens(self.training[i].text)) for i in chosen]
+        return [(i, frames, text) for i, frames, text in samples if frames is not None]
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """The held-out utterances, shortest first.
+        """Iterate over the held-out utterances, shortest first, in batches of at most ``size`` seconds.
 
         Raises:
-            DataError: if there are some, and none can be read.
+            DataError: if there are held-out utterances and none can be read.
         """
         read = 0
         order = sorted(range(len(self.held_out)), key=lambda i: self.held_out[i].seconds)
         for group in _groups(order, self.held_out, float(size)):
-            made = [(self._frames(self.held_out[i]), self.tokens(self.held_out[i].text)) for i in group]
-            samples = [(frames, text) for frames, text in made if frames is not None]
-            if samples:
-                read += len(samples)
-                yield collate(samples)
+            samples = [(self._frames(self.held_out[i]), self.tokens(self.held_out[i].text)) for i in group]
+            readable = [(frames, text) for frames, text in samples if frames is not None]
+            if readable:
+                read += len(readable)
+                yield collate(readable)
         if self.held_out and not read:
             raise DataError("no held-out recording can be read")
 
     def left_out(self) -> str:
-        """See ``Data``."""
         return self.unreadable.summary()
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of texts, names and lengths, and of the files (``hashing.files_sha256``)."""
+        """Hash of settings, transcripts, names and times, and of the files (``hashing.files_sha256``)."""
         digest = hashlib.sha256(f"{self.mels} {self.spec_augment_from}".encode())
         paths = {self._source} if self._source is not None else set()
         for u in (*self.training, *self.held_out):
@@ -125,9 +131,9 @@ class Speech(Data):
         return digest.hexdigest()
 
     def _chosen(self, step: int, size: int, seed: int) -> tuple[list[int], int]:
-        """The utterances of a step, and its epoch: passes over all, in batches made and ordered anew each time."""
-        if self._made_for != (size, seed):
-            self._epochs, self._made_for = [], (size, seed)
+        """Return the utterances of a step and its epoch; every epoch has its own grouping and order of batches."""
+        if self._epochs_key != (size, seed):
+            self._epochs, self._epochs_key = [], (size, seed)
         before = 0
         for epoch in range(step + 1):
             if epoch == len(self._epochs):
@@ -145,19 +151,19 @@ class Speech(Data):
         return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
 
     def _frames(self, utterance: Utterance) -> Tensor | None:
-        """Log-mel frames of an utterance, or None if one of its recordings cannot be read."""
+        """Return the log-mel frames of an utterance, or None if one of its recordings cannot be read."""
         parts, rate = [], 0
         for piece in utterance.pieces:
             try:
                 wave, rate = self._wave(*piece)
-            except Exception as error:  # decoders raise anything for broken files
+            except Exception as error:  # decoders raise many types of errors for broken files
                 self.unreadable.add(str(piece[0]), f"{type(error).__name__}: {error}")
                 return None
             parts.append(wave)
         return log_mel(torch.cat(parts), rate, self.mels)
 
     def _wave(self, path: Path, first: float, last: float) -> tuple[Tensor, int]:
-        """Samples of a recording, (samples,), and how many there are in a second."""
+        """Read a recording, averaged over channels: (samples,) and the sampling rate in Hz."""
         import soundfile
 
         file: Path | io.BytesIO = io.BytesIO(self._archive[str(path)]) if self._archive else path
@@ -166,24 +172,30 @@ class Speech(Data):
             count = -1 if last == math.inf else round((last - first) * sound.samplerate)
             wave = torch.from_numpy(sound.read(count, dtype="float32", always_2d=True).mean(1))
             if not len(wave):
-                raise EOFError(f"it has no sound at {first:g} s")
+                raise EOFError(f"the recording has no samples at {first:g} s")
             return wave, sound.samplerate
 
 
 class Tokens:
-    """From a text to numbers: 1, 2, … for the characters of an alphabet, "|" standing for spaces."""
+    """Tokenizer of characters: 1, 2, … for the characters of an alphabet, with "|" for white space."""
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = alphabet
 
     def __call__(self, text: str) -> list[int]:
-        """Characters that are not in the alphabet are left out."""
-        found = [self.alphabet.find("|" if c.isspace() else c) + 1 for c in text.lower().strip()]
-        return [t for t in found if t]
+        """Return the tokens of a text in lower case; characters that are not in the alphabet are left out."""
+        tokens = [self.alphabet.find("|" if c.isspace() else c) + 1 for c in text.lower().strip()]
+        return [t for t in tokens if t]
 
 
 def log_mel(wave: Tensor, rate: int, mels: int = 80) -> Tensor:  # (samples,) → (frames, mels)
-    """Log-mel filterbank: windows of 25 ms every 10 ms; each channel brought to mean 0 and variance 1."""
+    """Return log-mel frames: windows of 25 ms every 10 ms, each channel normalised to mean 0 and variance 1.
+
+    Args:
+        wave: (samples,).
+        rate: sampling rate in Hz.
+        mels: number of channels.
+    """
     window, hop = round(0.025 * rate), round(0.01 * rate)
     size = max(512, 1 << (window - 1).bit_length())
     spectrum = torch.stft(
@@ -196,7 +208,7 @@ def log_mel(wave: Tensor, rate: int, mels: int = 80) -> Tensor:  # (samples,) �
 
 @functools.cache
 def mel_filters(size: int, rate: int, mels: int) -> Tensor:  # (mels, size / 2 + 1)
-    """Triangles, evenly spaced on the mel scale 2595 log₁₀(1 + f / 700), from 20 Hz to half the rate."""
+    """Return triangular filters evenly spaced on the mel scale 2595 log₁₀(1 + f / 700), from 20 Hz to rate / 2."""
     low, high = (2595 * math.log10(1 + f / 700) for f in (20.0, rate / 2))
     corners = 700 * (10 ** (torch.linspace(low, high, mels + 2, device="cpu") / 2595) - 1)
     bins = torch.linspace(0, rate / 2, size // 2 + 1, device="cpu")
@@ -215,29 +227,30 @@ def spec_augment(
     time_width: int = 50,
     time_ratio: float = 0.1,
 ) -> Tensor:  # (T, mels) → (T, mels)
-    """SpecAugment (Park et al., 2019) with the paper's numbers: masked stretches become 0, the mean.
+    """Apply SpecAugment (Park et al., 2019), by default with the paper's numbers.
 
-    A time mask is at most ``time_width`` frames and ``time_ratio`` of the sample wide.
+    Masked values become 0, the mean. A time mask is at most ``time_width`` frames and ``time_ratio`` of the sample
+    wide.
     """
     frames = frames.clone()
     length, mels = frames.shape
 
-    def stretch(limit: int, total: int) -> tuple[int, int]:
+    def draw(limit: int, total: int) -> tuple[int, int]:
         width = int(torch.randint(min(limit, total) + 1, (), generator=generator))
         start = int(torch.randint(total - width + 1, (), generator=generator))
         return start, start + width
 
     for _ in range(frequency_masks):
-        start, stop = stretch(frequency_width, mels)
+        start, stop = draw(frequency_width, mels)
         frames[:, start:stop] = 0
     for _ in range(time_masks):
-        start, stop = stretch(min(time_width, int(time_ratio * length)), length)
+        start, stop = draw(min(time_width, int(time_ratio * length)), length)
         frames[start:stop] = 0
     return frames
 
 
 def collate(samples: Sequence[tuple[Tensor, list[int]]]) -> Batch:
-    """Frames (B, T, mels), lengths (B,), targets (B, C), target lengths (B,), padded with zeros."""
+    """Return frames (B, T, mels), lengths (B,), targets (B, C) and target lengths (B,), padded with zeros."""
     frames, texts = zip(*samples, strict=True)
     targets = [torch.tensor(t, dtype=torch.int64) for t in texts]
     pad = torch.nn.utils.rnn.pad_sequence
@@ -246,7 +259,7 @@ def collate(samples: Sequence[tuple[Tensor, list[int]]]) -> Batch:
 
 
 def _groups(order: Sequence[int], utterances: Sequence[Utterance], seconds: float) -> list[list[int]]:
-    """Neighbours in batches whose padded length is at most so many seconds (one sample at least)."""
+    """Group consecutive utterances into batches of at most ``seconds`` including padding, or of one utterance."""
     groups: list[list[int]] = []
     longest = 0.0
     for i in order:
@@ -260,9 +273,9 @@ def _groups(order: Sequence[int], utterances: Sequence[Utterance], seconds: floa
 
 @functools.cache
 def unpacked(archive: Path) -> dict[str, bytes]:
-    """Return the recordings (.wav) of a .tar file, compressed or not, by their names in it.
+    """Return the recordings (.wav) of a .tar file, compressed or not, by name.
 
     Raises:
-        DataError: if it cannot be read, or unpacks to more than ``archives.MOST_BYTES``.
+        DataError: if the archive cannot be read, or unpacks to more than ``archives.MOST_BYTES``.
     """
     return archives.members(archive, ".wav")

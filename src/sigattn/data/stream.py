@@ -1,4 +1,4 @@
-"""Text that is read as it is needed and never held: Hugging Face's ``datasets``, by name or from a folder."""
+"""Streamed text, never held in memory: Hugging Face's ``datasets``, by name or from a folder."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ HUB = "hf:"
 
 
 def is_streamed(path: Path | None) -> bool:
-    """Whether a path names a data set of Hugging Face: ``hf:NAME``, ``hf:NAME:CONFIGURATION``."""
+    """Return True if a path names a Hugging Face data set: ``hf:NAME`` or ``hf:NAME:CONFIGURATION``."""
     return path is not None and str(path).startswith(HUB)
 
 
 def hub_documents(path: Path) -> Iterator[str]:
-    """The "text" of each sample of a data set's "train" split, streamed.
+    """Stream the "text" of each sample of a data set's "train" split.
 
     Args:
-        path: ``hf:allenai/c4:realnewslike``, say; or ``hf:`` and a folder of .jsonl or .parquet files.
+        path: for example ``hf:allenai/c4:realnewslike``; or ``hf:`` and a folder of .jsonl or .parquet files.
 
     Raises:
-        DataError: if it cannot be reached, has no such split or no "text", or ``datasets`` is missing.
+        DataError: if the data set cannot be reached, has no such split or no "text", or ``datasets`` is missing.
     """
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise DataError(f"{path} is read by Hugging Face's datasets: pip install 'sigattn[text]'") from error
+        raise DataError(f"reading {path} needs Hugging Face's datasets: pip install 'sigattn[text]'") from error
     name, _, configuration = str(path).removeprefix(HUB).partition(":")
     try:
         samples: Iterable[dict[str, Any]] = datasets.load_dataset(
@@ -43,21 +43,24 @@ def hub_documents(path: Path) -> Iterator[str]:
             if not isinstance(sample.get("text"), str):
                 raise DataError(f'the samples of {path} have no "text", but {", ".join(sample)}')
             yield sample["text"]
-    except (OSError, ValueError, RuntimeError) as error:  # the Hub's own errors are among them
+    except (OSError, ValueError, RuntimeError) as error:  # includes the Hub's own errors
         reason = " ".join(str(error).split())
         raise DataError(f"cannot read the data set {path}: {type(error).__name__}: {reason}") from error
 
 
 class StreamedText(Data):
-    """Windows of a text in the order in which it comes; the first ones are held out.
+    """Windows of a text in order of reading; the first ones are held out.
 
-    A step's windows depend on its number alone, so a run can be resumed: the text is then read again up to there, which
-    takes as long as encoding it. ``sigattn pack`` first, where that is too long. At its end the text begins anew.
+    The windows of a step depend on its number only, so a run can be resumed: the text is then read and encoded again up
+    to that step. Where this takes too long, use ``sigattn pack`` first. After its last document the text is repeated.
 
     Args:
-        documents: starts reading from the first document. name: tells this text from others.
-        encode: a document's tokens, with whatever ends it.
-        context: tokens of a window. held_out: number of windows held out. vocabulary: number of tokens that there are.
+        documents: returns an iterator over all documents, from the first.
+        name: identity of the text.
+        encode: returns the tokens of a document, including its end token.
+        context: tokens per window.
+        held_out: number of held-out windows.
+        vocabulary: number of tokens in the vocabulary.
     """
 
     def __init__(
@@ -73,14 +76,14 @@ class StreamedText(Data):
         self.context, self.held_out = context, held_out
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-        """Tokens and the tokens that follow them, (B, context) each."""
+        """Iterate over batches from ``first_step`` on: tokens and the tokens that follow them, (B, context) each."""
         windows = itertools.islice(self._training(), first_step * size, None)
         while True:
             rows = list(itertools.islice(windows, size))[shard[0] :: shard[1]]
             yield self._batch(rows)
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """One of them."""
+        """Return the batch of one step. Reads the text from its start; use ``batches`` for consecutive steps."""
         return next(self.batches(step, size, seed, shard))
 
     @cached_property
@@ -88,12 +91,12 @@ class StreamedText(Data):
         return list(itertools.islice(self._windows(), self.held_out))
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """The first windows."""
+        """Return the first windows."""
         return [self._batch(self._held[i : i + size]) for i in range(0, self.held_out, size)]
 
     @property
     def fingerprint(self) -> str:
-        """Its name."""
+        """Name and sizes."""
         return f"{self.name}, windows of {self.context}, {self.held_out} held out"
 
     def _batch(self, rows: list[list[int]]) -> Batch:
@@ -103,25 +106,25 @@ class StreamedText(Data):
         return windows[:, :-1], windows[:, 1:]
 
     def _windows(self) -> Iterator[list[int]]:
-        """Of context + 1 tokens each, of which the last is the first of the next: one pass over the text."""
-        kept: list[int] = []
+        """Iterate once over the text in windows of context + 1 tokens; neighbouring windows share one token."""
+        tokens: list[int] = []
         for document in self.documents():
-            kept += self.encode(document)
+            tokens += self.encode(document)
             start = 0
-            while start + self.context < len(kept):
-                yield kept[start : start + self.context + 1]
+            while start + self.context < len(tokens):
+                yield tokens[start : start + self.context + 1]
                 start += self.context
-            kept = kept[start:]
+            tokens = tokens[start:]
 
     def _training(self) -> Iterator[list[int]]:
-        """Pass after pass, without what is held out."""
+        """Iterate over the training windows without end, one pass over the text after another."""
         while True:
-            made = 0
+            count = 0
             for window in itertools.islice(self._windows(), self.held_out, None):
                 yield window
-                made += 1
-            if not made:
+                count += 1
+            if not count:
                 raise DataError(
-                    f"{self.name} is too short: it has not more than the {self.held_out} windows of {self.context} "
-                    "tokens that are held out"
+                    f"{self.name} is too short: the {self.held_out} held-out windows of {self.context} tokens leave "
+                    "none to train on"
                 )

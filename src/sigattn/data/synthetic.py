@@ -1,4 +1,4 @@
-"""The paper's two synthetic problems, drawn anew at every step (App. "Simple Experiments")."""
+"""The paper's two synthetic problems (App. "Simple Experiments"), with new samples at every step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from sigattn.validation import SettingsError
 
 
 class KSummation(Data):
-    """Half of the numbers are normal, the other half says by k ones which of them to add.
+    """Sequences of length / 2 normal numbers and a mask of as many zeros and k ones that marks the numbers to add.
 
     Args:
-        length: of the sequence, an even number. k: how many are added. held_out: number of sequences held out.
+        length: length of the sequence, an even number.
+        k: number of numbers to add.
+        held_out: number of held-out sequences.
     """
 
     def __init__(self, length: int = 40, k: int = 1, held_out: int = 2048) -> None:
@@ -24,34 +26,36 @@ class KSummation(Data):
         self.length, self.k, self.held_out = length, k, held_out
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Sequences (B, length) and sums (B, 1)."""
+        """Return sequences (B, length) and sums (B, 1)."""
         whole = self._draw(size, sample_generator(seed, step, 0))
         return tuple(t[shard[0] :: shard[1]] for t in whole)
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """The same, always those."""
+        """Return the held-out sequences and sums, the same at every call."""
         inputs, sums = self._draw(self.held_out, torch.Generator().manual_seed(1))
         return list(zip(inputs.split(size), sums.split(size), strict=True))
 
     @property
     def fingerprint(self) -> str:
-        """The problem's name."""
+        """Name and sizes of the problem."""
         return f"k-summation {self.length} {self.k}"
 
     def _draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         half = self.length // 2
         values = torch.randn(count, half, generator=generator)
-        places = torch.rand(count, half, generator=generator).argsort(1)[:, : self.k]
-        chosen = torch.zeros(count, half).scatter(1, places, 1.0)
+        index = torch.rand(count, half, generator=generator).argsort(1)[:, : self.k]
+        chosen = torch.zeros(count, half).scatter(1, index, 1.0)
         return torch.cat([values, chosen], 1), (values * chosen).sum(1, keepdim=True)
 
 
 class PairRepeat(Data):
-    """Does the first pair of symbols come again? Half of the sequences say yes, at a place that is uniformly drawn.
+    """Sequences of symbols and the answer if their first pair occurs again; in half of them it does, at random indices.
 
     Args:
-        symbols: how many there are. longest: sequences are padded to it, with the number of symbols.
-        lengths: of sequences to train on. held_out: number of sequences of each length held out.
+        symbols: number of different symbols.
+        longest: length to which sequences are padded; the padding symbol is ``symbols``.
+        lengths: lengths of the training sequences.
+        held_out: number of held-out sequences per length.
     """
 
     def __init__(
@@ -59,30 +63,30 @@ class PairRepeat(Data):
     ) -> None:
         if symbols < 2 or not all(4 <= n <= longest for n in lengths):
             raise SettingsError(
-                f"PairRepeat needs two symbols and lengths within 4 … {longest}, got {symbols} and {tuple(lengths)}"
+                f"PairRepeat: needs symbols ≥ 2 and lengths within 4 … {longest}, got {symbols} and {tuple(lengths)}"
             )
         self.symbols, self.longest, self.lengths, self.held_out = symbols, longest, tuple(lengths), held_out
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Sequences (B, longest) of symbols and answers (B,), 0 or 1."""
+        """Return sequences (B, longest) of symbols and answers (B,), 0 or 1."""
         generator = sample_generator(seed, step, 0)
         lengths = torch.tensor(self.lengths)[torch.randint(len(self.lengths), (size,), generator=generator)]
         whole = self._draw(lengths, generator)
         return tuple(t[shard[0] :: shard[1]] for t in whole)
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """Sequences of the lengths trained on, always those."""
+        """Iterate over held-out sequences of the training lengths, the same at every call."""
         for length in self.lengths:
             yield from self.of_length(length, size)
 
     def of_length(self, length: int, size: int) -> Iterable[Batch]:
-        """Held-out sequences of any length up to the longest: how answers fall off beyond what was trained."""
+        """Return held-out sequences of one length up to ``longest``, also beyond the training lengths."""
         whole = self._draw(torch.full((self.held_out,), length), torch.Generator().manual_seed(length))
         return list(zip(*(t.split(size) for t in whole), strict=True))
 
     @property
     def fingerprint(self) -> str:
-        """The problem's name."""
+        """Name and sizes of the problem."""
         return f"pair repeat {self.symbols} {self.longest} {self.lengths}"
 
     def _draw(self, lengths: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -90,20 +94,20 @@ class PairRepeat(Data):
         drawn = torch.randint(self.symbols, (count, self.longest), generator=generator)
         answers = torch.arange(count)[torch.randperm(count, generator=generator)] % 2
         wrong = self._repeats(drawn, lengths)
-        while wrong.any():  # first let nobody repeat
+        while wrong.any():  # redraw sequences that repeat their first pair by chance
             again = torch.randint(self.symbols, drawn.shape, generator=generator)
             drawn = torch.where(wrong[:, None], again, drawn)
             wrong = self._repeats(drawn, lengths)
         rows = answers.nonzero().squeeze(1)
-        places = 2 + (torch.rand(count, generator=generator) * (lengths - 3)).long()  # 2 … length - 2
+        index = 2 + (torch.rand(count, generator=generator) * (lengths - 3)).long()  # 2 … length - 2
         for offset in (0, 1):
-            drawn[rows, places[rows] + offset] = drawn[rows, offset]
+            drawn[rows, index[rows] + offset] = drawn[rows, offset]
         padding = torch.arange(self.longest) >= lengths[:, None]
         return drawn.masked_fill(padding, self.symbols), answers
 
     @staticmethod
     def _repeats(drawn: Tensor, lengths: Tensor) -> Tensor:
-        """Which sequences (B, longest) have their first pair again, from the third symbol on."""
+        """Return a mask (B,) of the sequences (B, longest) whose first pair occurs again from the third symbol on."""
         same = (drawn[:, 2:-1] == drawn[:, :1]) & (drawn[:, 3:] == drawn[:, 1:2])
         within = torch.arange(3, drawn.shape[1]) < lengths[:, None]
         return (same & within).any(1)

@@ -1,4 +1,4 @@
-"""Text as bytes, for language models: where it comes from, how it is split and drawn."""
+"""Text as bytes or tokens for language models: reading, splitting and drawing windows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from sigattn.shapes import Int
 
 
 def load_text(path: Path | None = None) -> bytes:
-    """Read a text file, or all ``*.txt``, ``*.md``, ``*.rst`` and ``*.py`` below a folder, in order of their names.
+    """Read a text file, or all ``*.txt``, ``*.md``, ``*.rst`` and ``*.py`` files below a folder, sorted by path.
 
     Args:
-        path: a file or a folder; None for the language reference that CPython carries (``pydoc_data.topics``), real
-            text that is on every machine.
+        path: a file or a folder; None for the language reference that comes with CPython (``pydoc_data.topics``).
 
     Raises:
-        DataError: if there is no such file or folder, it cannot be read, or holds no text.
+        DataError: if the file or folder does not exist, cannot be read, or contains no text.
     """
     if path is None:
         return _documentation()
@@ -46,20 +45,22 @@ def _documentation() -> bytes:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
-            "this Python comes without its documentation (pydoc_data.topics); name a text file with --text"
+            "this Python comes without its documentation (pydoc_data.topics): name a text file to read instead"
         ) from error
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 @dataclass(frozen=True)
 class ByteText:
-    """A text as byte tokens, its end held out for validation.
+    """Text as tokens, bytes by default; its last part is held out for validation.
 
-    What a step is trained on depends on the seed and the step alone: so a run that is resumed sees what it would have.
+    The windows of a step depend on the seed and the step only, so that a resumed run continues as an uninterrupted one.
 
     Attributes:
-        training, validation: the tokens. sha256: of all of them.
-        vocabulary: number of tokens that there are; a window with another token is an error.
+        training: tokens of the training part.
+        validation: tokens of the held-out part.
+        sha256: hash of all tokens.
+        vocabulary: number of tokens in the vocabulary; a window with another token raises ``DataError``.
     """
 
     training: Int[Tensor, " training_bytes"]
@@ -69,10 +70,10 @@ class ByteText:
 
     @classmethod
     def split(cls, text: bytes, context: int, held_out: float = 0.1) -> ByteText:
-        """Hold out the last part of a text.
+        """Split a text into bytes and hold out its last part, a fraction ``held_out``.
 
         Raises:
-            DataError: if either part is too short for one sequence of the given context and its next byte.
+            DataError: if the held-out part is too short for one window of ``context`` bytes and the next byte.
         """
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         return cls.split_tokens(tokens, context, held_out, hashlib.sha256(text).hexdigest(), "bytes")
@@ -87,7 +88,7 @@ class ByteText:
         unit: str = "tokens",
         vocabulary: int = 256,
     ) -> ByteText:
-        """The same of tokens of any vocabulary."""
+        """Hold out the last part of tokens of any vocabulary, as ``split`` does for bytes."""
         cut = len(tokens) - int(held_out * len(tokens))
         if len(tokens) - cut <= context:
             raise DataError(
@@ -99,7 +100,7 @@ class ByteText:
     def batch(
         self, step: int, size: int, context: int, seed: int
     ) -> tuple[Int[Tensor, "size context"], Int[Tensor, "size context"]]:
-        """Random windows of the training text and, shifted by one, the bytes to predict."""
+        """Return random windows of the training part and, shifted by one, the tokens to predict."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         starts = torch.randint(len(self.training) - context, (size,), generator=generator)
         return _windows(self.training, starts, context, self.vocabulary)
@@ -107,29 +108,31 @@ class ByteText:
     def validation_batch(
         self, count: int, context: int
     ) -> tuple[Int[Tensor, "count context"], Int[Tensor, "count context"]]:
-        """Windows spread evenly over the held-out text, always the same."""
+        """Return windows spread evenly over the held-out part, the same at every call."""
         starts = torch.linspace(0, len(self.validation) - context - 1, count).long()
         return _windows(self.validation, starts, context, self.vocabulary)
 
 
 class TextData(Data):
-    """Windows of a text, to train a language model on: random ones, and evenly spread held-out ones.
+    """Random training windows and evenly spread held-out windows of a text.
 
     Args:
-        text: what it is cut from. context: tokens of a window. held_out: number of windows held out.
-        tokenizer: hash of the tokenizer's file; None for bytes, or where it is not known.
+        text: the text.
+        context: tokens per window.
+        held_out: number of held-out windows.
+        tokenizer: hash of the tokenizer's file; None for bytes, or if it is unknown.
     """
 
     def __init__(self, text: ByteText, context: int, held_out: int = 64, *, tokenizer: str | None = None) -> None:
         self.text, self.context, self.held_out, self.tokenizer = text, context, held_out, tokenizer
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Tokens and the tokens that follow them, (B, context) each."""
+        """Return tokens and the tokens that follow them, (B, context) each."""
         tokens, targets = self.text.batch(step, size, self.context, seed)
         return tokens[shard[0] :: shard[1]], targets[shard[0] :: shard[1]]
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """The same of the held-out text."""
+        """Return tokens and the tokens that follow them from the held-out part, (B, context) each."""
         tokens, targets = self.text.validation_batch(self.held_out, self.context)
         return list(zip(tokens.split(size), targets.split(size), strict=True))
 
@@ -140,15 +143,15 @@ class TextData(Data):
 
 
 def _windows(tokens: Tensor, starts: Tensor, context: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    at = starts[:, None] + torch.arange(context + 1)
-    window = tokens[at].long()
+    index = starts[:, None] + torch.arange(context + 1)
+    window = tokens[index].long()
     check_tokens(window, vocabulary)
     return window[:, :-1], window[:, 1:]
 
 
 def check_tokens(window: Int[Tensor, "batch length"], vocabulary: int) -> None:
-    """Raise DataError if a token is not in 0 … vocabulary - 1."""
-    least, most = window.aminmax()
-    if least < 0 or most >= vocabulary:
-        wrong = int(least if least < 0 else most)
+    """Raise ``DataError`` if a token is not in 0 … vocabulary - 1."""
+    low, high = window.aminmax()
+    if low < 0 or high >= vocabulary:
+        wrong = int(low if low < 0 else high)
         raise DataError(f"the text holds token {wrong}, and the model has a vocabulary of {vocabulary}")

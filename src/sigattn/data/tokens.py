@@ -1,7 +1,7 @@
-"""Text as the tokens of a vocabulary (Hugging Face's ``tokenizers``), trained here or loaded from a file.
+"""Tokenised text: tokenizers (Hugging Face's ``tokenizers``), and files of tokens packed from a corpus.
 
-A corpus of any size is packed once into a file of tokens, which is then read in place: windows of it are drawn in an
-order that seed and step decide, so that a run is resumed exactly.
+A corpus of any size is packed once into a file of tokens, which is then memory-mapped. Seed and step determine the
+windows drawn from it, so that a run can be resumed exactly.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from sigattn.validation import SettingsError, check_at_least
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".parquet")
 END = "<|end|>"  # between documents
-MIN_VOCABULARY = 257  # the bytes and END
+MIN_VOCABULARY = 257  # 256 bytes and END
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The documents of a file or a folder, in order of names: text files, and the "text" of each line of .jsonl and
-    .jsonl.gz files (C4's and RedPajama's form) and of each row of .parquet files; or those of a data set of Hugging
-    Face (``hf:allenai/c4:realnewslike``).
+    """Iterate over the documents of a file, a folder (sorted by path) or a Hugging Face data set.
+
+    A document is a text file, the "text" of a line of a .jsonl or .jsonl.gz file (the format of C4 and RedPajama), the
+    "text" of a row of a .parquet file, or a sample of a data set such as ``hf:allenai/c4:realnewslike``.
 
     Raises:
-        DataError: if there are none, or a line is no JSON with a text, or pyarrow is missing.
+        DataError: if there are no files, a file cannot be read or has another format, or pyarrow is missing.
     """
     if is_streamed(path):
         yield from hub_documents(path)
@@ -65,13 +66,13 @@ def _json_lines(file: Path) -> Iterator[str]:
         raise DataError(f"cannot read {file}: {error}") from error
 
 
-def _text_of(line: str, place: str) -> str:
+def _text_of(line: str, location: str) -> str:
     try:
         text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        raise DataError(f'{place}: expected JSON with a "text", got {line[:60]!r}')
+        raise DataError(f'{location}: expected JSON with a "text", got {line[:60]!r}')
     return text
 
 
@@ -79,7 +80,7 @@ def _parquet(file: Path) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError as error:
-        raise DataError(f"{file} is read by pyarrow: pip install 'sigattn[text]'") from error
+        raise DataError(f"reading {file} needs pyarrow: pip install 'sigattn[text]'") from error
     import pyarrow
 
     try:
@@ -95,19 +96,19 @@ def _parquet(file: Path) -> Iterator[str]:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """A tokenizer saved as JSON by ``tokenizers``.
+    """Load a tokenizer saved as JSON by ``tokenizers``.
 
     Raises:
-        DataError: if it is not there, or ``tokenizers`` is missing.
+        DataError: if the file cannot be read, or ``tokenizers`` is missing.
     """
     tokenizers = _tokenizers()
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # tokenizers raises Exception itself
         raise DataError(f"cannot read the tokenizer {path}: {error}") from error
 
 
-Progress = Callable[[int, int], None]  # called with the number of documents read so far, and of tokens made of them
+Progress = Callable[[int, int], None]  # called with the numbers of documents read and of tokens written so far
 
 
 def train_tokenizer(path: Path, vocabulary: int, save: Path, on_progress: Progress = lambda *_: None) -> Any:
@@ -115,7 +116,7 @@ def train_tokenizer(path: Path, vocabulary: int, save: Path, on_progress: Progre
 
     Raises:
         DataError: if the text cannot be read.
-        SettingsError: if the vocabulary does not hold all bytes, or ``save`` is a folder.
+        SettingsError: if ``vocabulary`` is below ``MIN_VOCABULARY``, or ``save`` is a folder.
     """
     check_at_least(MIN_VOCABULARY, {"vocabulary": vocabulary})
     _check_save(save)
@@ -148,7 +149,9 @@ def _check_save(save: Path) -> None:
 
 
 def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: float = 0.05) -> ByteText:
-    """All documents as one row of tokens, an end token after each where the tokenizer has one; the last part held out.
+    """Tokenise all documents into one row in memory and hold out its last part, a fraction ``held_out``.
+
+    Each document is followed by the end token if the tokenizer has one.
 
     Raises:
         DataError: if the tokenizer has more tokens than the model, or the text is too short.
@@ -163,7 +166,7 @@ def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: 
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """What turns a document into tokens, its end token included."""
+    """Return a function from a document to its tokens, including the end token if the tokenizer has one."""
     end = tokenizer.token_to_id(END)
 
     def encode_document(text: str) -> list[int]:
@@ -176,10 +179,21 @@ def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
 def pack(
     path: Path, tokenizer: Any, save: Path, limit: int | None = None, on_progress: Progress = lambda *_: None
 ) -> int:
-    """Write all documents as one row of tokens, an end token after each, into a file of 32-bit numbers; gives how many.
+    """Tokenise all documents into one file of 32-bit integers and return the number of tokens.
 
-    With a limit, the document that reaches so many tokens is the last. ``save`` ends in .bin. Two files next to it hold
-    what is needed to read it: .bin.json (sizes and hashes) and .bin.tokenizer.json.
+    Each document is followed by the end token if the tokenizer has one. Two files are written next to ``save`` and
+    needed to read it: NAME.json (sizes and hashes) and NAME.tokenizer.json.
+
+    Args:
+        path: the corpus, as in ``documents``.
+        tokenizer: the tokenizer.
+        save: the file to write, NAME; usually ends in .bin.
+        limit: stop after the document that reaches this number of tokens.
+        on_progress: called after each document.
+
+    Raises:
+        DataError: if the corpus cannot be read.
+        SettingsError: if ``save`` is a folder.
     """
     encoded, count, digest = encoder(tokenizer), 0, hashlib.sha256()
     _check_save(save)
@@ -214,12 +228,13 @@ def pack(
 
 
 def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -> ByteText:
-    """Return the text in a file that ``pack`` wrote, read in place: its last part held out.
+    """Return the memory-mapped text of a file that ``pack`` wrote, with its last part held out.
 
-    Unless the file's time of modification is the recorded one, its hash is computed and compared with the recorded one.
+    If the file's modification time differs from the recorded one, its hash is computed and compared.
 
     Raises:
-        DataError: if it is not such a file, has changed since, has more tokens than the model, or is too short.
+        DataError: if the file was not written by ``pack`` or has changed since, its tokenizer has more tokens than the
+            model, or it is too short.
     """
     about = _about(path)
     status = path.stat()
@@ -228,38 +243,39 @@ def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -
     if about["vocabulary"] > vocabulary:
         raise DataError(f"the tokenizer has {about['vocabulary']} tokens, and the model {vocabulary}")
     if status.st_mtime_ns != about.get("mtime_ns") and file_sha256(path) != about["sha256"]:
-        raise DataError(f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that of {path.name}.json)")
+        raise DataError(
+            f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that in {path.name}.json): pack again"
+        )
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
     return ByteText.split_tokens(tokens, context, held_out, about["sha256"], vocabulary=vocabulary)
 
 
 def packed_tokenizer(path: Path, named: Path | None = None) -> Path | None:
-    """Return the tokenizer of a file that ``pack`` wrote: the one next to it, or ``named`` if none was recorded.
+    """Return the recorded tokenizer of a file that ``pack`` wrote, or ``named`` if none is recorded.
 
     Raises:
-        DataError: if the recorded one is missing or has changed, or ``named`` is another one or has another number of
-            tokens.
+        DataError: if the recorded tokenizer is missing or has changed, or ``named`` is another tokenizer.
     """
     about = _about(path)
     if "tokenizer" not in about:  # packed by an earlier version
         if named is not None and (size := load_tokenizer(named).get_vocab_size()) != about["vocabulary"]:
-            raise DataError(f"{named} has {size} tokens, and that of {path} {about['vocabulary']}")
+            raise DataError(f"{named} has {size} tokens, and the tokenizer of {path} {about['vocabulary']}")
         return named
     recorded = path.with_name(Path(str(about["tokenizer"])).name)
     if not recorded.exists() or file_sha256(recorded) != about["tokenizer_sha256"]:
         raise DataError(f"the tokenizer of {path}, {recorded}, is missing or has changed: pack again, or restore it")
     if named is not None and load_tokenizer(named).to_str() != load_tokenizer(recorded).to_str():
-        raise DataError(f"{path} was packed with another tokenizer ({recorded}) than {named}: leave out --tokenizer")
+        raise DataError(f"{path} was packed with another tokenizer than {named}: use {recorded}, or name none")
     return recorded
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Return what ``pack`` recorded of a file."""
+    """Read the description that ``pack`` wrote next to a file."""
     try:
         about = read_object(path.with_name(path.name + ".json"), tokens=int, vocabulary=int, sha256=str)
         path.stat()
     except (OSError, FileFormatError) as error:
-        raise DataError(f"{path} is no file of sigattn pack: {error}") from error
+        raise DataError(f"{path} was not written by sigattn pack: {error}") from error
     return about
 
 
@@ -267,5 +283,5 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError as error:
-        raise DataError("vocabularies need tokenizers: pip install 'sigattn[text]'") from error
+        raise DataError("vocabularies need the package tokenizers: pip install 'sigattn[text]'") from error
     return tokenizers

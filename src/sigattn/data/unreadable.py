@@ -1,18 +1,20 @@
-"""Samples of a data set that cannot be read: left out, counted and reported, unless they are the most of it."""
+"""Unreadable samples of a data set: skipped, counted and reported; an error if they are the majority."""
 
 from __future__ import annotations
 
 from sigattn.data.dataset import DataError
 
-MOST_SHARE = 0.5  # more than this part of a data set is no accident
-NAMED = 5
+MOST_SHARE = 0.5  # a larger fraction indicates a systematic problem
+NAMED = 5  # files listed by name in the summary
 
 
 class Unreadable:
-    """Names of the files of a data set that cannot be read, each reported once, when it is found.
+    """Collection of a data set's unreadable files; each is reported once, when it is found.
 
     Args:
-        kind: "image" or "recording". total: number of files. most_share: part of them above which to give up.
+        kind: "image" or "recording".
+        total: number of files of the data set.
+        most_share: largest tolerated fraction of unreadable files.
     """
 
     def __init__(self, kind: str, total: int = 0, most_share: float = MOST_SHARE) -> None:
@@ -23,7 +25,7 @@ class Unreadable:
         return len(self.errors)
 
     def add(self, name: str, error: str) -> None:
-        """Report a file.
+        """Record a file and print a line about it, unless it is recorded already.
 
         Raises:
             DataError: if more than ``most_share`` of all files cannot be read.
@@ -36,7 +38,7 @@ class Unreadable:
         """Add files that another process has reported.
 
         Raises:
-            DataError: as ``add``.
+            DataError: if more than ``most_share`` of all files cannot be read.
         """
         self.errors |= errors
         if errors and len(self) > self.most_share * self.total:
@@ -44,7 +46,7 @@ class Unreadable:
             raise DataError(f"{len(self)} of {self.total} {self.kind}s cannot be read, the last {name}: {error}")
 
     def summary(self) -> str:
-        """Return a line for the end of a run; empty if every file could be read."""
+        """Return one line for the end of a run; empty if every file could be read."""
         if not self.errors:
             return ""
         more = f" and {len(self) - NAMED} more" if len(self) > NAMED else ""
