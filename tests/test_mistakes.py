@@ -115,7 +115,7 @@ def test_more_processes_than_there_are(tmp_path, capsys):
         (["--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
         (["--beams", "0"], "beams must be at least 1, got 0"),
         (["--seed", "-1"], "seed must be at least 0, got -1"),
-        (["--prompt", ""], "a prompt of at least one token"),
+        (["--prompt", ""], "prompts of at least one token"),
     ],
 )
 def test_generating(arguments, message, run, capsys):

@@ -144,7 +144,7 @@ def test_settings_that_contradict_one_another():
         check_at_least(1, {"layers": "many"})
     with pytest.raises(SettingsError, match=r"seed must be below 2\^32, got 4294967296"):
         TrainConfig(seed=2**32)
-    with pytest.raises(SettingsError, match="stop must hold tokens of the vocabulary of 256, got 256"):
+    with pytest.raises(SettingsError, match="stop must contain tokens of the vocabulary, 0 … 255, got 256"):
         LanguageModel(LanguageModelConfig(layers=1)).generate(torch.zeros(1, 1, dtype=torch.int64), 1, stop=[256])
     assert issubclass(SettingsError, ValueError)
 

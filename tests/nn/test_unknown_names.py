@@ -18,7 +18,7 @@ CASES = {
     'SpeechModel(SpeechModelConfig(position="learnable"))': "'rope', 'alibi', 'cape', 'sincos', 'none'",
     'SpeechModel(SpeechModelConfig(block_kind="cnn"))': '"transformer" or "conformer", got \'cnn\'',
     "SpeechModel(SpeechModelConfig(layers=1))(torch.zeros(2, 9, 80), torch.tensor([1, 2, 3]))": "= (2,), got (3,)",
-    "build(3)": "no model is made from a int",
+    "build(3)": "int is not the configuration of a model",
 }
 PROGRAM = """
 from sigattn.models.saving import build

@@ -1,1 +1,1 @@
-"""Language, vision and speech models of the same block, each made from a frozen configuration."""
+"""Language, vision, speech and sequence models of the same block, each built from a frozen configuration."""

@@ -1,4 +1,4 @@
-"""The masked autoencoder for images (He et al., 2022)."""
+"""Masked autoencoder for images (He et al., 2022)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sigattn.validation import check_at_least, check_fraction
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedAutoencoderConfig:
-    """An encoder of the patches that are seen, and a small decoder that fills in the others.
+    """Configuration of a masked autoencoder: an encoder of the visible patches and a decoder that predicts all.
 
     Attributes:
-        encoder: a vision transformer, whose classes are not used. With 3 of 4 patches hidden, and none later, its
-            bias is best "log_batch": -log of the tokens that there are.
-        decoder_layers: number of blocks of the decoder, which is otherwise as the encoder.
-        decoder_width: features of a position in the decoder.
+        encoder: configuration of the encoder, whose classes are not used. Its bias should be "log_batch", -log of the
+            actual number of tokens, which differs between pretraining (3 of 4 patches hidden) and later use.
+        decoder_layers: number of blocks of the decoder; options not listed here are those of the encoder.
+        decoder_width: number of features of a position in the decoder.
         decoder_heads: number of attention heads of the decoder.
-        mask_ratio: part of the patches that is hidden.
+        mask_ratio: fraction of the patches that is hidden.
     """
 
     encoder: VisionTransformerConfig = field(default_factory=lambda: VisionTransformerConfig(bias="log_batch"))
@@ -41,7 +41,7 @@ class MaskedAutoencoderConfig:
 
 
 class MaskedAutoencoder(Transformer):
-    """Hides most patches of an image, encodes the others, and predicts the pixels of all."""
+    """Masked autoencoder: hide most patches of an image, encode the others, and predict the pixels of all."""
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class MaskedAutoencoder(Transformer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialise all parameters."""
         initialize(self, self.config.encoder.initialization)
         self.encoder.reset_parameters()
         nn.init.trunc_normal_(self.mask_token, std=0.02)
@@ -68,32 +68,32 @@ class MaskedAutoencoder(Transformer):
     def forward(
         self, images: Float[Tensor, "batch channels rows columns"]
     ) -> tuple[Float[Tensor, "batch patches pixels"], Float[Tensor, "batch patches"]]:
-        """Predicted pixels of each patch, and which patches were hidden (1) and which seen (0).
+        """Return the predicted pixels of each patch, and 1 for hidden and 0 for visible patches.
 
-        Which are hidden is drawn anew at each call.
+        Each call draws the hidden patches at random.
         """
         x = self.encoder.embed(images)
         batch, patches, _ = x.shape
-        seen = max(1, round(patches * (1 - self.config.mask_ratio)))
+        num_visible = max(1, round(patches * (1 - self.config.mask_ratio)))
         order = torch.rand(batch, patches, device=x.device).argsort(1)
-        hidden = torch.ones(batch, patches, device=x.device).scatter(1, order[:, :seen], 0.0)
-        x = x.gather(1, order[:, :seen, None].expand(-1, -1, x.shape[2]))
-        return self._decode(self.encoder.encode(x), order, seen), hidden
+        hidden = torch.ones(batch, patches, device=x.device).scatter(1, order[:, :num_visible], 0.0)
+        x = x.gather(1, order[:, :num_visible, None].expand(-1, -1, x.shape[2]))
+        return self._decode(self.encoder.encode(x), order, num_visible), hidden
 
-    def _decode(self, x: Tensor, order: Tensor, seen: int) -> Tensor:
-        """Put mask tokens where patches were hidden, all back in order, and predict."""
+    def _decode(self, x: Tensor, order: Tensor, num_visible: int) -> Tensor:
+        """Insert mask tokens for the hidden patches, restore the order of the patches, and predict their pixels."""
         x = residual_stream(self.bridge(x))
-        first, x = (x[:, :1], x[:, 1:]) if self.encoder.cls is not None else (x[:, :0], x)
-        mask = self.mask_token.to(x.dtype).expand(len(x), order.shape[1] - seen, -1)
-        place = order.argsort(1)[:, :, None].expand(-1, -1, x.shape[2])
-        x = torch.cat([first, self.position(torch.cat([x, mask], 1).gather(1, place))], 1)
+        cls, x = (x[:, :1], x[:, 1:]) if self.encoder.cls is not None else (x[:, :0], x)
+        mask = self.mask_token.to(x.dtype).expand(len(x), order.shape[1] - num_visible, -1)
+        index = order.argsort(1)[:, :, None].expand(-1, -1, x.shape[2])
+        x = torch.cat([cls, self.position(torch.cat([x, mask], 1).gather(1, index))], 1)
         for block in self.blocks:
             x = self.run_block(block, x)
-        result: Tensor = self.output(self.norm(x[:, first.shape[1] :]))
+        result: Tensor = self.output(self.norm(x[:, cls.shape[1] :]))
         return result
 
     def loss(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, ""]:
-        """Mean squared error of the hidden patches' pixels, each patch brought to mean 0 and variance 1."""
+        """Return ``reconstruction_error`` of the predictions."""
         return reconstruction_error(images, *self(images))
 
 
@@ -102,7 +102,7 @@ def reconstruction_error(
     predicted: Float[Tensor, "batch patches pixels"],
     hidden: Float[Tensor, "batch patches"],
 ) -> Float[Tensor, ""]:
-    """Mean squared error of the hidden patches' pixels, each patch brought to mean 0 and variance 1."""
+    """Return the mean squared error of the hidden patches' pixels, each patch normalised to mean 0 and variance 1."""
     patch = int((predicted.shape[-1] / images.shape[1]) ** 0.5)
     target = F.unfold(images.float(), patch, stride=patch).mT  # (B, patches, pixels)
     target = (target - target.mean(-1, keepdim=True)) / (target.var(-1, keepdim=True) + 1e-6).sqrt()

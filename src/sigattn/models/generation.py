@@ -1,4 +1,4 @@
-"""Continuing prompts token by token: sampling and beam search, over batches of prompts of any lengths."""
+"""Generation token by token: sampling and beam search, for batches of prompts of any lengths."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Step = Callable[[Tensor, "list[LayerCache]"], Tensor]  # new tokens (B, n) and a
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How the next token is chosen.
+    """Options of sampling and beam search.
 
     Attributes:
-        temperature: that logits are divided by; 0 for the likeliest token.
-        top_k: only the so many likeliest tokens; None for all.
-        top_p: only the likeliest tokens that together have this probability (at least one); None for all.
-        beams: above 1, beam search: so many continuations are followed, and the likeliest is given.
-        length_penalty: beam search compares Σ log p / length^this.
-        stop: tokens after which a sequence ends.
+        temperature: divisor of the logits; 0 for greedy decoding.
+        top_k: number of most probable tokens to sample from; None for all.
+        top_p: probability of the smallest set of most probable tokens to sample from; None for all.
+        beams: number of beams of beam search; 1 for sampling.
+        length_penalty: beam search compares Σ log p / length^length_penalty.
+        stop: tokens that end a sequence.
 
     Raises:
-        SettingsError: a ValueError, for numbers out of range, or sampling together with beams.
+        SettingsError: a ValueError, for numbers out of range, or sampling options with beam search.
     """
 
     temperature: float = 1.0
@@ -46,11 +46,11 @@ class Choice:
             raise SettingsError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.beams > 1 and (self.temperature or self.top_k or self.top_p):
             raise SettingsError(
-                f"beam search does not sample: with beams={self.beams} say temperature=0, and leave out top_k and top_p"
+                f"beam search does not sample: with beams={self.beams} set temperature=0, top_k=None and top_p=None"
             )
 
     def pick(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """(B, vocabulary) → (B,)."""
+        """Draw one token of each row of logits, (B, vocabulary); return (B,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
@@ -59,21 +59,21 @@ class Choice:
             logits = logits.masked_fill(logits < least, -torch.inf)
         weights = torch.softmax(logits, dim=-1)
         if self.top_p is not None:
-            ordered, places = weights.sort(descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # what comes before a token suffices already
-            weights = torch.zeros_like(weights).scatter(-1, places, ordered.masked_fill(beyond, 0))
+            ordered, order = weights.sort(descending=True)
+            excluded = ordered.cumsum(-1) - ordered >= self.top_p  # the more probable tokens have top_p already
+            weights = torch.zeros_like(weights).scatter(-1, order, ordered.masked_fill(excluded, 0))
         return torch.multinomial(weights, 1, generator=generator).squeeze(-1)
 
 
 class Sequences:
-    """Prompts and what was added to them, and a cache that is fed as it is needed.
+    """Prompts with their continuations, and the key/value cache of the model.
 
-    Past the context the model starts again from the last half of it. Prompts of different lengths are padded on the
-    left; padding is never seen.
+    When a sequence exceeds the context, the model starts again from the last half of the context. Prompts of different
+    lengths are padded on the left; padding is masked.
 
     Args:
-        step: the model. new_cache: an empty cache for samples that begin so late (None: all at 0).
-        prompts: of at least one token each. context: the longest sequence.
+        step: the model. new_cache: function from the first position of each sample (None: all 0) to an empty cache.
+        prompts: at least one token each. context: length of the longest sequence.
     """
 
     def __init__(
@@ -81,26 +81,26 @@ class Sequences:
     ) -> None:
         self.step, self.new_cache, self.context = step, new_cache, context
         lengths = [len(p) for p in prompts]
-        most = max(lengths)
-        self.first = torch.tensor([most - n for n in lengths], device=prompts[0].device)
-        self.tokens = torch.stack([torch.cat((p.new_zeros(most - len(p)), p)) for p in prompts])  # (B, total)
+        longest = max(lengths)
+        self.first = torch.tensor([longest - n for n in lengths], device=prompts[0].device)
+        self.tokens = torch.stack([torch.cat((p.new_zeros(longest - len(p)), p)) for p in prompts])  # (B, total)
         self.cache: list[LayerCache] = []
-        self._begin(min(most, context))
+        self._begin(min(longest, context))
 
     def _begin(self, kept: int) -> None:
-        """Start with an empty cache, and the last tokens still to be seen."""
+        """Start with an empty cache and the last ``kept`` tokens as its next input."""
         self.unseen = self.tokens[:, -kept:]
         first = (self.first - (self.tokens.shape[1] - kept)).clamp(min=0)
         self.cache = self.new_cache(first if first.any() else None)
 
     def logits(self) -> Tensor:
-        """Of the next token of each sample, (B, vocabulary)."""
+        """Return the logits of each sample's next token, (B, vocabulary)."""
         if self.cache[0].length + self.unseen.shape[1] > self.context:
             self._begin(max(1, self.context // 2))
         return self.step(self.unseen, self.cache)[:, -1]
 
     def add(self, tokens: Tensor, samples: Tensor | None = None) -> None:
-        """One token (B,) to each sample; or to these samples, with which to go on."""
+        """Append one token to each sequence, (B,); if given, first keep the sequences of indices ``samples``, (B,)."""
         if samples is not None:
             self.tokens, self.first = self.tokens[samples], self.first[samples]
             for layer in self.cache:
@@ -109,14 +109,14 @@ class Sequences:
         self.tokens = torch.cat((self.tokens, self.unseen), 1)
 
     def of(self, sample: int) -> Tensor:
-        """A prompt and what was added to it."""
+        """Return a prompt and its continuation, without padding."""
         return self.tokens[sample, int(self.first[sample]) :]
 
 
 def sample(
     sequences: Sequences, new_tokens: int, choice: Choice, generator: torch.Generator | None = None
 ) -> list[Tensor]:
-    """Add tokens one by one; a sequence that stopped keeps its last token, and is cut there in the end."""
+    """Sample up to ``new_tokens`` tokens for each sequence, and return the sequences, cut after their stop tokens."""
     total = sequences.tokens.shape[1]
     stops = torch.tensor(choice.stop, device=sequences.tokens.device)
     batch = len(sequences.tokens)
@@ -134,7 +134,7 @@ def sample(
 
 
 def search(sequences: Sequences, new_tokens: int, choice: Choice) -> list[Tensor]:
-    """The likeliest of the continuations that beam search follows."""
+    """Return the most probable sequence that beam search finds for each prompt."""
     batch, width, prompt = len(sequences.tokens), choice.beams, sequences.tokens.shape[1]
     device = sequences.tokens.device
     scores = torch.zeros(batch, 1, device=device)  # (B, beams): Σ log p
@@ -145,8 +145,9 @@ def search(sequences: Sequences, new_tokens: int, choice: Choice) -> list[Tensor
         log_p = torch.log_softmax(sequences.logits().float(), -1).view(batch, scores.shape[1], -1)
         vocabulary = log_p.shape[2]
         last = sequences.tokens[:, -1].view(batch, -1, 1)
-        stay = torch.arange(vocabulary, device=device) == last  # a finished beam repeats its last token, at no cost
-        log_p = torch.where(done[..., None], torch.where(stay, 0.0, -torch.inf), log_p)
+        is_last = torch.arange(vocabulary, device=device) == last
+        # a finished beam repeats its last token with log p = 0
+        log_p = torch.where(done[..., None], torch.where(is_last, 0.0, -torch.inf), log_p)
         total = (scores[..., None] + log_p).flatten(1)  # (B, beams · vocabulary)
         scores, chosen = total.topk(min(width, total.shape[1]))
         beam, token = chosen // vocabulary, chosen % vocabulary
@@ -158,6 +159,6 @@ def search(sequences: Sequences, new_tokens: int, choice: Choice) -> list[Tensor
         if done.all():
             break
     best = (scores / lengths.clamp(min=1) ** choice.length_penalty).argmax(1)  # (B,)
-    ours = torch.arange(batch, device=device) * scores.shape[1] + best
+    rows = torch.arange(batch, device=device) * scores.shape[1] + best
     ends = prompt + lengths.gather(1, best[:, None]).squeeze(1).long()
-    return [sequences.of(int(b))[: int(end - sequences.first[b])] for b, end in zip(ours, ends, strict=True)]
+    return [sequences.of(int(b))[: int(end - sequences.first[b])] for b, end in zip(rows, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""A decoder-only language model."""
+"""Decoder-only language model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Position = Literal["rope", "alibi", "sincos", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig(TransformerConfig):
-    """Size and kind of a language model: by default Llama's (RMSNorm, SwiGLU, no linear biases) with QK-norm.
+    """Configuration of a language model: by default Llama's (RMSNorm, SwiGLU, no linear biases) with QK-norm.
 
     Attributes:
         vocabulary: number of tokens; 256 for bytes.
-        context: the longest sequence. A sigmoid's bias is -log of it unless ``bias`` says otherwise.
+        context: length of the longest sequence. Without ``bias``, the bias of "sigmoid" is -log of it.
         position: "rope", "alibi", "sincos" (added to the input) or "none".
-        tied: whether the output shares the embedding's weights.
+        tied: True if the output shares the embedding's weights.
     """
 
     vocabulary: int = 256
@@ -56,10 +56,10 @@ class LanguageModelConfig(TransformerConfig):
         check_at_least(1, self, "vocabulary", "context")
 
     def make_block(self, layer: int) -> Block:
-        """The block of a layer.
+        """Create the block of a layer, 0 … layers - 1.
 
         Raises:
-            ValueError: for settings that do not fit together.
+            ValueError: for options that exclude each other.
         """
         encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
             "rope": lambda: RotaryEmbedding(self.head_dim),
@@ -73,7 +73,7 @@ class LanguageModelConfig(TransformerConfig):
 
 
 class LanguageModel(Transformer):
-    """Token embedding, blocks of causal attention, a norm, and an output, tied to the embedding or not."""
+    """Language model: token embedding, blocks of causal attention, a norm, and a linear output."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class LanguageModel(Transformer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialise all parameters."""
         initialize(self, self.config.initialization)
 
     def forward(
@@ -97,15 +97,15 @@ class LanguageModel(Transformer):
         cache: Sequence[LayerCache] | None = None,
         documents: Documents | None = None,
     ) -> Float[Tensor, "batch length vocabulary"]:
-        """Logits of each next token.
+        """Return the logits of each next token.
 
         Args:
-            tokens: all of them, or with a cache those that are new.
-            cache: from ``new_cache``, filled as the model goes along.
-            documents: several in a row, none of which may look into another.
+            tokens: all tokens, or with a cache only the new ones.
+            cache: from ``new_cache``; the keys and values of the tokens are appended to it.
+            documents: boundaries of the documents that a row packs; attention stays within a document.
 
         Raises:
-            ValueError: if there are more tokens than the context holds.
+            ValueError: if there are more tokens than the context.
         """
         first = cache[0].length if cache else 0
         if first + tokens.shape[1] > self.config.context:
@@ -121,26 +121,26 @@ class LanguageModel(Transformer):
     def _positions(
         self, tokens: Tensor, first: int, cache: Sequence[LayerCache] | None, documents: Documents | None
     ) -> Tensor | None:
-        """(B, N), where positions do not simply count from ``first``."""
+        """Return the positions, (B, N), or None if they are first, first + 1, …"""
         if self.share is not None:
             return self.share.positions(tokens.device).expand(tokens.shape)
         if documents is not None:
             return documents.position
         if not cache or cache[0].first is None:
             return None
-        places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
-        return (places - cache[0].first[:, None]).clamp(min=0)
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        return (positions - cache[0].first[:, None]).clamp(min=0)
 
     def new_cache(self, first: Int[Tensor, " batch"] | None = None) -> list[LayerCache]:
-        """An empty cache of keys and values for each layer.
+        """Create an empty key/value cache for each layer.
 
         Args:
-            first: where each sample begins whose prompt is padded on the left; None where all begin at 0.
+            first: first position of each sample whose prompt is padded on the left; None if all are 0.
         """
         return [LayerCache(self.config.context, first) for _ in self.blocks]
 
     def loss(self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy of the next tokens, in nats."""
+        """Return the mean cross-entropy of the next tokens, in nats."""
         return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
@@ -159,26 +159,26 @@ class LanguageModel(Transformer):
     ) -> Int[Tensor, "batch total"] | list[Tensor]:
         """Continue prompts of at least one token each.
 
-        Keys and values are kept from token to token, and dropout is off. Past the context the model starts again from
-        the last half of it.
+        Keys and values are cached, and dropout is off. When a sequence exceeds the context, the model starts again from
+        the last half of the context.
 
         Args:
             prompts: (B, N), or a list of prompts of any lengths, (N,) each.
-            new_tokens: how many more of each, at most.
-            temperature: that logits are divided by; 0 for the likeliest token each time.
-            top_k: choose among so many of the likeliest tokens only.
-            top_p: choose among the likeliest tokens that together have this probability.
-            beams: above 1, beam search (with temperature=0): the likeliest of the continuations followed.
-            length_penalty: of beam search: the power of the length that log-probabilities are divided by.
-            stop: tokens after which a sequence ends.
-            generator: to sample with.
+            new_tokens: largest number of tokens to add to each prompt.
+            temperature: divisor of the logits; 0 for greedy decoding.
+            top_k: number of most probable tokens to sample from; None for all.
+            top_p: probability of the smallest set of most probable tokens to sample from; None for all.
+            beams: number of beams; above 1 beam search, which needs temperature=0.
+            length_penalty: beam search divides log-probabilities by this power of the length.
+            stop: tokens that end a sequence.
+            generator: random number generator for sampling.
 
         Returns:
-            Prompts and continuations: a list for a list, each ending with its stop token where it has one; (B, total)
-            for a tensor, where sequences that stopped early are filled up with their last token.
+            Prompts with their continuations: a list for a list, each ending with its stop token if it has one; (B,
+            total) for a tensor, where sequences that stopped early are padded with their last token.
 
         Raises:
-            ValueError: for an empty prompt, or numbers out of range.
+            ValueError: for an empty prompt, a token outside the vocabulary, or numbers out of range.
         """
         choice = Choice(
             temperature=temperature,
@@ -190,44 +190,44 @@ class LanguageModel(Transformer):
         )
         if choice.stop and max(choice.stop) >= self.config.vocabulary:
             size = self.config.vocabulary
-            raise SettingsError(f"stop must hold tokens of the vocabulary of {size}, got {max(choice.stop)}")
+            raise SettingsError(f"stop must contain tokens of the vocabulary, 0 … {size - 1}, got {max(choice.stop)}")
         rows = list(prompts)
         if not rows or new_tokens < 0 or any(p.dim() != 1 or not len(p) for p in rows):
             shapes = [tuple(p.shape) for p in rows]
             raise ValueError(
-                f"generate needs a prompt of at least one token, and new_tokens ≥ 0: got {shapes} and {new_tokens}"
+                f"generate needs prompts of at least one token and new_tokens ≥ 0, got {shapes} and {new_tokens}"
             )
         size = self.config.vocabulary
         if any(int(p.min()) < 0 or int(p.max()) >= size for p in rows):
-            raise SettingsError(f"prompts must hold tokens of the vocabulary of {size}, 0 … {size - 1}")
+            raise SettingsError(f"prompts must contain tokens of the vocabulary, 0 … {size - 1}")
         training = self.training
         self.eval()
         try:
             sequences = Sequences(self, self.new_cache, rows, self.config.context)
             if beams > 1:
-                found = search(sequences, new_tokens, choice)
+                results = search(sequences, new_tokens, choice)
             else:
-                found = sample(sequences, new_tokens, choice, generator)
+                results = sample(sequences, new_tokens, choice, generator)
         finally:
             self.train(training)
         if not isinstance(prompts, Tensor):
-            return found
-        most = max(map(len, found))
-        return torch.stack([torch.cat((t, t[-1:].expand(most - len(t)))) for t in found])
+            return results
+        longest = max(map(len, results))
+        return torch.stack([torch.cat((t, t[-1:].expand(longest - len(t)))) for t in results])
 
 
 def _warn(c: LanguageModelConfig) -> None:
-    """What the paper found not to train in language models (Sect. "Autoregressive Large Language Modeling", G.3)."""
+    """Warn of options that the paper found not to train (Sect. "Autoregressive Large Language Modeling", G.3)."""
     sigmoid = c.activation == "sigmoid"
     if sigmoid and not c.keeps_its_norm and c.position != "alibi":
         warn_once(
-            'sigmoid attention without a bias starts with far too large outputs (Sect. "Ablations"): set bias to '
-            '"log_context", use ALiBi, or structure="hybrid"'
+            'the outputs of sigmoid attention without a bias are at first far too large (Sect. "Ablations"): set bias '
+            'to "log_context", use ALiBi, or structure="hybrid"'
         )
     if sigmoid and c.context > 2048 and not c.structure.startswith("hybrid"):
         warn_once(
-            "pre-norm sigmoid language models lose to softmax beyond 2048 tokens (App. G.3, norm structure): use "
-            'structure="hybrid"'
+            "pre-norm sigmoid language models are worse than softmax beyond 2048 tokens (App. G.3, norm structure): "
+            'use structure="hybrid"'
         )
     if sigmoid and c.qk_norm == "none":
         warn_once(

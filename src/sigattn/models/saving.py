@@ -1,4 +1,4 @@
-"""Models on disk: ``config.json`` says what they are, ``model.safetensors`` holds their weights."""
+"""Save and load models: ``config.json`` holds the configuration, ``model.safetensors`` the weights."""
 
 from __future__ import annotations
 
@@ -34,48 +34,49 @@ MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
 
 
 class ModelError(Exception):
-    """A model folder that cannot be used; the message is one line."""
+    """Raised for a model folder that cannot be loaded; the message is one line."""
 
 
 def build(config: ModelConfig, device: torch.device | str | None = None) -> nn.Module:
-    """The model of a configuration; on "meta" it has shapes and no memory.
+    """Create the model of a configuration on a device; None for PyTorch's default device.
 
     Raises:
-        TypeError: if no model has such a configuration.
+        TypeError: if the configuration is not one of this library's models.
     """
     for kind, model in MODELS.values():
         if type(config) is kind:
             with torch.device(device if device is not None else torch.get_default_device()):
                 return model(config)
-    raise TypeError(f"no model is made from a {type(config).__name__}")
+    raise TypeError(f"{type(config).__name__} is not the configuration of a model")
 
 
 def save(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-    """Write a model's configuration and weights into a folder, made if missing.
+    """Write a model's configuration and weights to a folder, which is created if missing.
 
     Args:
-        model: one of this library's. folder: where to.
-        state: its weights, where they are not simply the model's own (because processes share them).
+        model: a model of this library. folder: the folder.
+        state: its whole weights, if the model is sharded over processes; None for ``model.state_dict()``.
 
     Raises:
-        TypeError: if it is none of this library's models.
-        OSError: if it cannot be written.
+        TypeError: if the model is not one of this library's.
+        OSError: if a file cannot be written.
     """
-    # FSDP makes a subclass of a model's class
+    # isinstance, because FSDP makes a subclass of a model's class
     name = next((n for n, (_, kind) in MODELS.items() if isinstance(model, kind)), None)
     if name is None:
-        raise TypeError(f"save keeps {', '.join(k.__name__ for _, k in MODELS.values())}, got {type(model).__name__}")
+        known = ", ".join(k.__name__ for _, k in MODELS.values())
+        raise TypeError(f"save supports {known}, got {type(model).__name__}")
     config: Any = model.config
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"model": name, "config": dataclasses.asdict(config)}
+    description = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
     _write_tensors(tensors, folder / "model.safetensors")
     with naming(folder / "config.json"):
-        (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file whole or not at all, with the permissions of any new file (safetensors gives it to its owner only).
+    """Write a file atomically, with the default permissions (those of safetensors exclude all but the owner).
 
     Raises:
         OSError: if it cannot be written.
@@ -96,32 +97,32 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def load(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
-    """The model in a folder, in evaluation mode, as it was saved: no class need be named.
+    """Load the model in a folder, in evaluation mode; its class is read from ``config.json``.
 
     Raises:
-        ModelError: if the folder holds no model that this version knows.
+        ModelError: if the folder does not contain a model of this version.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        about = read_object(folder / "config.json", model=str, config=dict)
-        kind, _ = MODELS[about["model"]]
-        config = from_dict(kind, about["config"])
+        description = read_object(folder / "config.json", model=str, config=dict)
+        kind, _ = MODELS[description["model"]]
+        config = from_dict(kind, description["config"])
         model = build(config, "meta").to_empty(device=device)
         _refill_buffers(model)
         model.load_state_dict(load_file(folder / "model.safetensors", device=str(device)))
     except (OSError, FileFormatError, KeyError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise ModelError(f"{folder} holds no model that can be loaded: {type(error).__name__}: {reason}") from error
+        raise ModelError(f"cannot load a model from {folder}: {type(error).__name__}: {reason}") from error
     return model.eval()
 
 
 def from_dict(kind: type[ModelConfig], values: dict[str, Any]) -> ModelConfig:
-    """A configuration from its JSON.
+    """Create a configuration from its JSON object.
 
     Raises:
-        TypeError: for a name that it has not.
+        TypeError: for an unknown field.
     """
     if kind is MaskedAutoencoderConfig:
         values = {**values, "encoder": from_dict(VisionTransformerConfig, values["encoder"])}
@@ -131,7 +132,7 @@ def from_dict(kind: type[ModelConfig], values: dict[str, Any]) -> ModelConfig:
 
 
 def _refill_buffers(model: nn.Module) -> None:
-    """Buffers that are not saved (frequencies, slopes) are empty after a model left the meta device."""
+    """Compute the buffers that are not saved (frequencies, slopes), which ``to_empty`` leaves uninitialised."""
     for module in model.modules():
         reset = getattr(module, "reset_parameters", None)
         if module._non_persistent_buffers_set and reset is not None:

@@ -1,4 +1,4 @@
-"""Small encoders of a sequence of numbers or symbols, and the MLP beside them (App. "Simple Experiments")."""
+"""Small encoders of a sequence of numbers or symbols, and the MLP baseline (App. "Simple Experiments")."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sigattn.validation import check_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceModelConfig(TransformerConfig):
-    """Size and kind: by default the transformer of k-summation, one layer of 8 heads with a learned bias from -4.
+    """Configuration: by default the transformer of k-summation, one layer of 8 heads and a learned bias, initially -4.
 
     Attributes:
-        length: of the sequence.
-        symbols: how many there are (one more stands for padding); 0 for numbers.
-        outputs: numbers that come out.
-        kind: "transformer", or "mlp" of ``mlp_widths`` on the numbers, or one-hot symbols, of the whole sequence.
-        mlp_widths: of the MLP's hidden layers.
+        length: length of the sequence.
+        symbols: number of symbols, without the one for padding; 0 for sequences of numbers.
+        outputs: number of outputs.
+        kind: "transformer", or "mlp" on the numbers, or one-hot symbols, of the whole sequence.
+        mlp_widths: widths of the MLP's hidden layers.
     """
 
     layers: int = 1
@@ -49,17 +49,16 @@ class SequenceModelConfig(TransformerConfig):
 
 
 class MLPHead(nn.Sequential):
-    """Two layers, the hidden one half as wide as the input."""
+    """MLP of one hidden layer, half as wide as the input."""
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__(nn.Linear(width, width // 2), nn.GELU(), nn.Linear(width // 2, outputs))
 
 
 class SequenceModel(Transformer):
-    """Inputs with learned positions, blocks that see the whole sequence, a norm, and a small MLP of their mean.
+    """Sequence model: inputs with learned positions, blocks without a mask, a norm, the mean, and an ``MLPHead``.
 
-    The paper says nothing of the output; with a hidden layer of half the width the k-summation model has its 187k
-    parameters.
+    The paper does not describe the output; with ``MLPHead`` the k-summation model has the paper's 187k parameters.
     """
 
     def __init__(self, config: SequenceModelConfig) -> None:
@@ -80,7 +79,7 @@ class SequenceModel(Transformer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialise all parameters."""
         if self.config.kind == "mlp":
             for part in self.mlp:
                 if isinstance(part, nn.Linear):
@@ -89,7 +88,7 @@ class SequenceModel(Transformer):
             initialize(self, self.config.initialization)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(B, length) numbers, or symbols (the number of symbols for padding) → (B, outputs).
+        """Return the outputs, (B, outputs), of (B, length) numbers or symbols, where ``symbols`` stands for padding.
 
         Raises:
             ValueError: for another length.

@@ -1,4 +1,4 @@
-"""Speech recognition by CTC: a strided convolution, then a transformer or a conformer (App. G.4)."""
+"""Speech recognition by CTC: a strided convolution and a transformer or a conformer (App. G.4)."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from sigattn.shapes import Float, Int
 from sigattn.validation import check_at_least, check_positive, check_probability
 
 Position = Literal["cape", "rope", "alibi", "sincos", "none"]
-ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"  # "|" between words; CTC's blank comes before it, as token 0
+ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"  # tokens 1, 2, …; "|" separates words, token 0 is CTC's blank
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechModelConfig(TransformerConfig):
-    """Size and kind of a speech model: by default the paper's transformer of 255M parameters.
+    """Configuration of a speech model: by default the paper's transformer of 255M parameters.
 
     Attributes:
-        mels: channels of the log-mel filterbank.
-        step: seconds from one frame of it to the next.
-        kernel: frames that the convolution sees that comes first.
-        stride: frames from one output of that convolution to the next.
+        mels: number of channels of the log-mel filterbank.
+        step: seconds from one frame of the filterbank to the next.
+        kernel: kernel size of the first convolution, in frames.
+        stride: stride of that convolution, in frames.
         vocabulary: number of tokens, CTC's blank (0) included.
-        position: "cape" or "sincos" (added to the input), "rope", "alibi" (with other slopes for keys before and after)
-            or "none".
-        block_kind: "transformer", or "conformer", whose feed-forward layers are swish.
-        conformer_kernel: frames that a conformer's convolution sees.
-        layer_drop: probability of leaving out a layer, while training.
+        position: "cape" or "sincos" (added to the input), "rope", "alibi" (with different slopes for earlier and later
+            keys) or "none".
+        block_kind: "transformer", or "conformer", whose feed-forward layers use swish.
+        conformer_kernel: kernel size of a conformer's convolution, in frames.
+        layer_drop: probability of skipping a layer, while training.
     """
 
     layers: int = 36
@@ -66,10 +66,10 @@ class SpeechModelConfig(TransformerConfig):
         check_probability(self, "layer_drop")
 
     def make_block(self, layer: int) -> Block | ConformerBlock:
-        """The block of a layer.
+        """Create the block of a layer, 0 … layers - 1.
 
         Raises:
-            ValueError: for settings that do not fit together.
+            ValueError: for options that exclude each other.
         """
         encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
             "rope": lambda: RotaryEmbedding(self.head_dim),
@@ -86,7 +86,9 @@ class SpeechModelConfig(TransformerConfig):
         fixed = {"structure": "pre", "drop_branch": 0.0, "norm": "layer", "linear_bias": True}
         changed = [name for name, value in fixed.items() if getattr(self, name) != value]
         if changed or self.feed_forward not in ("gelu", "swish"):
-            raise ValueError(f"a conformer's block has a form of its own: leave {changed or ['feed_forward']} as it is")
+            raise ValueError(
+                f'block_kind="conformer" does not support {changed or ["feed_forward"]}: keep the default values'
+            )
         return ConformerBlock(
             self.attention(position, causal=False, context=None),
             self.width,
@@ -98,7 +100,7 @@ class SpeechModelConfig(TransformerConfig):
 
 
 class SpeechModel(Transformer):
-    """Frames of a log-mel filterbank to CTC's log-probabilities of characters, ``stride`` times fewer."""
+    """Speech model: CTC's log-probabilities of characters from the frames of a log-mel filterbank."""
 
     def __init__(self, config: SpeechModelConfig) -> None:
         super().__init__()
@@ -111,25 +113,26 @@ class SpeechModel(Transformer):
         }.get(c.position, nn.Identity)()
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(c.make_block(layer) for layer in range(c.layers))
-        self.norm = make_norm("none" if c.block_kind == "conformer" else c.norm, c.width)  # a conformer's ends in one
+        # a conformer block ends with a norm
+        self.norm = make_norm("none" if c.block_kind == "conformer" else c.norm, c.width)
         self.output = nn.Linear(c.width, c.vocabulary)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialise all parameters."""
         initialize(self, self.config.initialization)
 
     def forward(
         self, frames: Float[Tensor, "batch length mels"], lengths: Int[Tensor, " batch"] | None = None
     ) -> tuple[Float[Tensor, "batch steps vocabulary"], Int[Tensor, " batch"]]:
-        """Log-probabilities, and how many steps of each sample there are.
+        """Return the log-probabilities, and the number of steps of each sample.
 
         Args:
-            frames: padded to the longest sample. What lies beyond a sample's length changes nothing.
-            lengths: how many frames each sample has; None for all.
+            frames: padded to the longest sample. Padding does not affect the result.
+            lengths: number of frames of each sample; None for all.
 
         Raises:
-            ValueError: if lengths do not fit.
+            ValueError: if lengths does not have the shape (batch,).
         """
         if lengths is None:
             lengths = torch.full((len(frames),), frames.shape[1], device=frames.device)
@@ -142,13 +145,13 @@ class SpeechModel(Transformer):
         for block in self.blocks:
             y = self.run_block(block, x, key_lengths=steps)
             if self.training and self.config.layer_drop:
-                # computed all the same, so that no rank of a distributed run leaves a layer out alone
+                # compute a dropped layer too, because all ranks of a distributed run must call the same collectives
                 y = torch.where(torch.rand((), device=x.device) < self.config.layer_drop, x, y)
             x = y
         return F.log_softmax(self.output(self.norm(x)).float(), -1), steps
 
     def steps(self, lengths: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """How many steps come of so many frames."""
+        """Return the number of output steps for numbers of frames."""
         c = self.config
         return (lengths + 2 * (c.kernel // 2) - c.kernel) // c.stride + 1
 
@@ -159,16 +162,16 @@ class SpeechModel(Transformer):
         targets: Int[Tensor, "batch characters"],
         target_lengths: Int[Tensor, " batch"],
     ) -> Float[Tensor, ""]:
-        """CTC's loss, in nats for each character.
+        """Return the CTC loss, in nats per character.
 
-        A target that cannot be said in its steps (too short a sample) counts as 0, as in most recipes.
+        The loss of a target that is too long for its sample's steps is set to 0, as in most recipes.
         """
         log_probabilities, steps = self(frames, lengths)
         return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
 
 
 def _warn(c: SpeechModelConfig) -> None:
-    """What the paper found not to train in speech models (Sect. "Automatic Speech Recognition", App. G.4)."""
+    """Warn of options that the paper found not to train (Sect. "Automatic Speech Recognition", App. G.4)."""
     sigmoid = c.activation == "sigmoid"
     if sigmoid and not c.keeps_its_norm:
         warn_once(

@@ -1,4 +1,4 @@
-"""What the three models share: a configuration of the blocks, and how blocks are made from it."""
+"""Base classes of the models and of their configurations."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from sigattn.validation import check_at_least, check_finite, check_not_negative,
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Size and kind of a stack of transformer blocks.
+    """Configuration of a stack of transformer blocks.
 
     Attributes:
         layers: number of blocks.
-        width: features of a position.
-        heads: number of query heads, of which width is a multiple.
-        hidden: features within the feed-forward layers; None for the model's usual multiple of width.
+        width: number of features of a position.
+        heads: number of query heads, a divisor of width.
+        hidden: number of hidden features of the feed-forward layers; None for the default of ``hidden_width``.
         activation: "sigmoid", "softmax", or another of ``sigattn.nn.attention``.
         bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible" (``sigattn.nn.bias``).
-            None is the model's usual rule under a sigmoid, and no bias otherwise.
-        learn_bias: where b is learned, starting from ``bias``: "no", one for each "layer" or "head", or "query".
-        temperature: where a learned temperature t starts, σ(e^t S + b); None for none.
-        length_power: α of the factor n^(-α) on the attention's output.
+            None for the model's usual rule with "sigmoid", and for no bias otherwise.
+        learn_bias: parameters of a learned b, with ``bias`` as initial value: "no", "layer" (one per layer), "head"
+            (one per head) or "query" (added to Q).
+        temperature: initial value of a learned temperature t, σ(e^t S + b); None for no temperature.
+        length_power: α of the factor n^(-α) of the attention's output.
         qk_norm: "rms", "layer" or "none".
-        kv_heads: number of key and value heads; None for as many as heads.
-        output_norm: before each attention's output projection: "rms", "layer" or "none"; without parameters.
-        norm: of the blocks, "rms" or "layer".
-        structure: where norms stand, "pre", "hybrid", "hybrid_attention" or "post" (``sigattn.nn.block``).
-        layer_scale: where LayerScale's factors start; None for none.
+        kv_heads: number of key and value heads; None for heads.
+        output_norm: norm before each attention's output projection: "rms", "layer" or "none"; without parameters.
+        norm: norm of the blocks, "rms" or "layer".
+        structure: norm placement, "pre", "hybrid", "hybrid_attention" or "post" (``sigattn.nn.block``).
+        layer_scale: initial value of LayerScale's factors; None for no LayerScale.
         feed_forward: "swiglu", "gelu", "relu" or "swish".
-        linear_bias: whether linear layers have offsets.
-        dropout: of weights, within feed-forward layers and of branches, while training.
+        linear_bias: True for biases in the linear layers.
+        dropout: dropout probability of weights, within feed-forward layers and of branches, while training.
         drop_branch: stochastic depth's probability in the last layer; it grows linearly from 0 in the first.
         initialization: "fan_in", "trunc_normal" or "moco_v3" (``sigattn.nn.initialization``).
 
@@ -76,7 +77,7 @@ class TransformerConfig:
     drop_branch: float = 0.0
     initialization: Initialization = "trunc_normal"
 
-    USUAL_BIAS: ClassVar[float | Rule] = 0.0  # of a sigmoid, where bias is None
+    USUAL_BIAS: ClassVar[float | Rule] = 0.0  # of activation="sigmoid" if bias is None
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "layers", "width", "heads", "hidden", "kv_heads")
@@ -88,27 +89,27 @@ class TransformerConfig:
 
     @property
     def hidden_width(self) -> int:
-        """Features within the feed-forward layers: 4 times the width, or for SwiGLU 8/3 rounded up to 32."""
+        """Hidden features of feed-forward layers: 4 · width by default; for SwiGLU 8/3 · width, rounded up to 32."""
         if self.hidden is not None:
             return self.hidden
         return 32 * math.ceil(self.width * 8 / 3 / 32) if self.feed_forward == "swiglu" else 4 * self.width
 
     @property
     def head_dim(self) -> int:
-        """Features of a head.
+        """Number of features of a head.
 
         Raises:
-            ValueError: if heads do not divide width.
+            ValueError: if heads does not divide width.
         """
         if self.heads < 1 or self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads, got width={self.width}, heads={self.heads}")
         return self.width // self.heads
 
     def attention_bias(self, context: int | None) -> AttentionBias | None:
-        """A layer's own bias; None for none.
+        """Create the bias of a layer; return None if the activation has no bias.
 
         Raises:
-            ValueError: if a bias or its learning is asked for where the activation takes none.
+            ValueError: if bias or learn_bias is set for an activation without a bias.
         """
         if self.activation in ("softmax", "performer"):
             if self.bias is not None or self.learn_bias != "no":
@@ -122,7 +123,7 @@ class TransformerConfig:
         return make_bias(rule, learn=self.learn_bias, context=context, heads=self.heads)
 
     def attention(self, position: RotaryEmbedding | Alibi | None, *, causal: bool, context: int | None) -> Attention:
-        """One attention layer."""
+        """Create an attention layer."""
         return Attention(
             self.width,
             self.heads,
@@ -142,7 +143,7 @@ class TransformerConfig:
     def block(
         self, layer: int, position: RotaryEmbedding | Alibi | None, *, causal: bool, context: int | None
     ) -> Block:
-        """The block of a layer, 0 … layers - 1."""
+        """Create the block of a layer, 0 … layers - 1."""
         feed_forward = make_feed_forward(
             self.feed_forward, self.width, self.hidden_width, bias=self.linear_bias, dropout=self.dropout
         )
@@ -159,15 +160,15 @@ class TransformerConfig:
 
     @property
     def keeps_its_norm(self) -> bool:
-        """Whether something holds the attention's output down: a negative bias, a norm after it, or n^(-α)."""
+        """True if a negative bias, a norm after the attention or n^(-α) bounds the attention's output."""
         bias = self.USUAL_BIAS if self.bias is None else self.bias
-        held = isinstance(bias, str) or bias < 0
-        return held or bool(self.length_power) or self.output_norm != "none" or self.structure.startswith("hybrid")
+        negative = isinstance(bias, str) or bias < 0
+        return negative or bool(self.length_power) or self.output_norm != "none" or self.structure.startswith("hybrid")
 
 
 @contextmanager
 def watching(module: nn.Module, what: Watch = "norm") -> Iterator[list[Attention]]:
-    """Within, each attention layer of a module keeps the norm of its output, or "everything"; gives the layers."""
+    """Set ``Attention.watch`` of a module's attention layers within the context, and yield the layers."""
     layers = [m for m in module.modules() if isinstance(m, Attention)]
     try:
         for layer in layers:
@@ -179,45 +180,47 @@ def watching(module: nn.Module, what: Watch = "norm") -> Iterator[list[Attention
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """What enters the first block: in float32 under autocast, for 16 bits would lose what LayerScale adds to it."""
+    """Return the input of the first block, in float32 under autocast: 16 bits would lose LayerScale's small updates."""
     return x.float() if torch.is_autocast_enabled(x.device.type) else x
 
 
 class Transformer(nn.Module):
-    """A stack of blocks whose attention layers can be watched.
+    """Base class of the models.
 
     Attributes:
-        checkpoint_activations: while training, compute each block again in the backward pass instead of keeping what it
-            made.
+        checkpoint_activations: True to recompute each block in the backward pass instead of storing its activations.
     """
 
     checkpoint_activations = False
 
     def run_block(self, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
-        """A block's output."""
+        """Return a block's output, with activation checkpointing if it is on."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
-            again: Tensor = checkpoint(block, x, use_reentrant=False, **options)
-            return again
+            checkpointed: Tensor = checkpoint(block, x, use_reentrant=False, **options)
+            return checkpointed
         result: Tensor = block(x, **options)
         return result
 
     def watching(self, what: Watch = "norm") -> AbstractContextManager[list[Attention]]:
-        """See ``watching``."""
+        """Return the context manager ``watching`` of this model."""
         return watching(self, what)
 
     def attention_report(self, *inputs: object, **more: object) -> list[AttentionStatistics]:
-        """Row mass, output norm, largest logit and sparsity of each attention layer, in a forward of these inputs.
+        """Return row mass, output norm, largest logit and sparsity of each attention layer for one forward.
 
-        In memory linear in the length; each statistic is (batch, heads). Dropout is off meanwhile.
+        Each statistic is (batch, heads). The forward is in evaluation mode; memory is linear in the length.
+
+        Args:
+            inputs, more: arguments of forward.
         """
         training = self.training
         self.eval()
         try:
             with self.watching("everything") as layers:
                 self(*inputs, **more)
-                found = [layer.statistics for layer in layers if layer.statistics is not None]
+                report = [layer.statistics for layer in layers if layer.statistics is not None]
                 for layer in layers:
                     layer.statistics = None
         finally:
             self.train(training)
-        return found
+        return report

@@ -23,18 +23,18 @@ Position = Literal["learnable", "sincos", "cape", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTransformerConfig(TransformerConfig):
-    """Size and kind of a vision transformer: by default ViT-B/16, with the paper's QK-norm and LayerScale.
+    """Configuration of a vision transformer: by default ViT-B/16, with the paper's QK-norm and LayerScale.
 
     Attributes:
-        image_size: pixels of a side.
-        patch: pixels of a patch's side.
-        channels: of an image.
-        classes: outputs; 0 for none, so that the model gives its features.
-        position: added to the patches: "learnable", "sincos" (fixed), "cape" or "none".
-        pool: what the output is made of, the "cls" token or the "average" of the patches.
-        other_sizes: whether images of other sizes are taken too, learned positions being interpolated (the small crops
-            of DINO's augmentation).
-        freeze_patches: keep the patches' projection as it was drawn (MoCo v3; the paper's SimCLR).
+        image_size: height and width of an image, in pixels.
+        patch: height and width of a patch, in pixels.
+        channels: number of channels of an image.
+        classes: number of classes; 0 for a model that returns its features.
+        position: encoding added to the patches: "learnable", "sincos" (fixed), "cape" or "none".
+        pool: input of the linear output, the "cls" token or the "average" of the patches.
+        other_sizes: True to accept images of other sizes too (such as the small crops of DINO's augmentation); learned
+            positions are interpolated.
+        freeze_patches: True to keep the initial patch projection (MoCo v3; the paper's SimCLR).
     """
 
     layers: int = 12
@@ -57,10 +57,10 @@ class VisionTransformerConfig(TransformerConfig):
 
     @property
     def grid(self) -> int:
-        """Patches along a side.
+        """Number of patches along a side.
 
         Raises:
-            ValueError: if patches do not divide the image.
+            ValueError: if patch does not divide image_size.
         """
         if self.image_size % self.patch:
             raise ValueError(f"image_size must be a multiple of patch, got {self.image_size} and {self.patch}")
@@ -68,11 +68,11 @@ class VisionTransformerConfig(TransformerConfig):
 
     @property
     def tokens(self) -> int:
-        """Length of the sequence: patches, and the CLS token if there is one."""
+        """Length of the sequence: the patches, and the CLS token if there is one."""
         return self.grid**2 + (self.pool == "cls")
 
     def make_block(self, layer: int) -> Block:
-        """The block of a layer."""
+        """Create the block of a layer, 0 … layers - 1."""
         return self.block(layer, None, causal=False, context=self.tokens)
 
 
@@ -85,7 +85,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class VisionTransformer(Transformer):
-    """Patches, their places, blocks, a norm, and a linear output of the CLS token or the average."""
+    """Vision transformer: patches with positions, blocks, a norm, and a linear output of CLS token or average."""
 
     def __init__(self, config: VisionTransformerConfig) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class VisionTransformer(Transformer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew; MoCo v3 draws patches as if each colour were one matrix, as timm does."""
+        """Initialise all parameters; "moco_v3" sets the range of the patch projection as timm does, for 3 channels."""
         initialize(self, self.config.initialization)
         if self.config.initialization == "moco_v3":
             limit = (6 / (3 * self.config.patch**2 + self.config.width)) ** 0.5
@@ -110,17 +110,17 @@ class VisionTransformer(Transformer):
             nn.init.normal_(self.cls, std=1e-6)
 
     def forward(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch outputs"]:
-        """Logits of the classes, or features if there are none."""
+        """Return the logits of the classes, or the features if there are no classes."""
         result: Tensor = self.output(self.features(images))
         return result
 
     def features(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch width"]:
-        """The pooled features before the output."""
+        """Return the pooled features, the input of the linear output."""
         x = self.encode(self.embed(images))
         return x[:, 0] if self.cls is not None else x.mean(1)
 
     def embed(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch patches width"]:
-        """Patches as tokens, with their places.
+        """Return the patches as tokens, with their position encoding.
 
         Raises:
             ValueError: for images of another size.
@@ -142,7 +142,7 @@ class VisionTransformer(Transformer):
         return _resized(self.position, c, x, rows, columns)
 
     def encode(self, x: Float[Tensor, "batch patches width"]) -> Float[Tensor, "batch tokens width"]:
-        """All blocks and the norm; the CLS token, if there is one, comes first."""
+        """Apply all blocks and the norm; the CLS token, if there is one, is the first of the output."""
         if self.cls is not None:
             x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
         for block in self.blocks:
@@ -163,7 +163,7 @@ class ImageSinusoids(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill in the table."""
+        """Compute the encoding."""
         self.encoding.copy_(image_sinusoids(self.encoding.shape[1], self.rows, self.columns))
 
     def forward(self, x: Float[Tensor, "batch patches width"]) -> Float[Tensor, "batch patches width"]:
@@ -172,7 +172,7 @@ class ImageSinusoids(nn.Module):
 
 
 def make_position(kind: str, width: int, rows: int, columns: int) -> nn.Module:
-    """What gives an image's patches their places.
+    """Create the position encoding of an image's patches: "learnable", "sincos", "cape" or "none".
 
     Raises:
         ValueError: for an unknown kind.
@@ -189,11 +189,11 @@ def make_position(kind: str, width: int, rows: int, columns: int) -> nn.Module:
 
 
 def _resized(position: nn.Module, config: VisionTransformerConfig, x: Tensor, rows: int, columns: int) -> Tensor:
-    """X with the places of another grid of patches: what was learned is interpolated."""
+    """Return x with the position encoding of another grid of patches; a learned encoding is interpolated."""
     if isinstance(position, LearnableEmbedding):
-        table = position.weight.unflatten(0, (config.grid, config.grid)).permute(2, 0, 1)[None]
-        table = F.interpolate(table, (rows, columns), mode="bicubic", antialias=True).flatten(2).mT
-        return x + table.to(x.dtype)
-    other = make_position(config.position, config.width, rows, columns)
-    result: Tensor = other.to(x.device).train(position.training)(x)
+        encoding = position.weight.unflatten(0, (config.grid, config.grid)).permute(2, 0, 1)[None]
+        encoding = F.interpolate(encoding, (rows, columns), mode="bicubic", antialias=True).flatten(2).mT
+        return x + encoding.to(x.dtype)
+    resized = make_position(config.position, config.width, rows, columns)
+    result: Tensor = resized.to(x.device).train(position.training)(x)
     return result
