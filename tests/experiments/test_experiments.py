@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import statistics
+from concurrent.futures import Future
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 
@@ -16,12 +17,37 @@ from sigattn import cli
 from sigattn.experiments import dropped_keys, k_summation, kept, lr_sensitivity, pages, sigma_accuracy, speed, sweep
 from sigattn.experiments.experiment import SCALES, ExperimentError, Result, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find
-from sigattn.recipes import intervals
+from sigattn.recipes import intervals, workers
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
 
+class _InThisProcess:
+    """An executor that runs each call when it is submitted."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Train without worker processes, whose imports take longer than the runs."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(workers, "pool", lambda _: _InThisProcess())
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_smoke(name, tmp_path):
     """It runs, says something of each claim, and leaves a page with picture and data; again, it trains nothing."""
@@ -94,6 +120,7 @@ class TestStatistics:
         assert lr_sensitivity.sensitivity([2.0, 3.0, 9.0, math.inf], 5.0) == pytest.approx((0 + 1 + 3 + 3) / 4)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = lr_sensitivity.base(setting, 1).with_transformer(qk_norm="none")
@@ -112,7 +139,8 @@ def test_a_run_with_other_settings_is_done_again(tmp_path):
     assert (len(first.rows), len(second.rows)) == (2, recipe.training.steps)
 
 
-def test_a_run_on_other_data_is_done_again_and_the_page_names_it(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_on_other_data_is_done_again_and_the_page_names_it(tmp_path):
     """The same settings on a text that changed, then on another one, and again on the first."""
     recipe = lr_sensitivity.base(Setting("smoke", 1, tmp_path), 1)
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]

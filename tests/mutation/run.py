@@ -2,9 +2,11 @@
 
     make mutation N=40
 
-draws N mutants at random from ``src/sigattn/ops`` (without kernels, which the interpreter would make slow to test) and
-``src/sigattn/train/checkpoint.py``, each tested in a copy of the checkout by the tests of its package. Mutants in type
-annotations are left out, because nothing evaluates those. Survivors are printed as diffs.
+draws mutants at random, four of ``src/sigattn/ops`` (without the kernels, which are slow to test in the interpreter) to
+each one of ``src/sigattn/train/checkpoint.py``, and tests each in a copy of the checkout, the tests of the mutated file
+first and up to the first failure. Mutants in type annotations are left out, because nothing evaluates those. Survivors
+are printed as diffs. The copy and the results are kept in ``runs/mutation``: a run that was stopped is resumed, and a
+larger N extends the sample. ``--fresh`` starts again from the present sources.
 """
 
 from __future__ import annotations
@@ -14,28 +16,75 @@ import ast
 import collections
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-COPIED = ("src", "tests", "pyproject.toml", "README.md", "Makefile")
-# each mutated path, and the tests that ought to catch its mutants
-TARGETS = {
-    "src/sigattn/ops": "tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py",
-    "src/sigattn/train/checkpoint.py": "tests/train",
-}
-CONFIG = """
+COPIED = ("src", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "Makefile")
+OPERATOR, CHECKPOINT = Path("src/sigattn/ops"), Path("src/sigattn/train/checkpoint.py")
+TIMEOUT = 900.0
+CONFIG = f"""
 [cosmic-ray]
-module-path = "{module}"
-timeout = 900.0
+module-path = ["{OPERATOR}", "{CHECKPOINT}"]
+timeout = {TIMEOUT}
 excluded-modules = ["src/sigattn/ops/triton/*.py"]
-test-command = "{python} -m pytest -x -q -n {workers} -p no:cacheprovider {tests}"
+test-command = ""
 [cosmic-ray.distributor]
 name = "local"
 """
+# Left out: interpreted kernels, and tests that take seconds and compute what cheaper ones compute as well.
+SELECTED = "not triton and not hopper and not real_tiles and not kernels and not decoding and not interpreter"
+# The tests that are most likely to catch a mutant of a file, in ``tests/ops`` unless a folder is given
+LIKELY = {
+    "attention": "test_correctness test_bad_input test_scalars",
+    "autograd": "test_autograd test_pytorch",
+    "block_mask": "test_block_mask",
+    "blocked": "test_correctness test_masked_weights test_borders",
+    "broadcasting": "test_broadcasting",
+    "cached": "tests/test_flash_kvcache.py tests/flash",
+    "checks": "test_bad_input test_scalars",
+    "dropout": "test_dropout",
+    "flash_checks": "tests/test_flash.py tests/test_flash_kvcache.py tests/flash",
+    "flops": "test_pytorch",
+    "gradients": "test_correctness test_autograd",
+    "library": "test_pytorch test_backends test_correctness",
+    "mask": "test_mask test_correctness",
+    "nested": "test_nested",
+    "one_query": "tests/test_flash_kvcache.py test_correctness",
+    "onnx": "test_onnx",
+    "packed": "tests/test_flash.py tests/flash test_autograd",
+    "problem": "test_problem test_correctness test_borders",
+    "products": "test_correctness test_borders test_masked_weights",
+    "reference": "test_correctness test_masked_weights",
+    "scalars": "test_scalars test_bad_input",
+    "settings": "test_backends test_default_device",
+    "short": "test_correctness test_default_device",
+    "statistics": "test_statistics",
+    "tiles": "test_correctness test_borders test_block_mask",
+}
+
+
+def tests_of(module: Path) -> list[str]:
+    """Return all files of tests that a mutant has to pass, the most likely to fail first."""
+    if module == CHECKPOINT:
+        return ["tests/train/test_loop.py", "tests/train/test_untrusted.py", "tests/train"]
+    named = [name if "/" in name else f"tests/ops/{name}.py" for name in LIKELY[module.stem].split()]
+    return [*named, "tests/ops", "tests/flash", "tests/test_flash.py", "tests/test_flash_kvcache.py"]
+
+
+def command(tests: list[str]) -> str:
+    """Return the command that runs the given files in their order."""
+    files = [
+        str(f)
+        for name in tests
+        for f in ([Path(name)] if name.endswith(".py") else sorted(Path(name).glob("test_*.py")))
+    ]
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", SELECTED]
+    return shlex.join([*words, *dict.fromkeys(files)])
 
 
 def annotations(path: Path) -> set[int]:
@@ -49,71 +98,83 @@ def annotations(path: Path) -> set[int]:
     return lines
 
 
-def sample(database: Path, folder: Path, count: int, generator: random.Random) -> None:
-    """Mark all pending mutants but ``count`` random ones as skipped."""
-    from cosmic_ray.work_db import use_db
-    from cosmic_ray.work_item import WorkerOutcome, WorkResult
+def copy_checkout(folder: Path) -> None:
+    """Copy what the tests need, and list all mutants."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for part in COPIED:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
+        copy(ROOT / part, folder / part)
+    (folder / "config.toml").write_text(CONFIG)
+    subprocess.run(
+        [sys.executable, "-m", "cosmic_ray.cli", "init", "config.toml", "new.sqlite"], cwd=folder, check=True
+    )
+    (folder / "new.sqlite").rename(folder / "session.sqlite")
 
+
+def sample(items: list, seed: int) -> Iterator:
+    """Yield mutants outside annotations in a random order, one of the checkpoints after four of the operator."""
     lines: dict[Path, set[int]] = {}
-    with use_db(database) as db:
-        items = sorted(db.pending_work_items, key=lambda item: (str(item.mutations), item.job_id))
-        useful = []
-        for item in items:
-            (mutation,) = item.mutations
-            path = folder / mutation.module_path
-            lines.setdefault(path, annotations(path))
-            if mutation.start_pos[0] not in lines[path]:
-                useful.append(item.job_id)
-        chosen = set(generator.sample(useful, min(count, len(useful))))
-        print(f"{len(items)} mutants, {len(useful)} outside annotations, {len(chosen)} drawn", flush=True)
-        db.set_multiple_results([i.job_id for i in items if i.job_id not in chosen], WorkResult(WorkerOutcome.SKIPPED))
+    useful = [
+        item
+        for item in items
+        for mutation in item.mutations
+        if mutation.start_pos[0] not in lines.setdefault(mutation.module_path, annotations(mutation.module_path))
+    ]
+    useful.sort(key=lambda item: (str(item.mutations), item.job_id))
+    print(f"{len(items)} mutants, {len(useful)} outside annotations", flush=True)
+    random.Random(seed).shuffle(useful)
+    kinds: dict[bool, list] = {is_operator: [] for is_operator in (True, False)}
+    for item in useful:
+        kinds[item.mutations[0].module_path != CHECKPOINT].append(item)
+    operator, checkpoint = iter(kinds[True]), iter(kinds[False])
+    while True:
+        for kind in (operator, operator, operator, operator, checkpoint):
+            yield next(kind)
 
 
-def report(database: Path) -> tuple[int, int]:
-    """Print results by file and the survivors; return the numbers of mutants caught and tested."""
-    from cosmic_ray.work_db import use_db
-    from cosmic_ray.work_item import TestOutcome
-
+def report(results: list[tuple]) -> None:
+    """Print survivors, and how many were caught of each file and of all."""
     caught: dict[str, list[bool]] = collections.defaultdict(list)
-    with use_db(database) as db:
-        paths = {item.job_id: str(item.mutations[0].module_path) for item in db.work_items if item.mutations}
-        for job, result in db.results:
-            if result.test_outcome is None:
-                continue
-            caught[paths[job]].append(result.is_killed)
-            if result.test_outcome == TestOutcome.SURVIVED:
-                print(result.diff)
+    for item, result in results:
+        caught[str(item.mutations[0].module_path)].append(result.is_killed)
+        if not result.is_killed:
+            print(result.diff)
     for path, outcomes in sorted(caught.items()):
         print(f"{path}: {sum(outcomes)} of {len(outcomes)} caught")
-    return sum(map(sum, caught.values())), sum(map(len, caught.values()))
+    print(f"{sum(map(sum, caught.values()))} of {sum(map(len, caught.values()))} mutants caught")
 
 
 def main() -> None:
-    """Run a sample for each target."""
+    """Test the first mutants of a random order, those without a result yet."""
+    from cosmic_ray.mutating import mutate_and_test
+    from cosmic_ray.work_db import use_db
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutation")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results and copy the sources again")
     arguments = parser.parse_args()
-    generator, caught, tested = random.Random(arguments.seed), 0, 0
-    for at, (module, tests) in enumerate(TARGETS.items()):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for part in COPIED:
-                copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
-                copy(ROOT / part, folder / part)
-            (folder / "config.toml").write_text(
-                CONFIG.format(module=module, tests=tests, python=sys.executable, workers=arguments.workers)
-            )
-            command = [sys.executable, "-m", "cosmic_ray.cli"]
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "src"), *sys.path[1:]])}
-            subprocess.run([*command, "init", "config.toml", "session.sqlite"], cwd=folder, check=True, env=environment)
-            share = arguments.count - arguments.count // 5 if at == 0 else arguments.count // 5
-            sample(folder / "session.sqlite", folder, share, generator)
-            subprocess.run([*command, "exec", "config.toml", "session.sqlite"], cwd=folder, check=True, env=environment)
-            found = report(folder / "session.sqlite")
-        caught, tested = caught + found[0], tested + found[1]
-    print(f"{caught} of {tested} mutants caught")
+    folder = arguments.folder.resolve()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if arguments.fresh or not (folder / "session.sqlite").exists():
+        copy_checkout(folder)
+    os.chdir(folder)
+    for module in (OPERATOR / "problem.py", CHECKPOINT):  # or every mutant would count as caught
+        if not (folder / f"{module.stem}.passes").exists():
+            subprocess.run(shlex.split(command(tests_of(module))), check=True)
+            (folder / f"{module.stem}.passes").touch()
+    with use_db(folder / "session.sqlite") as database:
+        tested = []
+        for item, _ in zip(sample(list(database.work_items), arguments.seed), range(arguments.count), strict=False):
+            result = dict(database.results).get(item.job_id)
+            if result is None:
+                result = mutate_and_test(item.mutations, command(tests_of(item.mutations[0].module_path)), TIMEOUT)
+                database.set_result(item.job_id, result)
+            tested.append((item, result))
+            print(f"{len(tested)}: {item.mutations[0].module_path}, {result.test_outcome}", flush=True)
+    report(tested)
 
 
 if __name__ == "__main__":
