@@ -132,10 +132,13 @@ def _broadcastable(shape):
 
 
 @st.composite
-def cases(draw, masked=True):
-    """``masked=False`` leaves out what short sequences are not computed with."""
+def cases(draw, masked=True, most=3):
+    """Random calls with up to ``most`` samples, key heads, and query heads per key head.
+
+    ``masked=False`` leaves out what short sequences are not computed with.
+    """
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    batch, kv, rep = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    batch, kv, rep = draw(st.integers(0, most)), draw(st.integers(1, most)), draw(st.integers(1, most))
     n, m = draw(st.integers(0, 37)), draw(st.integers(0, 37))
     d, dv = draw(st.integers(1, 19)), draw(st.integers(1, 19))
     side = st.integers(-1, 40)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, settings, strategies
 
 from sigattn import sigmoid_attention
 from sigattn.ops.attention import BACKENDS
@@ -68,8 +68,10 @@ def check(case: Case, backend: str) -> None:
 
 @pytest.mark.parametrize(("backend", "way"), WAYS)
 @fuzz
-@given(case=cases())
-def test_output_and_gradients_match_the_formula(backend, way, case):
+@given(data=strategies.data())
+def test_output_and_gradients_match_the_formula(backend, way, data):
+    # the interpreter's time is that of the heads
+    case = data.draw(cases(most=2 if device_of(backend) == "cpu" and backend == "triton" else 3))
     with path(way):
         check(case, backend)
 

@@ -75,8 +75,11 @@ def test_seeded_scaled_and_unbiased(backend):
     kept = first != 0
     assert 0.5 < kept.double().mean() < 0.95
     torch.testing.assert_close(first[kept], full[kept] / 0.75)
-    mean = torch.stack([weights(0.25) for _ in range(400)]).mean(0)
-    assert ((mean - full).abs() / full).max() < 0.15
+    draws = 400 if wide(backend) is torch.float64 else 20  # interpreted kernels, which drop the same weights, are slow
+    ratio = torch.stack([weights(0.25) for _ in range(draws)]).mean(0) / full
+    standard_error = (0.25 / 0.75 / draws) ** 0.5
+    assert (ratio - 1).abs().max() < 5 * standard_error
+    assert abs(ratio.mean() - 1) < 4 * standard_error / ratio.numel() ** 0.5
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if wide(b) is torch.float64])
