@@ -138,6 +138,24 @@ def test_some_products_are_asynchronous_on_hopper():
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="long; make test-kernels runs it")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", [*KERNELS, tuning.FUSED])
+def test_candidates_of_tune(kernel, head_dim):
+    """Asynchronous, within shared memory, and nothing spilled but where the whole backward has heads of 128."""
+    cases = []
+    for config in tuning.candidates(kernel, head_dim):
+        parts = (
+            [{"NEED_VALUE": False}, {"NEED_KEY": False}] if config.apart else [{"ADD_QUERY": kernel == tuning.FUSED}]
+        )
+        name = tuning.KEYS if kernel == tuning.FUSED else kernel
+        cases += [(name, 90, "bfloat16", head_dim, False, {"config": config, **part}) for part in parts]
+    for report in compiled(cases):
+        what = {k: v for k, v in report.items() if k != "loops"}
+        assert report["shared"] <= SHARED[90], what
+        assert report["spills"] <= (100 if (kernel, head_dim) == (tuning.FUSED, 128) else 8), what
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="long; make test-kernels runs it")
 @pytest.mark.parametrize("architecture", SHARED)
 def test_float32_configurations(architecture):
     cases = [

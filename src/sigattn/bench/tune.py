@@ -124,7 +124,9 @@ def in_force(config: TuneBenchmark, case: Case) -> tuning.Config:
 def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
     """What is measured, and first what is in force."""
     own = in_force(config, case)
-    found: list[Candidate] = [None, own] if case.kernel == tuning.FUSED else [own]
+    found: list[Candidate] = [own]
+    if case.kernel == tuning.FUSED:
+        found = [None, own] if tuning.adds_query(own, prepare.architecture(gpu.device())) else [None]
     if config.specialised:
         found += [BOTH_GLUON] if case.kernel == tuning.FUSED else []
         found += tuning.hopper_candidates(case.kernel, case.head_dim)

@@ -86,12 +86,14 @@ def _backward(launch: Launch, grad_out: Tensor, needs: Needs) -> Gradients:
         "logit_scale": single(p.scale_value * p.keep_scale),
     }
     sums = needs.bias or needs.attn_mask or needs.alibi_slopes
-    at_least = tuning.ADD_QUERY_FROM.get(prepare.architecture(p.query.device))
+    architecture = prepare.architecture(p.query.device)
+    at_least = tuning.ADD_QUERY_FROM.get(architecture)
     atomic = at_least is not None and s.n >= at_least and needs.query and not (sums or p.deterministic)
     if atomic and all(needs[:3]) and _specialised(launch, tuning.FUSED, grad_out):
         from sigattn.ops.triton import launch_hopper
 
         return Gradients(*launch_hopper.fused(launch, grad_out), None, None, None)
+    atomic = atomic and tuning.adds_query(launch.config(tuning.KEYS), architecture)
     query = torch.zeros_like(p.query, dtype=torch.float32) if atomic else None
     key: Tensor | None
     value: Tensor | None

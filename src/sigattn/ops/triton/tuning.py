@@ -216,6 +216,14 @@ def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> 
     return table(architecture, itemsize)[kernel][padded(width)]
 
 
+def adds_query(config: Config, architecture: int) -> bool:
+    """Return True if the kernel of the keys can add dQ: on Hopper its tile of dQ has to be one for wgmma, too.
+
+    If one product of a kernel is none for wgmma, ptxas may serialise all others (advisory C7519).
+    """
+    return architecture != 90 or config.block_m >= 64
+
+
 def decoding(width: int, itemsize: int, rows: int) -> Config:
     """The tile shape of the decoding kernel, for heads of a width and so many rows (queries of a group of heads).
 
@@ -226,25 +234,95 @@ def decoding(width: int, itemsize: int, rows: int) -> Config:
     return Config(block_m, keys if itemsize < 4 or padded(width) <= 64 else 16, 4, 3 if itemsize < 4 else 2)
 
 
+# Tile shapes to measure on a Hopper GPU, with the paired form of σ: (block_m, block_n, warps, stages, tma). They were
+# chosen by what the compiler makes of them (``sigattn bench static``): asynchronous products, no spills in plain calls
+# (all shapes of FUSED at 128 spill), and either several programs on a multiprocessor or few instructions per score.
+_CANDIDATES: dict[str, dict[int, list[tuple[int, int, int, int, bool]]]] = {
+    FORWARD: {
+        64: [
+            (128, 64, 8, 3, False),
+            (128, 64, 4, 2, True),
+            (64, 128, 4, 2, True),
+            (128, 64, 4, 2, False),
+            (128, 64, 8, 3, True),
+            (128, 128, 8, 2, True),
+            (64, 64, 4, 2, True),
+            (64, 64, 4, 3, False),
+            (128, 128, 8, 3, False),
+        ],
+        128: [
+            (128, 32, 8, 3, False),
+            (64, 64, 4, 2, True),
+            (128, 128, 8, 2, True),
+            (128, 64, 8, 2, True),
+            (128, 32, 8, 3, True),
+            (64, 64, 4, 2, False),
+            (64, 128, 4, 2, True),
+            (128, 128, 8, 2, False),
+        ],
+        256: [
+            (128, 64, 8, 2, False),
+            (128, 64, 8, 2, True),
+            (64, 64, 4, 1, True),
+            (64, 32, 4, 2, True),
+            (128, 32, 8, 2, False),
+        ],
+    },
+    KEYS: {
+        64: [
+            (64, 64, 4, 3, False),
+            (64, 64, 4, 2, True),
+            (64, 64, 4, 3, True),
+            (64, 64, 4, 2, False),
+            (64, 128, 8, 3, False),
+            (64, 128, 8, 2, True),
+            (32, 128, 8, 3, False),
+        ],
+        128: [
+            (64, 64, 4, 2, True),
+            (32, 64, 4, 2, True),
+            (32, 64, 4, 1, False),
+            (64, 128, 8, 2, True),
+            (32, 128, 8, 2, False),
+            (32, 128, 8, 3, True),
+        ],
+        256: [(32, 128, 8, 2, False), (32, 128, 8, 2, True), (64, 128, 8, 1, True), (32, 128, 8, 1, True)],
+    },
+    QUERIES: {
+        64: [
+            (128, 64, 8, 3, False),
+            (128, 64, 8, 2, True),
+            (64, 64, 4, 2, True),
+            (64, 128, 4, 2, True),
+            (64, 64, 4, 3, False),
+            (64, 128, 4, 2, False),
+        ],
+        128: [
+            (64, 64, 4, 2, False),
+            (64, 64, 4, 2, True),
+            (128, 64, 8, 2, True),
+            (128, 64, 8, 3, False),
+            (64, 32, 4, 2, True),
+            (64, 32, 4, 2, False),
+        ],
+        256: [(128, 32, 8, 2, False), (128, 32, 8, 2, True), (64, 32, 4, 2, True)],
+    },
+    FUSED: {  # with fewer than 64 queries dQ is no product for wgmma, and ptxas serialises the others (C7519)
+        64: [(64, 64, 4, 2, True), (64, 64, 4, 3, False), (64, 128, 8, 2, True), (64, 128, 8, 3, False)],
+        128: [(64, 128, 8, 2, True), (64, 64, 4, 2, True)],
+        256: [],
+    },
+}
+
+
 def candidates(kernel: str, width: int) -> list[Config]:
-    """What is worth measuring on a Hopper machine."""
-    if padded(width) >= 256 and kernel == KEYS:
-        apart = [Config(m, 128, 8, s, "paired", tma, True) for m in (32, 64) for s in (1, 2) for tma in (False, True)]
-        return [*apart, Config(32, 32, 8, 1)]
-    if padded(width) >= 256:
-        shapes = [(128, 64, 8), (64, 64, 4), (64, 32, 4), (32, 64, 4)]
-    elif kernel in (KEYS, FUSED):
-        shapes = [(64, 128, 8), (64, 128, 4), (64, 64, 4), (128, 128, 8), (32, 128, 8)]
-    else:
-        shapes = [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (128, 256, 8)]
-    first = [
-        Config(*shape, stages, sigmoid, tma)
-        for shape in shapes[:2]
-        for stages in (2, 3)
-        for sigmoid in ("accurate", "paired")
-        for tma in (True, False)
+    """Return the tile shapes that are worth measuring on a Hopper GPU, the most promising ones first."""
+    size = max(64, padded(width))
+    apart = kernel == KEYS and size == 256
+    found = [
+        Config(m, n, warps, stages, "paired", tma, apart) for m, n, warps, stages, tma in _CANDIDATES[kernel][size]
     ]
-    return first + [Config(*shape, stages, "paired", True) for shape in shapes[2:] for stages in (2, 3)]
+    return found + [config._replace(sigmoid="accurate") for config in found[:1]]
 
 
 def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
