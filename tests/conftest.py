@@ -67,6 +67,8 @@ def _no_call_was_made_before():
     """Launches that are kept in a process are kept in a test: others may change what they depend on."""
     if (repeats := sys.modules.get("sigattn.ops.triton.repeats")) is not None:
         repeats.forget()
+    if (fitting := sys.modules.get("sigattn.ops.triton.fitting")) is not None:
+        fitting._taken.clear()
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ class Launched:
     function: Any  # triton's JITFunction
     grid: tuple[int, int, int]
     arguments: dict[str, Any]  # by parameter, compile-time ones included
+    metadata: Any  # Triton's, of the compiled kernel: num_warps, num_stages, …
     binary: Binary
     device: int
 
@@ -111,7 +112,7 @@ class Launcher:
             raise LaunchError(f"{binary.name}: no driver launches a grid of {grid}")
         named = dict(zip(self.source.fn.arg_names, arguments, strict=True))
         self._check(binary, named)
-        self.standin.launched.append(Launched(self.source.fn, grid, named, binary, self.standin.device))
+        self.standin.launched.append(Launched(self.source.fn, grid, named, self.metadata, binary, self.standin.device))
 
     def _check(self, binary: Binary, arguments: dict[str, Any]) -> None:
         """Compare the arguments with the types, constants and divisibility that the kernel was compiled for."""
@@ -221,7 +222,8 @@ class StandIn:
         """Return a CompiledKernel without code, in the place of ``triton.compiler.compile``."""
         constants = {source.fn.arg_names[at]: value for (at, *_), value in source.constants.items()}
         metadata = {"name": source.fn.__name__, "target": vars(target), "num_ctas": 1, "tmem_size": None}
-        metadata |= {"num_warps": options["num_warps"], "shared": self.needed(source.fn.__name__, constants, options)}
+        metadata |= {name: options[name] for name in ("num_warps", "num_stages")}
+        metadata |= {"shared": self.needed(source.fn.__name__, constants, options)}
         path = Path(self.folder.name) / f"{next(_files)}.json"
         path.write_text(json.dumps(metadata))
         code = path.with_suffix(".hsaco" if target.backend == "hip" else ".cubin")

@@ -218,7 +218,8 @@ def _call(problem: Problem, given: gpu.Inputs, kernel: str, candidate: Candidate
 @contextlib.contextmanager
 def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gpu.Inputs) -> Iterator[None]:
     """The tables changed for one call."""
-    before = {name: getattr(tuning, name) for name in ("configuration", "ADD_QUERY_FROM", "SPECIALISED", "HOPPER")}
+    changing = ("configuration", "ADD_QUERY_FROM", "SPECIALISED", "HOPPER", "STEPS_DOWN")
+    before = {name: getattr(tuning, name) for name in changing}
     replaced = tuning.KEYS if changed == tuning.FUSED else changed
 
     def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> tuning.Config:
@@ -236,7 +237,7 @@ def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gp
     if special and (reason := launch_hopper.unavailable(prepare.arguments_of(problem), given.grad_out)) is not None:
         raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
     atomic = changed == tuning.FUSED and isinstance(candidate, tuning.Config | tuning.HopperConfig)
-    tuning.configuration, tuning.SPECIALISED = configuration, frozenset(special)
+    tuning.configuration, tuning.SPECIALISED, tuning.STEPS_DOWN = configuration, frozenset(special), False
     tuning.ADD_QUERY_FROM = {prepare.architecture(problem.query.device): 0} if atomic else {}
     try:
         yield

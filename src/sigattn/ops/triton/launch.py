@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -9,26 +10,44 @@ from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import PackedProblem, Problem, new_output
-from sigattn.ops.triton import descriptors, prepare, repeats, tuning
+from sigattn.ops.triton import descriptors, fitting, prepare, repeats, tuning
 from sigattn.ops.triton.backward import keys_kernel, queries_kernel
 from sigattn.ops.triton.forward import forward_kernel
 from sigattn.ops.triton.prepare import Launch, named, single, within_reach
+from sigattn.ops.triton.tuning import Config
 
 
-def _run(kernel: Any, launch: Launch, config: tuning.Config, programs: int, **arguments: Any) -> None:
-    if not programs:
-        return
-    arguments = {
-        **launch.arguments,
-        **arguments,
-        "SIGMOID": prepare.form(launch.arguments["SIGMOID"], config.sigmoid),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-    }
-    described = descriptors.of_tiles(arguments) if config.tma else None
-    arguments |= {**(described or {}), "TMA": described is not None}
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    launch.starts.append(repeats.start(kernel, programs, launch.problem.query.device, options, arguments))
+def _run(kernel: Any, launch: Launch, name: str, tiles: Callable[[Config], int], **arguments: Any) -> None:
+    """Launch one of the portable kernels.
+
+    name: its name in the tables. tiles: the number of programs, given a configuration.
+    """
+    arguments = {**launch.arguments, **arguments}
+
+    def run(config: Config) -> repeats.Start:
+        own = {
+            **arguments,
+            "SIGMOID": prepare.form(arguments["SIGMOID"], config.sigmoid),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+        }
+        described = descriptors.of_tiles(own) if config.tma else None
+        own |= {**(described or {}), "TMA": described is not None}
+        options = {"num_warps": config.warps, "num_stages": config.stages}
+        return repeats.start(kernel, tiles(config), launch.problem.query.device, options, own)
+
+    config = launch.config(name, mask_gradient=arguments.get("NEED_MASK", "none") != "none")
+    if tiles(config):
+        launch.starts.append(fitting.start(kernel.__name__, lambda: _kind(launch, arguments), config, run))
+
+
+def _kind(launch: Launch, arguments: dict[str, Any]) -> Hashable:
+    """Return the device, the compile-time arguments and the dtypes: what a kernel's need of memory depends on."""
+    return launch.problem.query.device, *(
+        (name, x.dtype if isinstance(x, Tensor) else x)
+        for name, x in arguments.items()
+        if name.isupper() or isinstance(x, Tensor)
+    )
 
 
 def _tiles(length: int, block: int) -> int:
@@ -57,9 +76,14 @@ def _forward(launch: Launch) -> Tensor:
         from sigattn.ops.triton import launch_hopper
 
         return launch_hopper.forward(launch, out)
-    config = launch.config(tuning.FORWARD)
-    programs = _tiles(s.n, config.block_m) * s.batch * s.heads
-    _run(forward_kernel, launch, config, programs, out=out, **named("o", "bhnd", s.strides(out)))
+    _run(
+        forward_kernel,
+        launch,
+        tuning.FORWARD,
+        lambda config: _tiles(s.n, config.block_m) * s.batch * s.heads,
+        out=out,
+        **named("o", "bhnd", s.strides(out)),
+    )
     return out
 
 
@@ -130,16 +154,15 @@ def _of_keys(launch: Launch, needs: Needs, query: Tensor | None) -> tuple[Tensor
     key, value = new(p.key) if needs.key else None, new(p.value) if needs.value else None
     if key is None and value is None and query is None:
         return None, None
-    config = launch.config(tuning.KEYS)
     parts = [(key, value, query)]
-    if config.apart and key is not None and value is not None:
+    if launch.config(tuning.KEYS).apart and key is not None and value is not None:
         parts = [(key, None, query), (None, value, None)]
     for k, v, q in parts:
         _run(
             keys_kernel,
             launch,
-            config,
-            _tiles(s.m, config.block_n) * s.batch * s.kv_heads,
+            tuning.KEYS,
+            lambda config: _tiles(s.m, config.block_n) * s.batch * s.kv_heads,
             grad_query=p.query if q is None else q,
             grad_key=p.key if k is None else k,
             grad_value=p.value if v is None else v,
@@ -169,13 +192,12 @@ def _of_queries(launch: Launch, needs: Needs) -> tuple[Tensor | None, Tensor | N
     query = new(p.query) if needs.query else None
     bias, slopes = per_row(needs.bias), per_row(needs.alibi_slopes, 2)
     mask, mask_arguments = _mask_gradient(launch, needs)
-    config = launch.config(tuning.QUERIES)
     row_strides = (0, len(p.query), 1) if s.packed else (s.heads * s.n, s.n, 1)
     _run(
         queries_kernel,
         launch,
-        config,
-        _tiles(s.n, config.block_m) * s.batch * s.heads,
+        tuning.QUERIES,
+        lambda config: _tiles(s.n, config.block_m) * s.batch * s.heads,
         grad_query=p.query if query is None else query,
         grad_bias=p.query if bias is None else bias,
         grad_slopes=p.query if slopes is None else slopes,

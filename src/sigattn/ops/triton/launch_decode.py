@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sigattn.ops.cached import CachedProblem
 from sigattn.ops.problem import UNLIMITED
-from sigattn.ops.triton import prepare, tuning
+from sigattn.ops.triton import fitting, prepare, tuning
 from sigattn.ops.triton.decode import decode_kernel
 from sigattn.ops.triton.prepare import LOG2E, named, precision, scales, sigmoid_form, single, within_reach
 
@@ -27,8 +27,16 @@ def forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
     if not out.numel():
         return out
     group = heads // kv_heads
+    kind = (p.query.dtype, d, dv, group, p.table is None, None if p.attn_mask is None else p.attn_mask.dtype)
     config = tuning.decoding(max(d, dv), p.query.element_size(), n * group)
-    programs = batch * kv_heads * -(-n * group // config.block_m)
+    return fitting.start(decode_kernel.__name__, lambda: (p.query.device, *kind), config, lambda c: _run(p, out, c))
+
+
+def _run(p: CachedProblem, out: Tensor, config: tuning.Config) -> Tensor:
+    """Launch the kernel and return the output, which is ``out`` unless the keys were split."""
+    batch, n, heads, _ = p.query.shape
+    kv_heads = p.value.shape[2]
+    programs = batch * kv_heads * -(-n * (heads // kv_heads) // config.block_m)
     splits = p.splits or _splits(p, programs, config.block_n)
     parts = out.new_empty(splits, *out.shape, dtype=torch.float32) if splits > 1 else out.unsqueeze(0)
     device = p.query.device

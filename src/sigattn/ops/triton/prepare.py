@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
-from sigattn.ops.triton import repeats, tuning
+from sigattn.ops.triton import fitting, repeats, tuning
 from sigattn.ops.triton.forward import forward_kernel
 
 LOG2E = math.log2(math.e)
@@ -54,10 +54,16 @@ class Launch:
     arguments: dict[str, Any] = field(default_factory=dict)
     starts: list[repeats.Start] = field(default_factory=list)
 
-    def config(self, kernel: str) -> tuning.Config:
-        t = self.problem.query
-        width = max(self.shape.d, self.shape.dv)
-        return tuning.configuration(kernel, architecture(t.device), width, t.element_size())
+    def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
+        """Return the tile shape of a kernel, small enough for a mask if there is one."""
+        a, itemsize = self.arguments, self.problem.query.element_size()
+        own = architecture(self.problem.query.device)
+        config = tuning.configuration(kernel, own, max(self.shape.d, self.shape.dv), itemsize)
+        if a["MASK"] == "none" or not own:
+            return config
+        mask: Tensor = a["mask"]
+        operands = fitting.Operands(a["BLOCK_D"], a["BLOCK_DV"], itemsize, mask.element_size(), mask_gradient)
+        return fitting.fit(kernel, config, operands, own)
 
 
 def architecture(device: torch.device) -> int:

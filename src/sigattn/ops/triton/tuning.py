@@ -186,6 +186,9 @@ ADD_QUERY_FROM: Mapping[int, int] = MappingProxyType({})
 # and specialises every argument again (some 30 µs of the CPU's time). Each kept launch is compared with Triton's once.
 RELAUNCH = True
 
+# A configuration that does not fit the device is replaced by a smaller one (fitting.py); False: it raises.
+STEPS_DOWN = True
+
 
 # The specialised kernels (docs/speed.md), by head size; FUSED serves from ADD_QUERY_FROM on. They were compiled and
 # simulated, never run. Those named in SPECIALISED are used where they serve: none, until ``benchmarks/gpu.sh`` has

@@ -1,0 +1,132 @@
+"""Tile shapes that fit the shared memory of a device: estimated before a launch, stepped down if a launch does not fit.
+
+The tables of ``tuning`` are for calls without a mask. A tile of ``attn_mask`` is loaded like those of keys and values,
+several in flight, and its gradient is a tile of float32: with them the first smaller configuration is taken that fits
+by ``shared_memory``, an upper bound that is checked against the compiler for every option (tests/ops/compiled).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
+
+from triton.runtime.errors import OutOfResources
+
+from sigattn.ops.triton import tuning
+from sigattn.ops.triton.tuning import Config
+
+_KIB = 1024
+# Shared memory of a program in KiB, by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
+_LIMITS = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+_LEAST_LIMIT = 99
+_RESERVED = 2 * _KIB  # barriers and sums of rows
+_SMALLEST_BLOCK = 16  # rows of a tile, which tl.dot needs
+
+Started = TypeVar("Started")
+
+
+class Operands(NamedTuple):
+    """Sizes that decide how much shared memory a kernel takes.
+
+    Attributes:
+        d: features of query and key, padded.
+        dv: features of value, padded.
+        itemsize: bytes of one of their numbers.
+        mask: bytes of an entry of attn_mask.
+        mask_gradient: True if the mask's gradient is computed.
+    """
+
+    d: int
+    dv: int
+    itemsize: int
+    mask: int
+    mask_gradient: bool
+
+
+def limit(architecture: int) -> int:
+    """Return the bytes of shared memory that a program may take on a GPU of a compute capability."""
+    return _LIMITS.get(architecture, _LEAST_LIMIT) * _KIB
+
+
+def shared_memory(kernel: str, config: Config, operands: Operands, architecture: int) -> int:
+    """Return an upper bound on the bytes of shared memory of a kernel with a mask on an NVIDIA GPU."""
+    d, dv, itemsize, mask, mask_gradient = operands
+    m, n = config.block_m, config.block_n
+    resident, streamed = {
+        tuning.FORWARD: (m * d, n * (d + dv)),
+        tuning.KEYS: (n * (d + dv), m * (d + dv)),
+        tuning.QUERIES: (m * (d + dv), n * (d + dv)),
+    }[kernel]
+    # wgmma and tcgen05 read a tile while the next ones arrive; before Hopper it has been copied to registers by then.
+    buffers = config.stages if architecture in (90, 100, 103) else max(config.stages - 1, 1)
+    # Masks in flight and P on its way to a product, or one tile of float32 that changes its layout.
+    per_score = max((config.stages - 1) * mask + itemsize, 4) + 4 * mask_gradient
+    return itemsize * (resident + buffers * streamed) + m * n * per_score + _RESERVED
+
+
+def fit(kernel: str, config: Config, operands: Operands, architecture: int) -> Config:
+    """Return the configuration, or the first smaller one that fits with a mask.
+
+    With one stage nothing is in flight, and a mask takes the memory that operands have left.
+    """
+    while config.stages > 1 and shared_memory(kernel, config, operands, architecture) > limit(architecture):
+        config = smaller(config) or config._replace(stages=1)
+    return config
+
+
+def smaller(config: Config) -> Config | None:
+    """Return the next configuration that takes less memory, or None: first fewer stages, then smaller tiles."""
+    m, n, stages = config.block_m, config.block_n, config.stages
+    if stages > 2:
+        return config._replace(stages=stages - 1)
+    if max(m, n) > 2 * _SMALLEST_BLOCK or (stages == 1 and max(m, n) > _SMALLEST_BLOCK):
+        return config._replace(block_m=m // 2) if m > n else config._replace(block_n=n // 2)
+    return config._replace(stages=1) if stages > 1 else None
+
+
+_taken: dict[Hashable, Config] = {}  # by kind of call and configuration that did not fit
+
+
+def start(name: str, kind: Callable[[], Hashable], config: Config, launch: Callable[[Config], Started]) -> Started:
+    """Launch a kernel, with smaller configurations if the device has too little memory for this one.
+
+    kind: what decides, besides the configuration, how much memory is needed. The next call of a kind starts with the
+        configuration that fitted.
+
+    Raises:
+        RuntimeError: if the smallest configuration does not fit.
+    """
+    first = config
+    if _taken:
+        config = _taken.get((name, first, kind()), first)
+    reason = None
+    while True:
+        try:
+            started = launch(config)
+            break
+        except OutOfResources as error:
+            below = smaller(config)
+            if not tuning.STEPS_DOWN:
+                raise
+            if below is None:
+                raise RuntimeError(
+                    f"sigattn: {name} does not fit this device in any tile shape: with the smallest, "
+                    f"{_described(config)}, it needs {error.required} of {error.name}, and the device has "
+                    f"{error.limit}. backend='blocked' does without these kernels."
+                ) from error
+            reason = reason or error
+            config = below
+    if reason is not None:
+        _taken[name, first, kind()] = config
+        warnings.warn(
+            f"sigattn: {name} with {_described(first)} needs {reason.required} of {reason.name}, and this device has "
+            f"{reason.limit}. Calls of this kind use {_described(config)}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return started
+
+
+def _described(config: Config) -> str:
+    return f"tiles of {config.block_m} × {config.block_n}, {config.warps} warps and {config.stages} stages"

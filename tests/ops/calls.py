@@ -1,0 +1,183 @@
+"""Public calls over all options, forward and backward, for tests of what is compiled and launched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import sigattn
+from sigattn import flash
+
+HEADS, KEYS, PAGE = 4, 256, 16
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 112, 128, 160, 192, 256)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A public call: dtype, head dims, sizes and options by name."""
+
+    options: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
+    d: int = 64
+    dv: int | None = None
+    n: int = KEYS
+    kind: str = "dense"  # "packed", "cached"
+
+    def __str__(self) -> str:
+        dims = self.d if self.dv is None else f"{self.d}, {self.dv}"
+        return f"{self.kind} {', '.join(self.options) or 'plain'}; {str(self.dtype)[6:]} D={dims} N={self.n}"
+
+    def __call__(self) -> None:
+        """Make the call, and its backward pass if there is one."""
+        with contextlib.ExitStack() as stack:
+            if "deterministic" in self.options:
+                torch.use_deterministic_algorithms(True)
+                stack.callback(torch.use_deterministic_algorithms, False)
+            if "fast" in self.options:
+                stack.callback(sigattn.set_sigmoid_precision, sigattn.get_sigmoid_precision())
+                sigattn.set_sigmoid_precision("fast")
+            {"dense": _dense, "packed": _packed, "cached": _cached}[self.kind](self)
+
+    def rows(self, n: int, heads: int, width: int) -> torch.Tensor:
+        """Projections as layers make them, (B, N, H, D) in memory."""
+        return torch.zeros(2, n, heads, width, dtype=self.dtype)
+
+
+def _mask(call: Call, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=call.dtype)
+
+
+# Arguments of sigmoid_attention by the name of an option; floating-point tensors among them require a gradient.
+DENSE: dict[str, Callable[[Call], dict[str, Any]]] = {
+    "causal": lambda c: {"is_causal": True},
+    "window": lambda c: {"window": (7, 5)},
+    "bool mask": lambda c: {"attn_mask": torch.ones(c.n, KEYS, dtype=torch.bool)},
+    "bool mask of keys": lambda c: {"attn_mask": torch.ones(2, 1, 1, KEYS, dtype=torch.bool)},
+    "mask": lambda c: {"attn_mask": _mask(c, c.n, KEYS).detach(), "constant": True},
+    "mask with gradient": lambda c: {"attn_mask": _mask(c, 2, HEADS, c.n, KEYS)},
+    "broadcast mask with gradient": lambda c: {"attn_mask": _mask(c, c.n, KEYS)},
+    "mask of keys with gradient": lambda c: {"attn_mask": _mask(c, 2, 1, 1, KEYS)},
+    "mask of queries with gradient": lambda c: {"attn_mask": _mask(c, c.n, 1)},
+    "float32 mask": lambda c: {"attn_mask": torch.zeros(c.n, KEYS), "constant": True},
+    "float32 mask with gradient": lambda c: {"attn_mask": torch.zeros(HEADS, c.n, KEYS)},
+    "float32 broadcast mask with gradient": lambda c: {"attn_mask": torch.zeros(c.n, KEYS)},
+    "BlockMask": lambda c: {"attn_mask": _blocks(c.n)},
+    "dropout": lambda c: {"dropout_p": 0.25},
+    "slopes": lambda c: {"alibi_slopes": torch.zeros(HEADS)},
+    "bias": lambda c: {"bias": -1.5},
+    "bias tensor": lambda c: {"bias": torch.zeros(HEADS, 1, 1)},
+    "bias of rows": lambda c: {"bias": torch.zeros(2, HEADS, c.n, 1)},
+    "lengths": lambda c: {"key_lengths": torch.tensor([3, KEYS])},
+    "softcap": lambda c: {"softcap": 20.0},
+    "GQA": lambda c: {"enable_gqa": True},
+    "scale": lambda c: {"scale": 0.3},
+    "fast": lambda c: {},
+    "deterministic": lambda c: {},
+}
+
+
+def _blocks(n: int) -> Any:
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, n, KEYS, device="cpu")
+
+
+def _dense(call: Call) -> None:
+    given: dict[str, Any] = {}
+    for name in call.options:
+        given |= DENSE[name](call)
+    constant = given.pop("constant", False)
+    kv_heads = HEADS // 2 if "enable_gqa" in given else HEADS
+    dv = call.dv or call.d
+    q, k, v = call.rows(call.n, HEADS, call.d), call.rows(KEYS, kv_heads, call.d), call.rows(KEYS, kv_heads, dv)
+    leaves = [q, k, v] + [
+        x
+        for name, x in given.items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and not (constant and name == "attn_mask")
+    ]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = sigattn.sigmoid_attention(*(t.transpose(1, 2) for t in (q, k, v)), backend="triton", **given)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window_size": (7, 5)},
+    "slopes": {"alibi_slopes": torch.ones(HEADS)},
+    "softcap": {"softcap": 20.0},
+    "dropout": {"dropout_p": 0.25},
+    "bias": {"sigmoid_bias": -1.5},
+    "log n": {"sigmoid_bias": "-log n"},
+    "deterministic": {"deterministic": True},
+    "fast": {},
+    "bool mask": {"attn_mask": torch.ones(3, 1, KEYS, KEYS, dtype=torch.bool)},
+    "float32 mask": {"attn_mask": torch.zeros(3, 1, KEYS, KEYS)},
+}
+
+
+def _packed(call: Call) -> None:
+    starts = torch.tensor([0, 10, 10, 10 + KEYS], dtype=torch.int32)
+    dv = call.dv or call.d
+    q, k, v = (torch.zeros(10 + KEYS, HEADS, e, dtype=call.dtype).requires_grad_() for e in (call.d, call.d, dv))
+    given: dict[str, Any] = {}
+    for name in call.options:
+        given |= PACKED[name]
+    out = flash.flash_attn_varlen_func(q, k, v, starts, starts, KEYS, KEYS, backend="triton", **given)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+CACHED: dict[str, Callable[[Call], dict[str, Any]]] = {
+    "causal": lambda c: {"causal": True},
+    "window": lambda c: {"window_size": (7, 0)},
+    "slopes": lambda c: {"alibi_slopes": torch.ones(HEADS)},
+    "softcap": lambda c: {"softcap": 20.0},
+    "bias": lambda c: {"sigmoid_bias": -1.5},
+    "bias tensor": lambda c: {"sigmoid_bias": torch.zeros(2, HEADS)},
+    "splits": lambda c: {"num_splits": 3},
+    "left padding": lambda c: {"cache_leftpad": torch.tensor([0, 3], dtype=torch.int32)},
+    "pages": lambda c: {"block_table": torch.zeros(2, KEYS // PAGE, dtype=torch.int32)},
+    "bool mask": lambda c: {"attn_mask": torch.ones(c.n, KEYS, dtype=torch.bool)},
+    "float32 mask": lambda c: {"attn_mask": torch.zeros(c.n, KEYS)},
+    "GQA": lambda c: {},
+    "fast": lambda c: {},
+}
+
+
+def _cached(call: Call) -> None:
+    given: dict[str, Any] = {"sigmoid_bias": -1.5}
+    for name in call.options:
+        given |= CACHED[name](call)
+    kv_heads = 1 if "GQA" in call.options else HEADS
+    size = (KEYS, PAGE) if "pages" in call.options else (2, KEYS)
+    dv = call.dv or call.d
+    k, v = (torch.zeros(*size, kv_heads, e, dtype=call.dtype) for e in (call.d, dv))
+    lengths = torch.tensor([KEYS, 100], dtype=torch.int32)
+    q = call.rows(call.n, HEADS, call.d)
+    flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend="triton", **given)
+
+
+OPTIONS = {"dense": tuple(DENSE), "packed": tuple(PACKED), "cached": tuple(CACHED)}
+
+
+def all_calls() -> list[Call]:
+    """Every option alone at the common sizes, and every size and dtype without options."""
+    calls = [
+        Call((option,), dtype, d, None, 4 if kind == "cached" else KEYS, kind)
+        for kind, options in OPTIONS.items()
+        for option in options
+        for dtype in DTYPES
+        for d in (64, 128, 256)
+    ]
+    calls += [
+        Call(options, dtype, d, dv, 1 if kind == "cached" else KEYS, kind)
+        for kind in OPTIONS
+        for options in ((), ("causal",))
+        for dtype in DTYPES
+        for d, dv in [*((d, None) for d in HEAD_DIMS), (64, 128), (128, 64), (40, 72), (192, 128)]
+    ]
+    return calls

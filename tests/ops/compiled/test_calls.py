@@ -1,0 +1,57 @@
+"""What every public call would launch, on every architecture: it compiles, fits, and spills nothing in its loops.
+
+A few calls in each run of the tests; all of them with SIGATTN_FUZZ_EXAMPLES (``make test-kernels``), some hours.
+"""
+
+import os
+import random
+
+import pytest
+
+from sigattn.bench import static
+from tests.ops import calls, standin_driver
+from tests.ops.calls import Call
+
+EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
+ARCHITECTURES = tuple(standin_driver.SHARED)
+
+# What did not fit: 360,448 bytes of an H200's 232,448; a gradient of the mask in the backward pass; small memories.
+ONCE_TOO_LARGE = [
+    (90, Call(("float32 mask with gradient",), d=128)),
+    (90, Call(("float32 mask",), d=64)),
+    (86, Call(("bool mask",), d=128)),
+    (86, Call(("float32 mask with gradient",), d=64)),
+    (100, Call(("bool mask",), d=128)),
+]
+
+
+def sample():
+    everything = [(architecture, call) for architecture in ARCHITECTURES for call in calls.all_calls()]
+    return ONCE_TOO_LARGE + everything if EVERYTHING else ONCE_TOO_LARGE[:1]
+
+
+@pytest.mark.parametrize(("architecture", "call"), sample(), ids=str)
+def test_what_is_launched_compiles_and_fits(architecture, call):
+    """The stand-in driver refuses grids and arguments that do not match; a step down would be a warning, an error."""
+    with standin_driver.gpu(architecture) as launched:
+        call()
+        assert launched
+        for x in launched:
+            assert x.shared <= standin_driver.SHARED[architecture]
+            if isinstance(architecture, int):
+                assert in_loops(x, ("STL", "LDL")) == 0, x.name
+
+
+def in_loops(launched, operations):
+    """Count instructions of a kind in the innermost loops that compute weights."""
+    _, code = static._disassemble(launched.compiled.asm["cubin"])
+    return sum(op.startswith(operations) for body in static._loops(code) for op in body)
+
+
+def test_every_option_reaches_the_kernels():
+    """Without compilation: each option alone, with the pointers, strides and specialisations that it has."""
+    chosen = random.Random(0)
+    for call in calls.all_calls() if EVERYTHING else chosen.sample(calls.all_calls(), 24):
+        with standin_driver.gpu(90, compiles=False) as launched:
+            call()
+            assert {"dense": 3, "packed": 3, "cached": 1}[call.kind] <= len(launched) <= 4, call

@@ -1,0 +1,140 @@
+"""Tile shapes that fit: the estimate for masks, and the steps down when a device has less memory than expected."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from sigattn.ops.gradients import Needs
+from sigattn.ops.problem import Problem
+from sigattn.ops.triton import fitting, launch, repeats, tuning
+from tests.ops import standin_driver
+from tests.ops.calls import Call
+
+KERNELS = (tuning.FORWARD, tuning.KEYS, tuning.QUERIES)
+
+
+def problem(d=64, n=200, dtype=torch.bfloat16, **options):
+    return Problem(*(torch.zeros(1, n, 2, d, dtype=dtype).transpose(1, 2) for _ in range(3)), **options)
+
+
+def needed(kernel, constants, options):
+    """Bytes that a kernel is said to take: its tiles in flight."""
+    return options["num_stages"] * (constants["BLOCK_M"] + constants["BLOCK_N"]) * constants["BLOCK_D"] * 2
+
+
+def shape(launched):
+    return launched.arguments["BLOCK_M"], launched.arguments["BLOCK_N"], launched.metadata.num_warps
+
+
+def test_masks_take_a_configuration_whose_estimate_fits():
+    """On every NVIDIA architecture and head size; a mask only ever makes tiles smaller."""
+    for architecture, width, itemsize, mask, gradient in itertools.product(
+        (80, 86, 89, 90, 100, 103, 120), (16, 64, 128, 256), (2, 4), (1, 2, 4), (False, True)
+    ):
+        for kernel in KERNELS:
+            config = tuning.configuration(kernel, architecture, width, itemsize)
+            operands = fitting.Operands(width, width, itemsize, mask, gradient)
+            taken = fitting.fit(kernel, config, operands, architecture)
+            estimate = fitting.shared_memory(kernel, taken, operands, architecture)
+            assert taken.stages == 1 or estimate <= fitting.limit(architecture)
+            assert all(a <= b for a, b in zip(taken[:4], config[:4], strict=True))
+            assert taken[4:] == config[4:]
+
+
+def test_each_smaller_configuration_is_smaller():
+    for config in (
+        tuning.Config(128, 128, 8, 3),
+        tuning.Config(64, 32, 4, 1),
+        tuning.Config(16, 128, 8, 2, apart=True),
+    ):
+        while (below := fitting.smaller(config)) is not None:
+            assert below.block_m * below.block_n * below.stages < config.block_m * config.block_n * config.stages
+            assert min(below.block_m, below.block_n) >= 16
+            config = below
+        assert config[:4] == (16, 16, config.warps, 1)
+
+
+def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
+    """The warning names the kernel, what it needed and what it takes; later calls of the kind go straight there."""
+    limit = 40_000
+    with standin_driver.gpu(90, compiles=False, needed=needed, shared=limit) as launched:
+        with pytest.warns(RuntimeWarning) as said:
+            launch.forward(problem())
+        first = tuning.configuration(tuning.FORWARD, 90, 64, 2)
+        (one,) = launched
+        assert needed(one.name, one.arguments, {"num_stages": one.metadata.num_stages}) <= limit
+        (message,) = (str(w.message) for w in said)
+        wanted = needed("", {"BLOCK_M": first.block_m, "BLOCK_N": first.block_n, "BLOCK_D": 64}, {"num_stages": 3})
+        for part in (
+            "forward_kernel",
+            f"tiles of {first.block_m} × {first.block_n}, {first.warps} warps and {first.stages} stages",
+            f"needs {wanted} of shared memory",
+            f"has {limit}",
+            f"use tiles of {one.arguments['BLOCK_M']} × {one.arguments['BLOCK_N']}",
+        ):
+            assert part in message
+        tried = len(launched[0].function.device_caches[one.device][0])
+        assert tried > 1
+        repeats.forget()
+        launch.forward(problem(n=300))  # a warning would be an error
+        assert shape(launched[1]) == shape(one)
+        assert len(launched[0].function.device_caches[one.device][0]) == tried
+        assert launched[1].grid == (-(-300 // one.arguments["BLOCK_M"]) * 2, 1, 1)
+
+
+def test_other_kinds_of_calls_keep_their_tiles():
+    def much_for_masks(kernel, constants, options):
+        return needed(kernel, constants, options) * (4 if constants["MASK"] == "bool" else 1)
+
+    mask = torch.ones(1, 1, 200, 200, dtype=torch.bool)
+    with standin_driver.gpu(90, compiles=False, needed=much_for_masks, shared=120_000) as launched:
+        with pytest.warns(RuntimeWarning, match="forward_kernel"):
+            launch.forward(problem(attn_mask=mask))
+        launch.forward(problem())
+        masked, plain = map(shape, launched)
+        config = tuning.configuration(tuning.FORWARD, 90, 64, 2)
+        assert plain == config[:3]
+        assert masked < plain
+
+
+@pytest.mark.parametrize("options", [{}, {"d": 256}], ids=str)
+def test_the_backward_pass_and_repeated_calls(options):
+    """Kept launches keep the smaller tiles, also when they are launched directly."""
+    grad = problem(**options).query
+    with standin_driver.gpu(90, compiles=False, needed=needed, shared=40_000) as launched:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            launch.backward(problem(**options), grad, Needs())
+        assert {str(w.message).split()[1] for w in said} == {"keys_kernel", "queries_kernel"}
+        first = [shape(x) for x in launched]
+        for _ in range(4):
+            launched.clear()
+            launch.backward(problem(**options), grad, Needs())
+            assert [shape(x) for x in launched] == first
+
+
+def test_decoding_steps_down_too():
+    call = Call(("bool mask",), n=2, kind="cached")
+    with standin_driver.gpu(90, compiles=False, needed=needed, shared=20_000) as launched:
+        with pytest.warns(RuntimeWarning, match="decode_kernel with tiles of"):
+            call()
+        call()
+    assert shape(launched[0]) == shape(launched[1])
+
+
+def test_a_device_that_no_tile_fits_is_named():
+    with (
+        standin_driver.gpu(90, compiles=False, needed=needed, shared=1000),
+        pytest.raises(RuntimeError, match=r"forward_kernel does not fit .* tiles of 16 × 16, 8 warps and 1 stages"),
+    ):
+        launch.forward(problem())
+
+
+def test_a_candidate_that_is_measured_is_not_replaced(monkeypatch):
+    """``bench tune`` sets this: a candidate that does not fit must not be measured under its name."""
+    monkeypatch.setattr(tuning, "STEPS_DOWN", False)
+    with standin_driver.gpu(90, compiles=False, needed=needed, shared=1000), pytest.raises(OutOfResources):
+        launch.forward(problem())
