@@ -92,7 +92,7 @@ class TestTrain:
         said(capsys, "lm-eval", run, "--tasks", "toy_local", "--include", str(tmp_path))
         assert json.loads((tmp_path / "run" / "lm_eval.json").read_text())["toy_local"]["acc"] in (0, 1)
         _, message = failure(["lm-eval", run, "--tasks", "nosuch"], capsys)
-        assert "knows no task nosuch" in message
+        assert "has no task nosuch" in message
 
     def test_a_tokenizer(self, tmp_path, capsys, monkeypatch):
         text = tmp_path / "text.txt"

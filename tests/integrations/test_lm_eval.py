@@ -86,7 +86,7 @@ def test_a_local_task(lm, tmp_path, monkeypatch):
         scores = [scored(lm.model, row["question"], c)[0] for c in row["choices"]]
         right += scores.index(max(scores)) == row["answer"]
     assert found["toy_local"]["acc"] == pytest.approx(right / 9)
-    with pytest.raises(ValueError, match="knows no task nosuch"):
+    with pytest.raises(ValueError, match="has no task nosuch"):
         harness.evaluate(lm, ["nosuch"], include=tmp_path)
 
 

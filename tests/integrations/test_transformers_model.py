@@ -81,9 +81,9 @@ def test_training():
 def test_refused():
     wrapped = transformers_model.wrap(model_of({})).train()
     ids = torch.randint(1, 30, (1, 5))
-    with pytest.raises(ValueError, match="pad on the right to train"):
+    with pytest.raises(ValueError, match="training does not support padding on the left"):
         wrapped(ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
-    with pytest.raises(ValueError, match="nothing in between"):
+    with pytest.raises(ValueError, match="not tokens between others"):
         wrapped.eval()(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
     with pytest.raises(ValueError, match=r"attention_mask must be \(B, N\)"):
         wrapped(ids, attention_mask=torch.ones(1, 1, 5, 5))

@@ -158,7 +158,7 @@ class TestDocuments:
 
     def test_what_cannot_be(self):
         documents = Documents.ending_with(self.TOKENS, 0)
-        with pytest.raises(ValueError, match="VisibleKeysBias differs from row to row"):
+        with pytest.raises(ValueError, match="VisibleKeysBias differs between rows"):
             LanguageModel(LanguageModelConfig(**SMALL, bias="log_visible"))(self.TOKENS, documents=documents)
         model = LanguageModel(LanguageModelConfig(**SMALL))
         with pytest.raises(ValueError, match="causal self-attention of whole rows"):

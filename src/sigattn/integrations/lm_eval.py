@@ -1,4 +1,4 @@
-"""Language models in lm-evaluation-harness, and the paper's nine tasks (Table "lm_results") by one call.
+"""Evaluate language models with lm-evaluation-harness, by default on the paper's nine tasks (Table "lm_results").
 
 sigattn lm-eval RUN                       # the nine tasks; needs access to the Hugging Face Hub for their data
 sigattn lm-eval RUN --tasks lambada_openai --limit 100
@@ -22,7 +22,7 @@ with needs("eval"):
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
 
-# zero-shot but for the last two
+# task → number of examples in the prompt
 PAPER = {
     "arc_easy": 0,
     "arc_challenge": 0,
@@ -37,11 +37,11 @@ PAPER = {
 
 
 class SigattnLM(TemplateLM):
-    """A language model as the harness asks for one.
+    """Adapter of a language model to the harness.
 
     Args:
-        model: any. tokenizer: of Hugging Face's ``tokenizers``; None for bytes.
-        batch: sequences at a time. end: number of the token that ends a document, from which empty contexts start.
+        model: the model. tokenizer: of Hugging Face's ``tokenizers``; None for bytes.
+        batch: batch size. end: token that ends a document, and that replaces an empty context.
     """
 
     def __init__(self, model: LanguageModel, tokenizer: Any = None, batch: int = 8, end: int = 0) -> None:
@@ -50,49 +50,49 @@ class SigattnLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Of the token that ends a document."""
+        """Token that ends a document."""
         return self.end
 
     @property
     def max_length(self) -> int:
-        """The model's context."""
+        """Length of the model's context."""
         return self.model.config.context
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's records."""
+        """Kind of tokenizer, for the harness's records."""
         return "bytes" if self.tokenizer is None else "tokenizers"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokens of a text."""
+        """Return the tokens of a text."""
         if self.tokenizer is None:
             return list(string.encode())
         return list(self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens)).ids)
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         if self.tokenizer is None:
             return bytes(tokens).decode(errors="replace")
         return str(self.tokenizer.decode(list(tokens)))
 
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Σ log p of each continuation, and whether it is what greedy choice gives."""
+        """Return Σ log p of each continuation, and True if greedy decoding gives it."""
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        found: dict[int, tuple[float, bool]] = {}
+        results: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), self.batch):
-            chosen = order[start : start + self.batch]
-            rows = [self._row(requests[i][1], requests[i][2]) for i in chosen]
+            batch = order[start : start + self.batch]
+            rows = [self._row(requests[i][1], requests[i][2]) for i in batch]
             log_p = self._log_probabilities([tokens for tokens, _ in rows])
-            for i, (tokens, count), row in zip(chosen, rows, log_p, strict=True):
+            for i, (tokens, count), row in zip(batch, rows, log_p, strict=True):
                 last = len(tokens) - 1
-                wanted = torch.tensor(tokens[last + 1 - count :], device=row.device)
-                own = row[last - count : last]  # the logits before each wanted token
-                greedy = bool((own.argmax(-1) == wanted).all())
-                found[i] = own.gather(1, wanted[:, None]).sum().item(), greedy
-        return [found[i] for i in range(len(requests))]
+                targets = torch.tensor(tokens[last + 1 - count :], device=row.device)
+                predictions = row[last - count : last]  # the log-probabilities before each target
+                greedy = bool((predictions.argmax(-1) == targets).all())
+                results[i] = predictions.gather(1, targets[:, None]).sum().item(), greedy
+        return [results[i] for i in range(len(requests))]
 
     def _row(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
-        """The last tokens that fit, and how many of them are the continuation's (all of it, as the harness has it)."""
+        """Return the last tokens that fit in the context, and the length of the continuation, which must fit whole."""
         if len(continuation) > self.max_length:
             raise ValueError(
                 f"a continuation of {len(continuation)} tokens does not fit in a context of {self.max_length}"
@@ -101,14 +101,14 @@ class SigattnLM(TemplateLM):
 
     @torch.no_grad()
     def _log_probabilities(self, rows: list[list[int]]) -> Tensor:  # (B, N, vocabulary)
-        """Padded on the right, where a causal model does not look; the last token of a row predicts nothing wanted."""
+        """Return the log-probabilities of the tokens after the first of each row; the batch is padded on the right."""
         device = next(self.model.parameters()).device
         longest = max(len(r) for r in rows) - 1
         tokens = torch.tensor([r[:-1] + [0] * (longest + 1 - len(r)) for r in rows], device=device)
         return F.log_softmax(self.model(tokens).float(), -1)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Σ log p of whole texts, in windows each token of which is predicted once."""
+        """Return Σ log p of whole texts, in windows that predict each token once."""
         sums = []
         for request in requests:
             windows = utils.get_rolling_token_windows(
@@ -122,28 +122,28 @@ class SigattnLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations (or sampled, where a task asks for it), cut where one of its stop texts begins."""
+        """Return continuations, greedy unless a task requests sampling, cut before the first stop text."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
-        most = int(options.get("max_gen_toks", 256))
+        max_tokens = int(options.get("max_gen_toks", 256))
         temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-        tokens = (self.tok_encode(context) or [self.end])[-max(1, self.max_length - most) :]
+        tokens = (self.tok_encode(context) or [self.end])[-max(1, self.max_length - max_tokens) :]
         prompt = torch.tensor(tokens, device=next(self.model.parameters()).device)
-        made: list[int] = []
-        while len(made) < most:  # in short runs, to see whether a stop text has come
-            step = min(32, most - len(made))
-            so_far = torch.cat((prompt, prompt.new_tensor(made)))[-self.max_length :]
+        generated: list[int] = []
+        while len(generated) < max_tokens:  # 32 tokens at a time, to stop soon after a stop text
+            step = min(32, max_tokens - len(generated))
+            so_far = torch.cat((prompt, prompt.new_tensor(generated)))[-self.max_length :]
             (row,) = self.model.generate([so_far], step, temperature=temperature, stop=[self.end])
-            made += row[len(so_far) :].tolist()
-            text = self.tok_decode(made)
-            if self.end in made or any(u in text for u in until if u):
+            generated += row[len(so_far) :].tolist()
+            text = self.tok_decode(generated)
+            if self.end in generated or any(u in text for u in until if u):
                 break
-        if self.end in made:
-            made = made[: made.index(self.end)]
-        text = self.tok_decode(made)
+        if self.end in generated:
+            generated = generated[: generated.index(self.end)]
+        text = self.tok_decode(generated)
         for u in until:
             text = text.split(u)[0] if u else text
         return text
@@ -152,21 +152,21 @@ class SigattnLM(TemplateLM):
 def evaluate(
     lm: SigattnLM, tasks: Sequence[str] = (), *, include: Path | None = None, limit: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """Metrics of tasks, by name; without names, of the paper's nine.
+    """Return the metrics of each task.
 
     Args:
-        lm: the model. tasks: names. limit: samples of each task.
+        lm: the model. tasks: names of tasks; empty for the paper's nine. limit: number of samples of each task.
         include: folder of further tasks (YAML). The harness runs the Python code that a task names with ``!function``:
             include only folders that you trust.
 
     Raises:
-        ValueError: if there is no such task.
+        ValueError: for an unknown task.
     """
     manager = TaskManager(include_path=None if include is None else str(include))
     unknown = [t for t in tasks if t not in manager.all_tasks]
     if unknown:
-        raise ValueError(f"lm-evaluation-harness knows no task {', '.join(unknown)}")
-    found: dict[str, dict[str, float]] = {}
+        raise ValueError(f"lm-evaluation-harness has no task {', '.join(unknown)}")
+    metrics: dict[str, dict[str, float]] = {}
     for shots in (0, 1):
         # tasks that are not the paper's keep the number of examples of their own definition
         chosen = [t for t in (tasks or PAPER) if PAPER.get(t, 0) == shots]
@@ -178,5 +178,5 @@ def evaluate(
         )
         for task, values in report["results"].items():
             numbers = {k.removesuffix(",none"): float(v) for k, v in values.items() if isinstance(v, (int, float))}
-            found[task] = numbers
-    return found
+            metrics[task] = numbers
+    return metrics

@@ -50,22 +50,22 @@ class SigmoidAttention(Attention):
             self.branch_norm = nn.LayerNorm(self.proj.out_features, elementwise_affine=False)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, N, width) → (B, N, width)."""
+        """Return the layer's output, (B, N, width), of x (B, N, width)."""
         return _forward(self, x, attn_mask, is_causal)
 
 
 def attention_layer(bias: Bias = "log_visible", output_norm: OutputNorm = "none") -> type[Attention]:
-    """Return a class for timm's ``attn_layer``. (timm asks for a class: a ``functools.partial`` does not work.)
+    """Return a class for timm's ``attn_layer``. (timm needs a class: a ``functools.partial`` does not work.)
 
     Args:
-        bias: b: a number (0.0 for none, as the guide has it for vision), or "log_visible": -log of the number of tokens
-            that a query sees, without padding (naflexvit). Where timm ignores ``attn_layer``, the tokens that at least
-            one query of the sample sees are counted.
+        bias: b: a number (0.0 for none, as the guide recommends for vision), or "log_visible": -log of the number of
+            tokens that a query sees, without padding (naflexvit). Where timm ignores ``attn_layer``, the tokens that at
+            least one query of the sample sees are counted.
         output_norm: "hybrid": a LayerNorm without parameters after the output projection (hybrid-norm, App. G.3) of
-            every block. Attention pools have none.
+            every block, but not of attention pools; or "none".
 
     Raises:
-        ValueError: for something else.
+        ValueError: for other arguments.
     """
     number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
     if not (number or bias == "log_visible") or output_norm not in ("none", "hybrid"):
@@ -124,7 +124,7 @@ def _listed(findings: Any) -> str:
 
 
 def _forward(layer: Any, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """(B, N, width) → (B, N, width), as timm's own layer but for the attention."""
+    """Compute timm's own forward with sigmoid attention: (B, N, width) → (B, N, width)."""
     batch, length, _ = x.shape
     qkv = layer.qkv(x).reshape(batch, length, 3, layer.num_heads, layer.head_dim).permute(2, 0, 3, 1, 4)
     query, key, value = qkv.unbind(0)  # (B, H, N, D) each
@@ -142,7 +142,7 @@ def _forward(layer: Any, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -
 
 
 def _log_visible(query: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor:
-    """A number, or (B or 1, H or 1, N or 1, 1)."""
+    """Return -log of the number of visible keys: a number, or (B or 1, H or 1, N or 1, 1)."""
     length = query.shape[2]
     if mask is None:
         if not is_causal:

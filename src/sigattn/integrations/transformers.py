@@ -6,10 +6,10 @@
 
 The bias b is ``config.sigmoid_bias``: a number, or "log_visible", -log of the number of keys that each query sees,
 which is -log n in an encoder and does not change as a cache grows. The value of a composite model's configuration holds
-for its sub-configurations that have none; where no configuration has one, the default of ``register`` is used.
+for its sub-configurations that have none; if no configuration has one, the default of ``register`` is used.
 
-The result is transformers' own eager attention with the sigmoid in place of the softmax, or an error that names what
-cannot be served: a layer that computes softmax attention itself, a keyword that changes results. ``check(model,
+The result is transformers' own eager attention with the sigmoid instead of the softmax, or an error that names what is
+not supported: a layer that computes softmax attention itself, a keyword that changes results. ``check(model,
 **inputs)`` verifies a model by running it.
 
 A saved model is loaded as sigmoid attention again (see ``transformers_saving``).
@@ -47,7 +47,7 @@ __all__ = ["LOG_VISIBLE", "NAME", "Bias", "attention", "check", "register"]
 
 _default: Bias = LOG_VISIBLE
 _SERVED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
-_HARMLESS = {  # what transformers passes through to attention and what attention's result does not depend on
+_HARMLESS = {  # keywords that transformers passes to attention and that do not change its result
     "cache_position",
     "deterministic",
     "grid_thw",
@@ -73,10 +73,10 @@ _REFUSED = {
 
 
 def register(bias: Bias = LOG_VISIBLE) -> None:
-    """Make ``attn_implementation="sigmoid"`` known, and saved with the models that use it.
+    """Register ``attn_implementation="sigmoid"`` with transformers, and save it with the models that use it.
 
     Args:
-        bias: where a configuration has no ``sigmoid_bias``: a number, or "log_visible".
+        bias: b if a configuration has no ``sigmoid_bias``: a number, or "log_visible".
 
     Raises:
         ValueError: for another bias.
@@ -108,7 +108,7 @@ def attention(
         module: the layer. query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv).
         attention_mask: boolean (True = visible), floating point (added to the logits), or None, which hides nothing.
         dropout: probability of dropping a weight. scaling: factor of the logits.
-        is_causal: ignored where there is a mask, which alone is read, as in eager attention.
+        is_causal: ignored if there is a mask, as in eager attention.
         position_bias: added to the logits.
         softcap: bound of the logits, softcap · tanh(logits / softcap), before mask and bias are added.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate several sequences in a row, and ``indices``, (B, N, any
@@ -129,7 +129,11 @@ def attention(
     causal = plain and num_queries > 1
     mask, limits = attention_mask, _limits(module, query, key, kwargs)
     if causal and position_bias is None and limits is None:
-        mask, key, value = None, key[:, :, :num_queries], value[:, :, :num_queries]  # a static cache is empty beyond
+        mask, key, value = (
+            None,
+            key[:, :, :num_queries],
+            value[:, :, :num_queries],
+        )  # cut off a static cache's empty end
     else:
         mask, causal = combine(mask, position_bias, limits), False
     out = sigmoid_attention(
@@ -155,16 +159,14 @@ def _refuse(module: nn.Module, kwargs: Mapping[str, Any], mask: Tensor | None, n
     for name, value in kwargs.items():
         if name in _HARMLESS or name in _SERVED or value is None or value is False:
             continue
-        raise _refusal(
-            module, f"{name}: {_REFUSED.get(name, 'a keyword that is not known, and may change the result')}"
-        )
+        raise _refusal(module, f"{name}: {_REFUSED.get(name, 'an unknown keyword, which may change the result')}")
     window = kwargs.get("sliding_window")
     if mask is None and window is not None and window < num_keys:
-        raise _refusal(module, f"sliding_window={window} without a mask: only masks are read")
+        raise _refusal(module, f"sliding_window={window} needs a mask, because only masks limit the visible keys")
 
 
 def _limits(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return which keys the keywords make visible, boolean, (B or 1, 1, N, M); None if there are no such keywords."""
+    """Return the keys that the keywords make visible, boolean (B or 1, 1, N, M); None if there are no such keywords."""
     limits: Tensor | None = None
     cu_q, cu_k, indices = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), kwargs.get("indices")
     if cu_q is not None or cu_k is not None:

@@ -1,7 +1,7 @@
 """Find softmax attention that ``attn_implementation="sigmoid"`` does not replace in a model of transformers.
 
-``unserved`` reads the code of a model's layers, before anything runs; ``check`` runs a model and watches. Both look for
-softmax *attention*: a softmax that selects experts (a router), gates features or pools over layers is none.
+``unserved`` examines the code of a model's layers before they run; ``check`` runs a model and records its calls. Both
+search for softmax *attention*: a softmax that selects experts (a router), gates features or pools over layers is none.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _known_names: dict[type[nn.Module], set[str]] = {}
 def unserved(model: nn.Module) -> list[str]:
     """Return the attention of ``model`` that stays softmax although "sigmoid" was chosen, by name.
 
-    A part of the model for which another implementation was chosen explicitly (``attn_implementation`` as a dictionary)
-    is left out.
+    A part of the model with another explicitly chosen implementation (``attn_implementation`` as a dictionary) is left
+    out.
     """
     return list(_unserved(model, "", None, set()))
 
@@ -142,7 +142,7 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 
 
 class Watch(TorchFunctionMode):
-    """Counts the calls of sigmoid attention, and collects the names of layers that compute softmax attention."""
+    """Mode that counts calls of sigmoid attention and collects the names of layers that compute softmax attention."""
 
     def __init__(self, running: list[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -210,5 +210,5 @@ def check(model: nn.Module, **inputs: Any) -> int:
             f"these layers of {type(model).__name__} compute a softmax: {', '.join(sorted(watch.softmax))}"
         )
     if not watch.calls:
-        raise ValueError(f"{type(model).__name__} never called sigmoid attention")
+        raise ValueError(f"{type(model).__name__} did not call sigmoid attention")
     return watch.calls

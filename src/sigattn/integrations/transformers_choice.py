@@ -1,7 +1,7 @@
-"""The choice of ``attn_implementation="sigmoid"`` in transformers: accepted if it reaches all attention of a model.
+"""Check of ``attn_implementation="sigmoid"`` in transformers: an error unless it reaches all attention of a model.
 
-transformers accepts a registered implementation for every model, also where layers compute softmax attention
-themselves, and only logs a warning in ``set_attn_implementation``. Here the choice is an error that names the layers.
+transformers accepts a registered implementation for every model, even if layers compute softmax attention themselves,
+and only logs a warning in ``set_attn_implementation``. Here the choice raises and names the layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around 
 
 
 def wrap_choice() -> None:
-    """Wrap the methods of ``PreTrainedModel`` in which an implementation is chosen, once in a process."""
+    """Wrap the methods of ``PreTrainedModel`` that choose an implementation, once per process."""
     for wrap in (_get_correct_attn_implementation, _post_init, _set_attn_implementation, _save_pretrained):
         name = wrap.__name__.removeprefix("_")
         own = getattr(PreTrainedModel, name)
@@ -30,19 +30,19 @@ def wrap_choice() -> None:
 
 
 def _get_correct_attn_implementation(own: Any) -> Any:
-    """Refuse "sigmoid" before a model is built, where its code cannot look it up."""
+    """Raise for "sigmoid" before a model is built, if its code does not use the attention interface."""
 
     def wrapped(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention == NAME:
             _require_interface(type(self))
-        found: str = own(self, requested_attention, *args, **kwargs)
-        return found
+        implementation: str = own(self, requested_attention, *args, **kwargs)
+        return implementation
 
     return wrapped
 
 
 def _post_init(own: Any) -> Any:
-    """Refuse "sigmoid" as soon as the layers of a model exist, if one of them computes softmax attention."""
+    """Raise for "sigmoid" as soon as the layers of a model exist, if one of them computes softmax attention."""
 
     def wrapped(self: Any) -> None:
         own(self)
@@ -53,7 +53,7 @@ def _post_init(own: Any) -> Any:
 
 
 def _set_attn_implementation(own: Any) -> Any:
-    """Refuse "sigmoid" where transformers would only log a warning, and leave the model as it was."""
+    """Raise for "sigmoid" where transformers would only log a warning, and leave the model unchanged."""
 
     def wrapped(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if not _asks_for_sigmoid(attn_implementation):
@@ -114,8 +114,8 @@ def _require_interface(model_class: type[PreTrainedModel]) -> None:
     else:
         return
     raise ValueError(
-        f'{model_class.__name__} {reason}: with attn_implementation="{NAME}" it would silently stay a softmax. '
-        "Build it without, and convert it with sigattn.nn.surgery.sigmoidify, or take another model"
+        f'{model_class.__name__} {reason}: attn_implementation="{NAME}" would be ignored and softmax used. Build the '
+        "model without it, and convert it with sigattn.nn.surgery.sigmoidify, or use another model"
     )
 
 
@@ -129,7 +129,7 @@ def _accept(model: PreTrainedModel) -> None:
         more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
         raise ValueError(
             f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '
-            f"silently stay a softmax: {', '.join(stay[:4])}{more}. Build the model without it, convert these "
+            f"silently use softmax: {', '.join(stay[:4])}{more}. Build the model without it, convert these "
             f'layers with sigattn.nn.surgery.sigmoidify and call set_attn_implementation("{NAME}"); or choose '
             'implementations by part (attn_implementation={"": ..., "<sub-configuration>": ...})'
         )
@@ -137,10 +137,10 @@ def _accept(model: PreTrainedModel) -> None:
 
 
 def _attach(module: nn.Module, configs: tuple[PretrainedConfig, ...]) -> None:
-    """Give each layer the configurations around it, from which ``sigmoid_bias`` is read at each call.
+    """Set on each layer the configurations around it, from which ``sigmoid_bias`` is read at each call.
 
-    A configuration of the same type as one around it is a copy that the model made for a part (an encoder, say); what
-    it holds may be out of date, so it is left out.
+    A configuration of the same type as one around it is a copy that the model made for a part (an encoder, say); its
+    values may be out of date, so it is left out.
     """
     config = getattr(module, "config", None)
     if isinstance(config, PretrainedConfig) and not any(type(config) is type(c) for c in configs):

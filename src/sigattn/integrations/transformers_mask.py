@@ -1,9 +1,9 @@
 """Attention masks for ``attn_implementation="sigmoid"`` in transformers.
 
-transformers leaves a causal mask out where PyTorch's SDPA can be called with ``is_causal``, and relies on
-``module.is_causal`` then, which is wrong in models that do not support SDPA. The mask function here never leaves one
-out: a mask of None hides nothing, as in transformers' eager attention. So that a plain causal mask needs not be read,
-it is marked.
+transformers omits a causal mask if PyTorch's SDPA can be called with ``is_causal``, and then relies on
+``module.is_causal``, which is wrong in models that do not support SDPA. The mask function here never omits one: a mask
+of None hides nothing, as in transformers' eager attention. A plain causal mask is marked, so that it can be recognised
+without reading its values.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def visible_keys(mask: Tensor, num_keys: int) -> Tensor:  # (..., N or 1, 1)
 def same_document(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int, num_keys: int
 ) -> Tensor:  # (1, 1, N, M)
-    """Return True where query and key belong to the same of several sequences that stand one after another in a row."""
+    """Return True where query and key belong to the same of several sequences that are concatenated in a row."""
     query, key = (
         torch.searchsorted(cu, torch.arange(n, device=cu.device, dtype=cu.dtype), right=True)
         for cu, n in ((cu_seqlens_q.contiguous(), num_queries), (cu_seqlens_k.contiguous(), num_keys))
@@ -116,7 +116,7 @@ def _restrict(mask: Tensor, visible: Tensor) -> Tensor:
 
 
 def _mark(mask: Tensor) -> Tensor:
-    if not mask.is_inference():  # tensors of inference mode have no version, so a change in place would not be noticed
+    if not mask.is_inference():  # tensors of inference mode have no version, so a change in place cannot be detected
         setattr(mask, _MARK, mask._version)
     return mask
 

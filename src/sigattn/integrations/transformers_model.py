@@ -1,11 +1,11 @@
-"""This library's language model as one of transformers': ``AutoModelForCausalLM.from_pretrained`` loads it.
+"""This library's language model as a model of transformers: ``AutoModelForCausalLM.from_pretrained`` loads it.
 
-    from sigattn.integrations import transformers_model      # once: makes the classes known
+    from sigattn.integrations import transformers_model      # once: registers the classes
     transformers_model.export(model, folder, tokenizer)       # or: sigattn export RUN FOLDER
     model = AutoModelForCausalLM.from_pretrained(folder)
 
-``generate`` works with dynamic, static and no cache, with beams, and with prompts padded on the left. Rows that hold
-several documents one after another are kept apart where ``position_ids`` start again at 0 and there is no mask.
+``generate`` works with dynamic, static and no cache, with beams, and with prompts padded on the left. Without a mask,
+``position_ids`` that start again at 0 separate several documents in a row.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ with needs("transformers"):
 
 
 class SigattnConfig(PretrainedConfig):
-    """``sigattn.models.LanguageModelConfig`` as transformers keeps a configuration.
+    """``LanguageModelConfig`` as a configuration of transformers.
 
     Args:
-        model: its fields.
+        model: fields of the ``LanguageModelConfig``.
     """
 
     model_type = "sigattn"
@@ -44,17 +44,17 @@ class SigattnConfig(PretrainedConfig):
         self.vocab_size, self.hidden_size, self.num_hidden_layers = own.vocabulary, own.width, own.layers
         self.num_attention_heads, self.num_key_value_heads = own.heads, own.kv_heads or own.heads
         self.head_dim, self.max_position_embeddings = own.head_dim, own.context
-        kwargs.setdefault("tie_word_embeddings", False)  # the model itself shares its embedding
+        kwargs.setdefault("tie_word_embeddings", False)  # LanguageModel ties its weights itself
         super().__init__(**kwargs)
 
     @property
     def language_model(self) -> LanguageModelConfig:
-        """The configuration itself."""
+        """Configuration of the language model."""
         return LanguageModelConfig(**self.model)
 
 
 class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
-    """``sigattn.models.LanguageModel`` behind transformers' interface."""
+    """``LanguageModel`` with transformers' interface."""
 
     config_class = SigattnConfig
     base_model_prefix = "model"
@@ -68,38 +68,42 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Frequencies and slopes are not saved; everything else was drawn when it was made, or is loaded."""
+        """Compute buffers that are not saved (frequencies, slopes); constructors have initialised the parameters."""
         reset = getattr(module, "reset_parameters", None)
         if reset is not None and module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
             reset()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
+        """Return the token embedding."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: Any) -> None:
-        """Another embedding."""
+        """Replace the token embedding."""
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output layer; None where it is the embedding."""
+        """Return the output layer, or None if its weights are tied to the embedding."""
         return self.model.output
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Compute each block again in the backward pass."""
+        """Recompute each block in the backward pass.
+
+        Raises:
+            ValueError: for use_reentrant=True.
+        """
         if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("sigattn's blocks are checkpointed without re-entering: say use_reentrant=False")
+            raise ValueError("sigattn does not support re-entrant checkpointing: pass use_reentrant=False")
         self.model.checkpoint_activations = True
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep activations."""
+        """Store the activations of each block for the backward pass."""
         self.model.checkpoint_activations = False
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether blocks are computed again."""
+        """True if blocks are recomputed in the backward pass."""
         return self.model.checkpoint_activations
 
     def forward(
@@ -113,11 +117,10 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, N, vocabulary), and the loss of labels where they are given.
+        """Return the logits, (B, N, vocabulary), and the loss if there are labels.
 
         Raises:
-            ValueError: for a mask that hides something else than padding on one side, or padding on the left while
-                gradients are wanted.
+            ValueError: for a mask that hides tokens between others, or left padding in training with gradient.
         """
         use_cache = use_cache if use_cache is not None else past_key_values is not None
         if use_cache and past_key_values is None:
@@ -127,10 +130,10 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         cache: list[Any] | None = None
         documents = None
         if past_key_values is not None:
-            cache = [_Borrowed(past_key_values, i, int(past), first) for i in range(len(self.model.blocks))]
+            cache = [_CacheAdapter(past_key_values, i, int(past), first) for i in range(len(self.model.blocks))]
         elif first is not None:
             if torch.is_grad_enabled() and self.training:
-                raise ValueError("pad on the right to train: padding on the left is for generation")
+                raise ValueError("training does not support padding on the left: pad on the right")
             cache = self.model.new_cache(first)
         elif attention_mask is None and position_ids is not None:
             documents = _documents(position_ids.expand(input_ids.shape))
@@ -144,43 +147,43 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _first(mask: Tensor | None, length: int) -> Tensor | None:
-    """(B,), where each sample begins; None where all do at 0. Padding on the right hides nothing from what precedes."""
+    """Return the first position of each sample, (B,); None if all are 0. Padding on the right needs no mask."""
     if mask is None:
         return None
-    if mask.dim() == 4 and mask.dtype is torch.bool:  # with a static cache: what each query sees of all places
+    if mask.dim() == 4 and mask.dtype is torch.bool:  # the mask of a static cache, (B, 1, N, capacity)
         mask = mask[:, 0, -1]
     if mask.dim() != 2:
-        raise ValueError(f"attention_mask must be (B, N), 1 where a token is and 0 where padding is; got {mask.shape}")
-    seen = mask[:, :length].bool()
-    if (seen[:, 1:].long() - seen[:, :-1].long()).abs().sum(1).gt(1 + (~seen[:, 0]).long()).any():
-        raise ValueError("attention_mask may hide padding on the left and on the right, and nothing in between")
-    first = seen.long().argmax(1)
+        raise ValueError(f"attention_mask must be (B, N), 1 for tokens and 0 for padding; got {tuple(mask.shape)}")
+    visible = mask[:, :length].bool()
+    if (visible[:, 1:].long() - visible[:, :-1].long()).abs().sum(1).gt(1 + (~visible[:, 0]).long()).any():
+        raise ValueError("attention_mask may hide only padding on the left and on the right, not tokens between others")
+    first = visible.long().argmax(1)
     return first if first.any() else None
 
 
 def _documents(position_ids: Tensor) -> Documents | None:
-    """Rows in which positions start again at 0 hold several documents."""
-    begins = position_ids == 0
-    begins[:, 0] = True
-    if begins.sum() == len(begins):
+    """Return the documents that start where positions are 0; None if each row is one document."""
+    is_start = position_ids == 0
+    is_start[:, 0] = True
+    if is_start.sum() == len(is_start):
         return None
-    number = begins.long().cumsum(1) - 1
-    last = torch.tensor([begins.numel()], device=begins.device)
-    starts = torch.cat((begins.flatten().nonzero().squeeze(1), last)).int()
-    at = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
-    position = at - torch.where(begins, at, 0).cummax(1).values
+    number = is_start.long().cumsum(1) - 1
+    last = torch.tensor([is_start.numel()], device=is_start.device)
+    starts = torch.cat((is_start.flatten().nonzero().squeeze(1), last)).int()
+    index = torch.arange(is_start.shape[1], device=is_start.device).expand_as(is_start)
+    position = index - torch.where(is_start, index, 0).cummax(1).values
     return Documents(number, position, starts)
 
 
-class _Borrowed(LayerCache):
-    """A layer of transformers' cache, as this library's attention asks for one."""
+class _CacheAdapter(LayerCache):
+    """Adapter of one layer of transformers' cache to ``LayerCache``."""
 
     def __init__(self, cache: Cache, layer: int, length: int, first: Tensor | None) -> None:
         super().__init__(1 << 62, first)
         self.cache, self.layer, self.length = cache, layer, length
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values; a static cache gives memory beyond them, which is left out."""
+        """Append keys and values and return all of them, without the unused end of a static cache."""
         self.length += key.shape[2]
         key, value = self.cache.update(key, value, self.layer)
         return key[:, :, : self.length], value[:, :, : self.length]
@@ -191,18 +194,18 @@ AutoModelForCausalLM.register(SigattnConfig, SigattnForCausalLM, exist_ok=True)
 
 
 def wrap(model: LanguageModel) -> SigattnForCausalLM:
-    """A language model behind transformers' interface; the weights are the same tensors."""
+    """Return a language model with transformers' interface, which shares its weights."""
     wrapped = SigattnForCausalLM(SigattnConfig(dataclasses.asdict(model.config)))
     wrapped.model = model
     return wrapped
 
 
 def export(model: LanguageModel, folder: Path, tokenizer: Path | None = None, end: str | None = None) -> None:
-    """Write a language model into a folder that transformers loads.
+    """Write a language model to a folder that transformers loads.
 
     Args:
-        model: any. folder: made if missing.
-        tokenizer: JSON of Hugging Face's tokenizers, to be kept beside it. end: its token that ends a document.
+        model: the model. folder: the folder, created if missing.
+        tokenizer: JSON file of Hugging Face's tokenizers, to be saved with the model. end: its end-of-document token.
     """
     wrapped = wrap(model)
     if tokenizer is not None:

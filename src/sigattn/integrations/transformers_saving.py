@@ -1,9 +1,9 @@
 """Record sigmoid attention in the configurations that transformers saves, so that a loaded model computes it again.
 
-transformers does not save ``attn_implementation``, but it obeys that key where a ``config.json`` has it. ``to_dict`` is
+transformers does not save ``attn_implementation``, but it uses that key if a ``config.json`` has it. ``to_dict`` is
 therefore extended: a configuration whose implementation is "sigmoid" is saved with ``attn_implementation`` and
-``sigmoid_bias``. Every architecture and every Auto class then loads it as it is, and a process that did not call
-``register`` gets transformers' own error: 'Specified `attn_implementation="sigmoid"` is not supported'.
+``sigmoid_bias``. Every architecture and every Auto class can load it, and a process that did not call ``register`` gets
+transformers' own error: 'Specified `attn_implementation="sigmoid"` is not supported'.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def checked_bias(bias: Any) -> Bias:
 
 
 def register_saved(bias: Bias) -> None:
-    """Extend transformers' configurations and models so that sigmoid attention is saved, loaded and never overlooked.
+    """Extend transformers' configurations and models so that sigmoid attention is saved and loaded again.
 
     Args:
         bias: saved for a sigmoid configuration that has no ``sigmoid_bias``.
@@ -55,7 +55,7 @@ def _implementation(config: Any) -> str | None:
 
 
 def _recording(own: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap ``to_dict`` so that it keeps the implementation wherever sigmoid attention is concerned."""
+    """Wrap ``to_dict`` so that it includes the implementation of configurations with sigmoid attention."""
 
     @functools.wraps(own)
     def to_dict(self: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _recording(own: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str
                     if getattr(part, "sigmoid_bias", None) is None:  # the value of the whole holds for the part
                         output[key].pop("sigmoid_bias", None)
         if implementation is not None and output.get("sigmoid_bias") is not None:
-            # as a plain string it would be applied to the parts of a composite configuration too; they have their own
+            # a plain string would also apply to the parts of a composite configuration, which have their own entries
             output[_KEY] = {"": implementation} if self.sub_configs else implementation
         return output
 
