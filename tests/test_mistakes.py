@@ -69,7 +69,7 @@ SETTINGS = [
     (["train", *TINY, "--workers", "-1"], "workers must be at least 0, got -1"),
     (
         ["train", "vit-supervised", "--tiny", "--model.classes", "5"],
-        "10 classes and the model 5: say --model.classes 10",
+        "10 classes and the model 5: use --model.classes 10",
     ),
     (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
     (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocabulary=3"),

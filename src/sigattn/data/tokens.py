@@ -37,7 +37,7 @@ def documents(path: Path) -> Iterator[str]:
     "text" of a row of a .parquet file, or a sample of a data set such as ``hf:allenai/c4:realnewslike``.
 
     Raises:
-        DataError: if there are no files, a file cannot be read or has another format, or pyarrow is missing.
+        DataError: if there are no files, a .jsonl or .parquet file cannot be read, or pyarrow is missing.
     """
     if is_streamed(path):
         yield from hub_documents(path)

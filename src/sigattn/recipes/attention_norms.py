@@ -1,12 +1,12 @@
-"""How large the attention's output is before training, for each position and bias (App. ASR, "Results and Ablations").
+"""Norm of the attention's output at initialisation, by position and bias (App. ASR, "Results and Ablations").
 
     sigattn norms                      # a minute on 2 cores; prints the table
     sigattn norms --layers 6           # 10 seconds
 
-Expected, as in the paper: without a bias CAPE > RoPE > ALiBi, each orders of magnitude above softmax (the paper names
-80k, 40k, 20k and 200); with b = -log n all of them near softmax. The models are the paper's speech transformers at
-their initialisation (truncated normal 0.02), without QK-norm and LayerScale, and hear 15 seconds of noise that is as
-smooth as speech: frames of a moving average of 210 ms.
+Expected, as in the paper: without a bias CAPE > RoPE > ALiBi, each orders of magnitude above softmax (80k, 40k, 20k and
+200 in the paper); with b = -log n all of them near softmax. The models are the paper's speech transformers at their
+initialisation (truncated normal 0.02), without QK-norm and LayerScale. Their input is 15 seconds of noise that is as
+smooth as speech: frames of a moving average over 210 ms.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ KINDS = ("softmax", "sigmoid, b = 0", "sigmoid, b = -log n")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNorms:
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
         layers: number of blocks.
-        width: features of a position.
+        width: model width.
         heads: number of attention heads.
-        seconds: of sound.
-        seed: of weights and sound.
+        seconds: duration of the input.
+        seed: seed of weights and input.
     """
 
     layers: int = 36
@@ -52,14 +52,17 @@ class AttentionNorms:
         if self.seconds < FRAME:
             raise SettingsError(f"seconds must be at least {FRAME}, one frame, got {self.seconds}")
         if self.width % (2 * self.heads):
-            both = f"got width={self.width}, heads={self.heads}"
             raise SettingsError(
-                f"width must be a multiple of twice the heads, for RoPE turns pairs of features; {both}"
+                "width must be a multiple of twice the heads, because RoPE rotates pairs of features; got "
+                f"width={self.width}, heads={self.heads}"
             )
 
 
 def run(options: AttentionNorms, show: Callable[[str, str, float], None]) -> dict[tuple[str, str], float]:
-    """The attention output's Frobenius norm, averaged over layers, by position and kind; shown as it is found."""
+    """Return the Frobenius norm of the attention's output, averaged over layers, by position and kind.
+
+    ``show`` is called with (position, kind, norm) after each measurement.
+    """
     torch.manual_seed(options.seed)
     frames = round(options.seconds / FRAME)
     sound = 4 * F.avg_pool1d(torch.randn(1, 80, frames + 20), 21, 1).mT  # (1, frames, 80)
@@ -82,7 +85,7 @@ def _norm(options: AttentionNorms, position: str, kind: str, sound: torch.Tensor
     config = SpeechModelConfig(layers=options.layers, width=options.width, heads=options.heads, **settings)
     torch.manual_seed(options.seed)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*Ramapuram")  # which is what is to be seen
+        warnings.filterwarnings("ignore", ".*Ramapuram")  # about the large norms measured here
         model = SpeechModel(config)
     with torch.no_grad(), model.watching() as layers:
         model(sound)

@@ -1,10 +1,10 @@
-"""Sigmoid beside softmax over every task, small: the paper's "matches softmax" as one table, three seeds each.
+"""Comparison of sigmoid and softmax attention on the tiny form of every task, three seeds each, in one table.
 
     sigattn compare --speech FSDD.tar.gz        (or: make train-all SPEECH=FSDD.tar.gz)
 
 Hardware: 2 CPU cores. Time: under an hour. Expected: each pair within the noise of its seeds, or explained in
-docs/results.md. The speech rows need the Free Spoken Digit Dataset (a folder, or its .tar.gz), and are left out without
-it. Runs that are finished are not done again: the command can be stopped and repeated.
+docs/results.md. The speech rows need the Free Spoken Digit Dataset (a folder, or its .tar.gz) and are left out without
+it. Finished runs are not repeated, so that the command can be stopped and started again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ MECHANISMS = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table.
+    """Row of the table.
 
     Attributes:
-        title: what it is. recipe: which.
-        measure: the number that counts: a metric of the task, or "probe" or "fine-tune".
-        changes: of the blocks. needs: "speech" for recordings, "sources" for CPython's sources, or nothing.
+        title: task and measure.
+        recipe: name of the recipe.
+        measure: a metric of the task, "probe" or "fine-tune".
+        changes: changed fields of the transformer's configuration.
+        needs: "speech" for recordings, "sources" for CPython's sources, or "" for the recipe's own data.
     """
 
     title: str
@@ -71,15 +73,15 @@ ENTRIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """What is compared.
+    """Settings of the comparison.
 
     Attributes:
-        folder: for the runs and the table.
-        speech: the Free Spoken Digit Dataset, a folder or its .tar.gz; None to leave those rows out.
+        folder: folder of the runs and the table.
+        speech: the Free Spoken Digit Dataset, a folder or its .tar.gz; None leaves out the rows that need it.
         seeds: number of runs of each model.
-        steps: of each run; None for the recipe's own.
-        workers: runs at a time, a thread each.
-        only: rows whose title contains this text.
+        steps: steps of each run; None for the recipe's own.
+        workers: number of parallel runs, with one thread each.
+        only: restrict the table to rows whose title contains this text.
     """
 
     folder: Path = Path("runs/compare")
@@ -93,13 +95,13 @@ class Compare:
         check_at_least(1, self, "seeds", "steps", "workers")
         if not any(self.only in entry.title for entry in ENTRIES):
             titles = "; ".join(entry.title for entry in ENTRIES)
-            raise SettingsError(f"only={self.only!r} is in the title of no row; there are {titles}")
+            raise SettingsError(f"only={self.only!r} is in the title of no row; the titles are {titles}")
         if not self.entries:
-            raise SettingsError("name the recordings of spoken digits with --speech: all these rows need them")
+            raise SettingsError("name the recordings of spoken digits with --speech: all selected rows need them")
 
     @property
     def entries(self) -> list[Entry]:
-        """Rows of the table."""
+        """The selected rows for which there is data."""
         return [e for e in ENTRIES if self.only in e.title and (self.speech or e.needs != "speech")]
 
 
@@ -116,43 +118,43 @@ RESULT: dict[str, Kind] = {  # keys of a run's result.json
 
 
 def run(options: Compare, show: Callable[[str], None]) -> str:
-    """Do all runs that are not done with these settings and data, and return the table as Markdown.
+    """Train all models that are not finished with these settings and data, and return the table as Markdown.
 
-    It is written to table.md, next to results.json.
+    Writes table.md and results.json into ``options.folder``; ``show`` is called with one line per finished run.
     """
     entries = options.entries
-    prints = {e: _data(options, e, find(e.recipe)).fingerprint for e in entries}
-    wanted = {
-        (e, m, s): _identity(options, e, m, s, prints[e])
+    fingerprints = {e: _data(options, e, find(e.recipe)).fingerprint for e in entries}
+    identities = {
+        (e, m, s): _identity(options, e, m, s, fingerprints[e])
         for e in entries for m in MECHANISMS for s in range(options.seeds)
     }  # fmt: skip
-    jobs = sorted((job for job in wanted if finished(_result_file(options, *job), wanted[job]) is None),
+    jobs = sorted((job for job in identities if finished(_result_file(options, *job), identities[job]) is None),
                   key=lambda job: (entries.index(job[0]), job[2]))  # fmt: skip
     with workers.pool(options.workers) as processes:
         futures = {
-            processes.submit(workers.until_stopped, partial(_one, options, *job, wanted[job])): job for job in jobs
+            processes.submit(workers.until_stopped, partial(_one, options, *job, identities[job])): job for job in jobs
         }
         for i, future in enumerate(as_completed(futures), 1):
             entry, mechanism, seed = futures[future]
             result = future.result()
             show(f"{i} of {len(jobs)}: {entry.title}, {mechanism}, seed {seed}: {result['value']:.4g}")
-    results = [read_object(_result_file(options, *job), **RESULT) for job in wanted]
-    table = markdown(results) + "\n" + sources(options, prints)
+    results = [read_object(_result_file(options, *job), **RESULT) for job in identities]
+    table = markdown(results) + "\n" + sources(options, fingerprints)
     (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.folder / "table.md").write_text(table)
     return table
 
 
-def sources(options: Compare, prints: dict[Entry, str]) -> str:
-    """Return what was trained on and for how long, as Markdown."""
+def sources(options: Compare, fingerprints: dict[Entry, str]) -> str:
+    """Return seeds, steps and data sets with their fingerprints as one line of Markdown."""
     names = {"speech": str(options.speech), "sources": "the standard library's *.py files"}
-    data = {names.get(e.needs, find(e.recipe).data): fingerprint for e, fingerprint in prints.items()}
+    data = {names.get(e.needs, find(e.recipe).data): fingerprint for e, fingerprint in fingerprints.items()}
     steps = "each recipe's own steps" if options.steps is None else f"{options.steps} steps"
     return f"{options.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
 
 
 def _configured(options: Compare, entry: Entry, mechanism: str, seed: int) -> Recipe:
-    """Return the recipe of a run."""
+    """Return the recipe of a run: sigmoid or its softmax twin, with the entry's changes, the seed and the steps."""
     recipe = find(entry.recipe).with_transformer(**dict(entry.changes))
     recipe = recipe if mechanism == "sigmoid" else recipe.softmax()
     training = replace(recipe.training, seed=seed)
@@ -176,7 +178,7 @@ def _result_file(options: Compare, entry: Entry, mechanism: str, seed: int) -> P
 
 
 def _one(options: Compare, entry: Entry, mechanism: str, seed: int, identity: str) -> dict[str, Any]:
-    """Do a run, and return its result."""
+    """Train and evaluate one model, and return its result."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*Ramapuram")
     recipe = _configured(options, entry, mechanism, seed)
@@ -225,7 +227,7 @@ def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The table: mean ± standard deviation over the seeds, and the difference with its 95 % interval (Welch)."""
+    """Return the table: mean ± standard deviation over seeds, and the difference with its 95 % interval (Welch)."""
     head = (
         "| | softmax | sigmoid | sigmoid - softmax | spikes: gradient, loss | attention norm, first → last | steps/s |"
     )
@@ -244,8 +246,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> str:
-    """Second - first with its 95 % interval, and a star where that does not hold 0."""
+    """Format mean(second) - mean(first) with its 95 % interval, and a star if the interval excludes 0."""
     delta, margin = intervals.welch(first, second)
-    if not margin:  # seeds that do not differ have no interval
+    if not margin:  # all seeds gave the same value: there is no interval
         return f"{delta:+.3g}"
     return intervals.interval(delta, margin) + ("" if abs(delta) <= margin else " *")

@@ -1,10 +1,10 @@
-"""The paper's central contrast in a few minutes: softmax, sigmoid with b = -log n, and sigmoid with b = 0.
+"""Demonstration of the bias: language models with softmax, sigmoid with b = -log n, and sigmoid with b = 0.
 
     sigattn demo                    (or: make demo)
 
 Hardware: 2 CPU cores. Time: 4 to 5 minutes. Expected: softmax and sigmoid with b = -log n end near each other, both
 below 2.2 bits per byte on held-out text; sigmoid with b = 0 starts with attention outputs about a hundred times as
-large and stays clearly behind (Sect. 5, "Mitigating Large Attention Norms", and App. E).
+large and ends clearly worse (Sect. 5, "Mitigating Large Attention Norms", and App. E).
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from sigattn.validation import SettingsError, check_at_least
 
 INTRODUCTION = (
     "Three byte-level language models of the same size, trained on the same text in the same order. They differ in the "
-    "attention alone: softmax; sigmoid with the paper's bias b = -log n, n being the context length; and sigmoid with "
-    "no bias. Without the bias each query gathers about half of all values, so the attention's output starts orders of "
-    "magnitude too large, and training pays for it."
+    "attention only: softmax; sigmoid with the paper's bias b = -log n, where n is the context length; and sigmoid "
+    "without a bias. Without the bias every weight starts near 1/2, so the attention's output is initially orders of "
+    "magnitude too large, and the final loss is higher."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """What the demo trains, on what, and where the results go.
+    """Settings of the demo.
 
     Attributes:
-        run_folder: where metrics, checkpoints and the report are written.
-        text: a text file, or a folder of them; by default CPython's own documentation.
-        resume: go on with what the run folder holds.
-        context: length of the sequences, in bytes; n in b = -log n.
+        run_folder: folder for metrics, checkpoints and the report.
+        text: a text file, or a folder of text files; by default CPython's documentation.
+        resume: continue the run in the run folder.
+        context: length of the sequences in bytes; n in b = -log n.
         layers: number of blocks of each model.
-        width: features of a position.
+        width: model width.
         heads: number of attention heads.
-        training: how they are trained.
+        training: settings of the training loop.
     """
 
     run_folder: Path = Path("runs/demo")
@@ -71,7 +71,7 @@ class Demo:
 
 
 def models(options: Demo) -> dict[str, LanguageModelConfig]:
-    """The three models, alike but for the attention's activation and bias, by their folders' names."""
+    """Return the configurations of the three models by folder name; they differ in activation and bias only."""
     base = LanguageModelConfig(context=options.context, layers=options.layers, width=options.width, heads=options.heads)
     return {
         "softmax": replace(base, activation="softmax"),
@@ -84,18 +84,19 @@ TITLES = {"softmax": "softmax", "sigmoid-log-n": "sigmoid, b = −log n", "sigmo
 
 
 def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
-    """Train the three models and write config.json, report.html and curves.svg; gives what the report shows.
+    """Train the three models, write config.json, report.html and curves.svg, and return the runs of the report.
 
     Args:
-        on_row: called with a model's title and each step's measurements.
+        options: the settings.
+        on_row: called with a model's title and the metrics of each step.
 
     Raises:
-        SettingsError: if the settings do not fit together, or the run folder already holds a run.
+        SettingsError: if the settings do not fit together, or the run folder already contains a run.
         DataError: if the text is unusable, or the run folder cannot be written.
         CheckpointError, FolderInUseError, Interrupted: as in ``train``.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "sigmoid attention without a bias")  # which is what is to be seen
+        warnings.filterwarnings("ignore", "sigmoid attention without a bias")  # one of the three models shows this case
         return _run(options, on_row)
 
 
@@ -103,7 +104,7 @@ def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     _check(options)
     text = ByteText.split(load_text(options.text), options.context)
     folder = options.run_folder
-    _claim(folder, options.resume)
+    _prepare_folder(folder, options.resume)
     with locked(folder):
         return _train(options, text, on_row)
 
@@ -141,7 +142,7 @@ def _check(options: Demo) -> None:
         raise SettingsError(str(error)) from error
 
 
-def _claim(folder: Path, resume: bool) -> None:
+def _prepare_folder(folder: Path, resume: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -150,11 +151,11 @@ def _claim(folder: Path, resume: bool) -> None:
     except OSError as error:
         raise DataError(f"cannot write to the run folder {folder}: {error.strerror}") from error
     if not resume and any(folder.glob("*/checkpoints/step-*")):
-        raise SettingsError(f"the run folder {folder} holds a run already: add --resume, or name another")
+        raise SettingsError(f"the run folder {folder} holds a run already: add --resume, or name another folder")
 
 
 def sample(model: nn.Module, length: int = 400) -> str:
-    """What a model writes, given a beginning."""
+    """Return a text that a model generates from a fixed prompt."""
     prompt = torch.tensor([list(b"The function ")])
     generator = torch.Generator().manual_seed(0)
     assert isinstance(model, LanguageModel)
@@ -163,7 +164,7 @@ def sample(model: nn.Module, length: int = 400) -> str:
 
 
 def about(options: Demo, text: ByteText) -> dict[str, Any]:
-    """What was run: settings, versions, machine, text."""
+    """Return settings, versions, machine and text of the demo."""
     return {
         "model": {name: getattr(options, name) for name in ("context", "layers", "width", "heads")},
         "training": asdict(options.training),

@@ -1,4 +1,4 @@
-"""Means of seeds and differences between them, with 95 % intervals."""
+"""Means over seeds and differences of means with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NORMAL = 1.960
 
 
 def student(freedom: float) -> float:
-    """The point for any degrees of freedom from 1 on: between whole ones, linear in their inverse."""
+    """Return the 95 % point for ``freedom`` ≥ 1 degrees of freedom, interpolated linearly in 1 / freedom."""
     whole = min(math.floor(freedom), len(_STUDENT))
     low = _STUDENT[whole - 1]
     if whole == len(_STUDENT):
@@ -23,7 +23,7 @@ def student(freedom: float) -> float:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Mean of the second less mean of the first, and half the width of its 95 % interval (infinite for one seed)."""
+    """Return mean(second) - mean(first) and half the width of its 95 % interval (infinite for one seed)."""
     delta = statistics.mean(second) - statistics.mean(first)
     if min(len(first), len(second)) < 2:
         return delta, math.inf
@@ -38,28 +38,34 @@ Verdict = Literal["agrees", "differs", "not shown"]
 
 
 def equal(delta: float, margin: float, within: float) -> Verdict:
-    """What a claim of equality may be said to be: "not shown" where the interval is wider than what would matter."""
+    """Return the verdict on a claim of equality.
+
+    Args:
+        delta: measured difference.
+        margin: half the width of its 95 % interval.
+        within: largest half width with which equality counts as shown.
+    """
     if abs(delta) > margin:
         return "differs"
     return "agrees" if margin <= within else "not shown"
 
 
 def beyond(delta: float, margin: float) -> Verdict:
-    """What a claim that delta is positive may be said to be."""
+    """Return the verdict on the claim that delta is positive; ``margin`` is half the width of its 95 % interval."""
     return "agrees" if delta > margin else "differs" if -delta > margin else "not shown"
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """Of several that must all hold."""
+    """Return the verdict on the conjunction of several claims."""
     return "differs" if "differs" in verdicts else "not shown" if "not shown" in verdicts else "agrees"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
+    """Format mean ± standard deviation."""
     mean = f"{statistics.mean(values):.4g}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
 def interval(delta: float, margin: float) -> str:
-    """A difference as text."""
+    """Format a difference ± half the width of its interval."""
     return f"{delta:+.3g}" if math.isinf(margin) else f"{delta:+.3g} ± {margin:.2g}"

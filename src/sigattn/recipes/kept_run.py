@@ -1,4 +1,4 @@
-"""Training runs that are not repeated once they are finished, each in a folder of its own."""
+"""Cache of finished training runs, one folder each: a finished run with unchanged settings is not repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGUN = "settings.txt"
 
 
 def finished(file: Path, identity: str) -> dict[str, Any] | None:
-    """Return the result in a file; None if there is none, or it belongs to a run of another identity."""
+    """Return the result in a file, or None if there is none or it belongs to a run of another identity."""
     try:
         result: dict[str, Any] = json.loads(file.read_text())
         return result if result["identity"] == identity else None
@@ -24,13 +24,13 @@ def finished(file: Path, identity: str) -> dict[str, Any] | None:
 
 
 def finish(file: Path, identity: str, result: dict[str, Any]) -> None:
-    """Write the result of a finished run."""
+    """Write the result of a finished run and its identity."""
     file.write_text(json.dumps({**result, "identity": identity}) + "\n")
 
 
 @contextmanager
 def begun(folder: Path, identity: str) -> Iterator[None]:
-    """Lock a run's folder and, if it holds a run of another identity, empty it first.
+    """Lock a run's folder; if it contains a run of another identity, empty it first.
 
     Raises:
         FolderInUseError: if another process is training in it.

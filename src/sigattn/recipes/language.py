@@ -1,7 +1,7 @@
-"""Language models (Tables "lm_training_details", "lm_results"; configurations as in the authors' code).
+"""Recipes of language models (Tables "lm_training_details", "lm_results"; configurations as in the authors' code).
 
-Where code and text differ (1M tokens a batch and 300k steps in the code, 4M in the table; 300B tokens either way), the
-code's numbers are taken.
+The code and the paper's table differ: batches of 1M tokens and 300k steps in the code, 4M tokens in the table, 300B
+tokens in both. The recipes use the code's numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MILLION = 1 << 20  # tokens
 
 
 def lm_85m_2k() -> Recipe:
-    """85M parameters beside the embedding, 2048 tokens, ALiBi, b = -log n.
+    """85M parameters without the embedding, 2048 tokens, ALiBi, b = -log n.
 
     sigattn train lm-85m-2k --data REDPAJAMA            (--tiny: CPython's documentation, about a minute on 2 cores)
 
@@ -29,11 +29,11 @@ def lm_85m_2k() -> Recipe:
 
 
 def lm_1b_2k() -> Recipe:
-    """1B parameters, 2048 tokens, ALiBi, b = -log n, pre-norm: the guide's first row for language.
+    """1B parameters, 2048 tokens, ALiBi, b = -log n, pre-norm: the first language row of the practitioner's guide.
 
     sigattn train lm-1b-2k --data REDPAJAMA             (--tiny: CPython's documentation, about a minute on 2 cores)
 
-    Hardware: 64 GPUs of 80 GB. Time: 0.34 s a step in the paper (softmax 0.38). Paper: average of nine evaluations
+    Hardware: 64 GPUs of 80 GB. Time: 0.34 s per step in the paper (softmax 0.38). Paper: average of nine evaluations
     49.5, softmax 49.4.
     """
     return _language("lm-1b-2k", layers=24, width=2048, heads=32, context=2048, tokens=MILLION, steps=300_000,
@@ -41,7 +41,7 @@ def lm_1b_2k() -> Recipe:
 
 
 def lm_1b_2k_hybrid() -> Recipe:
-    """1B parameters, 2048 tokens, ALiBi, hybrid-norm in place of a bias.
+    """1B parameters, 2048 tokens, ALiBi, hybrid-norm instead of a bias.
 
     sigattn train lm-1b-2k-hybrid --data REDPAJAMA      (--tiny: CPython's documentation, about a minute on 2 cores)
 
@@ -53,11 +53,11 @@ def lm_1b_2k_hybrid() -> Recipe:
 
 
 def lm_1b_4k() -> Recipe:
-    """1B parameters, 4096 tokens, ALiBi, hybrid-norm in place of a bias: the guide's choice beyond 2048 tokens.
+    """1B parameters, 4096 tokens, ALiBi, hybrid-norm instead of a bias: the guide's choice beyond 2048 tokens.
 
     sigattn train lm-1b-4k --data REDPAJAMA             (--tiny: CPython's documentation, about a minute on 2 cores)
 
-    Hardware: 64 GPUs of 80 GB. Time: 0.67 s a step in the paper (pre-norm; softmax 0.84). Paper: average of nine
+    Hardware: 64 GPUs of 80 GB. Time: 0.67 s per step in the paper (pre-norm; softmax 0.84). Paper: average of nine
     evaluations 50.0 without a bias and 50.2 with one, softmax with hybrid-norm 49.4; pre-norm sigmoid 48.2.
     """
     return _language("lm-1b-4k", layers=24, width=2048, heads=32, context=4096, tokens=MILLION, steps=300_000,
@@ -65,11 +65,11 @@ def lm_1b_4k() -> Recipe:
 
 
 def lm_7b_4k() -> Recipe:
-    """7B parameters, 4096 tokens, ALiBi, hybrid-norm in place of a bias.
+    """7B parameters, 4096 tokens, ALiBi, hybrid-norm instead of a bias.
 
     sigattn train lm-7b-4k --data REDPAJAMA             (--tiny: CPython's documentation, about a minute on 2 cores)
 
-    Hardware: 256 GPUs of 80 GB. Time: 3.4 s a step in the paper (softmax 3.85). Paper: average of nine evaluations
+    Hardware: 256 GPUs of 80 GB. Time: 3.4 s per step in the paper (softmax 3.85). Paper: average of nine evaluations
     59.6, softmax 59.0.
     """
     return _language("lm-7b-4k", layers=32, width=4096, heads=32, context=4096, tokens=4 * MILLION, steps=250_000,
@@ -119,7 +119,7 @@ def _language(
 
 
 def _kappa(k: int) -> Recipe:
-    """κ heads, 2κ layers, width 64κ (Sect. "Ablations"): the family of the learning-rate sensitivity figures."""
+    """Return a model of the learning-rate sensitivity figures: κ heads, 2κ layers, width 64κ (Sect. "Ablations")."""
     return Recipe(
         name=f"lm-kappa-{k}",
         domain="AR Language",
@@ -208,12 +208,12 @@ def lm_kappa_16() -> Recipe:
 
 
 def lm_realnews() -> Recipe:
-    """One block of width 3072: the position ablation (Figs. "rope_vs_sincos" to "rope_vs_rope_b-10").
+    """One block of width 3072, for the position ablation (Figs. "rope_vs_sincos" to "rope_vs_rope_b-10").
 
     sigattn train lm-realnews --data C4                 (--tiny: CPython's documentation, about a minute on 2 cores)
 
     Hardware: 1 GPU of 80 GB. Time: see ``sigattn recipes lm-realnews``, an estimate by FLOPs. Paper: sigmoid equals
-    softmax with ALiBi, and with RoPE once b = -10; with SinCos or RoPE and no bias it falls behind.
+    softmax with ALiBi, and with RoPE and b = -10; with SinCos or RoPE and no bias its loss is higher.
     """
     return Recipe(
         name="lm-realnews",

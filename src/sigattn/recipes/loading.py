@@ -1,4 +1,4 @@
-"""The data that a recipe names, from a folder that the user names."""
+"""Data sets of the recipes, loaded from a path."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _LIBRISPEECH: dict[str, tuple[str, ...]] = {
 
 
 def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, workers: int = 0) -> Data:
-    """What a recipe trains on.
+    """Load the training data of a recipe.
 
     Args:
-        recipe: any.
-        path: text, as a file or folder, or streamed as ``hf:NAME`` or ``hf:NAME:CONFIGURATION``, or tokens, as a .bin
-            of ``sigattn pack``; images, as a folder with train and val; LibriSpeech's root; or the spoken digits, as a
-            folder or .tar.gz. None for what is always there: CPython's documentation as bytes, and the handwritten
-            digits.
-        tokenizer: of a language model whose vocabulary is not bytes.
-        workers: processes that read images.
+        recipe: the recipe.
+        path: for language models a text file or folder, a streamed data set (``hf:NAME``, ``hf:NAME:CONFIGURATION``)
+            or a .bin file of ``sigattn pack``; for vision a folder with train and val; for speech LibriSpeech's root,
+            or the spoken digits as a folder or .tar.gz. None for CPython's documentation as bytes, the handwritten
+            digits, or a synthetic problem.
+        tokenizer: tokenizer file of a language model whose vocabulary is not bytes.
+        workers: number of processes that read images.
 
     Raises:
-        DataError: if it is not there, or not what the recipe needs.
-        SettingsError: if the recipe needs an option that is missing, or has no use for one.
+        DataError: if the data is missing, or not of the kind that the recipe needs.
+        SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
     """
     if isinstance(recipe.model, LanguageModelConfig):
         return _text(recipe.model, path, tokenizer)
     if tokenizer is not None:
-        raise SettingsError(f"{recipe.name} is no language model: it has no tokenizer")
+        raise SettingsError(f"{recipe.name} is not a language model and takes no tokenizer")
     if isinstance(recipe.model, SequenceModelConfig):
         return _drawn(recipe, recipe.model, path)
     if isinstance(recipe.model, SpeechModelConfig):
@@ -61,11 +61,14 @@ def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, wo
 
 
 def held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None) -> dict[str, Data]:
-    """What a trained model is judged on, in named parts: one without a name, or TED-LIUM's joint validation and test
-    sets by duration, as in the paper's tables, where the path is that corpus's.
+    """Load the evaluation data of a trained model as named parts.
+
+    If ``path`` is TED-LIUM, the parts are its joint validation and test sets by duration, as in the paper's tables;
+    otherwise there is one part with an empty name, as loaded by ``load``.
 
     Raises:
-        DataError: as ``load``.
+        DataError: if the data is missing, or not of the kind that the recipe needs.
+        SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
     """
     if path is None or not isinstance(recipe.model, SpeechModelConfig) or not (path / "legacy").is_dir():
         return {"": load(recipe, path, tokenizer=tokenizer)}
@@ -84,7 +87,7 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
         if model.vocabulary != 256:
             raise SettingsError(
                 f"a vocabulary of {model.vocabulary} tokens needs --tokenizer FILE (sigattn tokenizer makes one), or "
-                "--data FILE.bin of sigattn pack; for bytes say --model.vocabulary 256"
+                "--data FILE.bin of sigattn pack; for bytes use --model.vocabulary 256"
             )
         if path is not None and is_streamed(path):
             return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.context)
@@ -104,7 +107,7 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
 
 
 def _streamed(path: Path) -> str:
-    """Return the name of a streamed data set, with a hash of its files where it is a folder."""
+    """Return the name of a streamed data set, with a hash of its files if it is a folder."""
     folder = Path(str(path).removeprefix("hf:"))
     if not folder.is_dir():
         return str(path)
@@ -118,7 +121,7 @@ def _bytes(document: str) -> list[int]:
 
 def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Data:
     if path is not None:
-        raise SettingsError(f"{recipe.name} draws its problems itself: leave out --data")
+        raise SettingsError(f"{recipe.name} generates its data: leave out --data")
     if isinstance(recipe.task, KSummationTask):
         return KSummation(model.length, recipe.task.k)
     return PairRepeat(model.symbols, model.length)
@@ -133,7 +136,7 @@ def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data
     tokens, unreadable = Tokens(recipe.task.alphabet), Unreadable("recording")
     if recipe.data not in _LIBRISPEECH:
         training, held_out, archive = spoken_digits(path, unreadable=unreadable)
-        # a sample of two seconds has no room for the paper's masks, which are made for fifteen
+        # no SpecAugment: the paper's masks are made for samples of fifteen seconds, these have about two
         return Speech(
             training,
             held_out,
@@ -158,8 +161,8 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
     if path is None:
         if (size, channels) != (8, 1):
             raise SettingsError(
-                f"{recipe.name} trains on {recipe.data}: name a folder that holds train/CLASS and val/CLASS with "
-                "--data (or train its tiny form on handwritten digits with --tiny)"
+                f"{recipe.name} trains on {recipe.data}: name a folder with train/CLASS and val/CLASS with --data (or "
+                "train its tiny form on handwritten digits with --tiny)"
             )
         _check_classes(labels, "the set of handwritten digits", 10, vision)
         return Digits(views=2 if paired else 1, labels=labels)
@@ -178,4 +181,4 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
 def _check_classes(labels: bool, name: str, found: int, vision: object) -> None:
     classes = getattr(vision, "classes", 0)
     if labels and found != classes:
-        raise SettingsError(f"{name} has {found} classes and the model {classes}: say --model.classes {found}")
+        raise SettingsError(f"{name} has {found} classes and the model {classes}: use --model.classes {found}")

@@ -1,4 +1,4 @@
-"""How good features are: a linear classifier on a backbone that stays as it is, or the backbone trained further."""
+"""Evaluation of a backbone's features by a linear probe or by fine-tuning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sigattn.models.vision import VisionTransformer
 
 @torch.no_grad()
 def features(backbone: VisionTransformer, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
-    """A backbone's features and the labels of batches of images and labels: (samples, width), (samples,)."""
+    """Return a backbone's features (samples, width) and the labels (samples,) of batches of images and labels."""
     backbone.eval()
     device = next(backbone.parameters()).device
     found = [(backbone.features(images.to(device)).float().cpu(), labels) for images, labels in batches]
@@ -24,11 +24,13 @@ def features(backbone: VisionTransformer, batches: Iterable[Batch]) -> tuple[Ten
 def linear_probe(
     training: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], *, decay: float = 1e-3, iterations: int = 200
 ) -> float:
-    """Top-1, a part of 1, of multinomial logistic regression on standardised features, fitted by L-BFGS.
+    """Return the top-1 accuracy in 0 … 1 of multinomial logistic regression on standardised features.
 
     Args:
-        training, held_out: features (samples, width) and labels (samples,).
-        decay: factor of the squared weights. iterations: of L-BFGS, at most.
+        training: training features (samples, width) and labels (samples,).
+        held_out: held-out features and labels.
+        decay: factor of the squared weights in the loss.
+        iterations: largest number of L-BFGS iterations.
     """
     x, y = training
     mean, spread = x.mean(0), x.std(0) + 1e-6
@@ -59,7 +61,10 @@ def fine_tune(
     learning_rate: float = 1e-3,
     seed: int = 0,
 ) -> float:
-    """Top-1, a part of 1, after a new linear output and all else were trained on images and labels held in memory."""
+    """Return the top-1 accuracy in 0 … 1 after fine-tuning the backbone and a new linear classifier with AdamW.
+
+    The backbone is changed in place and left in evaluation mode.
+    """
     torch.manual_seed(seed)
     images, labels = training
     classes = int(max(labels.max(), held_out[1].max())) + 1

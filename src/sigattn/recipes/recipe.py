@@ -1,4 +1,4 @@
-"""What a recipe is: a whole configuration, its softmax twin, and a tiny form of it that trains in minutes."""
+"""Recipes: complete training configurations with a softmax twin and a tiny form that trains in minutes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ from sigattn.train.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole configuration.
+    """Complete training configuration.
 
     Attributes:
-        name: on the command line. domain, objective: as the practitioner's guide calls them.
-        model, task, training: the configuration.
-        data: what it is trained on. augmentation: how samples are varied.
-        paper: what the paper reports of it.
-        twin: fields of the model that its softmax twin has otherwise, beside activation and bias.
+        name: name on the command line.
+        domain: domain in the paper's practitioner's guide.
+        objective: objective in the practitioner's guide.
+        model: configuration of the model.
+        task: training objective.
+        training: settings of the training loop.
+        data: name of the data set.
+        augmentation: name of the augmentation.
+        paper: results that the paper reports.
+        twin: fields of the model that the softmax twin changes in addition to activation and bias.
     """
 
     name: str
@@ -47,26 +52,26 @@ class Recipe:
 
     @property
     def transformer(self) -> TransformerConfig:
-        """The blocks' configuration: the model's, or its encoder's."""
+        """Configuration of the transformer blocks: the model's, or its encoder's."""
         return self.model.encoder if isinstance(self.model, MaskedAutoencoderConfig) else self.model
 
     def with_transformer(self, **changes: Any) -> Recipe:
-        """The same with other blocks."""
+        """Return a copy with fields of ``transformer`` changed."""
         if isinstance(self.model, MaskedAutoencoderConfig):
             return replace(self, model=replace(self.model, encoder=replace(self.model.encoder, **changes)))
         return replace(self, model=replace(self.model, **changes))
 
     def softmax(self) -> Recipe:
-        """The twin that differs in the attention alone."""
+        """Return the softmax twin, which differs in the attention only."""
         twin = self.with_transformer(activation="softmax", bias=None, learn_bias="no", **self.twin)
         return replace(twin, name=f"{self.name}-softmax")
 
     def parameters(self) -> int:
-        """Of the model."""
+        """Return the number of the model's parameters."""
         return sum(p.numel() for p in build(self.model, "meta").parameters())
 
     def tokens(self) -> float:
-        """How many tokens (patches, frames) it is trained on, all steps together."""
+        """Return the number of tokens (patches, frames) of all training steps."""
         model, samples = self.model, self.training.steps * self.training.batch
         if isinstance(model, LanguageModelConfig):
             return float(samples * model.context)
@@ -76,22 +81,26 @@ class Recipe:
             return samples * model.encoder.grid**2 * (1 - model.mask_ratio)
         if isinstance(model, SequenceModelConfig):
             return float(samples * model.length)
-        # of BYOL's six views four are small, and the teacher goes forward only, through two
+        # BYOL: two large and four small views, and the teacher's forward pass (a third of the FLOPs) of two large views
         views = {SimCLR: 2.0, BYOL: 2 + 4 * (96 / 224) ** 2 + 2 / 3}.get(type(self.task), 1.0)
         return samples * model.tokens * views
 
     def gpu_hours(self, utilisation: float = 0.4) -> float:
-        """An estimate, not a measurement: 6 FLOPs a parameter and token, on an H100 (989 TFLOP/s) used so far."""
+        """Return an estimate of the H100 hours of the training: 6 FLOPs per parameter and token at 989 TFLOP/s.
+
+        Args:
+            utilisation: fraction of the peak that the training reaches.
+        """
         module: nn.Module = build(self.model, "meta")
         blocks = sum(p.numel() for n, p in module.named_parameters() if "embedding" not in n)
         return 6 * blocks * self.tokens() / (utilisation * 989e12) / 3600
 
     def tiny(self) -> Recipe:
-        """The same in kind, made to train in minutes on 2 cores with data that is at hand.
+        """Return a small form that trains in minutes on 2 cores on small data sets.
 
-        Depth, width and length shrink; what the guide chooses (positions, norms, QK-norm, LayerScale, bias) stays.
-        LayerScale starts at 0.01: a run of some hundred steps ends before 1e-4 has grown, and from 0.1 a sigmoid
-        without a bias learns less well (docs/log.md).
+        Depth, width and length shrink; the guide's choices (positions, norms, QK-norm, LayerScale, bias) stay.
+        LayerScale starts at 0.01: within some hundred steps it does not grow enough from 1e-4, and from 0.1 sigmoid
+        attention without a bias learns less well (docs/log.md).
         """
         shrink = _TINY[type(self.model)]
         model, training, data = shrink(self)
@@ -102,7 +111,7 @@ class Recipe:
         return replace(self, name=f"{self.name}-tiny", **small)
 
     def guide_row(self) -> dict[str, str]:
-        """The recipe as a row of the practitioner's table."""
+        """Return the recipe as a row of the practitioner's guide's table, by column."""
         t = self.transformer
         names = {"learnable": "Learnable", "sincos": "SinCos", "cape": "CAPE", "rope": "RoPE", "alibi": "ALiBi"}
         structures = {"pre": "Pre-Norm", "post": "Post-Norm"}
@@ -195,5 +204,5 @@ _TINY: dict[type, Callable[[Recipe], tuple[ModelConfig, TrainConfig, str]]] = {
 
 
 def nearest_multiple(value: float, of: int) -> int:
-    """The next multiple that is no smaller."""
+    """Round up to a multiple of ``of``."""
     return of * math.ceil(value / of)

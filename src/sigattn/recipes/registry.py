@@ -1,4 +1,4 @@
-"""All recipes, by name."""
+"""Registry of all recipes by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sigattn.recipes.recipe import Recipe
 
 
 class RecipeError(Exception):
-    """No such recipe; the message is one line."""
+    """No recipe has the given name; the message is one line."""
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -17,7 +17,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     for make in (*vision.RECIPES, *speech.RECIPES, *language.RECIPES, *synthetic.RECIPES)
 }
 
-# the practitioner's table (App. "Practitioner's Guide"), row by row
+# rows of the practitioner's table (App. "Practitioner's Guide")
 GUIDE = (
     "vit-supervised",
     "vit-byol",
@@ -32,10 +32,10 @@ GUIDE = (
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its other forms.
+    """Return the recipe of a name; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.
 
     Raises:
-        RecipeError: if there is none.
+        RecipeError: if there is no such recipe.
     """
     base, forms = name, []
     while base.rpartition("-")[2] in ("tiny", "softmax"):

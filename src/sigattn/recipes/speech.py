@@ -1,7 +1,8 @@
-"""Speech recognition (Table "asr-training-details"). A batch is counted in seconds of speech.
+"""Recipes of speech recognition (Table "asr-training-details"). Batch sizes are in seconds of speech.
 
-The paper's step-wise schedule does not state its factor; it is halved here. Its softmax baselines have neither QK-norm
-nor LayerScale; the twins here differ in the attention alone, so they keep LayerScale and lay aside QK-norm.
+The paper does not state the factor of its step-wise schedule; here the learning rate is halved. Its softmax baselines
+have neither QK-norm nor LayerScale; the twins here drop QK-norm but keep LayerScale, so that they differ in the
+attention only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ HOUR = 3600
 
 
 def asr_ls960() -> Recipe:
-    """Transformer of 255M parameters, LibriSpeech 960 h, CAPE, b = -log of each sample's length.
+    """255M-parameter transformer, LibriSpeech 960 h, CAPE, b = -log of each sample's length.
 
     sigattn train asr-ls960 --data LIBRISPEECH          (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
@@ -29,7 +30,7 @@ def asr_ls960() -> Recipe:
 
 
 def asr_ls960_hybrid() -> Recipe:
-    """The same with RoPE and a LayerNorm after the attention in place of bias, QK-norm and the attention's LayerScale.
+    """asr-ls960 with RoPE, and LayerNorm after attention instead of bias, QK-norm and the attention's LayerScale.
 
     sigattn train asr-ls960-hybrid --data LIBRISPEECH   (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
@@ -60,7 +61,7 @@ def asr_conformer_ls960() -> Recipe:
 
 
 def asr_ls100_36() -> Recipe:
-    """Transformer of 36 layers (255M), LibriSpeech 100 h, CAPE, b = -log of each sample's length, no QK-norm.
+    """36-layer transformer (255M), LibriSpeech 100 h, CAPE, b = -log of each sample's length, no QK-norm.
 
     sigattn train asr-ls100-36 --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
@@ -71,7 +72,7 @@ def asr_ls100_36() -> Recipe:
 
 
 def asr_ls100_24() -> Recipe:
-    """Transformer of 24 layers (170M), otherwise as asr-ls100-36.
+    """24-layer transformer (170M), otherwise as asr-ls100-36.
 
     sigattn train asr-ls100-24 --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
@@ -82,7 +83,7 @@ def asr_ls100_24() -> Recipe:
 
 
 def asr_ls100_12() -> Recipe:
-    """Transformer of 12 layers (85M), otherwise as asr-ls100-36.
+    """12-layer transformer (85M), otherwise as asr-ls100-36.
 
     sigattn train asr-ls100-12 --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
@@ -93,7 +94,7 @@ def asr_ls100_12() -> Recipe:
 
 
 def asr_ls100_post() -> Recipe:
-    """Post-norm transformer of 36 layers, LibriSpeech 100 h: where the paper could not match softmax.
+    """Post-norm transformer of 36 layers, LibriSpeech 100 h, with which sigmoid does not match softmax in the paper.
 
     sigattn train asr-ls100-post --data LIBRISPEECH     (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 

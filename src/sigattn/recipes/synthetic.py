@@ -1,4 +1,4 @@
-"""The paper's two synthetic problems (App. "Simple Experiments")."""
+"""Recipes of the paper's two synthetic problems (App. "Simple Experiments")."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sigattn.train.config import TrainConfig
 
 
 def k_summation() -> Recipe:
-    """One layer of width 120 adds the k of 20 numbers that are pointed out.
+    """One layer of width 120 that adds the k marked ones of 20 numbers.
 
-    sigattn train k-summation                           (--data is not needed: problems are drawn as it goes)
+    sigattn train k-summation                           (generates its data: no --data)
 
     Hardware: 2 CPU cores. Time: minutes; see ``sigattn recipes k-summation``. Paper: loss grows with k as softmax's
     does (Fig. "final_loss_k_summation"); ``--task.k`` sets k, ``--model.kind mlp`` trains the MLP of 307k parameters.
@@ -30,12 +30,12 @@ def k_summation() -> Recipe:
 
 
 def pair_repeat() -> Recipe:
-    """Two layers of width 160 say whether the first pair of a sequence of 14 or 15 symbols comes again.
+    """Two layers of width 160 that decide if the first pair of a sequence of 14 or 15 symbols occurs again.
 
-    sigattn train pair-repeat                           (--data is not needed: problems are drawn as it goes)
+    sigattn train pair-repeat                           (generates its data: no --data)
 
     Hardware: 2 CPU cores. Time: an hour; see ``sigattn recipes pair-repeat``. Paper: sigmoid learns it from fewer
-    samples than softmax, and falls off alike at other lengths (Fig. "repeat_seq_results").
+    samples than softmax, and both lose accuracy alike at other lengths (Fig. "repeat_seq_results").
     """
     model = SequenceModelConfig(layers=2, width=160, length=22, symbols=9, mlp_widths=(500, 500))
     return Recipe(

@@ -1,7 +1,7 @@
-"""Vision: the paper's four ImageNet recipes (App. "Vision", hyper-parameters).
+"""Recipes of vision: the paper's four ImageNet experiments (App. "Vision", hyper-parameters).
 
-Where the paper is silent (temperature and projector of SimCLR and BYOL, the decoder of MAE), the values are those of
-the papers it took the recipes from: MoCo v3, and He et al., 2022.
+Values that the paper does not state (temperature and projector of SimCLR and BYOL, the decoder of MAE) are those of
+the papers from which it took the recipes: MoCo v3, and He et al., 2022.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def vit_supervised() -> Recipe:
     sigattn train vit-supervised --data IMAGENET        (--tiny: digits, about a minute on 2 cores)
 
     Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes vit-supervised``, an estimate by FLOPs. Paper: sigmoid
-    matches softmax in training loss and test top-1 (Fig. "test_top1_results"); without LayerScale it loses 1 % (Fig.
-    "imagenet_top_1_ablations").
+    matches softmax in training loss and test top-1 (Fig. "test_top1_results"); without LayerScale its top-1 is 1 %
+    lower (Fig. "imagenet_top_1_ablations").
     """
     return Recipe(
         name="vit-supervised",
@@ -86,12 +86,12 @@ def vit_simclr() -> Recipe:
 
 
 def vit_mae() -> Recipe:
-    """ViT-L/16, masked autoencoder, ImageNet-1k, 400 epochs: the one vision recipe with a bias.
+    """ViT-L/16, masked autoencoder, ImageNet-1k, 400 epochs; the only vision recipe with a bias.
 
     sigattn train vit-mae --data IMAGENET               (--tiny: digits, about a minute on 2 cores)
 
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes vit-mae``, an estimate by FLOPs. Paper: fine-tuned, it
-    matches softmax.
+    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes vit-mae``, an estimate by FLOPs. Paper: matches softmax after
+    fine-tuning.
     """
     encoder = VisionTransformerConfig(**SIZES["L"], position="learnable", bias="log_batch", classes=0)
     return Recipe(
@@ -108,7 +108,7 @@ def vit_mae() -> Recipe:
 
 
 def _training(epochs: int, warmup: int, *, rate: float, **settings: Any) -> TrainConfig:
-    """What the four tables share; learning rates are given for a batch of 256, and scaled linearly."""
+    """Return the settings that the four tables share; ``rate`` is for a batch of 256 and scaled linearly."""
     peak = linear_scaling(rate, BATCH)
     fixed: dict[str, Any] = {"final_learning_rate": 1e-6 / peak, "betas": (0.9, 0.95), "clip": None, **settings}
     return TrainConfig(

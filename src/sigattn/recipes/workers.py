@@ -1,4 +1,4 @@
-"""Processes for training runs side by side, which end with the process that started them."""
+"""Worker processes for parallel training runs, which end with the process that started them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """Fresh processes, none of which outlives this one, however it ends."""
+    """Return a pool of spawned processes that end when this process ends, even if it is killed."""
     return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_watch_parent)
 
 
 def until_stopped(function: Callable[..., T], *args: object) -> T:
-    """Call a function that trains; on SIGINT or SIGTERM end the worker, once the checkpoint is written.
+    """Call a function that trains; after SIGINT or SIGTERM and the checkpoint, end the worker process.
 
-    An exception would let the worker take the next job.
+    An exception would return to the pool, which would start the next job in this worker.
     """
     try:
         return function(*args)
