@@ -31,7 +31,7 @@ def test_number_of_parameters():
     assert sum(p.numel() for p in model.parameters()) == 50 * 24 + 2 * layer + 24
 
 
-@pytest.mark.filterwarnings("ignore:sigmoid attention without a bias")
+@pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
 def test_the_bias_of_every_layer():
     def of(**settings):
         config = LanguageModelConfig(**SMALL, **settings)
@@ -82,7 +82,7 @@ def test_watching_is_over_when_it_is_over():
     assert not any(layer.watch != "nothing" for layer in layers)
 
 
-@pytest.mark.filterwarnings("ignore:sigmoid attention without a bias")
+@pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
 def test_without_a_bias_the_attention_starts_orders_of_magnitude_larger():
     """Sect. 5: high initial attention norms are what b = -log n removes."""
     norms = {}
@@ -129,7 +129,7 @@ class TestDocuments:
         assert found.number[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]
         assert found.position[1].tolist() == list(range(12))
 
-    @pytest.mark.filterwarnings("ignore:sigmoid attention without a bias")
+    @pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
     @pytest.mark.parametrize(
         "settings",
         [
