@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sigattn.data.dataset import DataError
-from sigattn.data.text import TextData
+from sigattn.data.text import ByteText, TextData
 from sigattn.data.tokens import END, documents, encode, load_tokenizer, pack, packed, packed_tokenizer, train_tokenizer
 
 pytest.importorskip("tokenizers")
@@ -61,6 +61,19 @@ def test_a_packed_corpus_is_read_in_place(corpus, tmp_path):
     (corpus / "d.jsonl.gz").write_bytes(b"not zipped")
     with pytest.raises(DataError, match=r"cannot read .*d\.jsonl\.gz"):
         list(documents(corpus))
+
+
+def test_text_that_is_not_utf_8(tmp_path):
+    """Bytes that are replaced by other characters would change a corpus silently."""
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(DataError, match=r"cannot read .*latin\.txt as UTF-8 text"):
+        list(documents(tmp_path))
+
+
+def test_a_training_part_that_is_too_short():
+    with pytest.raises(DataError, match="at least 91 tokens are needed"):
+        ByteText.split_tokens(torch.arange(60), 8, 0.9, "")
+    assert len(ByteText.split_tokens(torch.arange(91), 8, 0.9, "").training) == 10
 
 
 @pytest.fixture

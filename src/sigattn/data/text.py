@@ -90,10 +90,11 @@ class ByteText:
     ) -> ByteText:
         """Hold out the last part of tokens of any vocabulary, as ``split`` does for bytes."""
         cut = len(tokens) - int(held_out * len(tokens))
-        if len(tokens) - cut <= context:
+        smaller = min(held_out, 1 - held_out)
+        if min(cut, len(tokens) - cut) <= context:
             raise DataError(
                 f"the text has {len(tokens)} {unit}, of which {len(tokens) - cut} are held out: too short for a "
-                f"context of {context} (at least {int((context + 1) / held_out) + 1} {unit} are needed)"
+                f"context of {context} (at least {int((context + 1) / smaller) + 1} {unit} are needed)"
             )
         return cls(tokens[:cut], tokens[cut:], sha256, vocabulary)
 

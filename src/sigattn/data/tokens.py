@@ -37,7 +37,7 @@ def documents(path: Path) -> Iterator[str]:
     "text" of a row of a .parquet file, or a sample of a data set such as ``hf:allenai/c4:realnewslike``.
 
     Raises:
-        DataError: if there are no files, a .jsonl or .parquet file cannot be read, or pyarrow is missing.
+        DataError: if there are no files, a file cannot be read, a text is not UTF-8, or pyarrow is missing.
     """
     if is_streamed(path):
         yield from hub_documents(path)
@@ -53,7 +53,14 @@ def documents(path: Path) -> Iterator[str]:
         elif file.suffix == ".parquet":
             yield from _parquet(file)
         else:
-            yield file.read_text(errors="replace")
+            yield _plain_text(file)
+
+
+def _plain_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {file} as UTF-8 text: {error}") from error
 
 
 def _json_lines(file: Path) -> Iterator[str]:
