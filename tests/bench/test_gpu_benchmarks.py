@@ -1,5 +1,6 @@
 """The GPU benchmarks at tiny sizes, with interpreted kernels: that they work on the day there is a GPU."""
 
+import functools
 import json
 import math
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigattn.bench import accuracy, gpu, hybridnorm, kernels, overhead, training, tune
+from sigattn.bench import accuracy, contestants, gpu, hybridnorm, kernels, overhead, training, trial, tune
 from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, Options
 from sigattn.bench.provenance import BenchmarkError
 from sigattn.ops.triton import tuning
@@ -26,6 +27,7 @@ def test_kernels(tmp_path):
         dtype="float32",
         rounds=1,
         round_seconds=0.0,
+        precompile=False,
         results=tmp_path,
     )
     report = kernels.run(config)
@@ -44,9 +46,55 @@ def test_kernels(tmp_path):
 
 
 def test_kernels_stop_in_time(tmp_path):
-    report = kernels.run(kernels.KernelBenchmark(seconds=1e-9, profile=False, results=tmp_path))
+    report = kernels.run(kernels.KernelBenchmark(seconds=1e-9, profile=False, precompile=False, results=tmp_path))
     assert not report["rows"]
     assert len(report["left_out_for_time"]) == 11 * 4 + 11
+
+
+def test_a_contestant_that_fails_in_its_own_process_is_not_timed(monkeypatch, tmp_path):
+    config = kernels.KernelBenchmark(
+        lengths=(16,), heads=1, head_dims=(16,), batch=1, dtype="float32", rounds=1, round_seconds=0.0, alibi=False,
+        profile=False, contestants=("naive sigmoid", "SDPA on CPU"), results=tmp_path,
+    )  # fmt: skip
+
+    def failures(function, groups, **_):
+        assert function == "sigattn.bench.kernels:try_once"
+        kernels.try_once(groups["naive sigmoid", 16, True, False][0])
+        return {key: {0: "no end after 30 s"} if key[0] == "SDPA on CPU" else {} for key in groups}
+
+    monkeypatch.setattr(trial, "failures", failures)
+    report = kernels.run(config)
+    assert {r["contestant"] for r in report["rows"]} == {OURS, "naive sigmoid"}
+    assert set(report["absent"].values()) == {"no end after 30 s"}
+
+
+def test_lengths_take_turns():
+    """A run that is cut short after a few settings has every length and every kind of problem."""
+    config = kernels.KernelBenchmark()
+    found = [s for s in kernels.settings(config) if not s.alibi]
+    assert len(set(found)) == len(found) == 11 * 4
+    for start in range(len(found) - 11):
+        assert {s.n for s in found[start : start + 11]} == set(config.lengths)
+        assert len({(s.head_dim, s.causal) for s in found[start : start + 4]}) == 4
+    assert len(set(kernels._in_turn(range(4), range(6)))) == 24
+
+
+def test_what_runs_eagerly_is_no_compiled_contestant(monkeypatch):
+    """Beyond the limit of recompilations, or with torch.compile switched off."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    call = contestants.compiled(lambda x: x + 1)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        contestants.reset_compiled()
+        for n in (1, 2):
+            torch.testing.assert_close(call(torch.zeros(n)), torch.ones(n))
+        with pytest.raises((BenchmarkError, torch._dynamo.exc.FailOnRecompileLimitHit)):
+            call(torch.zeros(3))
+        contestants.reset_compiled()
+        torch.testing.assert_close(call(torch.zeros(9)), torch.ones(9))
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    contestants.reset_compiled()
+    with pytest.raises(BenchmarkError, match="eagerly"):
+        call(torch.zeros(9))
 
 
 def test_a_wrong_contestant_is_not_timed(monkeypatch):
@@ -139,7 +187,7 @@ def test_times_of_graphs_count_where_both_have_one(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "captured", lambda call: call)
     config = kernels.KernelBenchmark(
         lengths=(16,), heads=1, head_dims=(16,), batch=1, dtype="float32", rounds=1, round_seconds=0.0, alibi=False,
-        results=tmp_path,
+        precompile=False, results=tmp_path,
     )  # fmt: skip
     for row in kernels.run(config)["rows"]:
         assert (row["graph_ms"] is None) == (row["pass"] == "backward")
@@ -160,7 +208,7 @@ def test_tune(tmp_path):
 def test_training(tmp_path):
     quick = {"kappas": (1,), "seconds": 60.0, "steps": 2, "batch": 1, "upscale": 1, "layers": 1}
     training.run(training.TrainingBenchmark(results=tmp_path, **quick))
-    runs = json.loads((tmp_path / "training.json").read_text())["runs"]
+    runs = json.loads((tmp_path / "training.json").read_text())["rows"]
     assert [(r["model"].partition(",")[0], r["mechanism"]) for r in runs] == [
         (model, mechanism) for model in ("language", "ViT-S") for mechanism in ("sigmoid", "softmax")
     ]

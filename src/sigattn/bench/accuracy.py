@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from sigattn.bench import gpu, provenance
-from sigattn.bench.contestants import CONTESTANTS, Options
+from sigattn.bench import gpu
+from sigattn.bench.contestants import CONTESTANTS, Options, reset_compiled
+from sigattn.bench.report import Report
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
 
@@ -32,6 +33,7 @@ class AccuracyBenchmark:
         head_dim: D, and the number of weights read per query.
         dtypes: "float16", "bfloat16", "float32".
         whole: whether the sequence has as many queries as keys, as a peer may want; otherwise only those measured.
+        resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON) and the plot.
     """
 
@@ -40,6 +42,7 @@ class AccuracyBenchmark:
     head_dim: int = 64
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     whole: bool = True
+    resume: bool = False
     results: Path = Path("runs/bench/accuracy")
 
     def __post_init__(self) -> None:
@@ -49,21 +52,23 @@ class AccuracyBenchmark:
 
 
 def run(config: AccuracyBenchmark) -> dict[str, Any]:
-    """Measure, print a table, write the results and the plot; gives what was written."""
-    absent: dict[str, str] = {}
-    rows = [r for dtype in config.dtypes for n in config.lengths for r in measure(config, n, dtype, absent)]
-    report = {**gpu.describe("accuracy", {**asdict(config), "results": ""}), "absent": absent, "rows": rows}
-    provenance.write(config.results / "accuracy.json", report)
+    """Measure, print a table, write the results after each length, then the plot; return what was written."""
+    described = gpu.describe("accuracy", {**asdict(config), "results": ""})
+    with Report(config.results / "accuracy.json", described, resume=config.resume) as report:
+        for n, dtype in report.remaining([(n, dtype) for dtype in config.dtypes for n in config.lengths]):
+            report.add((n, dtype), measure(config, n, dtype, report.data["absent"]))
+        result, rows = report.data, report.data["rows"]
     console = Console()
     for dtype in config.dtypes:
         console.print(table(rows, dtype))
     plot(rows, config)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return report
+    return result
 
 
 def measure(config: AccuracyBenchmark, n: int, dtype: str, absent: dict[str, str]) -> list[dict[str, Any]]:
     """Every sigmoid that there is, at one length in one dtype."""
+    reset_compiled()
     kind, device = gpu.DTYPES[dtype], gpu.device()
     generator = torch.Generator(device).manual_seed(n)
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import sigattn
 from sigattn import flash
+from sigattn.bench.provenance import BenchmarkError
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,25 @@ def _softmax_on_cpu(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=o.causal)
 
 
-@functools.cache
-def _flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
+    """``torch.compile`` that raises where it would run the function eagerly, as beyond its limit of recompilations.
 
-    return torch.compile(flex_attention, dynamic=False)
+    FlexAttention and formulas that run eagerly would otherwise be timed under the name of the compiled ones.
+    """
+
+    @functools.wraps(function)
+    def traced(*args: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise BenchmarkError(f"torch.compile ran {function.__name__} eagerly")
+        return function(*args, **options)
+
+    result: Callable[..., Any] = torch.compile(traced, fullgraph=True, dynamic=dynamic)
+    return result
+
+
+def reset_compiled() -> None:
+    """Forget what torch.compile has compiled in this process, so that each problem has the whole limit to itself."""
+    torch._dynamo.reset()
 
 
 @functools.lru_cache(maxsize=8)
@@ -96,22 +111,35 @@ def _position(o: Options, score: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Ten
     return score if o.slopes is None else score - o.slopes[h] * (i - j).abs()
 
 
-def _flex_softmax(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    mask = _causal_blocks(q.shape[2], q.device) if o.causal else None
-    if o.slopes is None:
-        return _flex()(q, k, v, block_mask=mask)
-    return _flex()(q, k, v, lambda s, b, h, i, j: _position(o, s, h, i, j), block_mask=mask)
+@functools.cache
+def _flex(softmax: bool) -> Callable[..., Any]:
+    from torch.nn.attention import flex_attention as flex
+
+    def flex_softmax(q: Tensor, k: Tensor, v: Tensor, o: Options, mask: Any) -> Any:
+        if o.slopes is None:
+            return flex.flex_attention(q, k, v, block_mask=mask)
+        return flex.flex_attention(q, k, v, lambda s, b, h, i, j: _position(o, s, h, i, j), block_mask=mask)
+
+    def flex_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options, mask: Any) -> Any:
+        """Softmax of log σ, times the sum that it was divided by."""
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return F.logsigmoid(_position(o, s, h, i, j) + o.bias)
+
+        out, aux = flex.flex_attention(q, k, v, score, block_mask=mask, return_aux=flex.AuxRequest(lse=True))
+        assert aux.lse is not None  # it was asked for
+        return out * aux.lse.exp().unsqueeze(-1).to(out.dtype)
+
+    return compiled(flex_softmax if softmax else flex_sigmoid)
 
 
-def _flex_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    """The honest Flex sigmoid: softmax of log σ, times the sum that it was divided by."""
-    mask = _causal_blocks(q.shape[2], q.device) if o.causal else None
+def _flex_attention(softmax: bool) -> Callable[[Tensor, Tensor, Tensor, Options], Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+        mask = _causal_blocks(q.shape[2], q.device) if o.causal else None
+        out: Tensor = _flex(softmax)(q, k, v, o, mask)
+        return out
 
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return F.logsigmoid(_position(o, s, h, i, j) + o.bias)
-
-    out, lse = _flex()(q, k, v, score, block_mask=mask, return_lse=True)
-    return out * lse.exp().unsqueeze(-1).to(out.dtype)
+    return call
 
 
 def _transposed(module: str, name: str, **fixed: Any) -> Callable[[Tensor, Tensor, Tensor, Options], Tensor]:
@@ -133,6 +161,11 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
         s = s - o.slopes.to(s.dtype)[:, None, None] * (i[:, None] - i).abs()
     p = torch.sigmoid(s)
     return (p.tril() if o.causal else p) @ v
+
+
+@functools.cache
+def _compiled_naive() -> Callable[..., Any]:
+    return compiled(_naive)
 
 
 def _ours(backend: str, precision: str = "accurate") -> Callable[[Tensor, Tensor, Tensor, Options], Tensor]:
@@ -178,8 +211,8 @@ CONTESTANTS = {
         dtypes=_HALF,
         alibi=True,
     ),
-    "Flex softmax": Contestant(True, _flex_softmax, alibi=True),
-    "Flex sigmoid": Contestant(False, _flex_sigmoid, alibi=True),
+    "Flex softmax": Contestant(True, _flex_attention(True), alibi=True),
+    "Flex sigmoid": Contestant(False, _flex_attention(False), alibi=True),
     "triton-sigmoid": Contestant(
         False,
         _transposed("triton_sigmoid", "sigmoid_attention", is_causal=lambda o: o.causal, sigmoid_bias=lambda o: o.bias),
@@ -199,4 +232,7 @@ CONTESTANTS = {
         alibi=True,
     ),
     "naive sigmoid": Contestant(False, _naive, cpu=True, alibi=True, quadratic=True),
+    "compiled naive sigmoid": Contestant(
+        False, lambda q, k, v, o: _compiled_naive()(q, k, v, o), alibi=True, quadratic=True
+    ),
 }

@@ -8,6 +8,7 @@ are (batch, length, heads, head_dim) as flash-attn has them, (batch, heads, leng
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.bench import gpu, provenance
+from sigattn.bench.contestants import compiled, reset_compiled
+from sigattn.bench.report import Report
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.cache import LayerCache
@@ -55,6 +58,7 @@ class DecodeBenchmark:
         prompts: lengths after which a language model makes a token, sigmoid beside its softmax twin.
         rounds: how often each contestant is timed.
         round_seconds: the least time of a round.
+        resume: continue the results in the file instead of replacing them.
         results: where to write the results as JSON.
     """
 
@@ -70,6 +74,7 @@ class DecodeBenchmark:
     prompts: tuple[int, ...] = (64, 1024, 8192)
     rounds: int = 7
     round_seconds: float = 0.01
+    resume: bool = False
     results: Path = Path("runs/bench/decode.json")
 
     def __post_init__(self) -> None:
@@ -97,39 +102,48 @@ class Cache:
 
 
 def run(config: DecodeBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results; gives what was written."""
+    """Measure, write the results after each cache, print tables; return what was written."""
     console, device = Console(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads)
-    rows: list[dict[str, Any]] = []
-    try:
-        for dtype in config.dtypes:
-            for context in config.contexts:
-                for batch in config.batches:
-                    size = 2 * batch * context * config.kv_heads * config.head_dim * gpu.DTYPES[dtype].itemsize
-                    if size <= config.most_gib * 2**30:
-                        rows += measure(config, context, batch, gpu.DTYPES[dtype], device)
-            console.print(table(rows, dtype))
-    finally:
-        torch.set_num_threads(before)
-    described = provenance.describe("decode", asdict(config))
+    described = provenance.describe("decode", {**asdict(config), "results": ""})
     if device.type == "cuda":
         described["device"] = torch.cuda.get_device_name()
-    generated = generation(config, device)
-    for row in generated:
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    with Report(config.results, described, resume=config.resume) as report:
+        try:
+            for dtype, context, batch in report.remaining(cases(config)):
+                found = measure(config, context, batch, gpu.DTYPES[dtype], device, report.data["absent"])
+                report.add((dtype, context, batch), found)
+        finally:
+            torch.set_num_threads(before)
+        for (prompt,) in report.remaining([(prompt,) for prompt in config.prompts]):
+            report.data.setdefault("generation", []).extend(generation(config, prompt, device))
+            report.add((prompt,), [])
+        result = report.write(generation=report.data.get("generation", []))
+    for dtype in config.dtypes:
+        console.print(table(result["rows"], dtype))
+    for row in result["generation"]:
         console.print(
             f"{row['mechanism']}, {row['prompt']:,} tokens before: {row['tokens_per_second']:.1f} tokens/s "
             f"({row['softmax_time_over_this']:.2f} × softmax)",
             highlight=False,
         )
-    report = {**described, "rows": rows, "generation": generated}
-    provenance.write(config.results, report)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return report
+    return result
+
+
+def cases(config: DecodeBenchmark) -> list[tuple[str, int, int]]:
+    """Dtype, context and batch size of the caches that are small enough."""
+
+    def size(dtype: str, context: int, batch: int) -> int:
+        return 2 * batch * context * config.kv_heads * config.head_dim * gpu.DTYPES[dtype].itemsize
+
+    found = itertools.product(config.dtypes, config.contexts, config.batches)
+    return [case for case in found if size(*case) <= config.most_gib * 2**30]
 
 
 def measure(
-    config: DecodeBenchmark, context: int, batch: int, dtype: torch.dtype, device: torch.device
+    config: DecodeBenchmark, context: int, batch: int, dtype: torch.dtype, device: torch.device, absent: dict[str, str]
 ) -> list[dict[str, Any]]:
     """All contestants on caches of one size: a row for each contestant and layout."""
     generator = torch.Generator(device).manual_seed(context)
@@ -137,6 +151,7 @@ def measure(
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
+    reset_compiled()
     rows = []
     query = randn(batch, 1, config.heads, config.head_dim)
     for layout in LAYOUTS:
@@ -147,9 +162,17 @@ def measure(
         else:
             key, value = randn(*shape), randn(*shape)
         cache = Cache(query, key, value)
-        attention = contestants(config, cache, layout)
-        errors = {name: check(name, call, cache) for name, call in attention.items()}
-        calls: dict[str, Callable[[], object]] = {**attention}
+        calls: dict[str, Callable[[], object]] = {}
+        errors: dict[str, float] = {}
+        for name, call in contestants(config, cache, layout).items():
+            try:
+                errors[name] = check(name, call, cache)
+            except Exception as error:  # wrong, or failed in a way of its own: it is not timed, and the others are
+                absent[f"{name}, {dtype}, {context} keys, batch {batch}, {layout}"] = (
+                    f"{type(error).__name__}: {error}"[:300]
+                )
+            else:
+                calls[name] = call
         calls["copy"] = functools.partial(torch.empty_like(cache.key).copy_, cache.key)
         with torch.no_grad():
             for name, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds):
@@ -163,7 +186,7 @@ def measure(
                         "contestant": name,
                         "median_ms": seconds * 1e3,
                         "gigabytes_per_second": moved / seconds / 1e9,
-                        "softmax_time_over_this": ratios[SOFTMAX],
+                        "softmax_time_over_this": ratios.get(SOFTMAX),
                         "copy_time_over_this": ratios["copy"],
                         "relative_error": errors.get(name),
                     }
@@ -171,39 +194,36 @@ def measure(
     return rows
 
 
-def generation(config: DecodeBenchmark, device: torch.device) -> list[dict[str, Any]]:
-    """Tokens a second of a language model (8 layers of 512, 8 heads of which 2 for keys), after prompts of lengths."""
-    rows = []
-    for prompt in config.prompts:
-        calls: dict[str, Callable[[], object]] = {}
-        for mechanism in ("sigmoid", "softmax"):
-            torch.manual_seed(0)
-            model = LanguageModel(
-                LanguageModelConfig(
-                    layers=8,
-                    width=512,
-                    heads=8,
-                    kv_heads=2,
-                    context=prompt + 2048,
-                    position="rope",
-                    structure="hybrid",
-                    activation="sigmoid" if mechanism == "sigmoid" else "softmax",
-                )
-            ).to(device)
-            with torch.no_grad():
-                cache, tokens = model.new_cache(), torch.randint(256, (1, prompt), device=device)
-                model.eval()(tokens, cache)
-            calls[mechanism] = functools.partial(_next_token, model, cache, tokens[:, -1:])
-        for mechanism, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds):
-            rows.append(
-                {
-                    "prompt": prompt,
-                    "mechanism": mechanism,
-                    "tokens_per_second": 1 / seconds,
-                    "softmax_time_over_this": ratios["softmax"],
-                }
+def generation(config: DecodeBenchmark, prompt: int, device: torch.device) -> list[dict[str, Any]]:
+    """Tokens a second of a language model (8 layers of 512, 8 heads of which 2 for keys), after a prompt."""
+    calls: dict[str, Callable[[], object]] = {}
+    for mechanism in ("sigmoid", "softmax"):
+        torch.manual_seed(0)
+        model = LanguageModel(
+            LanguageModelConfig(
+                layers=8,
+                width=512,
+                heads=8,
+                kv_heads=2,
+                context=prompt + 2048,
+                position="rope",
+                structure="hybrid",
+                activation="sigmoid" if mechanism == "sigmoid" else "softmax",
             )
-    return rows
+        ).to(device)
+        with torch.no_grad():
+            cache, tokens = model.new_cache(), torch.randint(256, (1, prompt), device=device)
+            model.eval()(tokens, cache)
+        calls[mechanism] = functools.partial(_next_token, model, cache, tokens[:, -1:])
+    return [
+        {
+            "prompt": prompt,
+            "mechanism": mechanism,
+            "tokens_per_second": 1 / seconds,
+            "softmax_time_over_this": ratios["softmax"],
+        }
+        for mechanism, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds)
+    ]
 
 
 @torch.no_grad()
@@ -238,22 +258,23 @@ def contestants(config: DecodeBenchmark, cache: Cache, layout: str) -> dict[str,
 
         calls[PAGED] = paged
     if config.flex and q.is_cuda:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        compiled: Any = torch.compile(flex_attention)
 
         def flex() -> Tensor:
-            queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
-            out: Tensor = compiled(queries, keys, values, enable_gqa=True)
+            out: Tensor = _compiled_flex()(*(t.transpose(1, 2) for t in (q, k, v)))
             return out.transpose(1, 2)
 
-        try:
-            flex()
-        except Exception as error:  # a machine without a compiler for the host, say: the others go on
-            print(f"{FLEX} is left out: {type(error).__name__}: {str(error)[:200]}")
-        else:
-            calls[FLEX] = flex
+        calls[FLEX] = flex
     return calls
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, enable_gqa=True)
+
+    return compiled(flex)
 
 
 def check(name: str, call: Callable[[], Tensor], cache: Cache) -> float:
@@ -293,7 +314,7 @@ def table(rows: list[dict[str, Any]], dtype: str) -> Table:
             row["contestant"],
             f"{row['median_ms']:.3f}",
             f"{row['gigabytes_per_second']:.1f}",
-            f"{row['softmax_time_over_this']:.2f}",
+            "–" if row["softmax_time_over_this"] is None else f"{row['softmax_time_over_this']:.2f}",
             f"{row['copy_time_over_this']:.2f}",
             "" if error is None else f"{error:.1e}",
             end_section=row["contestant"] == "copy",

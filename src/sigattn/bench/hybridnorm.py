@@ -6,6 +6,7 @@ traffic linear in n, and sigmoid attention gains time quadratic in n, so there i
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,8 +19,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.bench import gpu, provenance
-from sigattn.bench.contestants import CONTESTANTS, OURS
+from sigattn.bench import gpu
+from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, compiled
+from sigattn.bench.report import Report
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
 
@@ -35,6 +37,7 @@ class HybridNormBenchmark:
         rounds: how often each contestant is timed.
         round_seconds: the least time of a round.
         compiled: whether torch.compile fuses the norm, as in the paper; without, PyTorch's own kernel does it.
+        resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON).
     """
 
@@ -45,6 +48,7 @@ class HybridNormBenchmark:
     rounds: int = 7
     round_seconds: float = 0.01
     compiled: bool = True
+    resume: bool = False
     results: Path = Path("runs/bench/hybridnorm")
 
     def __post_init__(self) -> None:
@@ -55,21 +59,17 @@ class HybridNormBenchmark:
 
 
 def run(config: HybridNormBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results; gives what was written."""
-    absent: dict[str, str] = {}
-    rows = [r for causal in (False, True) for n in config.lengths for r in measure(config, n, causal, absent)]
-    crossings = [crossing(rows, causal, norm) for causal in (False, True) for norm in NORMS]
-    report = {
-        **gpu.describe("hybridnorm", {**asdict(config), "results": ""}),
-        "absent": absent,
-        "rows": rows,
-        "crossings": crossings,
-    }
-    provenance.write(config.results / "hybridnorm.json", report)
+    """Measure, print tables, write the results after each length; return what was written."""
+    described = gpu.describe("hybridnorm", {**asdict(config), "results": ""})
+    with Report(config.results / "hybridnorm.json", described, resume=config.resume) as report:
+        for n, causal in report.remaining([(n, causal) for n in config.lengths for causal in (False, True)]):
+            report.add((n, causal), measure(config, n, causal, report.data["absent"]))
+        crossings = [crossing(report.data["rows"], causal, norm) for causal in (False, True) for norm in NORMS]
+        result = report.write(crossings=crossings)
     console = Console()
     console.print(table(crossings))
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return report
+    return result
 
 
 NORMS = ("affine", "no affine")
@@ -82,24 +82,23 @@ def measure(config: HybridNormBenchmark, n: int, causal: bool, absent: dict[str,
     q, k, v = problem.query, problem.key, problem.value
     weight, shift = torch.ones(2, config.heads * config.head_dim, device=q.device, dtype=dtype).unbind()
 
-    def norm(out: Tensor, affine: bool) -> Tensor:  # (B, H, n, D) → (B, n, H·D)
-        flat = out.transpose(1, 2).flatten(2)
-        return F.layer_norm(flat, flat.shape[-1:], weight if affine else None, shift if affine else None)
-
-    normed = torch.compile(norm, dynamic=False) if config.compiled and torch.cuda.is_available() else norm
+    norm = _compiled_norm() if config.compiled and torch.cuda.is_available() else _norm
+    affine = {"affine": (weight, shift), "no affine": (None, None)}
     ours = CONTESTANTS[OURS].call
-    calls: dict[str, Callable[[], object]] = {
-        name: lambda affine=name == "affine": normed(ours(q, k, v, problem.options), affine)  # type: ignore[misc]
-        for name in NORMS
-    }
+    calls: dict[str, Callable[[], object]] = {}
     for name, contestant in CONTESTANTS.items():
-        if not contestant.softmax or name == "Flex softmax":
+        if name == "Flex softmax" or not (contestant.softmax or name == OURS):
             continue
-        reason = contestant.unavailable(gpu.device(), dtype, problem.options)
+        reason = contestant.unavailable(gpu.device(), dtype, problem.options) or _wrong(contestant, problem)
         if reason is not None:
-            absent[name] = reason
-            continue
-        calls[name] = lambda call=contestant.call: call(q, k, v, problem.options)  # type: ignore[misc]
+            absent[f"{name}, n = {n}"] = reason
+        elif name == OURS:
+            calls |= {
+                kind: lambda given=affine[kind]: norm(ours(q, k, v, problem.options), *given)  # type: ignore[misc]
+                for kind in NORMS
+            }
+        else:
+            calls[name] = lambda call=contestant.call: call(q, k, v, problem.options)  # type: ignore[misc]
     with torch.no_grad():
         return [
             {
@@ -111,6 +110,28 @@ def measure(config: HybridNormBenchmark, n: int, causal: bool, absent: dict[str,
             }
             for name, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds)
         ]
+
+
+def _norm(out: Tensor, weight: Tensor | None, shift: Tensor | None) -> Tensor:
+    """LayerNorm over the heads of a token: (B, H, n, D) → (B, n, H·D)."""
+    flat = out.transpose(1, 2).flatten(2)
+    return F.layer_norm(flat, flat.shape[-1:], weight, shift)
+
+
+@functools.cache
+def _compiled_norm() -> Callable[..., Any]:
+    return compiled(_norm, dynamic=True)  # once for all lengths
+
+
+def _wrong(contestant: Contestant, problem: gpu.Inputs) -> str | None:
+    """Why a contestant is not timed: it fails, or its output is not that of the formula."""
+    try:
+        with torch.no_grad():
+            out = contestant.call(problem.query, problem.key, problem.value, problem.options)
+        error, _ = gpu.errors(problem, contestant.softmax, out, None)
+    except Exception as failure:  # a peer may fail in ways of its own
+        return f"{type(failure).__name__}: {failure}"[:300]
+    return None if error <= gpu.TOLERANCE[out.dtype] else f"it is wrong: relative error {error}"
 
 
 def crossing(rows: list[dict[str, Any]], causal: bool, norm: str) -> dict[str, Any]:

@@ -8,23 +8,27 @@ causal. A speed-up over a softmax is 1 - t / t_softmax, averaged over n as in th
 
 from __future__ import annotations
 
+import math
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from sigattn.bench import gpu, provenance
-from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant
+from sigattn.bench import gpu, trial
+from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, Options, reset_compiled
+from sigattn.bench.report import Report
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
 
 FORWARD, BACKWARD, TRAINING = "forward", "backward", "training"
+_NONE: Mapping[tuple[str, Setting], str] = {}
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +46,12 @@ class KernelBenchmark:
         rounds: how often each contestant is timed.
         round_seconds: the least time of a round.
         graphs_up_to: tokens up to which forward and training are also timed as CUDA graphs, without the launching.
-        seconds: when to stop; lengths that were not reached are named in the results.
+        contestants: names of the contestants that take part beside ours; empty for all.
+        precompile: first compile and run each contestant in processes of its own, several at a time; one that crashes
+            or hangs is left out.
+        seconds: when to stop; settings that were not reached are named in the results.
         profile: also list the time of each of our kernels.
+        resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON) and plots.
     """
 
@@ -57,8 +65,11 @@ class KernelBenchmark:
     rounds: int = 5
     round_seconds: float = 0.01
     graphs_up_to: int = 2048
+    contestants: tuple[str, ...] = ()
+    precompile: bool = True
     seconds: float = 240.0
     profile: bool = True
+    resume: bool = False
     results: Path = Path("runs/bench/kernels")
 
     def __post_init__(self) -> None:
@@ -67,11 +78,11 @@ class KernelBenchmark:
         check_positive(self, "most_flops", "seconds")
         check_not_negative(self, "round_seconds")
         check_among(tuple(gpu.DTYPES), self, "dtype")
+        check_among(tuple(CONTESTANTS), self, "contestants")
         check_not_empty(self, "lengths", "head_dims")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One problem of the benchmark."""
 
     n: int
@@ -81,40 +92,80 @@ class Setting:
 
 
 def settings(config: KernelBenchmark) -> list[Setting]:
-    """Plain before ALiBi, short before long."""
-    plain = [Setting(n, d, c, False) for n in config.lengths for d in config.head_dims for c in (False, True)]
+    """Plain before ALiBi; in each, lengths in turn, so that a run cut short has measured every length."""
+    kinds = [(d, causal) for d in config.head_dims for causal in (False, True)]
+    plain = [Setting(n, d, causal, False) for n, (d, causal) in _in_turn(config.lengths, kinds)]
     alibi = [Setting(n, config.head_dims[0], True, True) for n in config.lengths] if config.alibi else []
     return plain + alibi
 
 
+def _in_turn(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
+    """Every pair once, such that any ``len(first)`` pairs in a row have each of ``first``, and so for ``second``."""
+    period = math.lcm(len(first), len(second))
+    return [(first[k % len(first)], second[(k + k // period) % len(second)]) for k in range(len(first) * len(second))]
+
+
 def run(config: KernelBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results and plots; gives what was written."""
+    """Measure, print tables, write the results after each setting, then plots; return what was written."""
     console = Console()
-    start = time.perf_counter()
-    rows: list[dict[str, Any]] = []
-    absent: dict[str, str] = {}
-    left_out = []
-    for setting in settings(config):
-        if time.perf_counter() - start > config.seconds:
-            left_out.append(asdict(setting))
-            continue
-        found = measure(config, setting, absent)
-        rows += found
-        console.print(table(found, setting), highlight=False)
-    report = {
-        **gpu.describe("kernels", {**asdict(config), "results": ""}),
-        "absent": absent,
-        "left_out_for_time": left_out,
-        "rows": rows,
-        "average_speed_up": speed_ups(rows),
-        "profile": _profile(config) if config.profile else [],
-    }
-    provenance.write(config.results / "kernels.json", report)
-    for line in report["average_speed_up"]:
+    described = gpu.describe("kernels", {**asdict(config), "results": ""})
+    with Report(config.results / "kernels.json", described, resume=config.resume) as report:
+        failed = _failures(config, report) if config.precompile else {}
+        for setting in report.remaining(settings(config), config.seconds):
+            rows = report.add(setting, measure(config, setting, report.data["absent"], failed))
+            console.print(table(rows, setting), highlight=False)
+        rows = report.data["rows"]
+        speed = speed_ups(rows)
+        profile = report.data.get("profile") or (_profile(config) if config.profile else [])
+        result = report.write(average_speed_up=speed, profile=profile)
+    for line in speed:
         console.print(f"{line}", highlight=False, soft_wrap=True)
     plots(rows, config.results)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return report
+    return result
+
+
+def _failures(config: KernelBenchmark, report: Report) -> dict[tuple[str, Setting], str]:
+    """Compile and run each contestant on each problem once, in processes of its own; return why some failed."""
+    groups: dict[Hashable, list[Any]] = {}
+    for s in settings(config):
+        for name in names(config):
+            if not report.has(s) and _absent(config, name, s) is None:  # lengths share what is compiled
+                groups.setdefault((name, s.head_dim, s.causal, s.alibi), []).append((config, name, s))
+    found = trial.failures("sigattn.bench.kernels:try_once", groups, seconds=60)
+    return {groups[key][at][1:]: reason for key, reasons in found.items() for at, reason in reasons.items()}
+
+
+def try_once(task: tuple[KernelBenchmark, str, Setting]) -> None:
+    """Compile and run a contestant; whether it is right is checked before it is timed."""
+    config, name, s = task
+    problem = inputs(config, s)
+    leaves = gpu.leaves(problem)
+    out = CONTESTANTS[name].call(*leaves, problem.options)
+    if CONTESTANTS[name].backward:
+        torch.autograd.grad(out, leaves, problem.grad_out)
+    with torch.no_grad():
+        CONTESTANTS[name].call(*leaves, problem.options)
+    gpu.synchronize()
+
+
+def names(config: KernelBenchmark) -> list[str]:
+    """Ours and the contestants that were asked for."""
+    return [name for name in CONTESTANTS if not config.contestants or name in (OURS, *config.contestants)]
+
+
+def inputs(config: KernelBenchmark, s: Setting) -> gpu.Inputs:
+    """Random inputs of a problem."""
+    dtype = gpu.DTYPES[config.dtype]
+    return gpu.inputs(batch_of(config, s), config.heads, s.n, s.head_dim, dtype, s.causal, s.alibi)
+
+
+def _absent(config: KernelBenchmark, name: str, s: Setting) -> str | None:
+    """Why a contestant cannot take part, or None."""
+    if CONTESTANTS[name].quadratic and 2 * batch_of(config, s) * config.heads * s.n**2 > 2e9:
+        return "it would hold all the weights"
+    options = Options(0.0, s.causal, torch.ones(config.heads) if s.alibi else None)
+    return CONTESTANTS[name].unavailable(gpu.device(), gpu.DTYPES[config.dtype], options)
 
 
 def batch_of(config: KernelBenchmark, s: Setting) -> int:
@@ -123,19 +174,21 @@ def batch_of(config: KernelBenchmark, s: Setting) -> int:
     return max(1, min(config.batch, int(config.most_flops / one)))
 
 
-def measure(config: KernelBenchmark, s: Setting, absent: dict[str, str]) -> list[dict[str, Any]]:
-    """All contestants that there are, on one problem: a row for each contestant and pass."""
-    dtype = gpu.DTYPES[config.dtype]
-    batch = batch_of(config, s)
-    problem = gpu.inputs(batch, config.heads, s.n, s.head_dim, dtype, s.causal, s.alibi)
+def measure(
+    config: KernelBenchmark, s: Setting, absent: dict[str, str], failed: Mapping[tuple[str, Setting], str] = _NONE
+) -> list[dict[str, Any]]:
+    """Measure all contestants that there are on one problem; return a row for each contestant and pass.
+
+    failed: contestants that are left out, with the reason.
+    """
+    reset_compiled()
+    batch, problem = batch_of(config, s), inputs(config, s)
     passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
     errors: dict[str, tuple[float, float | None]] = {}
-    for name, contestant in CONTESTANTS.items():
-        reason = contestant.unavailable(gpu.device(), dtype, problem.options)
-        if reason is None and contestant.quadratic and 2 * batch * config.heads * s.n**2 > 2e9:
-            reason = "it would hold all the weights"
+    for name in names(config):
+        reason = failed.get((name, s)) or _absent(config, name, s)
         if reason is None:
-            reason = _enter(name, contestant, problem, passes, errors)
+            reason = _enter(name, CONTESTANTS[name], problem, passes, errors)
         if reason is not None:
             absent[f"{name}, {s}"] = reason
     rows: list[dict[str, Any]] = []
@@ -149,7 +202,7 @@ def measure(config: KernelBenchmark, s: Setting, absent: dict[str, str]) -> list
             graph_seconds, graph_ratio = bare.get(name, (None, None))
             rows.append(
                 {
-                    **asdict(s),
+                    **s._asdict(),
                     "batch": batch,
                     "pass": direction,
                     "contestant": name,

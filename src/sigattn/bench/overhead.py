@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sigattn.bench import gpu, provenance
-from sigattn.bench.contestants import CONTESTANTS, OURS
+from sigattn.bench.contestants import CONTESTANTS, OURS, reset_compiled
+from sigattn.bench.report import Report
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, prepare, repeats, tuning
@@ -41,6 +42,7 @@ class OverheadBenchmark:
         dtype: "bfloat16", "float16" or "float32".
         rounds: how often each contestant is timed.
         round_seconds: the least time of a round.
+        resume: continue the results in the file instead of replacing them.
         results: where to write the results as JSON.
     """
 
@@ -51,6 +53,7 @@ class OverheadBenchmark:
     dtype: str = "bfloat16"
     rounds: int = 7
     round_seconds: float = 0.01
+    resume: bool = False
     results: Path = Path("runs/bench/overhead.json")
 
     def __post_init__(self) -> None:
@@ -61,27 +64,22 @@ class OverheadBenchmark:
 
 
 def run(config: OverheadBenchmark) -> dict[str, Any]:
-    """Measure, print a table, write the results; gives what was written."""
-    absent: dict[str, str] = {}
-    rows: list[dict[str, Any]] = []
-    described = {**asdict(config), "results": ""}
-    if runs := torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
-        in_force = tuning.RELAUNCH
+    """Measure, print a table, write the results after each batch size; return what was written."""
+    described, runs = {**asdict(config), "results": ""}, _kernels_run()
+    where = gpu.describe("overhead", described) if runs else provenance.describe("overhead", described)
+    in_force = tuning.RELAUNCH
+    with Report(config.results, where, resume=config.resume) as report:
         try:
-            rows = [row for batch in config.batches for row in measure(config, batch, absent)]
+            for batch in report.remaining(config.batches if runs else ()):
+                report.add(batch, measure(config, batch, report.data["absent"]))
         finally:
             tuning.RELAUNCH = in_force
-    report = {
-        **(gpu.describe("overhead", described) if runs else provenance.describe("overhead", described)),
-        "absent": absent,
-        "rows": rows,
-        "preparations": preparations(config),
-    }
-    provenance.write(config.results, report)
+        result = report.write(preparations=preparations(config))
+    rows = result["rows"]
     console = Console()
     if rows:
         console.print(table(rows))
-    for r in report["preparations"]:
+    for r in result["preparations"]:
         console.print(
             f"{r['pass']}: {r['again_microseconds']:.1f} µs before a kernel starts, the first time "
             f"{r['first_microseconds']:.1f}; if nothing were kept {r['not_kept_microseconds']:.1f}",
@@ -89,7 +87,12 @@ def run(config: OverheadBenchmark) -> dict[str, Any]:
             soft_wrap=True,
         )
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return report
+    return result
+
+
+def _kernels_run() -> bool:
+    """Return True if there is a GPU, or an interpreter in its place."""
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class _NoKernel:
@@ -151,6 +154,7 @@ def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
 
 def measure(config: OverheadBenchmark, batch: int, absent: dict[str, str]) -> list[dict[str, Any]]:
     """Microseconds of a forward without gradient, and of forward and backward, of everyone who is right."""
+    reset_compiled()
     problem = gpu.inputs(batch, config.heads, config.n, config.head_dim, gpu.DTYPES[config.dtype], False)
     eager: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "training": {}}
     for name in (*CONTESTANTS, THROUGH_TRITON):

@@ -57,6 +57,8 @@ def processor() -> str:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Write a results file."""
+    """Write a results file; a reader sees the earlier content or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    temporary.replace(path)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sigattn.bench import provenance
+from sigattn.bench.report import Report
 from sigattn.data.dataset import Data
 from sigattn.data.images import Digits
 from sigattn.data.text import ByteText, TextData
@@ -41,6 +42,8 @@ class TrainingBenchmark:
         batch: sequences; images are ten times as many.
         upscale: digits are made so many times as large.
         layers: number of blocks; None for the recipes' own.
+        vision: also train a ViT-S.
+        resume: continue the results in the folder instead of replacing them.
     """
 
     results: Path = Path("runs/bench/training")
@@ -50,6 +53,8 @@ class TrainingBenchmark:
     batch: int = 24
     upscale: int = 8
     layers: int | None = None
+    vision: bool = True
+    resume: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "kappas", "steps", "batch", "upscale", "layers")
@@ -61,18 +66,24 @@ class _EnoughError(Exception):
 
 
 def run(options: TrainingBenchmark) -> None:
-    """Train each pair, print a line for each run, and write the results."""
-    found = []
-    for name, recipe, data in _jobs(options):
-        for mechanism in ("sigmoid", "softmax"):
-            one = recipe if mechanism == "sigmoid" else recipe.softmax()
-            found.append({"model": name, "mechanism": mechanism, **_measure(one, data, options)})
-            print(
-                ", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in found[-1].items()),
-                flush=True,
-            )
-    settings = {**asdict(options), "results": str(options.results)}
-    provenance.write(options.results / "training.json", {**provenance.describe("training", settings), "runs": found})
+    """Train each pair; print a line and write the results after each run."""
+    described = provenance.describe("training", {**asdict(options), "results": ""})
+    if torch.cuda.is_available():
+        described["device"] = torch.cuda.get_device_name()
+    jobs = {
+        (name, mechanism): (recipe if mechanism == "sigmoid" else recipe.softmax(), data)
+        for name, recipe, data in _jobs(options)
+        for mechanism in ("sigmoid", "softmax")
+    }
+    with Report(options.results / "training.json", described, resume=options.resume) as report:
+        for name, mechanism in report.remaining(jobs):
+            try:
+                found = {"model": name, "mechanism": mechanism, **_measure(*jobs[name, mechanism], options)}
+            except loop.Interrupted:
+                raise KeyboardInterrupt from None
+            report.add((name, mechanism), [found])
+            values = (f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
+            print(", ".join(values), flush=True)
 
 
 def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
@@ -83,6 +94,8 @@ def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
     for kappa in options.kappas:
         recipe = find(f"lm-kappa-{kappa}").with_transformer(vocabulary=256, **layers)
         jobs.append((f"language, kappa {kappa}, 512 bytes", recipe, TextData(text, 512)))
+    if not options.vision:
+        return jobs
     size = {
         **SIZES["S"],
         "image_size": 8 * options.upscale,

@@ -12,36 +12,57 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+Key = TypeVar("Key", bound=Hashable)
 _DONE = "sigattn trial: "
 
 
 def failures(
-    function: str, groups: dict[Hashable, Sequence[Any]], *, seconds: int = 30, workers: int | None = None
-) -> dict[Hashable, dict[int, str]]:
+    function: str,
+    groups: Mapping[Key, Sequence[Any]],
+    *,
+    seconds: int = 30,
+    workers: int | None = None,
+    chunk: int | None = None,
+) -> dict[Key, dict[int, str]]:
     """Call a function with each thing of each group, and say which calls did not work.
 
     Args:
         function: "module:name" of what takes one thing.
         groups: a group's things are tried one after another, in one process while that lives; groups side by side.
         seconds: how long one call may take.
-        workers: how many groups at a time; None is one for each processor.
+        workers: how many processes at a time; None is one for each processor.
+        chunk: of a group, how many things are tried one after another, and the next as many beside them; None is all.
 
     Returns:
         For each group, the places of what failed, with the reason.
     """
+    parts = [
+        (key, first, list(things[first : first + (chunk or len(things))]))
+        for key, things in groups.items()
+        for first in range(0, len(things), chunk or max(1, len(things)))
+    ]
+    failed: dict[Key, dict[int, str]] = {key: {} for key in groups}
+    stop = threading.Event()
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        found = pool.map(lambda things: _group(function, list(things), seconds), groups.values())
-        return dict(zip(groups, found, strict=True))
+        found = pool.map(lambda part: _group(function, part[2], seconds, stop), parts)
+        try:
+            for (key, first, _), reasons in zip(parts, found, strict=True):
+                failed[key] |= {first + at: reason for at, reason in reasons.items()}
+        except KeyboardInterrupt:  # the processes got the signal too; no other is to be started
+            stop.set()
+            raise
+    return failed
 
 
-def _group(function: str, things: list[Any], seconds: int) -> dict[int, str]:
+def _group(function: str, things: list[Any], seconds: int, stop: threading.Event) -> dict[int, str]:
     failed: dict[int, str] = {}
     first = 0
-    while first < len(things):
+    while first < len(things) and not stop.is_set():
         done = subprocess.run(
             [sys.executable, "-m", "sigattn.bench.trial"],
             input=pickle.dumps((function, things[first:], seconds)),

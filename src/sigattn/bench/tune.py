@@ -21,14 +21,23 @@ from rich.console import Console
 from rich.table import Table
 
 from sigattn.bench import gpu, provenance, trial
+from sigattn.bench.report import Report
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import launch, launch_hopper, prepare, tuning
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
+from sigattn.validation import (
+    SettingsError,
+    check_among,
+    check_at_least,
+    check_not_empty,
+    check_not_negative,
+    check_positive,
+)
 
-BOTH, BOTH_GLUON = "both kernels", "both Gluon kernels"
-# A tile shape, a configuration of a Hopper kernel, BOTH_GLUON: the tables' Hopper kernels for the two parts of the
-# backward; or None: the tables' portable kernels.
+BOTH, BOTH_GLUON, BOTH_TMA = "both kernels", "both Gluon kernels", "both kernels with TMA"
+AGAIN = "in force, again"  # how far its time is from that of the same in force is the noise of the race
+# A tile shape, a configuration of a Hopper kernel, or for the two parts of the backward, BOTH_GLUON: the tables' Hopper
+# kernels, BOTH_TMA: the tables' portable kernels with TMA; or None: the tables' portable kernels.
 Candidate = tuning.Config | tuning.HopperConfig | str | None
 PASSES = {
     tuning.FORWARD: None,
@@ -50,9 +59,12 @@ class TuneBenchmark:
         most_flops: of a forward pass; decides the batch.
         most_candidates: of each kernel, beside the one in force; None is all.
         specialised: measure the Hopper kernels (docs/speed.md) instead of tile shapes, beside the kernel in force.
+        variants: measure, instead of all tile shapes, one of each way to compute: TMA, the Hopper kernels, the backward
+            in one kernel.
         rounds: how often each candidate is timed.
         round_seconds: the least time of a round.
         seconds: when to stop; what was not reached is named in the results.
+        resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON).
     """
 
@@ -63,9 +75,11 @@ class TuneBenchmark:
     most_flops: float = 5e11
     most_candidates: int | None = None
     specialised: bool = False
+    variants: bool = False
     rounds: int = 3
     round_seconds: float = 0.004
     seconds: float = 300.0
+    resume: bool = False
     results: Path = Path("runs/bench/tune")
 
     def __post_init__(self) -> None:
@@ -74,6 +88,8 @@ class TuneBenchmark:
         check_not_negative(self, "round_seconds")
         check_among(("bfloat16", "float16"), self, "dtype")
         check_not_empty(self, "lengths", "head_dims")
+        if self.specialised and self.variants:
+            raise SettingsError("specialised and variants exclude each other")
 
 
 class Case(NamedTuple):
@@ -86,32 +102,29 @@ class Case(NamedTuple):
 
 
 def run(config: TuneBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results; gives what was written."""
+    """Measure, print tables, write the results after each case; return what was written."""
     console = Console()
     start = time.perf_counter()
-    rows: list[dict[str, Any]] = []
     masks = (False, True)
-    cases = [
-        Case(n, d, causal, k) for n in config.lengths for causal in masks for d in config.head_dims for k in PASSES
+    # the kernels of one problem are compiled together, ahead of their timing
+    together = [
+        [Case(n, d, causal, k) for k in PASSES] for n in config.lengths for causal in masks for d in config.head_dims
     ]
-    candidates = {case: candidates_of(config, case) for case in cases}
-    failed = trial.failures(
-        "sigattn.bench.tune:try_once", {case: [(config, case, c) for c in candidates[case]] for case in cases}
-    )
-    left_out = list(cases)
-    report: dict[str, Any] = {}
-    for case in cases:
-        if time.perf_counter() - start <= config.seconds:
-            left_out.remove(case)
-            found = measure(config, case, candidates[case], failed[case])
-            rows += found
-            title = f"{case.kernel}, n = {case.n}, D = {case.head_dim}, {'causal' if case.causal else 'full'}"
-            console.print(table(found, title))
-        described = gpu.describe("tune", {**asdict(config), "results": ""})
-        report = {**described, "left_out_for_time": left_out, "rows": rows}
-        provenance.write(config.results / "tune.json", report)  # after each case: who is stopped keeps what there is
+    described = gpu.describe("tune", {**asdict(config), "results": ""})
+    with Report(config.results / "tune.json", described, resume=config.resume) as report:
+        for cases in together:
+            candidates = {case: candidates_of(config, case) for case in cases if not report.has(case)}
+            in_time = time.perf_counter() - start <= config.seconds
+            tasks = {case: [(config, case, c) for c in found] for case, found in candidates.items()}
+            failed = trial.failures("sigattn.bench.tune:try_once", tasks, chunk=4) if in_time else {}
+            for case in report.remaining(cases, None if in_time else -1.0):
+                found = report.add(case, measure(config, case, candidates[case], failed[case]))
+                title = f"{case.kernel}, n = {case.n}, D = {case.head_dim}, {'causal' if case.causal else 'full'}"
+                console.print(table(found, title))
+        left_out = [case for cases in together for case in cases if not report.has(case)]
+        result = report.write(left_out_for_time=left_out)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return report
+    return result
 
 
 def in_force(config: TuneBenchmark, case: Case) -> tuning.Config:
@@ -127,7 +140,11 @@ def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
     found: list[Candidate] = [own]
     if case.kernel == tuning.FUSED:
         found = [None, own] if tuning.adds_query(own, prepare.architecture(gpu.device())) else [None]
-    if config.specialised:
+    if config.variants:
+        found += [BOTH_TMA, BOTH_GLUON] if case.kernel == tuning.FUSED else []
+        found += [own._replace(tma=not own.tma)]
+        found += [c for c in (tuning.HOPPER[case.kernel].get(case.head_dim),) if c is not None]
+    elif config.specialised:
         found += [BOTH_GLUON] if case.kernel == tuning.FUSED else []
         found += tuning.hopper_candidates(case.kernel, case.head_dim)
     else:
@@ -186,8 +203,11 @@ def measure(
             rejected[_name(candidate)] = f"another result: {difference:.1e}"
             continue
         calls[_name(candidate)] = call
+    if calls:
+        calls[AGAIN] = next(iter(calls.values()))
     raced = sorted(gpu.race(calls, config.rounds, config.round_seconds), key=lambda found: found[1])
     first = next(iter(calls), "")
+    noise = next((abs(ratios[first] - 1) for name, _, ratios in raced if name == AGAIN), 0.0)
     place = {**case._asdict(), "batch": batch}
     rows: list[dict[str, Any]] = [
         {
@@ -196,6 +216,7 @@ def measure(
             "ms": seconds * 1e3,
             "in_force_time_over_this": ratios[first],
             "in_force": name == first,
+            "faster": ratios[first] > 1 + max(0.01, 2 * noise),
         }
         for name, seconds, ratios in raced
     ]
@@ -226,7 +247,7 @@ def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gp
         if kernel == replaced and isinstance(candidate, tuning.Config):
             return candidate
         found: tuning.Config = before["configuration"](kernel, architecture, width, itemsize)
-        return found
+        return found._replace(tma=True) if candidate == BOTH_TMA else found
 
     special: list[str] = []
     if isinstance(candidate, tuning.HopperConfig):
@@ -261,6 +282,6 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     for column in ("tile, warps, stages, σ", "ms", "× in force"):
         result.add_column(column, justify="right")
     for r in [r for r in rows if "ms" in r][:10]:
-        mark = " (in force)" if r["in_force"] else ""
+        mark = " (in force)" if r["in_force"] else " (faster: candidate for the default)" if r["faster"] else ""
         result.add_row(r["config"] + mark, f"{r['ms']:.3f}", f"{r['in_force_time_over_this']:.2f}")
     return result
