@@ -1,11 +1,13 @@
-"""Runs the steps of gpu.sh, each in a process of its own with a time limit, and keeps the archive of results current."""
+"""Run the steps of gpu.sh, each in a process of its own with a time limit, and keep the archive of results current."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -61,13 +63,19 @@ class Step:
     under: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def last(self) -> tuple[int, ...]:
+        """Exit codes after which nothing is left to do: of pytest also 1 (tests failed) and 5 (there were none)."""
+        return (0, *((1, 5) if self.pytest else ()), *((_SANITIZER_FOUND,) if self.under == _SANITIZER else ()))
+
 
 _RACE = ("n", "head_dim", "causal", "pass", "contestant", "batch", "ms", "graph_ms", "tflops")
 _RACE += ("fastest_softmax_time_over_this", "error", "gradient_error")
 _TUNE = ("kernel", "n", "head_dim", "causal", "config", "ms", "in_force_time_over_this", "faster", "rejected")
 _MAIN = {"lengths": (1024, 4096, 16384), "alibi": False, "profile": False, "most_flops": 2e12, "seconds": 1e9}
 _EAGER = ("cuDNN softmax", "flash softmax", "naive sigmoid", "triton-sigmoid", "flash-attn 3 softmax", "FlashSigmoid")
-_SANITIZER = ("compute-sanitizer", "--error-exitcode", "9")
+_SANITIZER_FOUND = 9
+_SANITIZER = ("compute-sanitizer", "--error-exitcode", str(_SANITIZER_FOUND))
 _NCU = (
     "ncu", "--clock-control", "none", "--kernel-name-base", "function",
     "--kernel-name", "regex:forward_kernel|keys_kernel|queries_kernel|fused_kernel|fwd_kernel|bwd_.*kernel",
@@ -98,17 +106,18 @@ STEPS = (
     ),
     Step(
         "hybridnorm", 35, ("hybridnorm", "HybridNormBenchmark"), {},
-        {"lengths": (32, 64), "heads": 2, "head_dim": 16, "dtype": "float32", **_QUICK}, ("n", "causal", "contestant", "ms"),
+        {"lengths": (32, 64), "heads": 2, "head_dim": 16, "dtype": "float32", **_QUICK},
+        ("n", "causal", "contestant", "ms"),
     ),
     Step("vit", 40, ("training", "TrainingBenchmark"), {"kappas": (), "seconds": 12.0}, _TINY_TRAINING, ("*",)),
     Step(
         "training", 90, ("training", "TrainingBenchmark"), {"vision": False, "seconds": 18.0},
         {**_TINY_TRAINING, "kappas": (4,)}, ("*",),
     ),
-    Step("profile", 90, ("tune", "TuneBenchmark"), {"specialised": True}, _TINY_TUNE, under=_NCU),
+    Step("profile", 90, ("tune", "TuneBenchmark"), {"variants": True}, _TINY_TUNE, under=_NCU),
     Step(
         "sanitizer", 60, pytest=("tests/ops/test_kernel_sweep.py",), under=_SANITIZER,
-        environment={"SIGATTN_KERNEL_SWEEP": "12"},
+        environment={"SIGATTN_KERNEL_SWEEP": "12", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
     Step(
         "tests", 110,
@@ -119,7 +128,8 @@ STEPS = (
     ),
     Step("hopper_tests", 80, pytest=("tests/ops/test_hopper.py", "-k", "on_a_gpu")),
     Step(
-        "hopper_sanitizer", 60, pytest=("tests/ops/test_hopper.py", "-k", "tables_on_a_gpu and 64"), under=_SANITIZER
+        "hopper_sanitizer", 60, pytest=("tests/ops/test_hopper.py", "-k", "tables_on_a_gpu and 64"), under=_SANITIZER,
+        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
     Step(
         "accuracy", 40, ("accuracy", "AccuracyBenchmark"), {},
@@ -141,13 +151,14 @@ STEPS = (
 def measure(step: Step, folder: Path) -> None:
     """Run a benchmark in this process; its results go into the folder, and continue what is there."""
     if step.name == "machine":
-        return measure_machine(folder)
+        measure_machine(folder)
+        return
     module_name, class_name = step.benchmark or ("", "")
     module = importlib.import_module(f"sigattn.bench.{module_name}")
     settings = {**step.settings, **(step.tiny if TINY else {})}
     results = folder / (f"{step.name}.json" if module_name in ("overhead", "decode") else step.name)
     config = getattr(module, class_name)(results=results, resume=True, **settings)
-    (module.run_tables if step.under else module.run)(config)
+    (module.run_once if step.under else module.run)(config)
 
 
 def measure_machine(folder: Path) -> None:
@@ -176,14 +187,15 @@ def measure_machine(folder: Path) -> None:
 
 def command(step: Step, folder: Path) -> list[str]:
     """The command line of a step."""
+    under = [*step.under, "--log-file", str(folder / f"{step.name}.csv")] if step.under == _NCU else [*step.under]
     if not step.pytest:
-        return [*step.under, sys.executable, __file__, str(folder), "--only-measure", step.name]
+        return [*under, sys.executable, __file__, str(folder), "--only-measure", step.name]
     options = ["-v", "-p", "no:cacheprovider", "-p", "outcomes", "-o", "filterwarnings=default", "--tb=short"]
     if not (TINY or step.under) and importlib.util.find_spec("xdist"):
         options += ["-p", "xdist.plugin", "-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"]
     if importlib.util.find_spec("pytest_timeout"):  # a kernel that never ends takes only its test with it
         options += ["-p", "pytest_timeout", "--timeout", "60", "--timeout-method", "thread"]
-    return [*step.under, sys.executable, "-m", "pytest", *options, *step.pytest]
+    return [*under, sys.executable, "-m", "pytest", *options, *step.pytest]
 
 
 # ---- all steps
@@ -192,7 +204,7 @@ def command(step: Step, folder: Path) -> list[str]:
 class Runner:
     """The steps in order, within the time there is.
 
-    The results are in a temporary folder, by a fingerprint of source, GPU and PyTorch: results of other code stay in the
+    The results lie in a folder named by a fingerprint of source, GPU and PyTorch: results of other code stay in the
     archive, and are not mixed with those of this. OUT only ever holds whole files.
     """
 
@@ -202,14 +214,19 @@ class Runner:
         out.mkdir(parents=True, exist_ok=True)
         self.work = Path(tempfile.mkdtemp(prefix="sigattn-gpu-"))
         self.packed: Any = None
-        self.packed_at = 0.0
+        self.pack_again_at = 0.0
+        self.statuses: list[str] = []  # of the steps of this call
         earlier = earlier or out / ARCHIVE
         if earlier.exists():
             with tarfile.open(earlier) as archive:
                 archive.extractall(self.work / "kept", filter="data")
         self.folder = self.work / "kept" / fingerprint()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        self.environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        self.environment = {
+            **os.environ,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins that happen to be installed
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the processes of sigattn.bench.trial are many already
+        }
         for wheel in sorted(wheels.glob("*.whl")) if wheels else ():
             zipfile.ZipFile(wheel).extractall(self.work / "wheels")
             self.environment["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{self.work / 'wheels'}"
@@ -248,15 +265,15 @@ class Runner:
         while not status:
             before = self.results()
             code = self.process_of(step, end)
-            complete = code == 0 or bool(step.pytest and code in (1, 5))  # 1: tests failed; 5: none are left
-            if complete:
-                status = "done" if code == 0 else f"done, exit {code}"
+            if code in step.last:
+                status, complete = "done" if code in (0, 5) else f"done, exit {code}", True
             elif time.monotonic() >= end:
                 status = "cut off"
             elif self.results() == before:
                 status = f"failed, exit {code}"
         seconds = time.monotonic() - start
         print(f"== {step.name}: {status} after {seconds:.0f} s", flush=True)
+        self.statuses.append(status)
         return {"status": status, "complete": complete, "seconds": round(seconds, 1)}
 
     def process_of(self, step: Step, end: float) -> int:
@@ -266,6 +283,7 @@ class Runner:
             written, before = self.folder / f"{step.name}.jsonl", self.work / f"{step.name}-before.jsonl"
             before.write_bytes(written.read_bytes() if written.exists() else b"")
             environment |= {"SIGATTN_OUTCOMES": str(written), "SIGATTN_OUTCOMES_BEFORE": str(before)}
+            environment["OMP_NUM_THREADS"] = "1"  # a process for each processor
         with open(self.folder / "logs" / f"{step.name}.log", "ab") as log:
             self.process = subprocess.Popen(
                 command(step, self.folder), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log,
@@ -278,11 +296,13 @@ class Runner:
         return self.process.returncode
 
     def wait(self, end: float) -> None:
-        """Wait for the process, and pack what has changed every second."""
+        """Wait for the process, and pack what it has changed, in a tenth of the time."""
         while self.process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
-            if time.monotonic() > self.packed_at + 1:
+            if time.monotonic() > self.pack_again_at:
+                start = time.monotonic()
                 self.pack()
+                self.pack_again_at = time.monotonic() + 10 * (time.monotonic() - start)
 
     def stop(self) -> None:
         """End the process and those it started."""
@@ -293,10 +313,8 @@ class Runner:
                     self.process.wait(patience)
                 except subprocess.TimeoutExpired:
                     continue
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # what it left behind
-        except ProcessLookupError:
-            pass
 
     def results(self) -> dict[str, bytes]:
         """The content of the result files, logs left out."""
@@ -306,9 +324,8 @@ class Runner:
     def pack(self) -> None:
         """Replace the archive and the summary, if anything has changed."""
         root = self.work / "kept"
-        files = sorted(path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
+        files = sorted(path for path in root.rglob("[!.]*") if path.is_file() and path.suffix != ".png")
         seen = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.exists()]
-        self.packed_at = time.monotonic()
         if seen == self.packed:
             return
         self.packed = seen
@@ -343,10 +360,12 @@ def _die_with_parent() -> None:
 
 def fingerprint() -> str:
     """A name for what is measured: the library's source, the versions of PyTorch and Triton, and the GPU."""
-    code = "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.is_available() and "
-    code += "torch.cuda.get_device_name())"
-    about = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    digest = hashlib.sha256(about.encode())
+    digest = hashlib.sha256()
+    for package in ("torch", "triton"):
+        digest.update(importlib.metadata.version(package).encode())
+    if (smi := shutil.which("nvidia-smi")) is not None:
+        query = [smi, "--query-gpu=name", "--format=csv"]
+        digest.update(subprocess.run(query, capture_output=True, check=False).stdout)
     for path in sorted((ROOT / "src").rglob("*.py")):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:10]
@@ -373,7 +392,9 @@ def _test_lines(step: Step, folder: Path) -> list[str]:
         return []
     counts = {kind: sum(row["outcome"] == kind for row in found) for kind in ("passed", "failed", "skipped")}
     failed = [f"FAILED {row['test']}: {row.get('why', '')[:300]}" for row in found if row["outcome"] == "failed"]
-    return [f"\n{step.name}: {counts}", *failed[:40]]
+    log = folder / "logs" / f"{step.name}.log"
+    said = [line for line in log.read_text(errors="replace").splitlines() if "=========" in line] if step.under else []
+    return [f"\n{step.name}: {counts}", *failed[:40], *said[-10:]]
 
 
 def _row_lines(step: Step, folder: Path) -> list[str]:
@@ -421,8 +442,7 @@ def main() -> int:
         runner.pack()
         print((runner.out / SUMMARY).read_text()[:10_000], flush=True)
         shutil.rmtree(runner.work, ignore_errors=True)
-    state = runner.state_at_end
-    return 0
+    return 1 if any(status.startswith(("failed", "done, ")) for status in runner.statuses) else 0
 
 
 if __name__ == "__main__":

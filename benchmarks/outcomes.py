@@ -11,6 +11,13 @@ import pytest
 
 _FAULTS = ("CUDA error", "illegal memory access", "AcceleratorError", "misaligned address", "launch failure")
 _faulted = False
+_is_worker = False
+
+
+def pytest_configure(config):
+    """Find out if this process is a worker of xdist."""
+    global _is_worker
+    _is_worker = hasattr(config, "workerinput")
 
 
 def read(path):
@@ -27,6 +34,7 @@ def read(path):
 
 
 def pytest_collection_modifyitems(config, items):
+    """Leave out what was finished before."""
     before = read(Path(os.environ["SIGATTN_OUTCOMES_BEFORE"]))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in before])
     items[:] = [item for item in items if item.nodeid not in before]
@@ -34,27 +42,27 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
+    """Write the outcome, with the error of a failure, unless this is a worker of xdist."""
     global _faulted
     text = "" if report.passed else str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-    _faulted |= report.failed and any(fault in text for fault in _FAULTS)
-    if "PYTEST_XDIST_WORKER" in os.environ or (report.passed and report.when != "call"):
-        return
-    row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
-    if text:
-        error = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")] or text.splitlines()[-3:]
-        row["why"] = " ".join(error)[:500]
-    with open(os.environ["SIGATTN_OUTCOMES"], "a") as file:
-        file.write(json.dumps(row) + "\n")
+    error = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")] or text.splitlines()[-3:]
+    why = " ".join(error)[:500]
+    _faulted |= report.failed and any(fault in why for fault in _FAULTS)
+    if not _is_worker and not (report.passed and report.when != "call"):
+        row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why}
+        with open(os.environ["SIGATTN_OUTCOMES"], "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish():
     """End a process whose CUDA context is lost: every later test in it would fail as well."""
-    if _faulted and "PYTEST_XDIST_WORKER" in os.environ:
+    if _faulted and _is_worker:
         os._exit(1)  # xdist starts another
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
+    """Without xdist: end the run, which gpu.py starts again."""
     if _faulted and nextitem is not None:
         item.session.shouldstop = "a kernel faulted: the process is started anew"

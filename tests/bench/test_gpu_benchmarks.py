@@ -221,16 +221,16 @@ def test_without_a_gpu_and_without_the_interpreter(monkeypatch):
         kernels.run(kernels.KernelBenchmark())
 
 
-def test_the_script_runs_a_step(tmp_path):
+def test_the_script_runs_a_step_once(tmp_path):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "STEPS": "accuracy,decode", "PYTHON": os.sys.executable}
-    done = subprocess.run(
-        [root / "benchmarks/gpu.sh", tmp_path / "out"], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "out/accuracy/accuracy.json").exists()
-    assert (tmp_path / "out/decode.json").exists()
-    assert "accuracy: exit 0" in (tmp_path / "out/steps.log").read_text()
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHON": os.sys.executable}
+    command = [root / "benchmarks/gpu.sh", tmp_path / "out", "--steps", "decode", "--seconds", "300"]
+    for began in (True, False):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("== decode: done" in done.stdout) == began
+        assert "decode: context | batch" in done.stdout  # the summary
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.tar.gz", "summary.txt"]
 
 
 def test_contestants_compute_the_same():

@@ -35,7 +35,8 @@ def run(function, given, options, grad_out):
     }
 
 
-def check(case: Case, backend: str) -> None:
+def check(case: Case, backend: str, repeats: int = 0) -> None:
+    """Compare output and gradients with the formula; then those of further runs with the first, bit by bit."""
     if case.dtype is torch.float64 and wide(backend) is not torch.float64:
         case.dtype = wide(backend)
     inputs, lengths = case.tensors()
@@ -64,6 +65,11 @@ def check(case: Case, backend: str) -> None:
         assert_as_good_as_formula(
             gradient, truth_grads[name].double(), same_grads[name], magnitude[name], name, case.dtype
         )
+    for _ in range(repeats):
+        again, more = run(ours, inputs, lambda leaves: case.options(leaves, lengths), grad_out)
+        assert torch.equal(again, out), "output differs between two runs"
+        for name, gradient in grads.items():  # a broadcast mask's gradient is added atomically
+            assert name == "attn_mask" or torch.equal(more[name], gradient), f"{name} differs between two runs"
 
 
 @pytest.mark.parametrize(("backend", "way"), WAYS)

@@ -165,17 +165,12 @@ def try_once(task: tuple[TuneBenchmark, Case, Candidate]) -> None:
     gpu.synchronize()
 
 
-def run_tables(config: TuneBenchmark) -> None:
-    """Run what is in force, and what the tables hold beside it, twice each: for a profiler to watch."""
+def run_once(config: TuneBenchmark) -> None:
+    """Run each candidate for the forward and for the whole backward twice: for a profiler to watch."""
     for d in config.head_dims:
         for kernel in (tuning.FORWARD, tuning.FUSED):
             case = Case(config.lengths[0], d, False, kernel)
-            own = in_force(config, case)
-            candidates: list[Candidate] = [None if kernel == tuning.FUSED else own, own._replace(tma=True)]
-            if config.specialised:
-                candidates += [BOTH_GLUON] if kernel == tuning.FUSED else []
-                candidates.append(tuning.HOPPER[kernel][d])
-            for candidate in candidates:
+            for candidate in candidates_of(config, case):
                 try:
                     for _ in range(2):
                         try_once((config, case, candidate))

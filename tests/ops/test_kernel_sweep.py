@@ -1,0 +1,114 @@
+"""The Triton kernels over options, dtypes and head dims from 8 to 256, against the formula in float64.
+
+On a GPU, every head dim meets every option, at sizes that cross its tiles. Interpreted, a few small cases are a sample;
+SIGATTN_KERNEL_SWEEP sets their number.
+"""
+
+import os
+import random
+
+import hypothesis
+import pytest
+import torch
+
+from tests import test_flash, test_flash_kvcache
+from tests.ops import test_correctness
+from tests.ops.cases import Case, device_of
+
+GPU = device_of("triton") == "cuda"
+HEAD_DIMS = (64, 128, 8, 72, 80, 16, 24, 32, 40, 96, 160, 192, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = [(257, 300), (130, 130), (1, 333), (300, 129), (96, 64)] if GPU else [(19, 40), (1, 21), (33, 17)]
+OPTIONS = {  # their number has no factor in common with those of head dims and dtypes: in turn, all pairs are met
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (40, 7)},
+    "bias": {"bias": "rows"},
+    "slopes": {"slopes": "sides", "causal": True},
+    "lengths": {"lengths": True},
+    "softcap": {"softcap": 5.0, "scale": 0.4},
+    "boolean mask": {"mask": ("bool", "full")},
+    "float mask": {"mask": ("float", "broadcast")},
+    "infinite mask": {"mask": ("-inf", "full"), "bias": -3.0},
+    "all": {
+        "causal": True, "window": (90, -1), "bias": "rows", "slopes": "all", "lengths": True, "softcap": 20.0,
+        "mask": ("float", "full"),
+    },
+}  # fmt: skip
+PAIRS = len(HEAD_DIMS) * len(OPTIONS)
+COUNT = int(os.environ.get("SIGATTN_KERNEL_SWEEP", PAIRS if GPU else 6))
+
+
+def dense_case(number):
+    """A call with the head dim, the dtype and the option that are next in turn; the rest is random."""
+    draw = random.Random(number)
+    batch, kv, rep = 2, draw.choice([1, 2]), draw.choice([1, 2])
+    n, m = draw.choice(SIZES)
+    d = HEAD_DIMS[number % len(HEAD_DIMS)]
+    chosen = {"causal": False, "scale": None, "window": None, "bias": None, "mask": None, "slopes": None}
+    chosen |= {"lengths": False, "softcap": 0.0, **list(OPTIONS.values())[number % len(OPTIONS)]}
+    if chosen["bias"] == "rows":
+        chosen["bias"] = (batch, kv * rep, n, 1)
+    if chosen["mask"]:
+        kind, shape = chosen["mask"]
+        chosen["mask"] = (kind, (batch, kv * rep, n, m) if shape == "full" else (n, m))
+    return Case(
+        shape=(batch, kv, rep, n, m, d, draw.choice([d, d, d, draw.choice(HEAD_DIMS)])),
+        dtype=DTYPES[number % len(DTYPES)],
+        layout=draw.choice(["length first", "length first", "contiguous", "strided", "expanded"]),
+        seed=number,
+        **chosen,
+    )
+
+
+def name_of(number):
+    case = dense_case(number)
+    option = list(OPTIONS)[number % len(OPTIONS)]
+    return f"{number}, {option}, D = {case.shape[-2]}, {str(case.dtype).removeprefix('torch.')}"
+
+
+@pytest.mark.parametrize("number", range(COUNT), ids=name_of)
+def test_dense(number):
+    test_correctness.check(dense_case(number), "triton", repeats=1)
+
+
+def test_every_head_dim_meets_every_option():
+    cases = [dense_case(number) for number in range(PAIRS)]
+    options = [number % len(OPTIONS) for number in range(PAIRS)]
+    assert len({(case.shape[-2], option) for case, option in zip(cases, options, strict=True)}) == PAIRS
+    first = cases[: len(HEAD_DIMS) * len(DTYPES)]
+    assert len({(case.shape[-2], case.dtype) for case in first}) == len(first)
+
+
+def drawn(strategy, number, check):
+    """Check one random case, with the head dim and the dtype that are next in turn. (The simplest case comes first.)"""
+    d = HEAD_DIMS[number % len(HEAD_DIMS)]
+    fixed = {"d": d, "dv": random.Random(number).choice([d, 16, 80]), "dtype": DTYPES[number % len(DTYPES)]}
+    checked = []
+
+    @hypothesis.seed(number)
+    @hypothesis.settings(
+        max_examples=2, deadline=None, database=None, phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.given(case=strategy)
+    def run(case):
+        checked.append(case)
+        check(case | fixed)
+
+    run()
+    assert checked
+
+
+@pytest.mark.parametrize("number", range(-(-COUNT // 3)))
+def test_packed(number):
+    check = test_flash.test_packed_sequences_match_the_formula.hypothesis.inner_test
+    drawn(test_flash.packed_cases(), number, lambda case: check("triton", "tuned", case))
+
+
+@pytest.mark.parametrize("number", range(-(-COUNT // 3)))
+def test_cached(number, monkeypatch):
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check = test_flash_kvcache.test_every_option.hypothesis.inner_test
+    drawn(test_flash_kvcache.cases(), number, lambda case: check("triton", case))
