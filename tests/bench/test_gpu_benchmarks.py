@@ -1,6 +1,7 @@
 """The GPU benchmarks at tiny sizes, with interpreted kernels: that they work on the day there is a GPU."""
 
 import functools
+import importlib
 import json
 import math
 import os
@@ -59,7 +60,7 @@ def test_a_contestant_that_fails_in_its_own_process_is_not_timed(monkeypatch, tm
 
     def failures(function, groups, **_):
         assert function == "sigattn.bench.kernels:try_once"
-        kernels.try_once(groups["naive sigmoid", 16, True, False][0])
+        kernels.try_once(groups["naive sigmoid", 16, True, False, 0][0])
         return {key: {0: "no end after 30 s"} if key[0] == "SDPA on CPU" else {} for key in groups}
 
     monkeypatch.setattr(trial, "failures", failures)
@@ -219,6 +220,21 @@ def test_without_a_gpu_and_without_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(BenchmarkError, match="needs a GPU"):
         kernels.run(kernels.KernelBenchmark())
+
+
+def test_every_step_of_the_script_can_be_configured(monkeypatch, tmp_path):
+    """Names and values of its settings, of the tiny ones too; its tests exist."""
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    steps = importlib.import_module("gpu_steps").STEPS
+    assert len({step.name for step in steps}) == len(steps)
+    for step in steps:
+        for path in (x for x in step.pytest if x.endswith(".py")):
+            assert (root / path).exists()
+        if step.benchmark:
+            kind = getattr(importlib.import_module(f"sigattn.bench.{step.benchmark[0]}"), step.benchmark[1])
+            for settings in (step.settings, step.settings | step.tiny):
+                kind(results=tmp_path, resume=True, **settings)
 
 
 def test_the_script_runs_a_step_once(tmp_path):

@@ -39,6 +39,7 @@ class Contestant:
         call: the way. module: what must be importable for it.
         dtypes: those it takes. cpu: whether it runs on a CPU. alibi, backward: whether it has these.
         quadratic: whether it holds the whole matrix of weights.
+        recompiles: whether it is compiled anew for each length.
     """
 
     softmax: bool
@@ -49,6 +50,7 @@ class Contestant:
     alibi: bool = False
     backward: bool = True
     quadratic: bool = False
+    recompiles: bool = False
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, options: Options) -> str | None:
         """Why it cannot take part, or None."""
@@ -211,8 +213,8 @@ CONTESTANTS = {
         dtypes=_HALF,
         alibi=True,
     ),
-    "Flex softmax": Contestant(True, _flex_attention(True), alibi=True),
-    "Flex sigmoid": Contestant(False, _flex_attention(False), alibi=True),
+    "Flex softmax": Contestant(True, _flex_attention(True), alibi=True, recompiles=True),
+    "Flex sigmoid": Contestant(False, _flex_attention(False), alibi=True, recompiles=True),
     "triton-sigmoid": Contestant(
         False,
         _transposed("triton_sigmoid", "sigmoid_attention", is_causal=lambda o: o.causal, sigmoid_bias=lambda o: o.bias),
@@ -233,6 +235,6 @@ CONTESTANTS = {
     ),
     "naive sigmoid": Contestant(False, _naive, cpu=True, alibi=True, quadratic=True),
     "compiled naive sigmoid": Contestant(
-        False, lambda q, k, v, o: _compiled_naive()(q, k, v, o), alibi=True, quadratic=True
+        False, lambda q, k, v, o: _compiled_naive()(q, k, v, o), alibi=True, quadratic=True, recompiles=True
     ),
 }

@@ -130,9 +130,10 @@ def _failures(config: KernelBenchmark, report: Report) -> dict[tuple[str, Settin
     groups: dict[Hashable, list[Any]] = {}
     for s in settings(config):
         for name in names(config):
-            if not report.has(s) and _absent(config, name, s) is None:  # lengths share what is compiled
-                groups.setdefault((name, s.head_dim, s.causal, s.alibi), []).append((config, name, s))
-    found = trial.failures("sigattn.bench.kernels:try_once", groups, seconds=60)
+            if not report.has(s) and _absent(config, name, s) is None:
+                length = s.n if CONTESTANTS[name].recompiles else 0
+                groups.setdefault((name, s.head_dim, s.causal, s.alibi, length), []).append((config, name, s))
+    found = trial.failures("sigattn.bench.kernels:try_once", groups, seconds=90)
     return {groups[key][at][1:]: reason for key, reasons in found.items() for at, reason in reasons.items()}
 
 

@@ -106,17 +106,20 @@ def run(config: TuneBenchmark) -> dict[str, Any]:
     console = Console()
     start = time.perf_counter()
     masks = (False, True)
-    # the kernels of one problem are compiled together, ahead of their timing
+    # the kernels of one problem are compiled together ahead of their timing, and all at once if there are few
     together = [
         [Case(n, d, causal, k) for k in PASSES] for n in config.lengths for causal in masks for d in config.head_dims
     ]
+    if config.variants:
+        together = [[case for cases in together for case in cases]]
     described = gpu.describe("tune", {**asdict(config), "results": ""})
     with Report(config.results / "tune.json", described, resume=config.resume) as report:
         for cases in together:
             candidates = {case: candidates_of(config, case) for case in cases if not report.has(case)}
             in_time = time.perf_counter() - start <= config.seconds
             tasks = {case: [(config, case, c) for c in found] for case, found in candidates.items()}
-            failed = trial.failures("sigattn.bench.tune:try_once", tasks, chunk=4) if in_time else {}
+            chunk = 2 if config.variants else 4
+            failed = trial.failures("sigattn.bench.tune:try_once", tasks, chunk=chunk) if in_time else {}
             for case in report.remaining(cases, None if in_time else -1.0):
                 found = report.add(case, measure(config, case, candidates[case], failed[case]))
                 title = f"{case.kernel}, n = {case.n}, D = {case.head_dim}, {'causal' if case.causal else 'full'}"
