@@ -99,7 +99,7 @@ class _NoKernel:
     """Does nothing, with the parameters of another."""
 
     def __init__(self, kernel: Any) -> None:
-        self.arg_names = kernel.arg_names
+        self.arg_names, self.__name__ = kernel.arg_names, kernel.__name__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda **arguments: None
