@@ -36,7 +36,7 @@ from sigattn.ops.triton.tile import (
 )
 
 
-@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold"])
+@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold", "bias_b", "bias_h"])
 def keys_kernel(
     query, key, value, grad_out, grad_query, grad_key, grad_value,
     bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
@@ -174,7 +174,9 @@ def keys_kernel(
         store(grad_value, acc_v * (out_scale * unit), column_start, keys, gv_n, gv_d, BLOCK_N, DV, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold"])
+@triton.jit(
+    do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold", "bias_b", "bias_h", "gb_b", "gb_h"]
+)
 def queries_kernel(
     query, key, value, grad_out, grad_query, grad_bias, grad_slopes, grad_mask,
     bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,

@@ -14,7 +14,7 @@ from sigattn.ops.triton.activation import tanh
 from sigattn.ops.triton.tile import bias_terms, dot, narrow, shift_of, weights, zeros
 
 
-@triton.jit(do_not_specialize=["n", "pages", "page_size", "table_width", "left", "right", "splits"])
+@triton.jit(do_not_specialize=["n", "table_b", "pages", "page_size", "table_width", "left", "right", "splits"])
 def decode_kernel(
     query, key, value, out, lengths, ends, first, table, bias, slopes, shift_pointer,
     q_b, q_n, q_h, q_d, k_p, k_n, k_h, k_d, v_p, v_n, v_h, v_d, o_s, o_b, o_n, o_h, o_d, table_b,

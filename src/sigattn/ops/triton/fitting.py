@@ -22,6 +22,7 @@ _LIMITS = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 _LEAST_LIMIT = 99
 _RESERVED = 2 * _KIB  # barriers and sums of rows
 _SMALLEST_BLOCK = 16  # rows of a tile, which tl.dot needs
+_MASKED_SCORES = 32  # the most scores of a thread with a mask
 
 Started = TypeVar("Started")
 
@@ -68,11 +69,19 @@ def shared_memory(kernel: str, config: Config, operands: Operands, architecture:
 def fit(kernel: str, config: Config, operands: Operands, architecture: int) -> Config:
     """Return the configuration, or the first smaller one that fits with a mask.
 
-    With one stage nothing is in flight, and a mask takes the memory that operands have left.
+    A mask's tile takes registers as well: with 64 scores a thread, as without a mask, loops of the forward pass spilled
+    up to 52. With one stage nothing is in flight, and a mask takes the memory that operands have left.
     """
+    while config.block_m * config.block_n > _MASKED_SCORES * 32 * config.warps:
+        config = _halved(config)
     while config.stages > 1 and shared_memory(kernel, config, operands, architecture) > limit(architecture):
         config = smaller(config) or config._replace(stages=1)
     return config
+
+
+def _halved(config: Config) -> Config:
+    m, n = config.block_m, config.block_n
+    return config._replace(block_m=m // 2) if m > n else config._replace(block_n=n // 2)
 
 
 def smaller(config: Config) -> Config | None:
@@ -81,7 +90,7 @@ def smaller(config: Config) -> Config | None:
     if stages > 2:
         return config._replace(stages=stages - 1)
     if max(m, n) > 2 * _SMALLEST_BLOCK or (stages == 1 and max(m, n) > _SMALLEST_BLOCK):
-        return config._replace(block_m=m // 2) if m > n else config._replace(block_n=n // 2)
+        return _halved(config)
     return config._replace(stages=1) if stages > 1 else None
 
 

@@ -28,7 +28,7 @@ from sigattn.ops.triton.tile import (
 )
 
 
-@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold"])
+@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold", "bias_b", "bias_h"])
 def forward_kernel(
     query, key, value, out, bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,

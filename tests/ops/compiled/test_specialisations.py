@@ -1,0 +1,88 @@
+"""How often kernels are compiled anew when lengths vary: a compilation takes a second or two, during training."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from sigattn.flash import flash_attn_with_kvcache
+from sigattn.ops.gradients import Needs
+from sigattn.ops.problem import Problem
+from sigattn.ops.triton import launch
+from tests.ops import standin_driver
+
+EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
+HEADS, DTYPE = 12, torch.bfloat16
+LENGTHS = [2, 4, 8, 12, 15, 16, 32, 48, 100, *random.Random(0).sample(range(18, 3000), 41 if EVERYTHING else 6)]
+LAYOUTS = {
+    "(B, N, H, D)": lambda n, d: torch.empty(2, n, HEADS, d, dtype=DTYPE).transpose(1, 2),
+    "(B, H, N, D)": lambda n, d: torch.empty(2, HEADS, n, d, dtype=DTYPE),
+    "(B, N, 3, H, D)": lambda n, d: torch.empty(2, n, 3, HEADS, d, dtype=DTYPE)[:, :, 0].transpose(1, 2),
+}
+# Options given a length, the additional gradients asked for, and the compilations of forward, keys, queries. A mask's
+# rows and a bias's heads begin at multiples of 16 bytes or do not; more does not matter.
+OPTIONS = {
+    "plain": (lambda n: {}, (), 1),
+    "causal": (lambda n: {"right": 0}, (), 1),
+    "window": (lambda n: {"left": 3, "right": n // 2}, (), 1),
+    "bias": (lambda n: {"bias": torch.empty(1, HEADS, 1, 1)}, ("bias",), 1),
+    "bias of rows": (lambda n: {"bias": torch.empty(2, HEADS, n, 1)}, ("bias",), 1),
+    "slopes": (lambda n: {"alibi_slopes": torch.empty(1, HEADS, 2)}, ("alibi_slopes",), 1),
+    "lengths": (lambda n: {"key_lengths": torch.tensor([1, 1])}, (), 1),
+    "dropout": (lambda n: {"seed": torch.tensor(1), "dropout_p": 0.5}, (), 1),
+    "mask of keys": (lambda n: {"attn_mask": torch.empty(2, 1, 1, n, dtype=torch.bool)}, (), 2),
+    "mask": (lambda n: {"attn_mask": torch.empty(1, 1, n, n, dtype=DTYPE)}, ("attn_mask",), 2),
+}
+
+
+def counts(launched):
+    """Return how many binaries of each kernel were launched."""
+    binaries = {x.name: set() for x in launched}
+    for x in launched:
+        binaries[x.name].add(x.binary)
+    return {name: len(found) for name, found in binaries.items()}
+
+
+PAIRS = [(option, layout) for option in OPTIONS for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("option", "layout"), PAIRS if EVERYTHING else PAIRS[::4])
+def test_lengths_are_not_compiled_for(option, layout):
+    given, needed, expected = OPTIONS[option]
+    needs = Needs(True, True, True, *(name in needed for name in Needs._fields[3:]))
+    with standin_driver.gpu(90, compiles=False) as launched:
+        for n in LENGTHS:
+            t = LAYOUTS[layout](n, 64)
+            problem = Problem(t, t, t, **given(n))
+            launch.forward(problem)
+            launch.backward(problem, t, needs)
+        assert counts(launched) == dict.fromkeys(("forward_kernel", "keys_kernel", "queries_kernel"), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_head_dims_that_are_no_multiples_of_16(layout):
+    """Their rows begin at multiples of 16 bytes for some lengths only."""
+    with standin_driver.gpu(90, compiles=False) as launched:
+        for n in LENGTHS:
+            t = LAYOUTS[layout](n, 40)
+            launch.forward(Problem(t, t, t))
+            launch.backward(Problem(t, t, t), t, Needs())
+        assert max(counts(launched).values()) <= 2
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_caches_of_any_capacity(pages):
+    """One query a sample, then few; one part of the keys, then several, which are summed."""
+    with standin_driver.gpu(90, compiles=False) as launched:
+        for capacity in LENGTHS:
+            k = torch.empty(capacity if pages else 2, 16 if pages else capacity, 2, 64, dtype=DTYPE)
+            table = torch.zeros(2, capacity, dtype=torch.int32) if pages else None
+            lengths = torch.tensor([capacity, 1], dtype=torch.int32)
+            for splits in (1, 3):
+                q = torch.empty(2, 1, 4, 64, dtype=DTYPE)
+                flash_attn_with_kvcache(
+                    q, k, k, cache_seqlens=lengths, block_table=table, num_splits=splits, sigmoid_bias=-1.0,
+                    backend="triton",
+                )  # fmt: skip
+        assert counts(launched) == {"decode_kernel": 2}
