@@ -42,7 +42,8 @@ def test_what_is_launched_compiles_and_fits(architecture, call):
             if isinstance(architecture, int):
                 assert spilled(x) == 0, x.name
             if architecture == 90:
-                assert not x.advisories(), x.name
+                # C7519 adds an instruction that waits for registers; the others make every product wait for the last
+                assert not [line for line in x.advisories() if "(C7519)" not in line], x.name
 
 
 def spilled(launched):
