@@ -192,13 +192,13 @@ def refused(mesh):
     """What does not fit is refused on every process, before anything is sent."""
     q = torch.randn(1, 2, 6, 4)
     for change, message in [
-        ({"length": 100}, "share them out by Placement.shard and pass length"),
+        ({"length": 100}, "shard the sequence by Placement.shard and pass length"),
         ({"strategy": "star"}, "strategy must be one of"),
         ({"bias": torch.ones(3, 1, 1, 1)}, "bias"),
     ]:
         with pytest.raises(ValueError, match=message):
             context_parallel_attention(q, q, q, mesh=mesh, **change)
-    with pytest.raises(ValueError, match="must be of the same positions"):
+    with pytest.raises(ValueError, match="must have the same number of positions"):
         context_parallel_attention(q[:, :, :3], q, q, mesh=mesh)
 
 

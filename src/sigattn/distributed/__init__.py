@@ -1,1 +1,1 @@
-"""Many processes: what is gathered, sharded and split between them."""
+"""Distributed training and inference: data, tensor and context parallelism."""

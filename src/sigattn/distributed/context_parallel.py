@@ -1,14 +1,14 @@
-"""Sigmoid attention over sequences that several processes share, forward and backward.
+"""Context parallelism: sigmoid attention over sequences that are sharded over processes, forward and backward.
 
-A softmax must rescale what it has whenever further keys arrive. Here partial outputs over disjoint sets of keys simply
-add (Sect. 4), and so do partial gradients; which gives three ways to do the same:
+Softmax attention must rescale its partial outputs when further keys arrive. With a sigmoid, partial outputs over
+disjoint sets of keys add (Sect. 4), and so do partial gradients. Three strategies compute the same result:
 
-    ring     K and V travel round; while one part is worked on, the next is under way. In the backward pass their
-             gradients travel along.
-    gather   every process gathers K and V, and works on its own queries; the gradients of K and V are
-             reduce-scattered.
-    reduce   every process gathers Q and works on its own keys; the partial outputs are reduce-scattered. (No softmax
-             can do this with a plain sum.) Least traffic where queries are fewer than keys and values.
+    ring     K and V are passed from process to process; the next part is sent while the current one is used. In the
+             backward pass their gradients are passed on as well.
+    gather   every process gathers K and V and computes its own queries; the gradients of K and V are reduce-scattered.
+    reduce   every process gathers Q and computes with its own keys; the partial outputs are reduce-scattered. (With
+             softmax, a plain sum is not enough.) Least traffic, forward and backward together, if there are as many
+             key/value heads as query heads (see ``traffic``).
 """
 
 from __future__ import annotations
@@ -55,33 +55,34 @@ def context_parallel_attention(
     softcap: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Self-attention over a sequence whose positions are shared out over the processes of a mesh.
+    """Compute self-attention over sequences whose positions are sharded over the processes of a mesh.
 
-    All processes of the mesh must call it together, each with its own part.
+    This is a collective: all processes of the mesh must call it, each with its own part.
 
     Args:
         query: (B, Hq, n, D), this process's positions (``Placement.shard``).
         key: (B, Hkv, n, D). value: (B, Hkv, n, Dv).
-        mesh: one-dimensional: the processes that share the sequence.
+        mesh: one-dimensional mesh of the processes that share the sequence.
         is_causal, scale, enable_gqa, window: as in ``sigattn.sigmoid_attention``, over the whole sequence.
         bias: b: a number, or a tensor broadcastable to (B, Hq, n, 1) over this process's queries, with gradient. None
             is -log of the *whole* length, or of each sample's under ``key_lengths``.
-        alibi_slopes: as in ``sigmoid_attention``. The gradients of bias and slopes are this process's share: what is
-            the same on all processes needs their sum, as for any parameter.
-        key_lengths: (B,), how many keys each padded sample has, of the whole sequence.
-        length: of the whole sequence; None where all processes have the same number of positions.
-        balanced: whether each process has a piece of the front and one of the back (``Placement``); None for is_causal.
+        alibi_slopes: as in ``sigmoid_attention``. The gradients of bias and slopes are those of this process's queries
+            and keys: for values that are equal on all processes they must be summed, as for any parameter.
+        key_lengths: (B,), number of keys of each padded sample, over the whole sequence.
+        length: length of the whole sequence; None if all processes have the same number of positions.
+        balanced: True if each process has one segment of the first and one of the second half (``Placement``); None for
+            is_causal.
         strategy: "ring", "gather" or "reduce".
         softcap: as in ``sigmoid_attention``.
         backend: as in ``sigmoid_attention``, but not "reference".
 
     Returns:
-        (B, Hq, n, Dv), of this process's queries.
+        Attention output of this process's queries, (B, Hq, n, Dv).
 
     Raises:
         ValueError: shapes or values that do not fit, or an unknown strategy.
         TypeError: arguments of the wrong type.
-        RuntimeError: if another process is gone, or the group's timeout is over.
+        RuntimeError: if another process has ended, or the group's timeout has expired.
     """
     if isinstance(query, Tensor) and library.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
@@ -91,11 +92,11 @@ def context_parallel_attention(
     if mesh.ndim != 1:
         raise ValueError(f"{_NAME}: the mesh must have one dimension, got {mesh.mesh_dim_names or mesh.shape}")
     if query.shape[2] != key.shape[2]:
-        raise ValueError(f"{_NAME}: queries and keys must be of the same positions; got "
+        raise ValueError(f"{_NAME}: query and key must have the same number of positions; got "
                          f"{checks.describe(query=query, key=key)}")  # fmt: skip
     group = mesh.get_group()
     placement = placement_of(query.shape[2], length, group, is_causal if balanced is None else balanced)
-    whole = key.new_empty(()).expand(*key.shape[:2], placement.length, key.shape[3])  # its shape is what is checked
+    whole = key.new_empty(()).expand(*key.shape[:2], placement.length, key.shape[3])  # only its shape is checked
     _, scale, window = checks.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
     if key_lengths is not None:
         checks.options(whole, whole, None, 0.0, None, None, None, key_lengths, None)
@@ -129,10 +130,10 @@ def context_parallel_attention(
 
 @dataclass(frozen=True)
 class Share:
-    """A process's share of sequences of one length, as ``sigattn.nn.Attention`` asks for it.
+    """Part of each sequence that this process holds: a ``SequenceShare`` of ``sigattn.nn.Attention``.
 
     Attributes:
-        mesh: the processes that share. placement: who has what. strategy: see the module.
+        mesh: processes that share the sequences. placement: distribution of the positions. strategy: see the module.
     """
 
     mesh: DeviceMesh
@@ -141,15 +142,15 @@ class Share:
 
     @property
     def length(self) -> int:
-        """Of the whole sequence."""
+        """Length of the whole sequence."""
         return self.placement.length
 
     def positions(self, device: torch.device) -> Tensor:
-        """(n,) integers."""
+        """Return this process's positions, (n,) integers."""
         return self.placement.positions(self.mesh.get_local_rank(), device)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This process's part of (B, N, …)."""
+        """Return this process's part of a tensor (B, N, …)."""
         return self.placement.shard(whole, self.mesh.get_local_rank())
 
     def attend(
@@ -163,7 +164,7 @@ class Share:
         bias: float | Tensor,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        """``context_parallel_attention``."""
+        """Call ``context_parallel_attention`` with this process's part."""
         return context_parallel_attention(
             query,
             key,
@@ -182,7 +183,7 @@ class Share:
 
 @contextmanager
 def shared(module: nn.Module, share: Share | None) -> Iterator[None]:
-    """Within, the layers of a module that can work on a share of each sequence (``share``) do."""
+    """Set the attribute ``share`` of all layers of a module that have one, within the context."""
     layers: list[Any] = [m for m in module.modules() if share is not None and "share" in vars(m)]
     try:
         for layer in layers:
@@ -196,32 +197,34 @@ def shared(module: nn.Module, share: Share | None) -> Iterator[None]:
 def traffic(
     strategy: Strategy, placement: Placement, rank: int, elements: tuple[int, int, int], itemsize: int
 ) -> tuple[int, int]:
-    """How many bytes a process sends, (forward, backward), by the formula.
+    """Return the number of bytes that a process sends in the forward and in the backward pass, by formula.
 
-    With R processes and n of M positions one's own: ring and gather send K and V R - 1 times; reduce sends Q R - 1
-    times, and partial outputs for all M - n other positions. Backward, ring sends K and V as before and gradients of
-    all M positions (the last brings them home); gather K and V, and gradients of M - n; reduce Q and dO, and dQ of
-    M - n. Partial sums are in float32 or better.
+    Let R be the number of processes, M the length, and n the number of this process's positions. Forward, ring and
+    gather send K and V R - 1 times; reduce sends Q R - 1 times, and partial outputs of M - n positions. Backward, ring
+    sends K and V as before, and gradients of M positions (the last transfer returns them to their owner); gather sends
+    K and V, and gradients of M - n positions; reduce sends Q and dO, and dQ of M - n positions. Partial sums are in
+    float32 or float64.
 
     Args:
-        elements: numbers of a position's query, of its key and value together, and of its output, over batch and heads.
-        itemsize: bytes of a number.
+        strategy, placement, rank: strategy, distribution of the positions, and the process.
+        elements: sizes, over batch and heads, of a position's query, of its key and value together, and of its output.
+        itemsize: bytes of an element of the inputs.
     """
     query, keys, output = elements
     partial = max(itemsize, 4)
     n, others = placement.size(rank), placement.ranks - 1
-    foreign = placement.length - n
+    remaining = placement.length - n
     if strategy == "ring":
-        passed = sum(placement.size((rank - step) % placement.ranks) for step in range(others))  # what came goes on
+        passed = sum(placement.size((rank - step) % placement.ranks) for step in range(others))
         return passed * keys * itemsize, passed * keys * itemsize + placement.length * keys * partial
     if strategy == "gather":
-        return others * n * keys * itemsize, others * n * keys * itemsize + foreign * keys * partial
-    forward = others * n * query * itemsize + foreign * output * partial
-    return forward, others * n * (query + output) * itemsize + foreign * query * partial
+        return others * n * keys * itemsize, others * n * keys * itemsize + remaining * keys * partial
+    forward = others * n * query * itemsize + remaining * output * partial
+    return forward, others * n * (query + output) * itemsize + remaining * query * partial
 
 
 class _Shared(NamedTuple):
-    """What is not a differentiable tensor."""
+    """Arguments of a call other than differentiable tensors."""
 
     placement: Placement
     group: ProcessGroup
@@ -238,20 +241,20 @@ class _Shared(NamedTuple):
     def sizes(self) -> list[int]:
         return [self.placement.size(r) for r in range(self.placement.ranks)]
 
-    def shapes(self, own: Tensor) -> list[list[int]]:
-        """Of every process's counterpart of (B, H, n, E)."""
-        b, h, _, e = own.shape
+    def shapes(self, local: Tensor) -> list[list[int]]:
+        """Return the shape of every process's tensor, given this process's, (B, H, n, E)."""
+        b, h, _, e = local.shape
         return [[b, h, n, e] for n in self.sizes()]
 
 
 class _Ring:
-    """Tensors that go round: each process hands on what it got to the next one."""
+    """Ring of processes: each sends the tensors that it received to the next one."""
 
     def __init__(self, shared: _Shared) -> None:
         self.shared, self.ranks = shared, shared.placement.ranks
 
     def start(self, held: Sequence[Tensor], owner: int) -> exchange.Transfer:
-        """Send what belongs to ``owner`` on, and receive what belongs to the one before it."""
+        """Start sending the tensors of process ``owner``, and receiving those of process ``owner`` - 1."""
         s = self.shared
         n = s.placement.size((owner - 1) % self.ranks)
         received = [t.new_empty(*t.shape[:2], n, t.shape[3]) for t in held]
@@ -260,18 +263,25 @@ class _Ring:
 
 
 def _pairs(shared: _Shared, queries: int, keys: int) -> list[tuple[slice, slice, Segment, Segment]]:
-    """The pieces of two processes' parts, each against each, that may see one another: places and positions."""
+    """Return the pairs of query and key segments of two processes that the mask does not hide entirely.
 
-    def pieces(rank: int) -> list[tuple[slice, Segment]]:
-        found, start = [], 0
+    Args:
+        queries, keys: ranks of the processes that hold them.
+
+    Returns:
+        For each pair, the slices of the local queries and keys, and the segments of the whole sequence.
+    """
+
+    def local_segments(rank: int) -> list[tuple[slice, Segment]]:
+        segments, start = [], 0
         for s in shared.placement.segments(rank):
-            found.append((slice(start, start + s.size), s))
+            segments.append((slice(start, start + s.size), s))
             start += s.size
-        return found
+        return segments
 
     pairs = []
-    for rows, q in pieces(queries):
-        for columns, k in pieces(keys):
+    for rows, q in local_segments(queries):
+        for columns, k in local_segments(keys):
             after = shared.right >= 0 and k.start > q.stop - 1 + shared.right
             before = shared.left >= 0 and k.stop - 1 < q.start - shared.left
             if q.size and k.size and not after and not before:
@@ -288,7 +298,7 @@ class _Tensors(NamedTuple):
 
 
 def _problem(shared: _Shared, t: _Tensors, rows: slice, columns: slice, q: Segment, k: Segment) -> Problem:
-    """One piece of queries against one piece of keys."""
+    """Return the attention problem of one segment of queries and one segment of keys."""
     bias = t.bias[:, :, rows] if t.bias.dim() and t.bias.shape[2] > 1 else t.bias
     lengths = None if shared.key_lengths is None else (shared.key_lengths - k.start).clamp(0, k.size)
     return Problem(
@@ -309,7 +319,7 @@ def _problem(shared: _Shared, t: _Tensors, rows: slice, columns: slice, q: Segme
 
 
 def _accumulate(shared: _Shared, out: Tensor, t: _Tensors, queries: int, keys: int) -> None:
-    """Add to (B, Hq, n, Dv) what one process's queries get from another's keys."""
+    """Add to out (B, Hq, n, Dv) the partial output of process ``queries``'s queries and process ``keys``'s keys."""
     for rows, columns, q, k in _pairs(shared, queries, keys):
         problem = _problem(shared, t, rows, columns, q, k)
         kernels = library.KERNELS[library.choose(problem, shared.backend)]
@@ -317,7 +327,7 @@ def _accumulate(shared: _Shared, out: Tensor, t: _Tensors, queries: int, keys: i
 
 
 class _Sums(NamedTuple):
-    """Where gradients gather, in float32 or better."""
+    """Accumulators of the gradients, in float32 or float64."""
 
     query: Tensor
     key: Tensor
@@ -327,22 +337,22 @@ class _Sums(NamedTuple):
 
 
 def _accumulate_gradients(shared: _Shared, sums: _Sums, t: _Tensors, grad_out: Tensor, queries: int, keys: int) -> None:
-    """The same of the gradients."""
+    """Add to sums the partial gradients of process ``queries``'s queries and process ``keys``'s keys."""
     needs = Needs(True, True, True, sums.bias is not None, alibi_slopes=sums.slopes is not None)
     for rows, columns, q, k in _pairs(shared, queries, keys):
         problem = _problem(shared, t, rows, columns, q, k)
         kernels = library.KERNELS[library.choose(problem, shared.backend)]
         g = kernels.backward(problem, grad_out[:, :, rows], needs)
-        for total, part, at in (
+        for total, part, segment in (
             (sums.query, g.query, rows),
             (sums.key, g.key, columns),
             (sums.value, g.value, columns),
         ):
             assert part is not None
-            total[:, :, at] += part
+            total[:, :, segment] += part
         if sums.bias is not None and g.bias is not None:
-            own = sums.bias[:, :, rows] if sums.bias.dim() and sums.bias.shape[2] > 1 else sums.bias
-            own += g.bias
+            total_bias = sums.bias[:, :, rows] if sums.bias.dim() and sums.bias.shape[2] > 1 else sums.bias
+            total_bias += g.bias
         if sums.slopes is not None and g.alibi_slopes is not None:
             sums.slopes.add_(g.alibi_slopes)
 
@@ -352,7 +362,7 @@ def _wide(t: Tensor) -> torch.dtype:
 
 
 def _zeros(t: Tensor, length: int | None = None, width: int | None = None) -> Tensor:
-    """(B, H, length, width) of zeros in float32 or better, by default of t's own size."""
+    """Return zeros (B, H, length, width) in float32 or float64, by default of t's length and width."""
     b, h, n, e = t.shape
     return t.new_zeros(b, h, n if length is None else length, e if width is None else width, dtype=_wide(t))
 
@@ -393,40 +403,40 @@ def _backward(shared: _Shared, t: _Tensors, grad_out: Tensor, needs: Sequence[bo
         grads = exchange.gather(grad_out, shared.shapes(grad_out), shared.group)
         partial = [_zeros(q) for q in queries]
         for r in range(ranks):
-            own = sums._replace(query=partial[r])
-            _accumulate_gradients(shared, own, t._replace(query=queries[r]), grads[r], r, rank)
+            sums_of_r = sums._replace(query=partial[r])
+            _accumulate_gradients(shared, sums_of_r, t._replace(query=queries[r]), grads[r], r, rank)
         return sums._replace(query=exchange.reduce_scatter(partial, shared.group))
     if shared.strategy == "gather":
         keys = exchange.gather(t.key, shared.shapes(t.key), shared.group)
         values = exchange.gather(t.value, shared.shapes(t.value), shared.group)
         grad_keys, grad_values = [_zeros(k) for k in keys], [_zeros(v) for v in values]
         for r in range(ranks):
-            own = sums._replace(key=grad_keys[r], value=grad_values[r])
-            _accumulate_gradients(shared, own, t._replace(key=keys[r], value=values[r]), grad_out, rank, r)
+            sums_of_r = sums._replace(key=grad_keys[r], value=grad_values[r])
+            _accumulate_gradients(shared, sums_of_r, t._replace(key=keys[r], value=values[r]), grad_out, rank, r)
         key = exchange.reduce_scatter(grad_keys, shared.group)
         return sums._replace(key=key, value=exchange.reduce_scatter(grad_values, shared.group))
-    return _backward_round(shared, t, grad_out, sums)
+    return _backward_ring(shared, t, grad_out, sums)
 
 
-def _backward_round(shared: _Shared, t: _Tensors, grad_out: Tensor, sums: _Sums) -> _Sums:
-    """K and V go round once more, and what each process has to say of them follows one step behind."""
+def _backward_ring(shared: _Shared, t: _Tensors, grad_out: Tensor, sums: _Sums) -> _Sums:
+    """Pass K and V round the ring again, followed one step later by the partial sums of their gradients."""
     ranks, rank = shared.placement.ranks, shared.rank
     ring, held = _Ring(shared), (t.key, t.value)
-    arriving: exchange.Transfer | None = None
+    grads_transfer: exchange.Transfer | None = None
     for step in range(ranks):
         owner = (rank - step) % ranks
         transfer = ring.start(held, owner) if step < ranks - 1 else None
-        own = (_zeros(held[0]), _zeros(held[1]))
-        now = sums._replace(key=own[0], value=own[1])
-        _accumulate_gradients(shared, now, t._replace(key=held[0], value=held[1]), grad_out, rank, owner)
-        if arriving is not None:
-            for mine, theirs in zip(own, arriving.wait(), strict=True):
-                mine += theirs
-        arriving = ring.start(own, owner)
+        grads = (_zeros(held[0]), _zeros(held[1]))
+        sums_of_owner = sums._replace(key=grads[0], value=grads[1])
+        _accumulate_gradients(shared, sums_of_owner, t._replace(key=held[0], value=held[1]), grad_out, rank, owner)
+        if grads_transfer is not None:
+            for local, received in zip(grads, grads_transfer.wait(), strict=True):
+                local += received
+        grads_transfer = ring.start(grads, owner)
         if transfer is not None:
             held = tuple(transfer.wait())  # type: ignore[assignment]
-    assert arriving is not None
-    key, value = arriving.wait()
+    assert grads_transfer is not None
+    key, value = grads_transfer.wait()
     return sums._replace(key=key, value=value)
 
 

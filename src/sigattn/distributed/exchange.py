@@ -1,4 +1,4 @@
-"""Tensors from each process to each other one, and how many bytes that took."""
+"""Point-to-point collectives for tensors whose shapes differ between processes, with a count of the bytes sent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 
 @dataclass
 class Traffic:
-    """What this process sent.
+    """Traffic that this process sent.
 
     Attributes:
-        bytes: how much. messages: how often.
+        bytes: number of bytes. messages: number of tensors.
     """
 
     bytes: int = 0
@@ -29,7 +29,7 @@ _counting: list[Traffic] = []
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Within, what this process sends through this module is counted."""
+    """Count the tensors that this process sends through this module within the context."""
     traffic = Traffic()
     _counting.append(traffic)
     try:
@@ -39,17 +39,17 @@ def counting() -> Iterator[Traffic]:
 
 
 def count(t: Tensor, times: int = 1) -> None:
-    """Note that a tensor is sent."""
+    """Add a tensor that is sent ``times`` times to the active counts."""
     for traffic in _counting:
         traffic.bytes += times * t.numel() * t.element_size()
         traffic.messages += times
 
 
 class Transfer:
-    """Tensors under way to one process and from another, while this one computes.
+    """Asynchronous transfer of tensors to one process and from another.
 
     Args:
-        sent: what goes to ``to``. received: memory for what comes from ``source``, of the sizes that it sends.
+        sent: tensors to send to ``to``. received: output tensors for those of ``source``, of the same shapes as those.
         to, source: ranks within the group.
     """
 
@@ -57,19 +57,19 @@ class Transfer:
         self, sent: Sequence[Tensor], received: Sequence[Tensor], to: int, source: int, group: ProcessGroup
     ) -> None:
         self.received = received
-        self._kept = [t.contiguous() for t in sent]  # until they have gone
+        self._sent = [t.contiguous() for t in sent]  # an attribute, so that the memory is kept during the transfer
         ranks = dist.get_process_group_ranks(group)
-        operations = [dist.P2POp(dist.isend, t, ranks[to], group) for t in self._kept if t.numel()]
+        operations = [dist.P2POp(dist.isend, t, ranks[to], group) for t in self._sent if t.numel()]
         operations += [dist.P2POp(dist.irecv, t, ranks[source], group) for t in received if t.numel()]
-        for t in self._kept:
+        for t in self._sent:
             count(t)
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Sequence[Tensor]:
-        """What has come.
+        """Wait for the transfer and return the received tensors.
 
         Raises:
-            RuntimeError: if the other process is gone, or the group's timeout is over.
+            RuntimeError: if the other process has ended, or the group's timeout has expired.
         """
         for work in self._works:
             work.wait()
@@ -77,7 +77,7 @@ class Transfer:
 
 
 def gather(own: Tensor, shapes: Sequence[Sequence[int]], group: ProcessGroup) -> list[Tensor]:
-    """Each process's tensor, by rank; shapes may differ. The own one is not copied."""
+    """Return every process's tensor, by rank, without a copy of the own one. The shapes may differ between ranks."""
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     own = own.contiguous()
     parts = [own if r == rank else own.new_empty(tuple(shapes[r])) for r in range(len(ranks))]
@@ -93,16 +93,16 @@ def gather(own: Tensor, shapes: Sequence[Sequence[int]], group: ProcessGroup) ->
 
 
 def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """The sum over all processes of their parts for this one; added in the order of ranks, so it repeats bitwise."""
+    """Return the sum over all processes of ``parts[rank]``, added in the order of ranks, so that it repeats bitwise."""
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    kept = [p.contiguous() for p in parts]
-    received = [kept[rank] if r == rank else torch.empty_like(kept[rank]) for r in range(len(ranks))]
+    sent = [p.contiguous() for p in parts]
+    received = [sent[rank] if r == rank else torch.empty_like(sent[rank]) for r in range(len(ranks))]
     operations = []
     for r, other in enumerate(ranks):
         if r != rank:
-            operations += [dist.P2POp(dist.isend, kept[r], other, group)] if kept[r].numel() else []
+            operations += [dist.P2POp(dist.isend, sent[r], other, group)] if sent[r].numel() else []
             operations += [dist.P2POp(dist.irecv, received[r], other, group)] if received[r].numel() else []
-            count(kept[r])
+            count(sent[r])
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     total = received[0].clone()

@@ -1,4 +1,4 @@
-"""Rows of all ranks, with gradient."""
+"""Differentiable all-gather of the rows of all ranks, for contrastive losses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import distributed as dist
 
 
 def gather(rows: Tensor) -> tuple[Tensor, int]:
-    """The rows of all ranks in order, and where one's own begin; ranks may hold different numbers of rows.
+    """Return the rows of all ranks in order, and the index of this rank's first row.
 
-    The gradient of a rank's rows is the sum over all ranks of what each had to say about them.
+    Ranks may hold different numbers of rows. The gradient of a rank's rows is summed over all ranks.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return rows, 0

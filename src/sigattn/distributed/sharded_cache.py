@@ -1,7 +1,7 @@
-"""Decoding with a cache of keys and values that several processes share: each has some of the positions.
+"""Decoding with a key/value cache whose positions are sharded over processes.
 
-Every process attends to what it has, and the outputs are added: one all-reduce, no rescaling (Sect. 4; a softmax would
-have to exchange its row statistics as well).
+Every process attends to its own positions, and one all-reduce adds the outputs without rescaling (Sect. 4; softmax
+attention would have to exchange its row statistics as well).
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ def sharded_cache_attention(
     softcap: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """``sigattn.flash.flash_attn_with_kvcache`` whose cache is shared out over the processes of a mesh.
+    """Compute ``sigattn.flash.flash_attn_with_kvcache`` with a cache that is sharded over the processes of a mesh.
 
-    All processes call it together with the same arguments, but for the caches: process r has places r·C … (r + 1)·C - 1
-    of each sample. New keys and values are written by whose place it is.
+    This is a collective: all processes call it with the same arguments, except for the caches. Process r holds
+    positions r·C … (r + 1)·C - 1 of each sample; the process that holds a new key's position writes it.
 
     Args:
         q: (B, N, Hq, D), the same on all processes.
         k_cache: (B, C, Hkv, D), C the same on all processes. v_cache: (B, C, Hkv, Dv).
         k, v: (B, N_new, Hkv, D) and (B, N_new, Hkv, Dv), the same on all processes; or None.
-        mesh: one-dimensional.
-        cache_seqlens: (B,) integers, how many keys each sample has over all processes, before the new ones.
-        sigmoid_bias: a number, or a tensor: 0-d, (B,) or (B or 1, Hq or 1). What the model was trained with.
-        softmax_scale, causal, window_size, alibi_slopes, softcap, backend: as there.
+        mesh: one-dimensional mesh of the processes.
+        cache_seqlens: (B,) integers, number of keys of each sample over all processes, before the new ones.
+        sigmoid_bias: a number, or a tensor: 0-d, (B,) or (B or 1, Hq or 1); the bias that the model was trained with.
+        softmax_scale, causal, window_size, alibi_slopes, softcap, backend: as in ``flash_attn_with_kvcache``.
 
     Returns:
-        (B, N, Hq, Dv), the same on all processes; added in float32.
+        Attention output, (B, N, Hq, Dv), the same on all processes; summed in float32.
 
     Raises:
-        ValueError, TypeError: as there. RuntimeError: if a process is gone, or the group's timeout is over.
+        ValueError, TypeError: as in ``flash_attn_with_kvcache``.
+        RuntimeError: if a tensor requires a gradient, a process has ended, or the group's timeout has expired.
     """
     flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, None, None)
     flash_checks.of_samples(_NAME, "cache_seqlens", cache_seqlens, q)
@@ -72,9 +73,9 @@ def sharded_cache_attention(
     cached.check_places(cache_seqlens + new, None, None, len(k_cache), capacity * mesh.size())
     start = rank * capacity
     if k is not None and v is not None:
-        for i in range(new):  # one by one: two might be told to leave the same place as it is
+        for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
             _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
-    ends = cache_seqlens + new - start  # of each sample, from this process's first place on
+    ends = cache_seqlens + new - start  # end of each sample, relative to this process's first position
     left, right = sides(window, causal)
     problem = CachedProblem(
         q,
@@ -99,16 +100,16 @@ def sharded_cache_attention(
     return out.to(q.dtype)
 
 
-def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, place: Tensor) -> None:
-    """(B, Hkv, ·) at each sample's place, where that is this process's; no value is read that the host waits for."""
-    sample, slot = torch.arange(len(k), device=k.device), place.clamp(0, k_cache.shape[1] - 1)
-    own = (place == slot)[:, None, None]
+def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Tensor) -> None:
+    """Write k and v (B, Hkv, ·) at each sample's position if this process holds it, without synchronising."""
+    sample, slot = torch.arange(len(k), device=k.device), position.clamp(0, k_cache.shape[1] - 1)
+    is_local = (position == slot)[:, None, None]
     for cache, t in ((k_cache, k), (v_cache, v)):
-        cache[sample, slot] = torch.where(own, t, cache[sample, slot])
+        cache[sample, slot] = torch.where(is_local, t, cache[sample, slot])
 
 
 def _bias(bias: float | Tensor, device: torch.device) -> Tensor:
-    """0-d for a number, or (B or 1, Hq or 1, 1)."""
+    """Return the bias as a tensor: 0-d for a number, else (B or 1, Hq or 1, 1)."""
     if not isinstance(bias, Tensor):
         number = bias_operand(bias, device, 3)
         assert number is not None

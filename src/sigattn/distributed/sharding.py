@@ -1,4 +1,4 @@
-"""Sharing a run out over processes: started by torchrun, on PyTorch's own DDP, FSDP2 and tensor parallelism."""
+"""Distributed training of a model with torchrun, on PyTorch's DDP, FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from sigattn.validation import SettingsError
 
 @dataclass(frozen=True)
 class Processes:
-    """Who takes part in a run, and which part this process has.
+    """Processes of a run, and the rank of this one.
 
     Attributes:
-        rank, count: of all processes. device: this one's.
-        mesh: all processes, as (data, tensor); None for a single one. Those along "data" see different samples, or
-            different parts of the same ones.
-        data_rank, data_count: of the processes, or groups of them, that see different samples.
-        tensor_count: processes that share each layer.
-        context: the processes that share each sequence; None where none do.
+        rank, count: this process's rank, and the number of all processes. device: this process's device.
+        mesh: mesh (data, tensor) of all processes; None for a single process. Processes along "data" see different
+            samples, or different parts of the same ones.
+        data_rank, data_count: rank and number of the processes, or groups of processes, that see different samples.
+        tensor_count: number of processes that share each layer (tensor parallelism).
+        context: mesh of the processes that share each sequence (context parallelism); None without.
     """
 
     rank: int = 0
@@ -46,29 +46,32 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes what is written once."""
+        """True for the main process, which writes logs and checkpoints."""
         return self.rank == 0
 
     @property
     def shard(self) -> tuple[int, int]:
-        """This process's part of the data."""
+        """Rank and number of the parts of the data."""
         return self.data_rank, self.data_count
 
     @property
     def context_count(self) -> int:
-        """Processes that share each sequence."""
+        """Number of processes that share each sequence."""
         return 1 if self.context is None else self.context.size()
 
     @property
     def replicas(self) -> int:
-        """Processes whose gradients are averaged: those with different samples or parts of them."""
+        """Number of processes whose gradients are averaged: those with different samples or parts of samples."""
         return self.data_count * self.context_count
 
     def arranged(self, tensor: int, context: int = 1) -> Processes:
-        """The same processes, in groups of so many that share each layer, and so many that share each sequence.
+        """Return the processes with meshes for tensor and context parallelism.
+
+        Args:
+            tensor: number of processes that share each layer. context: number of processes that share each sequence.
 
         Raises:
-            ValueError: if groups do not divide the processes.
+            SettingsError: a ValueError, if their product does not divide the number of processes.
         """
         if self.count % (tensor * context):
             both = f" and context_parallel={context} do" if context > 1 else " does"
@@ -90,14 +93,14 @@ class Processes:
         )
 
     def sum(self, value: Tensor) -> Tensor:
-        """Over the processes with different samples or parts of them."""
+        """Return the sum of a tensor over the processes with different samples or parts of samples."""
         if self.replicas > 1 and self.mesh is not None:
             value = value.clone()
             dist.all_reduce(value, group=self.mesh.get_group("data"))
         return value
 
     def whole_norm(self, norm: Tensor) -> Tensor:
-        """Norms over all heads and positions, from those over this process's."""
+        """Return norms over all heads and positions, given those over this process's heads and positions."""
         if self.tensor_count == self.context_count == 1:
             return norm
         square = norm.square()
@@ -107,13 +110,13 @@ class Processes:
             dist.all_reduce(square, group=self.context.get_group())
         return square.sqrt()
 
-    def statistics(self, found: Sequence[AttentionStatistics]) -> dict[str, float]:
-        """Of attention layers' weights, over all processes: means over heads and samples, and the largest logit."""
+    def statistics(self, layers: Sequence[AttentionStatistics]) -> dict[str, float]:
+        """Return means of row mass and sparsity over layers, heads, samples and processes, and the largest logit."""
         means = [
-            torch.stack([getattr(s, n).float().mean() for s in found]) for n in ("row_mass_mean", "hoyer_sparsity")
+            torch.stack([getattr(s, n).float().mean() for s in layers]) for n in ("row_mass_mean", "hoyer_sparsity")
         ]
         mean = torch.stack(means).mean(1)  # (2,)
-        largest = torch.stack([s.max_logit.float().max() for s in found]).max()
+        largest = torch.stack([s.max_logit.float().max() for s in layers]).max()
         if self.count > 1:
             dist.all_reduce(mean)
             mean /= self.count
@@ -124,18 +127,18 @@ class Processes:
         """Return the largest value of all processes."""
         if self.count == 1:
             return value
-        found = torch.tensor(float(value), device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found.item())
+        maximum = torch.tensor(float(value), device=self.device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX)
+        return int(maximum.item())
 
     def wait(self) -> None:
-        """For all processes."""
+        """Wait for all processes (barrier)."""
         if self.count > 1:
             dist.barrier()
 
 
 def processes() -> Processes:
-    """Who takes part: what torchrun says, or this process alone. Joins the others if that has not been done."""
+    """Return the processes that torchrun started, or this process alone; initialise the process group if needed."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Processes(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     device = torch.device("cpu")
@@ -148,34 +151,35 @@ def processes() -> Processes:
 
 
 def leave() -> None:
-    """Part from the other processes, where this one joined them."""
+    """Destroy the process group, if it is initialised."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def distribute(module: nn.Module, processes: Processes, parallel: str, precision: str) -> nn.Module:
-    """A module whose work the processes share.
+    """Return a module that is parallelised over the processes.
 
     Args:
-        module: the same on each process (same seed).
-        processes: as ``arranged``.
-        parallel: "ddp" or "fsdp", for the processes with different data.
-        precision: "bfloat16" lets FSDP gather weights in it, gradients being added in float32.
+        module: the model, with the same parameters on each process (same seed).
+        processes: from ``Processes.arranged``.
+        parallel: "ddp" or "fsdp", for the processes with different data. Tensor parallelism always uses FSDP.
+        precision: "bfloat16" makes FSDP gather weights in it; gradients are summed in float32.
 
     Raises:
-        SettingsError: a ValueError, for something else, or if a model cannot be shared out that way.
+        SettingsError: a ValueError, for another value of parallel.
+        ValueError: if a layer does not support tensor parallelism over so many processes.
     """
     if parallel not in ("ddp", "fsdp"):
         raise SettingsError(f'parallel must be "ddp" or "fsdp", got {parallel!r}')
     if processes.mesh is None:
         return module
     if processes.tensor_count > 1:
-        _share_layers(module, processes.mesh["tensor"])
+        _apply_tensor_parallelism(module, processes.mesh["tensor"])
     if processes.replicas == 1:
         return module
     if parallel == "fsdp" or processes.tensor_count > 1:
         narrow = torch.bfloat16 if precision == "bfloat16" else None
-        # inputs stay as they are: autocast narrows what products need, and the residual stream keeps float32
+        # inputs are not cast: autocast casts the operands of products, and the residual stream stays in float32
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in getattr(module, "blocks", []):
             fully_shard(block, mesh=processes.mesh["data"], mp_policy=policy)
@@ -184,8 +188,8 @@ def distribute(module: nn.Module, processes: Processes, parallel: str, precision
     return DistributedDataParallel(module, process_group=processes.mesh.get_group("data"))
 
 
-def _share_layers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the layers that say how (``SPLIT``): attention by heads, feed-forward layers by their inner features."""
+def _apply_tensor_parallelism(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the layers that have a ``SPLIT``: attention by heads, feed-forward layers by their hidden features."""
     styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
     for part in list(module.modules()):
         split = getattr(part, "SPLIT", None)
@@ -197,9 +201,9 @@ def _share_layers(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gradient_norm(module: nn.Module, processes: Processes) -> Tensor:
-    """The norm of the whole gradient, which it completes first where processes share layers.
+    """Return the norm of the whole gradient, after summing the gradients that tensor parallelism left partial.
 
-    A norm's scale within a shared attention layer has seen this process's heads only.
+    The gradient of a QK-norm's scale in a split attention layer is partial: it comes from this process's heads only.
     """
     if processes.mesh is not None and processes.tensor_count > 1:
         group = processes.mesh.get_group("tensor")
@@ -221,7 +225,7 @@ def gradient_norm(module: nn.Module, processes: Processes) -> Tensor:
 
 
 def clip_gradient(module: nn.Module, largest: float, norm: Tensor) -> None:
-    """Scale the gradient down to a largest norm."""
+    """Scale the gradient, whose norm is ``norm``, down to a norm of ``largest``."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     if not any(isinstance(g, DTensor) for g in gradients):
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), largest, norm)
@@ -233,13 +237,13 @@ def clip_gradient(module: nn.Module, largest: float, norm: Tensor) -> None:
 
 
 def local(t: Tensor) -> Tensor:
-    """Return this process's part of a tensor that processes may share."""
+    """Return the local part of a ``DTensor``, and any other tensor as it is."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 @contextmanager
 def synchronised(module: nn.Module, now: bool) -> Iterator[None]:
-    """Within, whether a backward pass adds gradients over the processes: at the last of several micro-batches."""
+    """Reduce the gradients over the processes in backward passes within the context only if ``now`` is True."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(now)
     with module.no_sync() if isinstance(module, DistributedDataParallel) and not now else nullcontext():
@@ -247,12 +251,12 @@ def synchronised(module: nn.Module, now: bool) -> Iterator[None]:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module itself."""
+    """Return the module inside a ``DistributedDataParallel``, and any other module as it is."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """All weights, on the CPU of the first process (which all processes must ask for together)."""
+    """Return all weights, on the CPU of the main process. This is a collective: all processes must call it."""
     if not (dist.is_available() and dist.is_initialized()):
         return module.state_dict()
     state: Any = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -261,7 +265,7 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_whole_state(module: nn.Module, state: dict[str, Any]) -> None:
-    """Load all weights, which every process passes, into a module that processes may share."""
+    """Load all weights into a module that may be sharded; every process passes all of them."""
     if dist.is_available() and dist.is_initialized():
         set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
     else:
