@@ -273,7 +273,7 @@ class TestCache:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"max_seqlen_q": None}, "max_seqlen_q must say how long"),
+            ({"max_seqlen_q": None}, "cu_seqlens_q needs max_seqlen_q"),
             ({"max_seqlen_q": 2}, "max_seqlen_q is 2, but cu_seqlens_q has a sequence of 3"),
             ({"cu_seqlens_q": torch.tensor([0, 9, 9, 9])}, r"cu_seqlens_q must begin at 0, .* end at most at 6"),
             ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, "as many sequences in cu_seqlens_q|must have q's batch size"),
@@ -285,8 +285,8 @@ class TestCache:
             ({"v": None}, "give both"),
             ({"k": torch.randn(6, 4, 8), "v": torch.randn(6, 4, 6)}, "must have the cache's heads and head_dim"),
             ({"cache_seqlens": torch.tensor([5, 15, 4])}, r"cannot hold lengths .* \[6, 17, 7\]"),
-            ({"attention_chunk": 4, "attn_mask": torch.ones(4, 9) > 0}, "attention_chunk and attn_mask together"),
-            ({"rotary_cos": torch.ones(6, 4), "rotary_sin": torch.ones(6, 4)}, "too few positions"),
+            ({"attention_chunk": 4, "attn_mask": torch.ones(4, 9) > 0}, "attention_chunk with attn_mask"),
+            ({"rotary_cos": torch.ones(6, 4), "rotary_sin": torch.ones(6, 4)}, "rotary_cos does not contain"),
         ],
     )
     def test_a_wrong_call_is_explained(self, changes, message):
@@ -363,7 +363,7 @@ WRONG = {
     ),
     "no bias": (lambda: v3.flash_attn_with_kvcache(Q, Q, Q), TypeError, "sigmoid_bias must be"),
     "heads": (lambda: v3.flash_attn_qkvpacked_func(Q), ValueError, "needs num_heads_q"),
-    "odd heads": (lambda: v3.flash_attn_qkvpacked_func(Q, num_heads_q=1), ValueError, "twice the key heads"),
+    "odd heads": (lambda: v3.flash_attn_qkvpacked_func(Q, num_heads_q=1), ValueError, "must have num_heads_q"),
 }
 
 

@@ -1,25 +1,24 @@
-"""The second face: sigmoid attention under flash-attn's names, argument for argument those of flash-attn 2.8.
+"""Sigmoid attention with the functions and arguments of flash-attn 2.8.
 
 Change ``from flash_attn import flash_attn_func`` into ``from sigattn.flash import flash_attn_func``, and the weights
 are σ(softmax_scale · Q Kᵀ + sigmoid_bias) instead of a softmax. Layouts are flash-attn's, (batch, length, heads,
-head_dim) and packed (total, heads, head_dim); so is the alignment: the last query is aligned with the last key, for
-causality, windows and ALiBi. Fewer key/value heads than query heads are shared, as there.
+head_dim) and packed (total, heads, head_dim). So is the alignment of causal masks, windows and ALiBi: the last query is
+aligned with the last key. As in flash-attn, several query heads may share a key/value head.
 
-Every function takes four arguments more, the last:
+Every function has four more arguments, after those of flash-attn:
 
-    sigmoid_bias: b. A number; "-log n", the paper's rule (App. E), n being the number of keys of the sample or
+    sigmoid_bias: b. A number; "-log n", the paper's rule (App. E), where n is the number of keys of the sample or
         sequence; or a floating-point tensor, with gradient: 0-d, (B,) one per sample or sequence, or (B or 1, Hq or
-        1). It is 0 from the start, as in the paper's own kernel: say "-log n" unless the model was trained otherwise.
-        (``flash_attn_with_kvcache`` has neither default nor rule.)
-    sigmoid_precision: "accurate" or "fast"; None is what ``sigattn.set_sigmoid_precision`` said.
-    backend: "triton" or "blocked"; None picks the fastest that can serve the call. On a CPU that is "blocked".
-    attn_mask: any mask, bool or added to the logits, of the shape that each function says; None for none.
+        1). The default is 0, as in the paper's own kernel: pass "-log n" unless the model was trained otherwise.
+        (``flash_attn_with_kvcache`` has neither a default nor the rule.)
+    sigmoid_precision: "accurate" or "fast"; None for the setting of ``sigattn.set_sigmoid_precision``.
+    backend: "triton" or "blocked"; None selects the fastest that supports the call. On a CPU that is "blocked".
+    attn_mask: a mask, bool or added to the logits, of the shape that each function documents; None for none.
 
 ``unpad_input``, ``pad_input`` and ``index_first_axis`` are those of ``flash_attn.bert_padding``. flash-attn 3's
-functions, whose arguments stand in another order, are in ``sigattn.flash.v3``.
+functions, whose arguments have another order, are in ``sigattn.flash.v3``.
 
-``return_attn_probs`` is refused, because a sigmoid has no log-sum-exp; ``sigattn.attention_statistics`` has what it is
-mostly looked at for.
+``return_attn_probs=True`` is not supported, because a sigmoid has no log-sum-exp; see ``sigattn.attention_statistics``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Masks of chunked local attention (``attention_chunk`` of flash-attn 3): a query sees keys of its own chunk only.
 
-Positions are cut into chunks of equal length from a sequence's first key on. The last query stands at the last key.
+Positions are divided into chunks of equal length, from a sequence's first key on. The last query is aligned with the
+last key.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def dense(n: int, m: int, chunk: int, device: torch.device) -> Tensor:  # (N, M)
-    """Return the mask of N queries and M keys, True where both lie in one chunk."""
+    """Return the mask of N queries and M keys, True if both are in one chunk."""
     return _same_chunk(torch.arange(m - n, m, device=device), torch.arange(m, device=device), chunk)
 
 
@@ -25,9 +26,9 @@ def cached(lengths: Tensor, first: Tensor | None, ends: Tensor, n: int, capacity
     """Return the masks (B, 1, N, capacity) of queries against a cache, of the last ``capacity`` keys of each sample.
 
     Args:
-        lengths: (B,), where each sample's keys end.
-        first: (B,), where they begin, and the first chunk too; None for 0.
-        ends: (B,), one beyond the position of each sample's last query.
+        lengths: (B,), end of each sample's keys.
+        first: (B,), start of each sample's keys and of its first chunk; None for 0.
+        ends: (B,), position of each sample's last query, plus 1.
     """
     begin = (torch.zeros_like(lengths) if first is None else first).long()[:, None]
     keys = lengths.long()[:, None] - capacity + torch.arange(capacity, device=lengths.device) - begin
@@ -36,14 +37,14 @@ def cached(lengths: Tensor, first: Tensor | None, ends: Tensor, n: int, capacity
 
 
 def start(lengths: Tensor, first: Tensor | None, chunk: int) -> Tensor:  # (B,)
-    """Return where the chunk of each sample's last key begins; arguments as in ``cached``."""
+    """Return the start of the chunk of each sample's last key; arguments as in ``cached``."""
     begin = torch.zeros_like(lengths) if first is None else first
     position = (lengths - 1 - begin).clamp(min=0)
     return begin + position - position % chunk
 
 
 def combined(chunks: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Return a mask that allows what both allow, with the gradient of a mask that is added."""
+    """Return the intersection of two masks, with the gradient of a floating-point ``attn_mask``."""
     if attn_mask is None:
         return chunks
     return attn_mask & chunks if attn_mask.dtype is torch.bool else attn_mask.masked_fill(~chunks, -torch.inf)

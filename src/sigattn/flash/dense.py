@@ -30,7 +30,7 @@ def flash_attn_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Sigmoid attention of a batch of sequences of one length.
+    """Compute sigmoid attention of a batch of sequences of one length.
 
     Args:
         q: (B, N, Hq, D).
@@ -41,19 +41,19 @@ def flash_attn_func(
         causal: query i sees keys j ≤ i + M - N.
         window_size: (left, right): query i sees keys i + M - N - left … i + M - N + right; -1 is unlimited.
         softcap: c > 0 caps the scaled product, c · tanh(softmax_scale · Q Kᵀ / c), before ALiBi and sigmoid_bias are
-            added, as in flash-attn; 0 is without a cap.
-        alibi_slopes: (Hq,) or (B, Hq): slope · |i + M - N - j| is taken from the logits. With gradient.
-        deterministic: whether the backward pass must repeat bitwise, also where PyTorch is not told so.
+            added, as in flash-attn; 0 for no cap.
+        alibi_slopes: (Hq,) or (B, Hq): slope · |i + M - N - j| is subtracted from the logits. With gradient.
+        deterministic: True for a backward pass that repeats bitwise, as with ``torch.use_deterministic_algorithms``.
         return_attn_probs: must be False.
         sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``.
         attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to
             (B, Hq, N, M), or a ``BlockMask`` of FlexAttention. It combines with causal and window_size.
 
     Returns:
-        (B, N, Hq, Dv), contiguous, in q's dtype.
+        Attention output, (B, N, Hq, Dv), contiguous, in q's dtype.
 
     Raises:
-        ValueError: shapes, devices or values that do not fit, or an argument that has no meaning here.
+        ValueError: shapes, devices or values that do not fit, or an argument that is not supported.
         TypeError: an argument of the wrong type, or tensors of mixed or unsupported dtypes.
 
     >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()
@@ -81,7 +81,7 @@ def flash_attn_qkvpacked_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """``flash_attn_func`` of qkv: (B, N, 3, H, D)."""
+    """Compute ``flash_attn_func`` of qkv, (B, N, 3, H, D)."""
     q, k, v = flash_checks.packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -105,7 +105,7 @@ def flash_attn_kvpacked_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """``flash_attn_func`` of q: (B, N, Hq, D) and kv: (B, M, 2, Hkv, D)."""
+    """Compute ``flash_attn_func`` of q, (B, N, Hq, D), and kv, (B, M, 2, Hkv, D)."""
     k, v = flash_checks.packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -136,7 +136,7 @@ def attend(
     """Return the attention of a batch, for the functions of several versions of flash-attn.
 
     Args:
-        name: of the function, for errors.
+        name: name of the function, for error messages.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries.
         The rest is as in ``flash_attn_func``.
     """

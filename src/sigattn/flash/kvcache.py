@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache``: decoding with a cache of keys and values, as in flash-attn 2.8 (``sigattn.flash``)."""
+"""``flash_attn_with_kvcache``: decoding with a key/value cache, as in flash-attn 2.8 (``sigattn.flash``)."""
 
 from __future__ import annotations
 
@@ -43,50 +43,51 @@ def flash_attn_with_kvcache(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Sigmoid attention of new queries against a cache, to which new keys and values are added first, in place.
+    """Append new keys and values to a cache, in place, and compute sigmoid attention of new queries against the cache.
 
-    With ``k`` and ``v``, sample b's go to the places cache_seqlens[b], cache_seqlens[b] + 1, … of its cache, and the
-    queries see them too; the caller adds their number to ``cache_seqlens`` afterwards. There is no gradient. Results
-    repeat bitwise: parts of the keys that GPU programs share are summed in a fixed order.
+    Sample b's new keys and values are written to the positions cache_seqlens[b], cache_seqlens[b] + 1, … of its cache,
+    and the queries see them; the caller adds their number to ``cache_seqlens`` afterwards. There is no gradient.
+    Results repeat bitwise: the partial sums of GPU programs are added in a fixed order.
 
     Args:
         q: (B, N, Hq, D).
         k_cache: (B_cache, M, Hkv, D); or (pages, page_size, Hkv, D), pages of any size, with ``block_table``.
         v_cache: the same with Dv.
         k, v: (B, N_new, Hkv, D) and (B, N_new, Hkv, Dv), or both None.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2): the first rotary_dim features of k are turned by the angles
-            of their places, and those of q by the angles of theirs: cache_seqlens + i with causal or a window, else all
-            by that of cache_seqlens. The tables need as many places as are read.
-        cache_seqlens: how many keys each sample has in the cache: (B,) integers, or a number for all. None, without
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate the first rotary_dim features of k by the angles of
+            their positions, and those of q by the angles of theirs: cache_seqlens + i with causal or a window, else
+            cache_seqlens for all. The tables must contain all positions that are used.
+        cache_seqlens: number of keys of each sample in the cache: (B,) integers, or one number for all. None, without
             ``k``, for a full cache. (On an accelerator the values are not checked: reading them would synchronise.)
-        cache_batch_idx: (B,) integers, which of the caches is each sample's; None for the b-th. Not with block_table.
-        cache_leftpad: (B,) integers, where each sample's keys begin; None for 0.
+        cache_batch_idx: (B,) integers, index of each sample's cache; None for b. Not with block_table.
+        cache_leftpad: (B,) integers, position of each sample's first key; None for 0.
         block_table: (B, pages of each) integers, the pages of each sample in order.
         softmax_scale: factor of Q Kᵀ; None for D^-1/2.
-        causal: query i sees keys up to the one beside it, the last query standing beside the last key.
-        window_size: (left, right) of the key beside a query; -1 is unlimited.
-        softcap: c > 0 caps the scaled product, as in ``flash_attn_func``; 0 is without a cap.
-        rotary_interleaved: whether features 2i and 2i + 1 make a pair; else i and i + rotary_dim / 2 do.
-        alibi_slopes: (Hq,) or (B, Hq): slope · distance is taken from the logits.
-        num_splits: into how many parts GPU programs cut the keys; 0 lets the kernel choose.
+        causal: query i sees keys up to the one aligned with it; the last query is aligned with the last key.
+        window_size: (left, right) of the key aligned with a query; -1 is unlimited.
+        softcap: c > 0 caps the scaled product, as in ``flash_attn_func``; 0 for no cap.
+        rotary_interleaved: True if features 2i and 2i + 1 are a pair; False for features i and i + rotary_dim / 2.
+        alibi_slopes: (Hq,) or (B, Hq): slope · distance is subtracted from the logits.
+        num_splits: number of parts of the keys, one for each GPU program; 0 lets the kernel choose.
         return_softmax_lse: must be False.
-        sigmoid_bias: b, which must be given: a number, or a floating-point tensor: 0-d, (B,), (B or 1, Hq or 1), or
-            (B or 1, Hq or 1, N or 1) with one for each query. Pass what the model was trained with, -log of its
-            training length, say. The rule "-log n" of a growing cache would change from token to token, which is not
-            what was trained.
+        sigmoid_bias: b, required: a number, or a floating-point tensor: 0-d, (B,), (B or 1, Hq or 1), or (B or 1, Hq or
+            1, N or 1) with one for each query. Pass the bias of the training, such as -log of the training length. The
+            rule "-log n" is not supported, because it would change from token to token as the cache grows.
         sigmoid_precision, backend: see ``sigattn.flash``.
         attn_mask: bool (True = attend) or floating point (added to the logits), (B or 1, Hq or 1, N or 1, K) or the
-            last dimensions of that. It is of the last K keys of each sample, new keys included; the keys before them
-            are not masked. With K = N_new it masks the new keys alone, as a tree of draft tokens needs; with K = the
-            sample's length, all of them. The dimension K does not broadcast. It combines with causal and window_size.
+            last dimensions of that. It applies to the last K keys of each sample, new keys included; the keys before
+            them are not masked. With K = N_new it masks only the new keys, as a tree of draft tokens needs; with K =
+            the sample's length, all of them. The dimension K does not broadcast. It combines with causal and
+            window_size.
 
     Returns:
-        (B, N, Hq, Dv) in q's dtype.
+        Attention output, (B, N, Hq, Dv), in q's dtype.
 
     Raises:
-        ValueError: shapes, devices or values that do not fit (the cache is as it was), or an argument without meaning.
+        ValueError: shapes, devices or values that do not fit, or an argument that is not supported; the cache is
+            unchanged.
         TypeError: an argument of the wrong type, tensors of mixed or unsupported dtypes, or no sigmoid_bias.
-        RuntimeError: if a tensor wants a gradient.
+        RuntimeError: if a tensor requires a gradient.
 
     >>> k_cache, v_cache = torch.zeros(2, 2, 128, 4, 64).unbind()
     >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind()
@@ -94,13 +95,13 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, sigmoid_bias=-6.9).shape
     torch.Size([2, 1, 4, 64])
     """
-    unusual = (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sigmoid_precision)
+    special = (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sigmoid_precision)
     plain = window_size == (-1, -1) and not (softcap or num_splits or return_softmax_lse or backend)
     plain = plain and attn_mask is None
-    if plain and all(x is None for x in unusual):
-        light = _light(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
-        if light is not None:
-            return light
+    if plain and all(x is None for x in special):
+        out = _fast_path(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
+        if out is not None:
+            return out
     return attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
@@ -142,9 +143,9 @@ def attend(
     """Return the attention of new queries against a cache, for the functions of several versions of flash-attn.
 
     Args:
-        cu_seqlens_q, max_seqlen_q: (B + 1,) integers: q is then (total_q, Hq, D), some queries for each sample.
-        cu_seqlens_k_new: (B + 1,) integers: k and v are then (total_new, Hkv, ·), some new keys for each sample.
-        rotary_seqlens: (B,), where the angles of each sample's new queries and keys begin; None for cache_seqlens.
+        cu_seqlens_q, max_seqlen_q: (B + 1,) integers and the longest length: q is then packed, (total_q, Hq, D).
+        cu_seqlens_k_new: (B + 1,) integers: k and v are then packed, (total_new, Hkv, ·).
+        rotary_seqlens: (B,), rotary position of each sample's first new query and key; None for cache_seqlens.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · N · capacity entries
             unless N is 1.
         The rest is as in ``flash_attn_with_kvcache``.
@@ -158,9 +159,9 @@ def attend(
     if cu_seqlens_k_new is not None:
         flash_checks.new_keys(_NAME, q, k_cache, v_cache, k, v)
         keys = ragged.tokens(_NAME, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new, whole=True)
-        k, v = k.unsqueeze(1), v.unsqueeze(1)  # (total_new, 1, Hkv, ·): each as if it were a sample's only new key
-    of_each = (k, v) if keys is None else (None, None)
-    flash_checks.cache(_NAME, q, k_cache, v_cache, of_each[0], of_each[1], cache_batch_idx, block_table)
+        k, v = k.unsqueeze(1), v.unsqueeze(1)  # (total_new, 1, Hkv, ·)
+    batched = (k, v) if keys is None else (None, None)
+    flash_checks.cache(_NAME, q, k_cache, v_cache, batched[0], batched[1], cache_batch_idx, block_table)
     batch, n = q.shape[:2]
     checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
     _, softmax_scale, window = options.numbers(_NAME, 0.0, softmax_scale, window_size)
@@ -169,9 +170,9 @@ def attend(
         flash_checks.slopes(_NAME, alibi_slopes, q, batch)
     num_splits = scalars.integer(_NAME, "num_splits", num_splits)
     if num_splits < 0:
-        raise ValueError(f"{_NAME}: num_splits must be a number of parts, 0 to let the kernel choose; got {num_splits}")
+        raise ValueError(f"{_NAME}: num_splits must be at least 0 (0 lets the kernel choose), got {num_splits}")
     if attention_chunk and attn_mask is not None:
-        raise ValueError(f"{_NAME}: attention_chunk and attn_mask together are not supported: put both into attn_mask")
+        raise ValueError(f"{_NAME}: attention_chunk with attn_mask is not supported: combine both into attn_mask")
     if attn_mask is not None:
         flash_checks.mask(_NAME, attn_mask, q, (batch, q.shape[2], n, None))
         attn_mask = four_dimensional(attn_mask)
@@ -184,7 +185,7 @@ def attend(
     for tokens in (queries, keys):
         if tokens is not None and len(tokens.counts) != batch:
             raise ValueError(
-                f"{_NAME}: there must be as many sequences in cu_seqlens_q and cu_seqlens_k_new as samples"
+                f"{_NAME}: cu_seqlens_q and cu_seqlens_k_new must have as many sequences as there are samples ({batch})"
             )
     new = keys.counts if keys is not None else 0 if k is None else k.shape[1]
     if not torch.compiler.is_compiling():
@@ -197,11 +198,11 @@ def attend(
     if rotary_cos is not None or rotary_sin is not None:
         flash_checks.rotary(_NAME, rotary_cos, rotary_sin, q, k)
         starts = lengths if rotary_seqlens is None else rotary_seqlens
-        together = left == UNLIMITED and right == UNLIMITED and not attention_chunk
-        places = _places(starts, n, queries, together=together), _places(starts, k.shape[1], keys, packed=True)
-        _check_angles(rotary_cos, *places)
-        turns = (rotary_cos, rotary_sin, rotary_interleaved)
-        q, k = (_turned(x, at, *turns) for x, at in zip((q, k), places, strict=True))
+        same = left == UNLIMITED and right == UNLIMITED and not attention_chunk
+        positions = _positions(starts, n, queries, same=same), _positions(starts, k.shape[1], keys, packed=True)
+        _check_rotary_positions(rotary_cos, *positions)
+        tables = (rotary_cos, rotary_sin, rotary_interleaved)
+        q, k = (_rotated(x, p, *tables) for x, p in zip((q, k), positions, strict=True))
     if k is not None:
         if keys is None:
             cached.append(k_cache, v_cache, k, v, lengths, table)
@@ -239,7 +240,7 @@ def attend(
 
 def _longest(max_seqlen_q: Any, queries: ragged.Tokens) -> int:
     if max_seqlen_q is None:
-        raise ValueError(f"{_NAME}: with cu_seqlens_q, max_seqlen_q must say how long the longest sequence is")
+        raise ValueError(f"{_NAME}: cu_seqlens_q needs max_seqlen_q, the length of the longest sequence")
     longest = flash_checks.longest(_NAME, "max_seqlen_q", max_seqlen_q)
     counts = queries.counts
     if counts.device.type == "cpu" and not torch.compiler.is_compiling() and len(counts) and counts.max() > longest:
@@ -247,21 +248,24 @@ def _longest(max_seqlen_q: Any, queries: ragged.Tokens) -> int:
     return longest
 
 
-def _check_angles(cos: Tensor, *places: Tensor) -> None:
+def _check_rotary_positions(cos: Tensor, *positions: Tensor) -> None:
     if cos.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    for at in places:
-        if at.numel() and (int(at.min()) < 0 or int(at.max()) >= len(cos)):
+    for p in positions:
+        if p.numel() and (int(p.min()) < 0 or int(p.max()) >= len(cos)):
             raise ValueError(
-                f"{_NAME}: rotary_cos has too few positions for places up to {int(at.max())} (from {int(at.min())}); "
+                f"{_NAME}: rotary_cos does not contain the positions {int(p.min())} … {int(p.max())}; "
                 f"got {checks.describe(rotary_cos=cos)}"
             )
 
 
-def _light(
+def _fast_path(
     q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, scale: Any, bias: Any
 ) -> Tensor | None:  # (B, 1, Hq, Dv)
-    """One token against few keys, as many for each sample, on a CPU; None where this is another or a faulty call."""
+    """Compute one token against few keys, the same number for each sample, on a CPU.
+
+    Return None if the fast path does not apply or an argument is invalid.
+    """
     tensors = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
     if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
         return None
@@ -269,17 +273,17 @@ def _light(
         return None
     (batch, n, heads, width), (held, capacity, key_heads, _), dtype = q.shape, k_cache.shape, q.dtype
     if isinstance(lengths, Tensor):
-        lengths = _only(lengths, batch)
+        lengths = _common_length(lengths, batch)
     old = capacity if lengths is None and k is None else lengths
     fit = n == 1 and held == batch and k_cache.shape[3] == width and v_cache.shape[:3] == k_cache.shape[:3]
     if k is not None or v is not None:
         fit = fit and k is not None and v is not None and k.shape == (batch, 1, key_heads, width)
         fit = fit and v.shape == (batch, 1, key_heads, v_cache.shape[3])
-    alike = dtype.is_floating_point and all(t.dtype is dtype and t.device.type == "cpu" for t in tensors)
+    same_dtype = dtype.is_floating_point and all(t.dtype is dtype and t.device.type == "cpu" for t in tensors)
     numbers = type(bias) is float and (scale is None or type(scale) is float) and type(old) is int
-    wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    some = 0 not in (heads, key_heads, width, v_cache.shape[3])
-    if not (fit and alike and numbers and some and not wants) or heads % key_heads:
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    nonempty = 0 not in (heads, key_heads, width, v_cache.shape[3])
+    if not (fit and same_dtype and numbers and nonempty and not needs_grad) or heads % key_heads:
         return None
     new = 0 if k is None else 1
     stop = old + new
@@ -292,8 +296,8 @@ def _light(
     return one_query.attend(q, k_cache[:, :stop], v_cache[:, :stop], bias, width**-0.5 if scale is None else scale)
 
 
-def _only(lengths: Tensor, batch: int) -> Any:
-    """The one value of (B,) integers on the CPU, or something that is no number."""
+def _common_length(lengths: Tensor, batch: int) -> Any:
+    """Return the common value of (B,) integers on the CPU as an int; if there is none, the tensor itself."""
     if lengths.shape != (batch,) or lengths.device.type != "cpu" or lengths.dtype not in (torch.int32, torch.int64):
         return lengths
     values = lengths.tolist()
@@ -308,8 +312,8 @@ def _refuse(return_softmax_lse: bool) -> None:
 def _check_bias(bias: Any, q: Tensor) -> None:
     if bias is None or isinstance(bias, str):
         raise TypeError(
-            f"{_NAME}: sigmoid_bias must be the number or tensor that the model was trained with (-log of its training "
-            f"length, say); got {bias!r}. -log of the current length would change as the cache grows"
+            f"{_NAME}: sigmoid_bias must be the number or tensor that the model was trained with (such as -log of its "
+            f"training length); got {bias!r}. -log of the current length would change as the cache grows"
         )
     batch, n, heads, _ = q.shape
     if isinstance(bias, Tensor) and bias.dim() == 3:
@@ -330,10 +334,10 @@ def _refuse_gradients(*tensors: Any) -> None:
 
 def _lengths(given: Any, q: Tensor, capacity: int, *, needed: bool) -> Tensor:  # (B,)
     if given is None and needed:
-        raise ValueError(f"{_NAME}: with k and v, cache_seqlens must say how many keys the cache holds already")
+        raise ValueError(f"{_NAME}: k and v need cache_seqlens, the number of keys that the cache holds already")
     if not isinstance(given, Tensor):
-        every = capacity if given is None else scalars.integer(_NAME, "cache_seqlens, if not a tensor,", given)
-        return torch.full((len(q),), every, dtype=torch.int32, device=q.device)
+        length = capacity if given is None else scalars.integer(_NAME, "cache_seqlens, if not a tensor,", given)
+        return torch.full((len(q),), length, dtype=torch.int32, device=q.device)
     if given.dim() == 0:
         given = given.expand(len(q))
     flash_checks.of_samples(_NAME, "cache_seqlens", given, q)
@@ -341,7 +345,7 @@ def _lengths(given: Any, q: Tensor, capacity: int, *, needed: bool) -> Tensor:  
 
 
 def _bias(bias: Any, device: torch.device) -> Tensor:
-    """0-d for a number, or (B or 1, Hq or 1, N or 1)."""
+    """Return the bias as a tensor: 0-d for a number, else (B or 1, Hq or 1, N or 1)."""
     if not isinstance(bias, Tensor):
         number = bias_operand(bias, device, 3)
         assert number is not None
@@ -350,27 +354,27 @@ def _bias(bias: Any, device: torch.device) -> Tensor:
     return bias.reshape(dimensions[bias.dim()]) if bias.dim() < 3 else bias
 
 
-def _places(
-    starts: Tensor, count: int, tokens: ragged.Tokens | None, *, together: bool = False, packed: bool = False
+def _positions(
+    starts: Tensor, count: int, tokens: ragged.Tokens | None, *, same: bool = False, packed: bool = False
 ) -> Tensor:  # (B, count), or (total, 1) if packed
-    """Return where new queries or keys stand: one after another, or all where the first does."""
+    """Return the positions of new queries or keys: consecutive ones, or the first one for all if ``same``."""
     if packed and tokens is not None:
         return (starts.long()[tokens.sample] + tokens.offset)[:, None]
     steps = torch.arange(count, device=starts.device)
-    if together:
+    if same:
         steps = torch.zeros_like(steps)
     if tokens is None:
         return starts.long()[:, None] + steps
     return starts.long()[:, None] + torch.minimum(steps, tokens.counts[:, None] - 1).clamp(min=0)
 
 
-def _turned(x: Tensor, places: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first features of x: (B, N, H, D) turned in pairs by the angles of their places (B, N)."""
+def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Return x (B, N, H, D) with its first features rotated in pairs by the angles of positions (B, N)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (t[places].unsqueeze(2).to(wide) for t in (cos, sin))  # (B, N, 1, rotary_dim / 2)
-    width = 2 * cos.shape[-1]
-    turned, rest = x[..., :width].to(wide), x[..., width:]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    cos, sin = (t[positions].unsqueeze(2).to(wide) for t in (cos, sin))  # (B, N, 1, rotary_dim / 2)
+    rotary_dim = 2 * cos.shape[-1]
+    head, rest = x[..., :rotary_dim].to(wide), x[..., rotary_dim:]
+    a, b = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
     pair = (a * cos - b * sin, a * sin + b * cos)
-    whole = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat((whole.to(x.dtype), rest), -1)
+    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((rotated.to(x.dtype), rest), -1)

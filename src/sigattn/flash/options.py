@@ -1,4 +1,4 @@
-"""Options shared by the functions of ``sigattn.flash``: checks, and the forms that the operators take."""
+"""Options shared by the functions of ``sigattn.flash``: validation, and conversion for the operators."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LOG_LENGTH = "-log n"
 
 
 def refuse(name: str, return_attn_probs: bool) -> None:
-    """Raise for arguments of flash-attn that this library does not serve."""
+    """Raise for arguments of flash-attn that this library does not support."""
     if return_attn_probs:
         raise ValueError(
             f"{name}: return_attn_probs=True is not supported: a sigmoid has no log-sum-exp, and the weights are never "
-            "formed; see sigattn.attention_statistics"
+            "stored; see sigattn.attention_statistics"
         )
 
 
@@ -44,7 +44,7 @@ def check(
 
 
 def numbers(name: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, float | None, tuple[int, int] | None]:
-    """Return dropout_p, softmax_scale and window_size as Python's own numbers; raise for anything else."""
+    """Return dropout_p, softmax_scale and window_size as Python numbers; raise for anything else."""
     if isinstance(dropout_p, bool) or isinstance(scale, bool):
         raise TypeError(
             f"{name}: dropout_p and softmax_scale must be numbers, got {dropout_p!r} and {scale!r}; flash-attn 3's "
@@ -54,12 +54,12 @@ def numbers(name: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, 
 
 
 def cast(t: Tensor) -> Tensor:
-    """Return t in autocast's dtype where autocast is enabled for its device."""
+    """Return t in autocast's dtype if autocast is enabled for its device."""
     return autocast(t) if library.autocasting(t.device.type) else t
 
 
 def packed_bias(bias: float | str | Tensor, device: torch.device) -> Tensor | None:
-    """Return None for the rule, a 0-d tensor for a number, or (B or 1, Hq or 1)."""
+    """Return the bias for packed sequences: None for "-log n", 0-d for a number, or (B or 1, Hq or 1)."""
     if isinstance(bias, str):
         return None
     if not isinstance(bias, Tensor):
@@ -68,7 +68,7 @@ def packed_bias(bias: float | str | Tensor, device: torch.device) -> Tensor | No
 
 
 def dense_bias(bias: float | str | Tensor) -> float | Tensor | None:
-    """Return the bias as ``sigmoid_attention`` takes it."""
+    """Return the bias for ``sigmoid_attention``."""
     if not isinstance(bias, Tensor):
         return None if isinstance(bias, str) else bias
     b = packed_bias(bias, bias.device)

@@ -1,4 +1,4 @@
-"""Padded batches to packed sequences and back, as in ``flash_attn.bert_padding`` of flash-attn 2.8."""
+"""Conversion of padded batches to packed sequences and back, as in ``flash_attn.bert_padding`` of flash-attn 2.8."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sigattn.ops import scalars
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack the valid positions of a padded batch, as ``flash_attn_varlen_func`` takes them.
+    """Pack the valid positions of a padded batch, for ``flash_attn_varlen_func``.
 
     Args:
         hidden_states: (B, L, …).
-        attention_mask: (B, L), bool or integers: valid where it is not 0.
-        unused_mask: (B, L): positions that are given room in the packed sequences but not used; None for none.
+        attention_mask: (B, L), bool or integers: valid if not 0.
+        unused_mask: (B, L): positions that are packed but not counted in seqused; None for none.
 
     Returns:
         hidden_states: (total, …), the valid and the unused positions in order; with gradient.
         indices: (total,), their indices among the B · L positions.
-        cu_seqlens: (B + 1,), int32, where each sequence begins and the last ends.
-        max_seqlen: the length of the longest sequence. Reading it synchronises with an accelerator.
+        cu_seqlens: (B + 1,), int32, start of each sequence, and end of the last.
+        max_seqlen: length of the longest sequence. Reading it synchronises with an accelerator.
         seqused: (B,), int32, the number of valid positions of each sequence.
 
     Raises:
@@ -48,7 +48,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Return packed sequences (total, …) to a padded batch (B, L, …), 0 elsewhere; with gradient.
+    """Return packed sequences (total, …) as a padded batch (B, L, …), with 0 as padding; with gradient.
 
     Args:
         hidden_states: (total, …).
@@ -71,7 +71,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 (flash-attn's name)
-    """Return the rows of input (rows, …) with the given indices (n,); with gradient, summed for an index given twice.
+    """Return the rows of input (rows, …) with the given indices (n,); the gradients of repeated indices are summed.
 
     Raises:
         TypeError: indices that are not integers.
@@ -81,7 +81,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 (f
 
 
 def cumulative(lengths: Tensor) -> Tensor:  # (B,) → (B + 1,)
-    """Return where sequences of these lengths begin, one after another, and where the last ends."""
+    """Return the cu_seqlens of concatenated sequences: the start of each, and the end of the last."""
     return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 

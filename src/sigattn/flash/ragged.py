@@ -1,7 +1,7 @@
-"""Rows of packed sequences brought together: those that are used, or those that pages hold.
+"""Gathering of the used rows of packed sequences, and of the rows of paged ones.
 
-The packed operator takes sequences that lie one after another without gaps. Rows are gathered into that order here, by
-indices that are computed without reading any value from an accelerator; the gradient follows by autograd.
+The packed operator takes concatenated sequences without gaps. The functions here compute the indices that gather rows
+in that order, without reading a value from an accelerator; autograd computes the gradient.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sigattn.ops import cached, flash_checks, scalars
 
 
 class Tokens(NamedTuple):
-    """Some tokens of each sample, packed: (total, H, ·).
+    """Indices of packed tokens (total, H, ·), several per sample.
 
     Attributes:
-        sample: (total,), whose each is; those beyond the last sequence count as the last sample's.
-        offset: (total,), where it stands among its sample's tokens.
-        counts: (B,), how many each sample has.
+        sample: (total,), sample of each token; the last sample for tokens beyond the last sequence.
+        offset: (total,), index of each token among its sample's.
+        counts: (B,), number of tokens of each sample.
         starts: (B + 1,), the cu_seqlens.
     """
 
@@ -31,14 +31,14 @@ class Tokens(NamedTuple):
     starts: Tensor
 
     def padded(self, packed: Tensor, longest: int) -> Tensor:  # (B, longest, H, E)
-        """Return the tokens of each sample first in a row; what follows them is arbitrary."""
+        """Return packed tokens as a padded batch; the values of padding are arbitrary."""
         if not len(packed):
             return packed.new_zeros(len(self.counts), longest, *packed.shape[1:])
         rows = self.starts[:-1, None] + torch.arange(longest, device=packed.device)
         return packed[rows.clamp(max=len(packed) - 1)]
 
     def packed(self, padded: Tensor) -> Tensor:  # (total, H, E)
-        """Return the tokens from ``padded``'s layout; 0 beyond the last sequence."""
+        """Return a padded batch as packed tokens, 0 beyond the last sequence."""
         if not padded.shape[0] * padded.shape[1]:
             return padded.new_zeros(len(self.sample), *padded.shape[2:])
         rows = padded[self.sample, self.offset.clamp(max=padded.shape[1] - 1)]
@@ -47,14 +47,16 @@ class Tokens(NamedTuple):
 
 
 def tokens(caller: str, name: str, t: Any, which: str, cu_seqlens: Any, *, whole: bool = False) -> Tokens:
-    """Return the tokens t (total, H, E), which begin where cu_seqlens says.
+    """Return the ``Tokens`` of t (total, H, E) and cu_seqlens.
 
     Args:
-        name, which: of t and cu_seqlens in the call.
-        whole: no token may lie beyond the last sequence.
+        caller: name of the public function, for error messages.
+        name, which: names of t and cu_seqlens in the call.
+        whole: True if the last sequence must end at total.
 
     Raises:
-        ValueError, TypeError: naming what does not fit; on a CPU also values that descend or are too large.
+        ValueError, TypeError: naming the argument that does not fit; on a CPU also for values of cu_seqlens that
+            decrease or are too large.
     """
     if not isinstance(t, Tensor) or t.dim() != 3:
         given = scalars.describe(t)
@@ -66,7 +68,7 @@ def tokens(caller: str, name: str, t: Any, which: str, cu_seqlens: Any, *, whole
         if starts[0] != 0 or (starts.diff() < 0).any() or last > len(t) or (whole and last != len(t)):
             ends = "end at" if whole else "end at most at"
             raise ValueError(
-                f"{caller}: {which} must begin at 0, never descend and {ends} {len(t)}; got {starts.tolist()}"
+                f"{caller}: {which} must begin at 0, never decrease and {ends} {len(t)}; got {starts.tolist()}"
             )
     rows = torch.arange(len(t), device=starts.device)
     sample = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp(max=max(len(starts) - 2, 0))
@@ -74,10 +76,10 @@ def tokens(caller: str, name: str, t: Any, which: str, cu_seqlens: Any, *, whole
 
 
 def check_used(caller: str, name: str, used: Any, cu_seqlens: Tensor) -> None:
-    """Raise unless used (B,) says how many rows of each sequence are used.
+    """Check used (B,), the number of rows of each sequence that are used.
 
     Raises:
-        ValueError, TypeError: naming what does not fit; on a CPU also values that are too large or negative.
+        ValueError, TypeError: if it does not fit; on a CPU also for values that are too large or negative.
     """
     batch = len(cu_seqlens) - 1
     flash_checks.of_samples(caller, name, used, cu_seqlens, batch)
@@ -91,9 +93,9 @@ def check_used(caller: str, name: str, used: Any, cu_seqlens: Tensor) -> None:
 
 
 def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the order (total,) of rows that puts the used ones of each sequence first, and their cu_seqlens.
+    """Return the order (total,) of rows that concatenates the used ones of each sequence, and their cu_seqlens.
 
-    Rows that are not used follow after the last sequence, where they belong to none.
+    Unused rows come after the last sequence.
     """
     starts = cu_seqlens.long()
     lengths = torch.minimum(used.long(), starts.diff()).clamp(min=0)
@@ -108,15 +110,16 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
 
 
 def restore(packed: Tensor, order: Tensor) -> Tensor:
-    """Return rows to where ``used_first`` took them from."""
+    """Return rows in the order before ``used_first``."""
     return torch.empty_like(packed).index_copy(0, order, packed)
 
 
 def check_pages(caller: str, q: Any, k: Any, v: Any, table: Any, lengths: Tensor) -> None:
-    """Raise unless k (pages, page_size, Hkv, D), v (pages, page_size, Hkv, Dv) and block_table fit together.
+    """Check k (pages, page_size, Hkv, D), v (pages, page_size, Hkv, Dv) and block_table.
 
     Raises:
-        ValueError, TypeError: naming what does not fit; on a CPU also pages that do not exist or do not suffice.
+        ValueError, TypeError: naming the argument that does not fit; on a CPU also for pages that do not exist, or too
+            few pages.
     """
     flash_checks.pages(caller, q, k, v, table, len(lengths))
     if torch.compiler.is_compiling():
@@ -128,13 +131,14 @@ def check_pages(caller: str, q: Any, k: Any, v: Any, table: Any, lengths: Tensor
 
 
 def rows_of_pages(cu_seqlens: Tensor, table: Tensor, page_size: int, longest: int) -> Tensor:
-    """Return the indices among all rows of all pages of each sequence's keys, one sequence after another.
+    """Return the indices of the concatenated sequences' keys among all rows of all pages.
 
     Args:
-        cu_seqlens: (B + 1,), of the keys as they will lie.
+        cu_seqlens: (B + 1,), starts of the concatenated sequences, and end of the last.
         table: (B, pages of each), the pages of each sequence in order.
-        longest: the length of the longest sequence. On an accelerator, where the sum of the lengths is not read, there
-            are B · longest indices, those beyond the last sequence 0.
+        page_size: number of rows of a page.
+        longest: length of the longest sequence. On an accelerator, where the sum of the lengths is not read, there are
+            B · longest indices, 0 beyond the last sequence.
     """
     starts = cu_seqlens.long()
     batch = len(table)

@@ -1,13 +1,13 @@
-"""Sigmoid attention under the names and in the argument order of flash-attn 3 (its module ``flash_attn_interface``).
+"""Sigmoid attention with the functions and argument order of flash-attn 3 (its module ``flash_attn_interface``).
 
 Change ``from flash_attn_interface import flash_attn_func`` into ``from sigattn.flash.v3 import flash_attn_func``.
 Layouts, alignment, and the additional arguments at the end (``sigmoid_bias``, ``sigmoid_precision``, ``backend``,
 ``attn_mask``) are those of ``sigattn.flash``. As in flash-attn 3, there is neither dropout nor ALiBi.
 
-``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed, which change no result. Of
-these, only ``num_splits`` of ``flash_attn_with_kvcache`` is passed on: the other kernels choose by themselves.
+``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed, which do not change the
+result. Only ``num_splits`` of ``flash_attn_with_kvcache`` has an effect: the other kernels choose by themselves.
 ``q_descale``, ``k_descale`` and ``v_descale`` (float8 is not supported), ``qv`` (concatenate it to q, and v to k) and
-``return_attn_probs`` / ``return_softmax_lse`` (a sigmoid has no log-sum-exp) are refused.
+``return_attn_probs`` / ``return_softmax_lse`` (a sigmoid has no log-sum-exp) raise a ValueError if given.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def flash_attn_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Sigmoid attention of a batch of sequences of one length.
+    """Compute sigmoid attention of a batch of sequences of one length.
 
     Args:
         q: (B, N, Hq, D). k: (B, M, Hkv, D). v: (B, M, Hkv, Dv).
         attention_chunk: c > 0: the query at position p = i + M - N sees only keys of its own chunk, from p - p mod c to
-            c - 1 further. It is served by a mask of N · M entries. 0 is without chunks.
+            p - p mod c + c - 1, by a mask of N · M entries. 0 for no chunks.
         num_splits, pack_gqa, sm_margin: hints; see the module.
         qv, q_descale, k_descale, v_descale: must be None.
         softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, sigmoid_bias, sigmoid_precision,
             backend, attn_mask: as in ``sigattn.flash.flash_attn_func``.
 
     Returns:
-        (B, N, Hq, Dv), contiguous, in q's dtype.
+        Attention output, (B, N, Hq, Dv), contiguous, in q's dtype.
 
     Raises:
-        ValueError, TypeError: as there, or an argument that is not supported.
+        ValueError, TypeError: as in ``sigattn.flash.flash_attn_func``, or for an argument that is not supported.
 
     >>> q, k, v = torch.randn(3, 2, 128, 4, 64).unbind()
     >>> flash_attn_func(q, k, v, causal=True, sigmoid_bias="-log n").shape
@@ -95,7 +95,7 @@ def flash_attn_qkvpacked_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """``flash_attn_func`` of qkv: (B, N, 3, H, D); or (B, N, Hq + 2 · Hkv, D) with num_heads_q = Hq."""
+    """Compute ``flash_attn_func`` of qkv, (B, N, 3, H, D), or (B, N, Hq + 2 · Hkv, D) with num_heads_q = Hq."""
     name = "flash_attn_qkvpacked_func"
     if isinstance(qkv, Tensor) and qkv.dim() == 4:
         if num_heads_q is None:
@@ -103,7 +103,9 @@ def flash_attn_qkvpacked_func(
         heads = scalars.integer(name, "num_heads_q", num_heads_q)
         rest = qkv.shape[2] - heads
         if heads < 0 or rest < 0 or rest % 2:
-            raise ValueError(f"{name}: {qkv.shape[2]} heads are not num_heads_q = {heads} and twice the key heads")
+            raise ValueError(
+                f"{name}: qkv must have num_heads_q + 2 · Hkv = {heads} + 2 · Hkv heads, got {qkv.shape[2]}"
+            )
         q, k, v = qkv.split([heads, rest // 2, rest // 2], dim=2)
     else:
         q, k, v = flash_checks.packed_together(name, "qkv", qkv, 5, 3)
@@ -142,19 +144,19 @@ def flash_attn_varlen_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Sigmoid attention of B sequences of different lengths, one after another without padding.
+    """Compute sigmoid attention of B sequences of different lengths, concatenated without padding.
 
     Args:
         q: (total_q, Hq, D). k: (total_k, Hkv, D). v: (total_k, Hkv, Dv).
-        seqused_q, seqused_k: (B,) integers, how many rows of each sequence are used, from its first; None for all. The
-            alignment, and "-log n", go by the rows that are used. The output is 0 in other rows, the gradient too. Rows
-            are brought together by a copy.
+        seqused_q, seqused_k: (B,) integers, number of rows of each sequence that are used, from its first; None for
+            all. The alignment and "-log n" count only used rows. Output and gradient of other rows are 0. The used rows
+            are copied.
         attention_chunk: as in ``flash_attn_func``, by a mask of B · max_seqlen_q · max_seqlen_k entries.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in ``sigattn.flash.flash_attn_varlen_func``.
         The rest is as in ``flash_attn_func``.
 
     Returns:
-        (total_q, Hq, Dv), in q's dtype.
+        Attention output, (total_q, Hq, Dv), in q's dtype.
 
     Raises:
         ValueError, TypeError: as in ``flash_attn_func``.
@@ -206,28 +208,30 @@ def flash_attn_with_kvcache(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Sigmoid attention of new queries against a cache, to which new keys and values are added first, in place.
+    """Append new keys and values to a cache, in place, and compute sigmoid attention of new queries against the cache.
 
     Args:
         q: (B, N, Hq, D); or (total_q, Hq, D) with cu_seqlens_q (B + 1,) and max_seqlen_q, a different number of new
             queries for each sample.
         k, v: (B, N_new, Hkv, ·); or (total_new, Hkv, ·) with cu_seqlens_k_new (B + 1,), which ends at total_new; or
             None.
-        page_table: (B, pages of each), what ``sigattn.flash`` calls block_table.
+        page_table: (B, pages of each), named block_table in ``sigattn.flash``.
         rotary_seqlens: (B,) integers, the position of each sample's first new query and key in the rotary tables; None
             for cache_seqlens.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, counted from cache_leftpad; by a mask of
             B · N · capacity entries unless N is 1. Not with attn_mask.
-        attn_mask: as there; with cu_seqlens_q, N is max_seqlen_q, and a sample's first query has the first row.
+        attn_mask: as in ``sigattn.flash.flash_attn_with_kvcache``; with cu_seqlens_q, N is max_seqlen_q, and a sample's
+            first query has the first row.
         qv, q_descale, k_descale, v_descale: must be None.
         scheduler_metadata, pack_gqa, sm_margin: hints; see the module.
         The rest is as in ``sigattn.flash.flash_attn_with_kvcache``.
 
     Returns:
-        (B, N, Hq, Dv), or (total_q, Hq, Dv), in q's dtype.
+        Attention output, (B, N, Hq, Dv) or (total_q, Hq, Dv), in q's dtype.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as there, or an argument that is not supported.
+        ValueError, TypeError, RuntimeError: as in ``sigattn.flash.flash_attn_with_kvcache``, or for an argument that is
+            not supported.
     """
     name = "flash_attn_with_kvcache"
     _check_order(name, softmax_scale, causal)
@@ -249,7 +253,7 @@ def flash_attn_with_kvcache(
 
 
 def _check_order(name: str, softmax_scale: Any, causal: Any) -> None:
-    """Raise if the arguments seem to stand in flash-attn 2's order, which has dropout_p before softmax_scale."""
+    """Raise if the arguments seem to be in flash-attn 2's order, which has dropout_p before softmax_scale."""
     if isinstance(softmax_scale, bool) or not isinstance(causal, bool):
         raise TypeError(
             f"{name}: softmax_scale must be a number and causal a bool, got {softmax_scale!r} and {causal!r}; "

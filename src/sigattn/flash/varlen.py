@@ -36,32 +36,32 @@ def flash_attn_varlen_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Sigmoid attention of B sequences of different lengths, one after another without padding.
+    """Compute sigmoid attention of B sequences of different lengths, concatenated without padding.
 
-    Sequence s has the rows cu_seqlens[s] … cu_seqlens[s + 1] - 1. It may be empty; queries without keys give 0. What
-    lies beyond the last sequence gives 0 and has gradient 0.
+    Sequence s has the rows cu_seqlens[s] … cu_seqlens[s + 1] - 1. It may be empty. The output of queries without keys
+    is 0; output and gradient of rows beyond the last sequence are 0.
 
     Args:
         q: (total_q, Hq, D).
         k: (total_k, Hkv, D), Hq a multiple of Hkv.
         v: (total_k, Hkv, Dv).
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers on q's device, from 0, not descending. (Their values are checked
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers on q's device, from 0, not decreasing. (Their values are checked
             on a CPU only: on an accelerator reading them would synchronise.)
-        max_seqlen_q, max_seqlen_k: the longest sequences' lengths; rows beyond them would be left out. Pass
-            Python's integers: reading a tensor on an accelerator synchronises.
+        max_seqlen_q, max_seqlen_k: lengths of the longest sequences; longer sequences would be cut. Pass Python
+            integers: reading a tensor on an accelerator synchronises.
         block_table: (B, pages of each) integers: k and v are then (pages, page_size, Hkv, ·), pages of any size, and
-            sequence s has cu_seqlens_k[s + 1] - cu_seqlens_k[s] keys in the pages of row s. Keys and values are
-            gathered, a copy, which suits prefill; for decoding see ``flash_attn_with_kvcache``. With gradient.
+            sequence s has cu_seqlens_k[s + 1] - cu_seqlens_k[s] keys in the pages of row s. Keys and values are copied,
+            which suits prefill; for decoding see ``flash_attn_with_kvcache``. With gradient.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
             ``flash_attn_func``, with each sequence's own N and M.
         sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``; "-log n" is each sequence's own.
         attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to (B, Hq,
-            max_seqlen_q, max_seqlen_k): entry [s, h, i, j] is of query i and key j of sequence s, each counted from the
+            max_seqlen_q, max_seqlen_k): entry [s, h, i, j] is for query i and key j of sequence s, counted from the
             sequence's first. It combines with causal and window_size. A tree of draft tokens, for example, is a mask
             whose rows allow a token's ancestors.
 
     Returns:
-        (total_q, Hq, Dv), in q's dtype.
+        Attention output, (total_q, Hq, Dv), in q's dtype.
 
     Raises:
         ValueError, TypeError: as in ``flash_attn_func``.
@@ -95,7 +95,7 @@ def flash_attn_varlen_qkvpacked_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """``flash_attn_varlen_func`` of qkv: (total, 3, H, D), with the same lengths for queries and keys."""
+    """Compute ``flash_attn_varlen_func`` of qkv, (total, 3, H, D), with the same lengths for queries and keys."""
     q, k, v = flash_checks.packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
@@ -123,7 +123,7 @@ def flash_attn_varlen_kvpacked_func(
     backend: str | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """``flash_attn_varlen_func`` of q: (total_q, Hq, D) and kv: (total_k, 2, Hkv, D)."""
+    """Compute ``flash_attn_varlen_func`` of q, (total_q, Hq, D), and kv, (total_k, 2, Hkv, D)."""
     k, v = flash_checks.packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
@@ -161,9 +161,9 @@ def attend(
     """Return the attention of packed sequences, for the functions of several versions of flash-attn.
 
     Args:
-        name: of the function, for errors.
-        seqused_q, seqused_k: (B,) integers, how many rows of each sequence are used, from its first; None for all.
-            Output rows that are not used are 0.
+        name: name of the function, for error messages.
+        seqused_q, seqused_k: (B,) integers, number of rows of each sequence that are used, from its first; None for
+            all. The output of other rows is 0.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · max_seqlen_q ·
             max_seqlen_k entries.
         The rest is as in ``flash_attn_varlen_func``.
@@ -192,8 +192,8 @@ def attend(
         used_keys, cu_seqlens_k = ragged.used_first(cu_seqlens_k, seqused_k, len(k))
         k, v = (t.index_select(0, used_keys) for t in (k, v))
     if attention_chunk:
-        own = chunks.packed(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), attention_chunk)
-        attn_mask = chunks.combined(own, attn_mask)
+        chunk_mask = chunks.packed(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), attention_chunk)
+        attn_mask = chunks.combined(chunk_mask, attn_mask)
     left, right = sides(window, causal)
     problem = PackedProblem(
         q,
@@ -222,7 +222,7 @@ def attend(
 def _from_pages(
     name: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_k: Any, table: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys and values gathered from pages, one sequence after another, and their cu_seqlens."""
+    """Return the keys and values of concatenated sequences, gathered from pages, and their cu_seqlens."""
     flash_checks.starts(name, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     ragged.check_pages(name, q, k, v, table, cu_seqlens_k.diff())
     longest = flash_checks.longest(name, "max_seqlen_k", max_seqlen_k)
