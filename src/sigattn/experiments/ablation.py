@@ -1,4 +1,4 @@
-"""Variants of one recipe beside each other: what many tables of the paper are."""
+"""Comparison of variants of one recipe, the form of many tables of the paper."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says of one variant beside another.
+    """Statement of the paper that compares two variants.
 
     Attributes:
-        text: in our words. name, beside: of the variants.
-        says: the metric of ``name`` is "same" as, "higher" or "lower" than that of ``beside``.
-        within: how wide an interval may be that is still called the same.
+        text: the statement in our words. name, beside: names of the two variants.
+        says: the metric of ``name`` is the "same" as, "higher" or "lower" than that of ``beside``.
+        within: largest half width of the 95 % interval of the difference for which "same" can be confirmed.
     """
 
     text: str
@@ -37,13 +37,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class Ablation:
-    """Variants of one recipe.
+    """Experiment that trains variants of one recipe; calling it runs the experiment.
 
     Attributes:
-        base: the recipe at a scale. variants: by name, which fields of the blocks they change.
-        metric: of the task, at the end of training. label: it in words.
-        claims: left out where a variant is. smoke: the variants of the smallest scale; None for all.
-        curves: whether to draw losses and attention norms over the steps, instead of the metric of each seed.
+        base: returns the recipe at a scale. variants: changed fields of the blocks, by name of the variant.
+        metric: metric of the task, at the end of training. label: the metric in words.
+        claims: statements to check; one whose variants were not trained is skipped.
+        smoke: the variants of the smallest scale; None for all.
+        curves: if True, plot losses and attention norms over the steps, instead of the metric of each seed.
     """
 
     base: Callable[[Setting], Recipe]
@@ -55,7 +56,7 @@ class Ablation:
     curves: bool = False
 
     def __call__(self, setting: Setting) -> Result:
-        """Train all, compare."""
+        """Train all variants and compare their metrics."""
         names = self.smoke if setting.scale == "smoke" and self.smoke else tuple(self.variants)
         recipe = self.base(setting)
         wanted = {name: recipe.with_transformer(**self.variants[name]) for name in names}
@@ -69,7 +70,7 @@ class Ablation:
 
 
 def judge(claim: Claim, values: dict[str, list[float]]) -> Finding:
-    """A claim by the metrics of each variant's seeds."""
+    """Return the finding for a claim, given the metrics of each variant's seeds."""
     delta, margin = intervals.welch(values[claim.beside], values[claim.name])
     seen = f"({claim.name}) less ({claim.beside}): {intervals.interval(delta, margin)}"
     if claim.says == "same":
@@ -80,13 +81,13 @@ def judge(claim: Claim, values: dict[str, list[float]]) -> Finding:
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each variant, softmaxes in shades of orange."""
-    soft, others = iter(SOFTMAX_COLOURS), iter(COLOURS)
-    return {name: next(soft if "softmax" in name else others) for name in names}
+    """Return a colour for each variant; those of softmax are shades of orange and grey."""
+    softmax, other = iter(SOFTMAX_COLOURS), iter(COLOURS)
+    return {name: next(softmax if "softmax" in name else other) for name in names}
 
 
 def dots(values: dict[str, list[float]], label: str) -> matplotlib.figure.Figure:
-    """Each seed a dot, the mean a bar."""
+    """Plot the value of each seed as a dot, and their mean as a bar."""
     picture, (axis,) = drawing.figure(1, width=7.0, height=1.0 + 0.25 * len(values))
     for i, (name, found) in enumerate(values.items()):
         kind = next((k for k in ("softmax", "sigmoid") if k in name), "mlp")
@@ -99,7 +100,7 @@ def dots(values: dict[str, list[float]], label: str) -> matplotlib.figure.Figure
 
 
 def curves(found: dict[str, list[sweep.Outcome]]) -> matplotlib.figure.Figure:
-    """Losses and attention norms over the steps."""
+    """Plot losses and attention norms over the steps."""
     picture, axes = drawing.figure(2, width=5.4, height=4.0)
     for name, colour in colours_of(found).items():
         drawing.curves(axes[0], [[r["loss"] for r in o.rows] for o in found[name]], name, colour)
@@ -112,7 +113,7 @@ def curves(found: dict[str, list[sweep.Outcome]]) -> matplotlib.figure.Figure:
 
 
 def shortened(recipe: Recipe, steps: int, batch: int) -> Recipe:
-    """The recipe with so many steps, judged at their end."""
+    """Return the recipe with ``steps`` updates, validated at the last one."""
     training = replace(
         recipe.training, steps=steps, batch=batch, warmup_steps=steps // 10, validate_every=steps,
         checkpoint_every=steps,

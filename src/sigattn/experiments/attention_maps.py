@@ -1,9 +1,9 @@
-"""The attention weights of single samples over training: k = 1, n = 40 summation, one layer, one head (App. G.6).
+"""Attention weights of single samples over training: k = 1, n = 40 summation, one layer, one head (App. G.6).
 
     sigattn reproduce attention-maps --scale small          (--scale paper: 1 GPU)
 
-Expected: a 2 × 2 structure of blocks for both mechanisms, for either half of the input means something else; at the end
-sigmoid's upper left block, where the numbers look at the numbers, is less sparse than softmax's.
+Expected: a 2 × 2 structure of blocks for both mechanisms, because the two halves of the input differ in meaning; at the
+end, sigmoid's upper left block, where numbers attend to numbers, is less sparse than softmax's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLOUR_MAPS = {"softmax": "Greys", "sigmoid": "Blues"}
 
 
 def weights_of(model: SequenceModel, samples: Tensor) -> Tensor:  # (B, n, n)
-    """The weights of the first layer's first head."""
+    """Return the attention weights of the first head of the first layer."""
     (layer, *_) = (m for m in model.modules() if isinstance(m, Attention))
     found: list[Tensor] = []
 
@@ -47,14 +47,14 @@ def weights_of(model: SequenceModel, samples: Tensor) -> Tensor:  # (B, n, n)
 
 
 def hoyer(weights: Tensor) -> float:
-    """The mean over rows of (√n - ‖p‖₁ / ‖p‖₂) / (√n - 1)."""
+    """Return the Hoyer sparsity, the mean over rows p of (√n - ‖p‖₁ / ‖p‖₂) / (√n - 1)."""
     root = weights.shape[-1] ** 0.5
     ratio = weights.sum(-1) / weights.norm(dim=-1).clamp(min=1e-12)
     return ((root - ratio) / (root - 1)).mean().item()
 
 
 def run(setting: Setting) -> Result:
-    """Maps of eight samples at some steps, in pairs; and the sparsity of the upper left block."""
+    """Plot attention weights of eight samples at four steps; compare the sparsity of the upper left block."""
     recipe = k_summation.base(setting, 1, heads=1)
     steps = recipe.training.steps
     at = sorted({0, steps // 4, steps // 2, steps})
@@ -77,7 +77,7 @@ def run(setting: Setting) -> Result:
         for j in range(SAMPLES):
             for k, (name, colours) in enumerate(COLOUR_MAPS.items()):
                 axis = axes[i * 2 * SAMPLES + 2 * j + k]
-                # a few large weights would leave the rest of a softmax white
+                # clip the colour scale, because a few large weights would make all others of softmax invisible
                 most = float(maps[name, step].flatten().quantile(0.995))
                 axis.imshow(maps[name, step][j].tolist(), cmap=colours, vmin=0, vmax=most)
                 axis.set(xticks=[], yticks=[])
@@ -87,13 +87,15 @@ def run(setting: Setting) -> Result:
         name: [r["upper_left"] for r in data if (r["mechanism"], r["step"]) == (name, steps)] for name in COLOUR_MAPS
     }
     delta, margin = intervals.welch(last["softmax"], last["sigmoid"])
-    idle = k_summation.error_after(setting, tuple(COLOUR_MAPS), steps) > 0.5  # who always says 0 has an error of 1
+    idle = (
+        k_summation.error_after(setting, tuple(COLOUR_MAPS), steps) > 0.5
+    )  # a model that always predicts 0 has an error of 1
     findings = [
         Finding(
-            "At the end, where numbers look at numbers, sigmoid attention is less sparse than softmax.",
+            "At the end, where numbers attend to numbers, sigmoid attention is less sparse than softmax.",
             "not shown" if idle else intervals.beyond(-delta, margin),
             f"Hoyer sparsity of the upper left block, sigmoid - softmax: {intervals.interval(delta, margin)}"
-            + ("; the problem is not learned by then" if idle else ""),
+            + ("; the problem has not been learned" if idle else ""),
         )
     ]
     rows = [
@@ -116,5 +118,5 @@ EXPERIMENT = Experiment(
     run,
     {"smoke": 0.2, "small": 3.0, "paper": None},
     "1 GPU",
-    "batch 64, up to 400 steps; each row of maps is a run of its own that ends there",
+    "batch 64, up to 400 steps; each row of maps is a separate run that ends at that step",
 )

@@ -1,10 +1,10 @@
-"""Beyond the paper: a bias fixed at the training length, or -log of the keys that each query sees, in causal models.
+"""Beyond the paper: a bias fixed at the training length, compared with -log of the visible keys, in causal models.
 
     sigattn reproduce bias-rules --scale small
 
-Under a causal mask query i sees i + 1 keys, yet the paper's b is -log n for all of them. The other rule follows the
-visible keys, as the mass of a row then is about 1 everywhere; at lengths beyond the training's, the first rule keeps
-the bias it was trained with and the second goes on falling.
+Under a causal mask query i sees i + 1 keys, but the paper's b is -log n for all queries. The alternative is -log of the
+number of visible keys, which makes the mass of every row about 1. Beyond the training length, the first rule keeps the
+bias of training, and the second continues to decrease.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOFTMAX, FIXED, VISIBLE = VARIANTS
 
 
 def run(setting: Setting) -> Result:
-    """Train all with ALiBi, judge them at other lengths."""
+    """Train all variants with ALiBi and evaluate them at other lengths."""
     context = setting.of(32, 128, 2048)
     recipe = find("lm-1b-2k-tiny").with_transformer(context=context)
     recipe = shortened(recipe, setting.of(4, 400, 3000), setting.of(2, 16, 16))
@@ -61,14 +61,14 @@ def run(setting: Setting) -> Result:
         drawing.band(axis, lengths, [values[name, n] for n in lengths], name, colour)
     axis.axvline(context, color="#999999", linestyle=":", linewidth=0.8)
     axis.set_xscale("log", base=2)
-    axis.set(xlabel=f"tokens (trained on {context})", ylabel="held-out bits a byte")
+    axis.set(xlabel=f"tokens (trained on {context})", ylabel="held-out bits per byte")
     axis.legend(frameon=False, fontsize=8)
     longest = lengths[-1]
     here, there = (intervals.welch(values[FIXED, n], values[VISIBLE, n]) for n in (context, longest))
     grown = {name: intervals.welch(values[name, context], values[name, longest]) for name in VARIANTS}
     findings = [
         Finding(
-            "At the training length both rules are as good.",
+            "At the training length both rules are equally good.",
             intervals.equal(*here, 0.05),
             f"bits, visible keys less fixed: {intervals.interval(*here)}",
         ),
@@ -78,7 +78,7 @@ def run(setting: Setting) -> Result:
             f"bits, visible keys less fixed: {intervals.interval(*there)}",
         ),
         Finding(
-            "With ALiBi and a fixed bias, sigmoid goes on to longer texts as softmax does.",
+            "With ALiBi and a fixed bias, sigmoid extrapolates to longer texts as softmax does.",
             intervals.equal(grown[FIXED][0] - grown[SOFTMAX][0], math.hypot(grown[FIXED][1], grown[SOFTMAX][1]), 0.1),
             ", ".join(f"{name}: {intervals.interval(*grown[name])}" for name in VARIANTS)
             + f" bits from {context} to {longest} tokens",
@@ -89,7 +89,7 @@ def run(setting: Setting) -> Result:
 
 
 def bits_at(model: LanguageModel, setting: Setting, context: int, length: int) -> float:
-    """Held-out bits of windows of a length, with the bias that the model was trained with."""
+    """Return held-out bits per byte over windows of a length, with the bias that the model was trained with."""
     config = model.config
     if config.activation == "sigmoid" and config.bias is None:
         config = replace(config, bias=-math.log(context))

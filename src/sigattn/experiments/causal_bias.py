@@ -178,7 +178,7 @@ def run(setting: Setting) -> Result:
     common = {"context": context, "steps": steps, "windows": setting.of(8, 128, 512), "sha256": sha256}
     common |= {"batch": BATCH, "width": WIDTH, "layers": LAYERS, "heads": HEADS}
     calls = {}
-    for seed in range(setting.seeds):  # the outer loop, so that an interrupted sweep has whole seeds
+    for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
         for architecture in names:
             for rule in RULES:
                 settings = {"architecture": architecture, "rule": rule, "seed": seed, **common}

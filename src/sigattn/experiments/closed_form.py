@@ -1,4 +1,4 @@
-"""What needs no training: regularity (Fig. 8), the norm at initialisation (App. ASR), FLOPs (Table 1).
+"""Experiments without training: regularity (Fig. 8), the norm at initialisation (App. ASR), FLOPs (Table 1).
 
 sigattn reproduce regularity | initial-norms | flops
 """
@@ -13,7 +13,7 @@ from sigattn.theory import regularity as theory
 
 
 def run_regularity(setting: Setting) -> Result:
-    """Jacobian norms over n, ten trials of each."""
+    """Measure Jacobian norms over n, in ten trials each."""
     lengths = setting.of((8, 16), (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 256, 512, 1024))
     data = theory.norms_over_length(lengths, setting.of(2, 10, 10), std=0.02)
 
@@ -35,7 +35,7 @@ def run_regularity(setting: Setting) -> Result:
     axes[0].set_ylabel("spectral norm of the Jacobian")
     axes[0].legend(frameon=False, loc="lower right")
     below = all(r["norm"] <= r["bound"] for r in data if r["bound"] is not None)
-    # both mechanisms have the same tokens and weights in a trial: so trial by trial
+    # compared trial by trial, because both mechanisms have the same tokens and weights in a trial
     trials = [(r["n"], r["trial"], r["hybrid_norm"]) for r in data if r["activation"] == "sigmoid"]
     of = {(r["activation"], r["n"], r["trial"], r["hybrid_norm"]): r["norm"] for r in data}
     lower = sum(of["sigmoid", *trial] < of["softmax", *trial] for trial in trials)
@@ -48,15 +48,15 @@ def run_regularity(setting: Setting) -> Result:
         Finding(
             "With b = -log n, sigmoid's norms are lower than softmax's, with and without hybrid-norm.",
             "agrees" if lower == len(trials) else "differs",
-            f"in {lower} of {len(trials)} trials (weights of standard deviation 0.02; with variance 1/d it is the "
-            "other way round without hybrid-norm, docs/paper-notes.md)",
+            f"in {lower} of {len(trials)} trials (weights of standard deviation 0.02; with variance 1/d the order is "
+            "reversed without hybrid-norm, docs/paper-notes.md)",
         ),
     ]
     return Result(("", "", *(f"n = {n}" for n in lengths)), rows, findings, data, picture)
 
 
 def run_norms(setting: Setting) -> Result:
-    """The table of App. ASR, "Results and Ablations", in words there."""
+    """Measure the attention norms that App. ASR, "Results and Ablations", gives in its text."""
     options = attention_norms.AttentionNorms(
         layers=setting.of(1, 36, 36), width=setting.of(64, 768, 768), seconds=setting.of(1.0, 15.0, 15.0)
     )
@@ -82,8 +82,8 @@ def run_norms(setting: Setting) -> Result:
 
 
 def run_flops(setting: Setting) -> Result:
-    """Table 1 at the paper's sizes."""
-    del setting  # arithmetic is the same at every scale
+    """Compute Table 1 at the paper's sizes."""
+    del setting  # the same at every scale
     rows, data = [], []
     for n, d in ((2048, 64), (4096, 64), (4096, 128)):
         for causal in (False, True):
@@ -99,7 +99,8 @@ def run_flops(setting: Setting) -> Result:
     most = max(r["σ(L + b)"] / (r["L = Q Kᵀ"] + r["P V"]) for r in data)
     findings = [
         Finding(
-            "Softmax and sigmoid take the same number of operations per token and head, and few beside the products.",
+            "Softmax and sigmoid take the same number of operations per token and head, few compared with the "
+            "products.",
             "agrees" if same else "differs",
             f"equal; at most {most:.1%} of the two products' (Table 1 leaves out P V)",
         )

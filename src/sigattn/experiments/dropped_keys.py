@@ -1,12 +1,12 @@
-"""Beyond the paper: sigmoid's sums are additive, so keys can be dropped at a certified price.
+"""Beyond the paper: error of sigmoid attention when keys are dropped, which has a bound because its sum is additive.
 
     sigattn reproduce dropped-keys --scale small
 
-A key's contribution to a query's output is p ‖v‖, which for a sigmoid depends on that key and query alone: dropping a
-set of keys changes the output by at most the sum of theirs, known without looking at any other key. A softmax's weights
-have a common denominator: dropping a key rescales all others, and no bound can be given before all keys were seen. Here
-each query keeps, of the keys it sees, the share with the largest contributions; softmax, with the same budget, is shown
-both rescaled (as a softmax over the kept keys is) and not.
+A key's contribution to a query's output is p ‖v‖, which for a sigmoid depends on that key and query only: dropping a
+set of keys changes the output by at most the sum of their contributions, whatever the other keys are. The weights of a
+softmax have a common denominator: dropping a key rescales all others, and a bound requires all keys. Here each query
+keeps the given share of its visible keys, those with the largest contributions; softmax with the same budget is
+evaluated both rescaled (a softmax over the kept keys) and not.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
 
 @dataclass
 class Dropped:
-    """What dropping did, over all calls.
+    """Errors of dropping keys, over all calls.
 
     Attributes:
-        error, output: sums of squares. beyond: the most by which an error exceeded its bound, as a part of the largest
-            output of the call: rounding, if it is of the order of 1e-7.
+        error, output: sums of squares. beyond: largest excess of an error over its bound, relative to the largest
+            output of the call; values of the order of 1e-7 are rounding.
     """
 
     error: float = 0.0
@@ -53,7 +53,7 @@ class Dropped:
 
 
 def kept(contribution: Tensor, visible: Tensor, share: float) -> Tensor:
-    """Which keys each query keeps: the share of those it sees (one at least) with the largest contributions."""
+    """Return the mask of kept keys: for each query, the share of visible keys (at least one) that contribute most."""
     budget = (visible.sum(-1, keepdim=True) * share).ceil().clamp(min=1)  # (…, N, 1)
     order = contribution.masked_fill(~visible, -1).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
@@ -63,7 +63,7 @@ def kept(contribution: Tensor, visible: Tensor, share: float) -> Tensor:
 def attend(
     share: float, rescaled: bool, seen: Dropped, activation: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern
 ) -> Tensor:
-    """``mechanism.attend`` with the smallest contributions left out."""
+    """Return the output of ``mechanism.attend`` without the smallest contributions, and add its errors to ``seen``."""
     problem = mechanism.problem_of(query, key, value, p)
     weights = reference.attention_weights(problem, activation)  # (B, H, N, M)
     visible = reference.masked_logits(problem, activation)[1]
@@ -86,7 +86,7 @@ def attend(
 
 @contextmanager
 def dropping(model: nn.Module, share: float, *, rescaled: bool) -> Iterator[Dropped]:
-    """Let every attention layer of a model drop keys."""
+    """Make every attention layer of a model drop keys in the context; yields the accumulated errors."""
     seen = Dropped()
     layers = [m for m in model.modules() if isinstance(m, Attention)]
     for layer in layers:
@@ -99,7 +99,7 @@ def dropping(model: nn.Module, share: float, *, rescaled: bool) -> Iterator[Drop
 
 
 def run(setting: Setting) -> Result:
-    """Train both, drop keys, see what it costs."""
+    """Train both models, and measure errors and bits per byte with dropped keys."""
     context = setting.of(32, 256, 2048)
     recipe = find("lm-1b-2k-tiny").with_transformer(context=context)
     recipe = shortened(recipe, setting.of(4, 400, 3000), setting.of(2, 16, 16))
@@ -134,7 +134,7 @@ def _result(setting: Setting, data: list[dict[str, Any]]) -> Result:
             drawing.band(axis, shares, [of(way, s, key) for s in shares], way, colours[way])
         axis.set(xscale="log", xlabel="share of the visible keys that is kept")
     axes[0].set_ylabel("relative error of the outputs")
-    axes[1].set_ylabel("held-out bits a byte")
+    axes[1].set_ylabel("held-out bits per byte")
     axes[0].legend(frameon=False)
     tenth = 0.1
     cost = {way: [b - a for a, b in zip(of(way, 1.0, "bits"), of(way, tenth, "bits"), strict=True)] for way in WAYS}
@@ -146,7 +146,7 @@ def _result(setting: Setting, data: list[dict[str, Any]]) -> Result:
         Finding(
             "Sigmoid's error never exceeds the sum of the dropped keys' own contributions.",
             "agrees" if worst < 1e-5 else "differs",
-            f"over all queries, layers and budgets, beyond it by at most {worst:.1g} of the largest output, rounding",
+            f"over all queries, layers and budgets, the excess is at most {worst:.1g} of the largest output: rounding",
         ),
         Finding(
             "With a tenth of the keys, sigmoid loses no more than a softmax over the kept keys.",

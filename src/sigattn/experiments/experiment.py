@@ -1,4 +1,4 @@
-"""What an experiment is: one figure or table of the paper, at three scales, and what is said of it afterwards."""
+"""Types of an experiment, which reproduces a figure or table of the paper at one of three scales, and its result."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")
 
 
 class ExperimentError(Exception):
-    """An experiment that cannot be run as asked for; the message is one line."""
+    """An experiment cannot run with the given arguments; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How an experiment is run.
+    """Arguments of an experiment.
 
     Attributes:
         scale: "smoke" (seconds), "small" (at most 8 minutes on 2 cores) or "paper".
-        seeds: of each training run. folder: for runs and data, kept so that an interrupted command goes on.
-        show: called with a line for each thing done. workers: runs at a time, a thread each.
+        seeds: number of seeds of each training run.
+        folder: folder of runs and data, from which an interrupted command continues.
+        show: called with a line of progress. workers: number of runs at a time, each with one thread.
         data: tokens or text for the language models (as ``sigattn train --data``); None for CPython's documentation as
-            bytes, which the paper's scale does not take. tokenizer: for text.
-        speech: recordings, the spoken digits as a folder or .tar.gz; None to do without, which only "smoke" can.
-        used: the data that runs were trained on, name and fingerprint; filled in as they are.
+            bytes, which the paper's scale does not accept. tokenizer: tokenizer, if the data is text.
+        speech: recordings, the spoken digits as a folder or .tar.gz; None is possible at scale "smoke" only.
+        used: fingerprints of the data that runs were trained on, by name; filled in by the experiment.
     """
 
     scale: Scale
@@ -44,16 +45,17 @@ class Setting:
     used: dict[str, str] = field(default_factory=dict)
 
     def of(self, smoke: Any, small: Any, paper: Any) -> Any:
-        """The value for the scale."""
+        """Return the value for the scale."""
         return {"smoke": smoke, "small": small, "paper": paper}[self.scale]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the paper says, and what was seen of it.
+    """Statement of the paper, and the evidence for or against it.
 
     Attributes:
-        claim: the paper's, in our words. verdict, seen: "not shown" where the scale cannot show it.
+        claim: the statement in our words.
+        verdict: "agrees", "differs", or "not shown" if scale and seeds do not decide it. seen: the evidence.
     """
 
     claim: str
@@ -63,11 +65,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it.
+    """Result of an experiment.
 
     Attributes:
-        columns, rows: the table. findings: what is said. data: rows for programs.
-        figure: None where there is nothing to draw.
+        columns, rows: the table. findings: the statements and their verdicts. data: rows written to data.jsonl.
+        figure: the figure, or None.
     """
 
     columns: Sequence[str]
@@ -79,12 +81,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A figure or table of the paper.
+    """Experiment that reproduces a figure or table of the paper.
 
     Attributes:
-        name: on the command line. title: in a few words. place: where in the paper.
-        run: does it. minutes: about how long on 2 cores, by scale; None where it is not a matter of minutes.
-        hardware: for the paper's scale. differs: how "small" differs from the paper's set-up.
+        name: name on the command line. title: short description. place: figure, table or section of the paper.
+        run: runs the experiment. minutes: approximate minutes on 2 cores, by scale; None if unknown.
+        hardware: hardware for the paper's scale. differs: difference of "small" from the paper's set-up.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""The sum of the k numbers pointed out, by an MLP and by one layer of softmax or sigmoid attention (App. G.6).
+"""Sum of k marked numbers, computed by an MLP or by one layer of softmax or sigmoid attention (App. G.6).
 
     sigattn reproduce k-summation --scale small             (--scale paper: a GPU, or some hours on a CPU)
     sigattn reproduce attention-evolution --scale small
 
-Expected: the loss grows with k, alike for both mechanisms. Over training the weights of sigmoid attention end less
-sparse than softmax's.
+Expected: the loss grows with k, equally for both mechanisms. At the end of training, the weights of sigmoid attention
+are less sparse than those of softmax.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sigattn.tasks.k_summation import KSummationTask
 
 
 def base(setting: Setting, k: int, **model: Any) -> Recipe:
-    """The recipe with fewer steps."""
+    """Return the recipe, with fewer steps below the paper's scale."""
     recipe = find("k-summation")
     recipe = replace(recipe.with_transformer(**model), task=KSummationTask(k=k))
     steps = setting.of(6, 400, recipe.training.steps)
@@ -45,7 +45,7 @@ def base(setting: Setting, k: int, **model: Any) -> Recipe:
 
 
 def run(setting: Setting) -> Result:
-    """Three architectures over k."""
+    """Compare three architectures over k."""
     ks = setting.of((1, 2), (1, 4, 16), (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20))
     wanted = {}
     for k in ks:
@@ -64,9 +64,9 @@ def run(setting: Setting) -> Result:
              for i in range(len(ks))]  # fmt: skip
     same = sum(abs(delta) <= margin for delta, margin in apart)
     grow, margin = intervals.welch(losses["sigmoid"][0], losses["sigmoid"][-1])
-    # who always says 0 has an error of k
+    # a model that always predicts 0 has an error of k
     idle = [k for i, k in enumerate(ks) if statistics.mean(losses["sigmoid"][i] + losses["softmax"][i]) > k / 2]
-    but = f"; neither has learned k = {', '.join(map(str, idle))} by then (error above k / 2)" if idle else ""
+    but = f"; neither has learned k = {', '.join(map(str, idle))} (error above k / 2)" if idle else ""
     findings = [
         Finding(
             "The loss grows with k.",
@@ -86,7 +86,7 @@ def run(setting: Setting) -> Result:
 
 
 def run_evolution(setting: Setting) -> Result:
-    """Norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
+    """Measure norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
     recipe = base(setting, 1, heads=1)
     steps = recipe.training.steps
     every = max(1, steps // setting.of(2, 5, 10))
@@ -123,13 +123,13 @@ def run_evolution(setting: Setting) -> Result:
     }
     delta, margin = intervals.welch(ends["softmax"], ends["sigmoid"])
     error = error_after(setting, tuple(ends), last)
-    idle = error > 0.5  # who always says 0 has an error of 1
+    idle = error > 0.5  # a model that always predicts 0 has an error of 1
     findings = [
         Finding(
             "At the end of training sigmoid attention is less sparse than softmax.",
             "not shown" if idle else intervals.beyond(-delta, margin),
-            f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}; squared error by then "
-            f"{error:.2g}" + (", so the problem is not learned yet" if idle else ""),
+            f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}; squared error "
+            f"{error:.2g}" + (", so the problem has not been learned" if idle else ""),
         )
     ]
     rows = [(m, intervals.spread([r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, 0)]),
@@ -142,13 +142,13 @@ def _evolution_folder(setting: Setting, mechanism: str, seed: int, steps: int) -
 
 
 def error_after(setting: Setting, mechanisms: Sequence[str], steps: int) -> float:
-    """The mean squared error of the runs that end after so many steps."""
+    """Return the mean squared error of the runs that end after ``steps`` steps."""
     folders = (_evolution_folder(setting, m, s, steps) for m in mechanisms for s in range(setting.seeds))
     return statistics.mean(json.loads((f / sweep.DONE).read_text())["final"]["loss"] for f in folders)
 
 
 def model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, steps: int) -> SequenceModel:
-    """The model as it is after so many steps: a run of its own, whose first steps are those of a longer one."""
+    """Return the model after ``steps`` steps, from a separate run that equals the beginning of a longer one."""
     if not steps:
         torch.manual_seed(seed)
         model = saving.build(recipe.model)
@@ -181,5 +181,5 @@ EVOLUTION = Experiment(
     run_evolution,
     {"smoke": 0.2, "small": 3.0, "paper": None},
     "1 GPU",
-    "batch 64, up to 400 steps; each point is a run of its own that ends there (its learning rate is constant)",
+    "batch 64, up to 400 steps; each point is a separate run that ends at that step (the learning rate is constant)",
 )

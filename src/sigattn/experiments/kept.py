@@ -1,4 +1,4 @@
-"""Measurements that are not made again."""
+"""Cache of measurements in files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def once(path: Path, settings: dict[str, Any], measure: Callable[[], Any]) -> Any:
-    """What ``measure`` gives, as JSON has it: from the file if it is there with these settings, else made and kept."""
+    """Return the value of ``measure()``, converted by JSON; read from ``path`` if stored there with these settings."""
     try:
         found = json.loads(path.read_text())
         if found["settings"] == json.loads(json.dumps(settings)):

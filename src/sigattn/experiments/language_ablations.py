@@ -1,10 +1,11 @@
-"""Language models: where norms stand, with and without a bias; and n^(-α) in place of a bias.
+"""Language models: placement of norms, with and without a bias; and n^(-α) instead of a bias.
 
     sigattn reproduce norm-structure --scale small          (--scale paper: 64 GPUs of 80 GB, RedPajama)
     sigattn reproduce length-power --scale small            (--scale paper: 1 GPU of 80 GB, --data: C4's realnews)
 
 Expected at 2,048 tokens: pre-norm with ALiBi and a bias equals softmax; without a bias, RoPE falls behind (46.0 on
-average, against 50.6); hybrid-norm stands in for the bias. Output divided by n or √n: slightly worse than b = -log n.
+average, compared with 50.6); hybrid-norm makes the bias unnecessary. Output divided by n or √n: slightly worse than
+b = -log n.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ POWERS: dict[str, dict[str, Any]] = {
 
 
 def of_norms(setting: Setting) -> Recipe:
-    """The 1B model's small form.
+    """Return a small form of the 1B model.
 
     Raises:
         ExperimentError: at the paper's scale.
@@ -51,7 +52,7 @@ def of_norms(setting: Setting) -> Recipe:
 
 
 def of_one_block(setting: Setting) -> Recipe:
-    """The one-block model of Figs. 4-7, with ALiBi."""
+    """Return the one-block model of Figs. 4-7, with ALiBi."""
     recipe = find("lm-realnews").with_transformer(position="alibi", bias="log_context")
     if setting.scale == "paper":
         return recipe
@@ -72,7 +73,7 @@ EXPERIMENT = Experiment(
         of_norms,
         NORMS,
         "bits",
-        "held-out bits a byte",
+        "held-out bits per byte",
         (
             Claim("Pre-norm sigmoid with ALiBi and -log n equals softmax at 2,048 tokens.", PRE, "same", SOFTMAX, 0.1),
             Claim("With RoPE and pre-norm, leaving out the bias makes sigmoid worse.", BARE, "higher", ROPE),

@@ -1,9 +1,10 @@
-"""How much the loss depends on the learning rate: LayerScale and QK-norm (Figs. 9, 10), and the bias (App. G.3).
+"""Sensitivity of the loss to the learning rate: LayerScale and QK-norm (Figs. 9, 10), and the bias (App. G.3).
 
     sigattn reproduce lr-sensitivity --scale small          (--scale paper: 1 GPU, κ to 16, data: C4's realnews)
 
-LR sensitivity is E over the rates of min(loss, loss at initialisation) - the best rate's loss. Expected: QK-norm lowers
-it for both mechanisms; LayerScale hardly matters to sigmoid; a bias between -10 and -4 is steadier than -1.
+LR sensitivity is the mean over the rates of min(loss, loss at initialisation) - the best rate's loss. Expected: QK-norm
+lowers it for both mechanisms; LayerScale hardly changes it for sigmoid; it is lower with a bias between -10 and -4 than
+with -1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BIASES = (-15.0, -10.0, -6.0, -4.0, -1.0)
 
 
 def base(setting: Setting, kappa: int) -> Recipe:
-    """κ heads, 2κ layers, width 64κ."""
+    """Return the recipe with κ heads, 2κ layers and width 64κ, smaller below the paper's scale."""
     recipe = find(f"lm-kappa-{kappa}")
     if setting.scale == "paper":
         return recipe
@@ -37,30 +38,30 @@ def base(setting: Setting, kappa: int) -> Recipe:
 
 
 def at_rates(recipe: Recipe, name: str, rates: Sequence[float]) -> dict[str, Recipe]:
-    """A recipe at each learning rate."""
+    """Return a recipe at each learning rate."""
     return {f"{name}, {r:g}": replace(recipe, training=replace(recipe.training, learning_rate=r)) for r in rates}
 
 
 def sensitivity(losses: Sequence[float], start: float) -> float:
-    """E[min(ℓ(η), ℓ₀) - ℓ*] over the rates."""
+    """Return LR sensitivity, the mean over learning rates η of min(ℓ(η), ℓ₀) - ℓ*, where ℓ₀ is ``start``."""
     capped = [min(loss, start) for loss in losses]
     return sum(capped) / len(capped) - min(capped)
 
 
 def losses_of(outcomes: Sequence[sweep.Outcome]) -> list[float]:
-    """Held-out losses; infinite where training diverged."""
+    """Return held-out losses; infinity where training diverged."""
     return [float("inf") if o.diverged else o.final["loss"] for o in outcomes]
 
 
 def measure(
     setting: Setting, variants: dict[str, Recipe]
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[float]], tuple[float, ...]]:
-    """Each variant's losses, (rate, seed), and its sensitivity for each seed; and the rates."""
+    """Return each variant's losses, by rate and seed, its sensitivity for each seed, and the rates."""
     rates = setting.of((1e-3, 1e-1), RATES, RATES)
     wanted = {k: v for name, recipe in variants.items() for k, v in at_rates(recipe, name, rates).items()}
     found = sweep.train_all(setting, sweep.jobs(wanted, setting))
     losses = {name: [losses_of(found[f"{name}, {r:g}"]) for r in rates] for name in variants}
-    # runs of one variant and seed start alike, whatever their rate
+    # the first loss of a variant and seed does not depend on the rate
     starts = {name: [o.rows[0]["loss"] for o in found[f"{name}, {rates[0]:g}"]] for name in variants}
     sensitive = {
         name: [sensitivity([at[s] for at in losses[name]], starts[name][s]) for s in range(setting.seeds)]
@@ -70,7 +71,7 @@ def measure(
 
 
 def run(setting: Setting) -> Result:
-    """Both mechanisms with and without QK-norm and LayerScale."""
+    """Compare both mechanisms with and without QK-norm and LayerScale."""
     kappas = setting.of((1,), (1,), (1, 2, 4, 8, 16))
     changes: dict[str, dict[str, Any]] = {"both": {}, "no QK-norm": {"qk_norm": "none"}}
     changes["no LayerScale"] = {"layer_scale": None}
@@ -120,7 +121,7 @@ def _lower(sensitive: dict[str, list[float]], without: str, having: str, claim: 
 
 
 def run_bias(setting: Setting) -> Result:
-    """Sigmoid with constant biases."""
+    """Compare constant biases of sigmoid attention."""
     kappa = setting.of(1, 1, 4)
     recipe = base(setting, kappa)
     losses, sensitive, rates = measure(
@@ -156,7 +157,7 @@ def run_bias(setting: Setting) -> Result:
     return Result(("bias", "best held-out loss", "sensitivity"), rows, findings, data, picture)
 
 
-_DIFFERS = "κ = 1 alone, 64 bytes instead of 512 tokens, batch 8, 150 steps instead of 16,384"
+_DIFFERS = "κ = 1 only, 64 bytes instead of 512 tokens, batch 8, 150 steps instead of 16,384"
 EXPERIMENT = Experiment(
     "lr-sensitivity",
     "Learning rates with and without QK-norm and LayerScale",

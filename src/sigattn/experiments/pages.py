@@ -1,4 +1,4 @@
-"""From results to pages: one Markdown page and picture for each experiment, and one HTML index of them all."""
+"""Pages of results: one Markdown page and figure for each experiment, and one HTML index of them all."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sigattn.recipes import report
 
 @dataclass(frozen=True)
 class Written:
-    """What a page says, as it is kept beside it.
+    """Content of a page, stored in page.json.
 
     Attributes:
-        name, title, place: of the experiment. scale, seeds: of the run. findings: claim, verdict and what was seen.
-        columns, rows: the table. differs: how this scale differs from the paper's. picture: True if there is one.
-        data: what was trained on, by name and hash. command: that makes the page.
+        name, title, place: see ``Experiment``. scale, seeds: see ``Setting``. findings: claim, verdict and evidence.
+        columns, rows: the table. differs: difference of this scale from the paper's. picture: True if it has a figure.
+        data: names and hashes of the training data. command: the command that writes the page.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Written:
 def write(
     folder: Path, experiment: Experiment, setting: Setting, result: Result, provenance: dict[str, Any]
 ) -> Written:
-    """Leave data.jsonl, page.json, figure.svg, figure.png and page.md in a folder."""
+    """Write data.jsonl, page.json, figure.svg, figure.png and page.md into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in result.data))
     written = Written(
@@ -71,12 +71,12 @@ def write(
 
 
 def read(folder: Path) -> list[Written]:
-    """What is there, in order of names."""
+    """Return the pages of all experiments in a folder, sorted by name."""
     return [Written(**json.loads(path.read_text())) for path in sorted(folder.glob("*/page.json"))]
 
 
 def markdown(w: Written) -> str:
-    """A page."""
+    """Return a page as Markdown."""
     lines = [f"# {w.title}", "", f"{w.place}. Scale: {w.scale}, seeds: {w.seeds}.", ""]
     if w.differs:
         lines += [f"Differs from the paper's set-up: {w.differs}.", ""]
@@ -95,7 +95,7 @@ def markdown(w: Written) -> str:
 
 
 def _command(experiment: Experiment, setting: Setting) -> str:
-    """Return the command that makes a page."""
+    """Return the command that writes a page."""
     parts = ["sigattn", "reproduce", experiment.name, "--scale", setting.scale, "--seeds", str(setting.seeds)]
     for name in ("data", "tokenizer", "speech"):
         if (path := getattr(setting, name)) is not None:
@@ -104,13 +104,13 @@ def _command(experiment: Experiment, setting: Setting) -> str:
 
 
 def counts(written: Sequence[Written]) -> str:
-    """How many findings agree, differ, and could not be shown."""
+    """Return the number of findings of each verdict, as text."""
     found = Counter(f["verdict"] for w in written for f in w.findings)
     return ", ".join(f"{found[v]} {v}" for v in ("agrees", "differs", "not shown"))
 
 
 def index(folder: Path, written: Sequence[Written]) -> Path:
-    """Write one HTML page of everything, with its pictures; ``written`` is text from files and is escaped."""
+    """Write one HTML page of all results with their figures; ``written`` is text from files and is escaped."""
     parts = []
     for w in written:
         findings = "".join(
@@ -127,11 +127,11 @@ def index(folder: Path, written: Sequence[Written]) -> Path:
             f"{data}{differs}<ul>{findings}</ul>{picture}<table><tr>{head}</tr>{rows}</table>"
         )
     path = folder / "index.html"
-    introduction = f"Experiments of Ramapuram et al. (ICLR 2025), run again. Findings: {counts(written)}."
+    introduction = f"Experiments of Ramapuram et al. (ICLR 2025), reproduced. Findings: {counts(written)}."
     path.write_text(report.page("Sigmoid attention: the paper's experiments", introduction, "".join(parts)))
     return path
 
 
 def _text(value: object) -> str:
-    """Return a value as HTML text that can also stand between quotation marks."""
+    """Return a value as escaped HTML text that is also safe in quoted attributes."""
     return html.escape(str(value), quote=True)

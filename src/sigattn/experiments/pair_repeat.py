@@ -1,8 +1,8 @@
-"""Does the first pair of symbols come again, at lengths that were not trained on? (App. "Pair Repeat Problem")
+"""Detection of a repetition of the first pair of symbols, at lengths not trained on (App. "Pair Repeat Problem").
 
     sigattn reproduce pair-repeat --scale small             (--scale paper: 5M samples, an hour a run on 2 cores)
 
-Expected: sigmoid learns it from fewer samples than softmax, and both fall off alike at other lengths.
+Expected: sigmoid learns it from fewer samples than softmax, and both lose accuracy equally at other lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sigattn.tasks.pair_repeat import PairRepeatTask
 
 
 def base(setting: Setting) -> Recipe:
-    """The recipe with fewer steps."""
+    """Return the recipe, with fewer steps below the paper's scale."""
     recipe = find("pair-repeat")
     steps = setting.of(6, 1000, recipe.training.steps)
     training = replace(
@@ -33,7 +33,7 @@ def base(setting: Setting) -> Recipe:
 
 
 def run(setting: Setting) -> Result:
-    """Accuracy over lengths."""
+    """Train three architectures and measure accuracy over lengths."""
     recipe = base(setting)
     wanted = {
         "sigmoid": recipe,
@@ -66,7 +66,7 @@ def run(setting: Setting) -> Result:
             "Sigmoid learns the problem from fewer samples than softmax.",
             "not shown" if not learned or abs(delta) <= margin else "agrees" if delta > margin else "differs",
             f"accuracy at the lengths trained on, sigmoid - softmax: {intervals.interval(delta, margin)}"
-            + ("" if learned else "; nobody has learned it by then"),
+            + ("" if learned else "; no model has learned the problem"),
         )
     ]
     rows = [(name, intervals.spread(trained[name])) for name in wanted]

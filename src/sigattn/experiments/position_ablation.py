@@ -1,9 +1,10 @@
-"""Positions under sigmoid attention: SinCos, RoPE, ALiBi, and RoPE with a bias (Figs. 4-7, Sect. "Ablations").
+"""Positional encodings with sigmoid attention: SinCos, RoPE, ALiBi, and RoPE with a bias (Figs. 4-7, "Ablations").
 
     sigattn reproduce position-ablation --scale small       (--scale paper: 1 GPU of 80 GB, data: C4's realnews)
 
-One block is trained as a language model, sigmoid without a bias beside softmax. Expected: with SinCos and RoPE the
-attention's output starts far larger than softmax's and the loss stays behind; ALiBi or a bias mend it.
+One block is trained as a language model, with sigmoid without a bias and with softmax. Expected: with SinCos and RoPE
+the output of sigmoid attention is initially far larger than that of softmax and the loss higher; with ALiBi or a bias
+it is not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
 
 
 def recipes(setting: Setting) -> dict[str, Recipe]:
-    """Sigmoid with each position, and softmax with each that differs for it."""
+    """Return recipes of sigmoid with each position and bias, and of softmax with each position."""
     base = find("lm-realnews")
     if setting.scale != "paper":
         context, steps = setting.of((32, 6), (256, 300), None)
@@ -38,7 +39,7 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
         base = replace(small, training=training)
     made = {}
     for name, settings in POSITIONS.items():
-        # the paper's b = -10 is about -log n of its 4096 tokens and somewhat more; ours is as much for our length
+        # the paper's b = -10 is somewhat below -log n = -8.3 of its 4096 tokens; scaled here to the shorter contexts
         bias = settings.get("bias", -10.0 if setting.scale == "paper" else setting.of(-4.0, -7.0, -10.0))
         made[f"sigmoid, {name}"] = base.with_transformer(**{**settings, "bias": bias})
         if name != "RoPE, b":
@@ -47,7 +48,7 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
 
 
 def run(setting: Setting) -> Result:
-    """Train all, compare losses and norms."""
+    """Train all recipes and compare their losses and attention norms."""
     found = sweep.train_all(setting, sweep.jobs(recipes(setting), setting))
     picture, axes = drawing.figure(len(POSITIONS), 2)
     rows, findings, data = [], [], []

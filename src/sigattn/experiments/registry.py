@@ -54,7 +54,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 
 def find(name: str) -> Experiment:
-    """The experiment of a name.
+    """Return the experiment of a name.
 
     Raises:
         ExperimentError: if there is none.

@@ -1,12 +1,12 @@
-"""Beyond the paper: does the accuracy of σ matter in training, and from which length? (DESIGN: accuracy of σ)
+"""Beyond the paper: effect of the accuracy of σ on training, over the length.
 
     sigattn reproduce sigma-accuracy --scale small
 
 The paper's kernel computes σ(x) as ½ + ½ tanh(x/2) with the GPU's approximate tanh, whose error is absolute, while
-b = -log n makes weights of 1/n. What counts is therefore (error of a weight) · n. Here the tanh is rounded to a grid of
-2^-bits in an otherwise exact kernel, forward and backward. By published measurements of such kernels (a few per cent at
-16k tokens, tens of per cent at 64k) the GPU's tanh is near -1 about as good as 17 bits; so training at n tokens with
-fewer bits stands for training at n · 2^(17 - bits) tokens with the GPU's.
+b = -log n makes weights of 1/n. The relevant quantity is therefore (error of a weight) · n. Here the tanh is rounded to
+a grid of 2^-bits in an otherwise exact kernel, forward and backward. By published measurements of such kernels (a few
+per cent at 16k tokens, tens of per cent at 64k) the GPU's tanh near -1 has about 17 bits; training at n tokens with
+fewer bits therefore emulates training at n · 2^(17 - bits) tokens with the GPU's tanh.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ CONTEXT = 256
 
 
 def coarse_sigmoid(logits: Tensor, bits: int) -> Tensor:
-    """½ + ½ tanh(x/2), the tanh on a grid of 2^-bits; its derivative is P (1 - P), as a kernel computes it."""
+    """Return P = ½ + ½ tanh(x/2), the tanh rounded to a grid of 2^-bits; its derivative is P (1 - P), as in kernels."""
     exact = torch.tanh(logits.detach() / 2)
     p = 0.5 + 0.5 * torch.round(exact * 2.0**bits) * 2.0**-bits
     return p + (p * (1 - p)) * (logits - logits.detach())
 
 
 def attend(bits: int, activation: str, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
-    """``mechanism.attend`` with the coarse σ, all weights materialised."""
+    """Return the output of ``mechanism.attend`` with the coarse σ; materialises all weights."""
     del activation
     problem = mechanism.problem_of(query, key, value, pattern)
     logits, visible = reference.masked_logits(problem)
@@ -55,16 +55,16 @@ def attend(bits: int, activation: str, query: Tensor, key: Tensor, value: Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class CoarseLanguageModelling(LanguageModelling):
-    """The language modelling task, its model's σ computed with so many bits.
+    """Language modelling task whose model computes σ by ``coarse_sigmoid``.
 
     Attributes:
-        bits: of the tanh.
+        bits: number of bits of the tanh.
     """
 
     bits: int
 
     def build(self, model: LanguageModelConfig) -> nn.Module:
-        """The language model, rewired."""
+        """Build the language model and replace the attention of its layers."""
         built = super().build(model)
         for layer in built.modules():
             if isinstance(layer, Attention):
@@ -73,7 +73,10 @@ class CoarseLanguageModelling(LanguageModelling):
 
 
 def relative_errors(n: int, bits: int, generator: torch.Generator) -> dict[str, float]:
-    """Of output and dQ of some queries against n random keys, b = -log n, beside exact weights in bfloat16."""
+    """Return the errors of output and dQ with a coarse σ, and with exact weights rounded to bfloat16.
+
+    The inputs are 64 random queries and n random keys, b = -log n; errors are relative in the Euclidean norm.
+    """
     q, g = torch.randn(2, 64, 64, generator=generator, dtype=torch.float64).unbind()
     k, v = torch.randn(2, n, 64, generator=generator, dtype=torch.float64).unbind()
     logits = q @ k.mT / 8 - math.log(n)
@@ -82,16 +85,16 @@ def relative_errors(n: int, bits: int, generator: torch.Generator) -> dict[str, 
         return p @ v, (p * (1 - p) * (g @ v.mT)) @ k / 8
 
     exact = both(logits.sigmoid())
-    ways = {"coarse": coarse_sigmoid(logits, bits), "bfloat16": logits.sigmoid().bfloat16().double()}
+    variants = {"coarse": coarse_sigmoid(logits, bits), "bfloat16": logits.sigmoid().bfloat16().double()}
     found = {}
-    for name, p in ways.items():
-        for what, a, b in zip(("output", "dQ"), both(p), exact, strict=True):
-            found[f"{name} {what}"] = ((a - b).norm() / b.norm()).item()
+    for name, p in variants.items():
+        for tensor, a, b in zip(("output", "dQ"), both(p), exact, strict=True):
+            found[f"{name} {tensor}"] = ((a - b).norm() / b.norm()).item()
     return found
 
 
 def run(setting: Setting) -> Result:
-    """Train with fewer and fewer bits; and the error of a single call over n."""
+    """Train with decreasing numbers of bits; compute the error of a single call over n."""
     bits = setting.of((17, 8), BITS, BITS)
     recipe = find("lm-1b-2k-tiny").with_transformer(context=setting.of(32, CONTEXT, CONTEXT))
     recipe = shortened(recipe, setting.of(4, 200, 600), setting.of(2, 8, 16))
@@ -104,36 +107,36 @@ def run(setting: Setting) -> Result:
     lengths = setting.of((256, 1024), tuple(4**i for i in range(4, 10)), tuple(4**i for i in range(4, 10)))
     errors = [{"n": n, **relative_errors(n, HARDWARE_BITS, generator)} for n in lengths]
     picture, axes = drawing.figure(2, width=5.2, height=3.8)
-    for what, style in (("output", "-"), ("dQ", "--")):
-        for way, colour in (("coarse", drawing.STYLE["sigmoid"]), ("bfloat16", "#999999")):
-            label = f"{what}, {'tanh of 17 bits' if way == 'coarse' else 'weights in bfloat16'}"
-            axes[0].plot(lengths, [e[f"{way} {what}"] for e in errors], style, color=colour, label=label)
+    for tensor, style in (("output", "-"), ("dQ", "--")):
+        for variant, colour in (("coarse", drawing.STYLE["sigmoid"]), ("bfloat16", "#999999")):
+            label = f"{tensor}, {'tanh of 17 bits' if variant == 'coarse' else 'weights in bfloat16'}"
+            axes[0].plot(lengths, [e[f"{variant} {tensor}"] for e in errors], style, color=colour, label=label)
     axes[0].set(xscale="log", yscale="log", xlabel="tokens n", ylabel="relative error of one call")
     axes[0].legend(frameon=False, fontsize=8)
     context = setting.of(32, CONTEXT, CONTEXT)
-    stands_for = [context * 2.0 ** (HARDWARE_BITS - b) for b in bits]
-    drawing.band(axes[1], stands_for, [final[f"{b} bits"] for b in bits], "coarse σ", drawing.STYLE["sigmoid"])
+    emulated = [context * 2.0 ** (HARDWARE_BITS - b) for b in bits]
+    drawing.band(axes[1], emulated, [final[f"{b} bits"] for b in bits], "coarse σ", drawing.STYLE["sigmoid"])
     mean = sum(final["exact"]) / len(final["exact"])
     axes[1].axhline(mean, color="#999999", linestyle=":", label="accurate σ")
-    axes[1].set(xscale="log", xlabel="stands for training at n tokens", ylabel="held-out bits a byte")
+    axes[1].set(xscale="log", xlabel="emulated length, tokens", ylabel="held-out bits per byte")
     axes[1].legend(frameon=False)
     worse = {b: intervals.welch(final["exact"], final[f"{b} bits"]) for b in bits}
     first = next((b for b in sorted(bits, reverse=True) if worse[b][0] > worse[b][1]), None)
     beyond = next((e["n"] for e in errors if e["coarse dQ"] > e["bfloat16 dQ"]), None)
     findings = [
         Finding(
-            "At the paper's lengths (4,096 and below) the kernel's error does not show in training.",
+            "At the paper's lengths (4,096 and below) the kernel's error has no measurable effect on training.",
             intervals.equal(*worse[13 if 13 in worse else bits[0]], 0.05),
-            f"13 bits at {context} tokens stand for {context * 16:,}: held-out bits beside an accurate σ "
+            f"13 bits at {context} tokens emulate {context * 16:,}: held-out bits less those of an accurate σ "
             f"{intervals.interval(*worse[13 if 13 in worse else bits[0]])}",
         ),
         Finding(
-            "At some length it does.",
+            "At some length it has.",
             "not shown" if first is None else "agrees",
             "no number of bits made a difference"
             if first is None
-            else f"from {first} bits on, which stand for {context * 2 ** (HARDWARE_BITS - first):,} tokens: "
-            f"{intervals.interval(*worse[first])} bits a byte",
+            else f"from {first} bits on, which emulate {context * 2 ** (HARDWARE_BITS - first):,} tokens: "
+            f"{intervals.interval(*worse[first])} bits per byte",
         ),
         Finding(
             "The error of one call exceeds that of bfloat16 weights from some length on.",
@@ -143,11 +146,15 @@ def run(setting: Setting) -> Result:
     ]
     rows = [("accurate", "–", intervals.spread(final["exact"]), "")] + [
         (f"{b} bits", f"{n:,.0f}", intervals.spread(final[f"{b} bits"]), intervals.interval(*worse[b]))
-        for b, n in zip(bits, stands_for, strict=True)
+        for b, n in zip(bits, emulated, strict=True)
     ]
     data: list[dict[str, Any]] = [{"sigma": name, "bits_a_byte": final[name]} for name in wanted]
     return Result(
-        ("σ", "stands for n", "held-out bits a byte", "less accurate σ's"), rows, findings, [*data, *errors], picture
+        ("σ", "emulated n", "held-out bits per byte", "less those of accurate σ"),
+        rows,
+        findings,
+        [*data, *errors],
+        picture,
     )
 
 
@@ -158,6 +165,6 @@ EXPERIMENT = Experiment(
     run,
     {"smoke": 0.2, "small": 6.0, "paper": None},
     "2 CPU cores",
-    "an emulation: a grid of 2^-bits stands for the GPU's tanh.approx, whose own error sigattn bench accuracy measures "
-    "where there is a GPU",
+    "an emulation: a grid of 2^-bits replaces the GPU's tanh.approx, whose own error sigattn bench accuracy measures "
+    "on a GPU",
 )

@@ -4,8 +4,8 @@
     sigattn reproduce speech-structure --speech FSDD.tar.gz
 
 Expected: with b = -log n of each sample, sigmoid matches softmax with every position; -log of the longest sample of a
-batch serves as well; without a bias it may match too, but gradients spike; hybrid-norm does without the bias; post-norm
-stays behind softmax; a conformer with a learned b = -10 fails on longer recordings.
+batch is equally good; without a bias it may match too, but gradients spike; hybrid-norm needs no bias; post-norm is
+worse than softmax; a conformer with a learned b = -10 fails on longer recordings.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "sigmoid, conformer": {"block_kind": "conformer"},
     "sigmoid, conformer, b = -10, learned": {"block_kind": "conformer", "bias": -10.0, "learn_bias": "layer"},
 }
-DIGITS = (2, 4, 7, 14)  # how many digits the strings of each bucket have at most; training has up to 7
-WITHIN = 8.0  # points of CER: the most that an interval of "the same" may be wide
+DIGITS = (2, 4, 7, 14)  # largest number of digits of the strings of each bucket; training strings have up to 7
+WITHIN = 8.0  # points of CER: largest half width of an interval for which "same" can be confirmed
 
 
 def base(setting: Setting) -> Recipe:
-    """A transformer on strings of spoken digits.
+    """Return the recipe of a transformer on strings of spoken digits.
 
     Raises:
         ExperimentError: at the paper's scale.
@@ -76,11 +76,11 @@ def base(setting: Setting) -> Recipe:
 
 @dataclass(frozen=True)
 class SpeechTable:
-    """Variants, and their character errors by the length of a recording.
+    """Experiment that compares character error rates of variants by the length of a recording.
 
     Attributes:
-        variants, claims: as of an ``Ablation``. smoke: the variants of the smallest scale.
-        longer: claims of the longest strings, which no training had.
+        variants, claims: see ``Ablation``. smoke: the variants of the smallest scale.
+        longer: claims about the longest strings, which do not occur in training.
     """
 
     variants: dict[str, dict[str, Any]]
@@ -89,7 +89,7 @@ class SpeechTable:
     longer: Sequence[Claim] = ()
 
     def __call__(self, setting: Setting) -> Result:
-        """Train all, judge them on strings of every length."""
+        """Train all variants and evaluate them on strings of every length."""
         names = self.smoke if setting.scale == "smoke" else tuple(self.variants)
         recipe = base(setting)
         wanted = sweep.jobs({n: recipe.with_transformer(**self.variants[n]) for n in names}, setting)
@@ -126,7 +126,7 @@ class SpeechTable:
 
 
 def buckets(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
-    """Held-out strings by how many digits they have; the last longer than any in training."""
+    """Return held-out strings grouped by number of digits; the last group is longer than any string in training."""
     _, strings, archive = spoken_digits(
         sweep.speech_of(setting), training=1, held_out=setting.of(24, 160, 160), longest=DIGITS[-1]
     )
@@ -159,8 +159,9 @@ def _experiment(name: str, title: str, place: str, run: Callable[[Setting], Resu
         run,
         {"smoke": 0.2, "small": minutes, "paper": None},
         "8 GPUs of 80 GB",
-        "strings of spoken digits (FSDD) instead of LibriSpeech, 2 layers of 64, 400 steps of 20 s, not converged: "
-        "so characters are judged rather than words; strings of 8 to 14 digits stand for TED-LIUM's longer talks",
+        "strings of spoken digits (FSDD) instead of LibriSpeech, 2 layers of 64, 400 steps of 20 s, not converged, "
+        "so character errors are compared rather than word errors; strings of 8 to 14 digits replace TED-LIUM's "
+        "longer talks",
     )
 
 
@@ -184,7 +185,7 @@ BIAS = _experiment(
         (
             *(_matches(position) for position in ("RoPE", "ALiBi", "CAPE")),
             Claim(
-                "-log of the batch's longest sample serves as well as each sample's own.",
+                "-log of the batch's longest sample is as good as each sample's own.",
                 "sigmoid, RoPE, b = -log of the batch's longest",
                 "same",
                 RULED,
@@ -208,7 +209,7 @@ STRUCTURE = _experiment(
         (
             Claim("A shallow model matches softmax.", "sigmoid, 1 layer", "same", "softmax, 1 layer", WITHIN),
             Claim("So does a deeper one.", "sigmoid, 3 layers", "same", "softmax, 3 layers", WITHIN),
-            Claim("With post-norm, sigmoid stays behind.", "sigmoid, post-norm", "higher", "softmax, post-norm"),
+            Claim("With post-norm, sigmoid is worse.", "sigmoid, post-norm", "higher", "softmax, post-norm"),
             Claim("A conformer with -log n matches.", "sigmoid, conformer", "same", "softmax, conformer", WITHIN),
         ),
         smoke=("softmax, 1 layer", "sigmoid, 1 layer", "sigmoid, conformer, b = -10, learned"),

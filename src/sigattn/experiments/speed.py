@@ -1,11 +1,11 @@
-"""Speed: attention alone, with a norm after it, and in a vision transformer, on the device at hand (App. FlashSigmoid).
+"""Speed of attention alone, followed by a norm, and in a vision transformer, on this machine (App. FlashSigmoid).
 
     sigattn reproduce attention-times | norm-crossing | vit-times       (--scale paper: 1 GPU of 80 GB)
 
-Expected on an H100, sigmoid over FlashAttention-2's softmax: 17 % less time forward, 7 % forward and backward; with a
-LayerNorm it is ahead from T* = 1,024 (causal) to 10,000 tokens on; a ViT gains 4 to 8 % in inference and 3 to 4 % in
-training, as the kernels' gain and their share of the whole predict. Peers here: PyTorch's own softmax attention, whose
-kernel on a GPU is FlashAttention-2 or cuDNN's. ``sigattn bench kernels`` races more of them.
+Expected on an H100, sigmoid compared with FlashAttention-2's softmax: 17 % less time forward, 7 % forward and backward;
+with a LayerNorm it is faster from T* = 1,024 (causal) to 10,000 tokens on; a ViT gains 4 to 8 % in inference and 3 to
+4 % in training, as the kernels' gain and their share of the total predict. The baseline here is PyTorch's own softmax
+attention, whose kernel on a GPU is FlashAttention-2 or cuDNN's; ``sigattn bench kernels`` has more baselines.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PASSES = ("forward", "forward and backward")
 TOKENS = {4096: 64, 8100: 90, 10_000: 100}  # side of the images, in patches of one pixel
 
 
-def device(setting: Setting) -> tuple[torch.device, torch.dtype]:
-    """A GPU in bfloat16, or but for the paper's scale a CPU in float32.
+def device_and_dtype(setting: Setting) -> tuple[torch.device, torch.dtype]:
+    """Return a GPU and bfloat16, or without a GPU the CPU and float32.
 
     Raises:
         ExperimentError: at the paper's scale, without a GPU.
@@ -44,30 +44,30 @@ def device(setting: Setting) -> tuple[torch.device, torch.dtype]:
     if torch.cuda.is_available():
         return torch.device("cuda"), torch.bfloat16
     if setting.scale == "paper":
-        raise ExperimentError("speed at the paper's scale is measured on a GPU, and there is none")
+        raise ExperimentError("speed at the paper's scale is measured on a GPU, and this machine has none")
     return torch.device("cpu"), torch.float32
 
 
 def attend(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """(B, H, n, D) each."""
+    """Return the attention output; all tensors are (B, H, n, D)."""
     if mechanism == "softmax":
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return sigattn.sigmoid_attention(q, k, v, is_causal=causal, bias=-math.log(k.shape[2]))
 
 
 def problem_of(setting: Setting, n: int, causal: bool, heads: int = HEADS) -> gpu.Inputs:
-    """Random query, key, value and the output's gradient, (1, H, n, D) each."""
-    place, dtype = device(setting)
+    """Return random query, key, value and gradient of the output, (1, H, n, D) each."""
+    device, dtype = device_and_dtype(setting)
     generator = torch.Generator().manual_seed(n)
-    made = [torch.randn(1, heads, n, HEAD_DIM, generator=generator).to(place, dtype) for _ in range(4)]
+    made = [torch.randn(1, heads, n, HEAD_DIM, generator=generator).to(device, dtype) for _ in range(4)]
     return gpu.Inputs(made[0], made[1], made[2], made[3], Options(-math.log(n), causal, None))
 
 
 def check(mechanism: Mechanism, problem: gpu.Inputs) -> None:
-    """Against float64, before it is timed.
+    """Compare outputs and gradients with float64, before timing.
 
     Raises:
-        RuntimeError: if it is wrong.
+        RuntimeError: if the error is above the tolerance.
     """
     q, k, v = gpu.leaves(problem)
     out = attend(mechanism, q, k, v, problem.options.causal)
@@ -79,7 +79,7 @@ def check(mechanism: Mechanism, problem: gpu.Inputs) -> None:
 
 
 def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, layers: int = 1) -> list[dict[str, Any]]:
-    """Seconds of both mechanisms, forward, and forward and backward."""
+    """Measure times of both mechanisms in ms, forward, and forward and backward."""
     problem = problem_of(setting, n, causal, heads)
     for mechanism in MECHANISMS:
         check(mechanism, problem)
@@ -106,7 +106,7 @@ def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, l
 
 
 def run_attention(setting: Setting) -> Result:
-    """Both passes, full and causal, over the length."""
+    """Measure both passes, full and causal, over the length."""
     lengths = setting.of((32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096, 16_384, 32_768, 78_000))
     rows = [
         r
@@ -128,19 +128,19 @@ def run_attention(setting: Setting) -> Result:
                     f"{'Causal' if causal else 'Full'} attention, {which}: sigmoid takes less time than softmax, "
                     f"averaged over n (about {paper:.0f} % less in the paper).",
                     "not shown" if setting.scale == "smoke" else "agrees" if mean > 0 else "differs",
-                    f"{mean:.0f} % less on {_device(setting)}, {'causal' if causal else 'full'}; "
+                    f"{mean:.0f} % less on {_device_name(setting)}, {'causal' if causal else 'full'}; "
                     f"at the longest {gains[-1]:.0f} %",
                 )
             )
         axis.axhline(0, color="#999", linewidth=0.8)
         axis.set(xscale="log", xlabel="tokens n", title="causal" if causal else "full")
-    axes[0].set_ylabel("time saved beside softmax, %")
+    axes[0].set_ylabel("time saved compared with softmax, %")
     axes[0].legend(frameon=False)
     return Result(("", "", *(f"n = {n:,}" for n in lengths)), cells, findings, rows, picture)
 
 
 def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[dict[str, Any]]:
-    """Forward times of sigmoid attention with a LayerNorm after it, and of softmax without."""
+    """Measure forward times of sigmoid attention followed by a LayerNorm, relative to softmax without one."""
     problem = problem_of(setting, n, causal)
     width, q = HEADS * HEAD_DIM, problem.query
     weight = torch.ones(width, device=q.device, dtype=q.dtype) if affine else None
@@ -163,7 +163,7 @@ def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[di
 
 
 def run_crossing(setting: Setting) -> Result:
-    """T*, the length from which sigmoid and a norm are always faster than softmax."""
+    """Measure T*, the length from which on sigmoid followed by a norm is faster than softmax."""
     lengths = setting.of(
         (32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 576, 1024, 2048, 5184, 10_000, 16_384, 60_000)
     )
@@ -193,14 +193,14 @@ def run_crossing(setting: Setting) -> Result:
         Finding(
             "There is a length T* from which sigmoid with a LayerNorm after it is faster than softmax.",
             "not shown" if setting.scale == "smoke" else everywhere,
-            f"on {_device(setting)}: {seen}",
+            f"on {_device_name(setting)}: {seen}",
         )
     ]
     return Result(("", "affine projection", "T*", "mean gain from there on"), cells, findings, rows)
 
 
 def crossing(ratios: list[tuple[int, float]]) -> int | None:
-    """The least n from which on every time over softmax's is below 1."""
+    """Return the least n from which on every ratio of times is below 1; None if the last is not."""
     start = None
     for n, ratio in sorted(ratios, reverse=True):
         if ratio >= 1:
@@ -210,8 +210,8 @@ def crossing(ratios: list[tuple[int, float]]) -> int | None:
 
 
 def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
-    """Milliseconds of both mechanisms: the whole model's inference and training step, and attention alone."""
-    place, dtype = device(setting)
+    """Measure times of both mechanisms in ms: the model's inference and training step, and attention alone."""
+    device, dtype = device_and_dtype(setting)
     layers, heads = setting.of((1, 1), (2, 3), (12, 12))
     models = {}
     for mechanism in MECHANISMS:
@@ -219,16 +219,16 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
         config = VisionTransformerConfig(
             image_size=side, patch=1, layers=layers, width=heads * HEAD_DIM, heads=heads, activation=mechanism
         )
-        models[mechanism] = VisionTransformer(config).to(place)
-    image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)).to(place)
-    label = torch.zeros(1, dtype=torch.int64, device=place)
+        models[mechanism] = VisionTransformer(config).to(device)
+    image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
+    label = torch.zeros(1, dtype=torch.int64, device=device)
 
     def inference(mechanism: Mechanism) -> None:
-        with torch.no_grad(), torch.autocast(place.type, dtype, enabled=dtype is not torch.float32):
+        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
             models[mechanism](image)
 
     def training(mechanism: Mechanism) -> None:
-        with torch.autocast(place.type, dtype, enabled=dtype is not torch.float32):
+        with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
             loss = F.cross_entropy(models[mechanism](image), label)
         loss.backward()
         models[mechanism].zero_grad()
@@ -238,9 +238,9 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
     alone = time_attention(setting, n, False, heads, layers)
     for name, call, which in (("inference", inference, PASSES[0]), ("training", training, PASSES[1])):
         calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in MECHANISMS}
-        for contestant, seconds, ratios in gpu.race(calls, setting.of(1, 5, 9), 0.0):
-            found[f"{name}_{contestant}_ms"] = seconds * 1e3
-            if contestant == "sigmoid":
+        for key, seconds, ratios in gpu.race(calls, setting.of(1, 5, 9), 0.0):
+            found[f"{name}_{key}_ms"] = seconds * 1e3
+            if key == "sigmoid":
                 found[f"{name}_saved"] = 1 - 1 / ratios["softmax"]
         for r in (r for r in alone if r["pass"] == which):
             found[f"{name}_{r['mechanism']}_attention_ms"] = r["ms"]
@@ -248,7 +248,7 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
 
 
 def run_vit(setting: Setting) -> Result:
-    """Kernels and wall clock, and the formula that ties them: s = (τ_sm - τ_σ) / (τ_sm + τ)."""
+    """Compare measured gains with those predicted from the attention's share, s = (τ_sm - τ_σ) / (τ_sm + τ)."""
     sides = setting.of({16: 4}, TOKENS, TOKENS)
     data = [
         _once(setting, f"vit-{tokens}", functools.partial(time_vit, setting, tokens, side))
@@ -270,7 +270,7 @@ def run_vit(setting: Setting) -> Result:
         Finding(
             "A vision transformer gains from the faster kernel in inference and in training.",
             "not shown" if setting.scale == "smoke" else "agrees" if faster else "differs",
-            f"on {_device(setting)}: " + ", ".join(f"{row[0]} tokens, {row[1]}: {row[3]}" for row in rows),
+            f"on {_device_name(setting)}: " + ", ".join(f"{row[0]} tokens, {row[1]}: {row[3]}" for row in rows),
         ),
         Finding(
             "The kernels' gain and their share of the whole predict the gain of the whole.",
@@ -284,13 +284,13 @@ def run_vit(setting: Setting) -> Result:
 
 def _once(setting: Setting, name: str, measure: Callable[[], Any]) -> Any:
     setting.show(name)
-    about = {"scale": setting.scale, "device": _device(setting), "torch": torch.__version__}
+    about = {"scale": setting.scale, "device": _device_name(setting), "torch": torch.__version__}
     return kept.once(setting.folder / "measured" / f"{name}.json", about, measure)
 
 
-def _device(setting: Setting) -> str:
-    place, dtype = device(setting)
-    name = torch.cuda.get_device_name() if place.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
+def _device_name(setting: Setting) -> str:
+    device, dtype = device_and_dtype(setting)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
     return f"{name}, {str(dtype).removeprefix('torch.')}"
 
 

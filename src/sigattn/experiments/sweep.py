@@ -1,4 +1,4 @@
-"""Many small training runs side by side, each in a folder of its own; those that are finished are not done again."""
+"""Sweep of small training runs in parallel, each in its own folder; finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ DONE = "done.json"
 
 @dataclass(frozen=True)
 class Job:
-    """A run.
+    """Training run of a sweep.
 
     Attributes:
-        name: of its kind, also its folder's. recipe: what is trained. seed: of weights and data.
-        data: of a language model, as ``Setting`` has it, or a speech model's recordings. tokenizer: for text.
+        name: name of the variant, and of its folder. recipe: the recipe. seed: seed of weights and data.
+        data: data of a language model (``Setting.data``), or recordings of a speech model. tokenizer: for text.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.
+    """Result of a run.
 
     Attributes:
-        rows: a step each. final: metrics at the end, without "validation_". diverged: whether it ended in a loss that
-            is not finite.
+        rows: measurements of each step. final: metrics at the end, without the prefix "validation_".
+        diverged: True if training stopped at a loss that is not finite.
     """
 
     rows: list[dict[str, Any]]
@@ -57,14 +57,14 @@ class Outcome:
     diverged: bool
 
     def mean_of_last(self, key: str = "loss", share: float = 0.1) -> float:
-        """Over the last part of the steps."""
+        """Return the mean of a measurement over the last ``share`` of the steps."""
         values = [row[key] for row in self.rows if key in row]
         values = values[-max(1, round(share * len(values))) :]
         return float(sum(values) / len(values))
 
 
 def jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
-    """Each recipe with each seed.
+    """Return a job for each recipe and seed.
 
     Raises:
         ExperimentError: at the paper's scale, without data for language models.
@@ -87,10 +87,10 @@ def jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
 
 
 def speech_of(setting: Setting) -> Path:
-    """The recordings; at the smallest scale, where none are named, tones that stand for digits.
+    """Return the path of the recordings; at scale "smoke" without ``setting.speech``, generated tones.
 
     Raises:
-        ExperimentError: if they are needed.
+        ExperimentError: at other scales without ``setting.speech``.
     """
     if setting.speech is not None:
         return setting.speech
@@ -102,7 +102,7 @@ def speech_of(setting: Setting) -> Path:
 
 
 def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome]]:
-    """Return the outcomes of each kind, by seed. What was done with other settings or data is done again."""
+    """Run all jobs, and return the outcomes by name and seed. Runs with other settings or data are repeated."""
     prints: dict[str, str] = {}
     runs = [(job, folder_of(setting, job), identity_of(setting, job, prints)) for job in wanted]
     todo = [run for run in runs if finished(run[1] / DONE, run[2]) is None]
@@ -126,11 +126,11 @@ def identity_of(setting: Setting, job: Job, prints: dict[str, str]) -> str:
     """Return the identity of a run, and record its data in ``setting.used``.
 
     Args:
-        setting: of the experiment. job: the run.
-        prints: fingerprints of data that were computed before, to which new ones are added.
+        setting: setting of the experiment. job: the run.
+        prints: fingerprints of data computed so far, to which new ones are added.
     """
     model, recipe = job.recipe.model, job.recipe
-    # what a language model's data depends on; of other recipes all settings
+    # the data of a language model depends on these two settings only; that of other recipes on any
     own = (model.vocabulary, model.context) if isinstance(model, LanguageModelConfig) else (model, recipe.task)
     key = repr((type(model), own, recipe.data, recipe.augmentation, job.data, job.tokenizer))
     if key not in prints:
@@ -141,7 +141,7 @@ def identity_of(setting: Setting, job: Job, prints: dict[str, str]) -> str:
 
 
 def train_one(folder: Path, job: Job, identity: str) -> None:
-    """Train, and write a file that says it is done. What is left of a run of another identity is deleted."""
+    """Train a job and record that it is finished. Files of a run of another identity are deleted first."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*Ramapuram")
     training = replace(job.recipe.training, seed=job.seed)
@@ -158,7 +158,7 @@ def train_one(folder: Path, job: Job, identity: str) -> None:
 
 
 def data_of(job: Job) -> Data:
-    """What a run trains on: what was named, CPython's documentation, or what is drawn for the synthetic problems."""
+    """Return the data of a run: the named data, CPython's documentation, or generated data of synthetic problems."""
     if isinstance(job.recipe.model, SpeechModelConfig):
         return loading.load(job.recipe, job.data)
     if not isinstance(job.recipe.model, LanguageModelConfig):
@@ -173,5 +173,5 @@ def folder_of(setting: Setting, job: Job) -> Path:
 
 
 def model_of(setting: Setting, job: Job) -> Path:
-    """Where the trained model is."""
+    """Return the folder of the trained model."""
     return folder_of(setting, job) / "model"

@@ -1,4 +1,4 @@
-"""Recordings where there are none: each digit a tone, in the layout of the Free Spoken Digit Dataset."""
+"""Synthetic recordings: a tone for each digit, in the layout of the Free Spoken Digit Dataset."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SPEAKERS = ("low", "high")
 
 
 def write(folder: Path) -> Path:
-    """Eight recordings of each digit by each of two speakers, unless they are there.
+    """Write eight recordings of each digit by each of two speakers, unless they exist; returns the folder.
 
     Raises:
-        ExperimentError: without soundfile.
+        ExperimentError: if soundfile is not installed.
     """
     try:
         import soundfile

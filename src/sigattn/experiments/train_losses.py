@@ -1,10 +1,10 @@
-"""Training losses over all tasks, sigmoid beside softmax: the paper's summary (Fig. "summary_nll").
+"""Training losses of sigmoid and softmax on all tasks, the paper's summary (Fig. "summary_nll").
 
     sigattn reproduce train-losses --speech FSDD.tar.gz     (--scale paper: each recipe's own hardware)
 
-Expected: the two curves of each task lie on each other. Every pair has its recipe's rules, positions and norms; only
-the attention differs (and, in speech, the QK-norm that softmax does without). ``sigattn compare`` trains the same pairs
-to the end of their small recipes and judges them on held-out data.
+Expected: the two curves of each task coincide. Both models of a pair have the recipe's positions and norms; only the
+attention differs (and, in speech, the QK-norm, which softmax does not have). ``sigattn compare`` trains the same pairs
+to the end of their small recipes and evaluates them on held-out data.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ TASKS: dict[str, tuple[str, int, int]] = {
     "MAE": ("vit-mae-tiny", 250, 128),
     "speech": ("asr-ls960-tiny", 300, 20),
 }
-WITHIN = 0.05  # of softmax's loss: as wide as an interval of "the same" may be
+WITHIN = 0.05  # of softmax's loss: largest half width of an interval for which equality can be confirmed
 
 
 def recipes(setting: Setting) -> dict[str, Recipe]:
-    """Both mechanisms of each task; speech only where there are recordings.
+    """Return recipes of both mechanisms for each task; speech only if there are recordings.
 
     Raises:
         ExperimentError: at the paper's scale.
     """
     if setting.scale == "paper":
         raise ExperimentError(
-            "train-losses at the paper's scale is every recipe in full: run sigattn train RECIPE and RECIPE-softmax "
-            "(sigattn recipes lists them), then sigattn compare's page beside them"
+            "train-losses at the paper's scale is every recipe in full: run sigattn train RECIPE and sigattn train "
+            "RECIPE-softmax (sigattn recipes lists them) and compare their metrics.jsonl"
         )
     made: dict[str, Recipe] = {}
     for task, (name, steps, batch) in TASKS.items():
@@ -49,7 +49,7 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
 
 
 def run(setting: Setting) -> Result:
-    """Train all pairs, draw them, compare the ends."""
+    """Train all pairs, plot their losses, and compare the losses at the end."""
     wanted = recipes(setting)
     found = sweep.train_all(setting, sweep.jobs(wanted, setting))
     tasks = [task for task in TASKS if f"sigmoid, {task}" in wanted]

@@ -1,11 +1,11 @@
-"""Supervised vision, ViT-B/16 on ImageNet-1k in the paper: what sigmoid attention needs there, and what it does not.
+"""Ablations of sigmoid attention in supervised vision (ViT-B/16 on ImageNet-1k in the paper).
 
     sigattn reproduce vision-ablations --scale small        (--scale paper: 8 GPUs of 80 GB, ImageNet-1k)
     sigattn reproduce layerscale-free | relaxations
 
-Expected: QK-norm hardly matters with LayerScale; without LayerScale accuracy falls, unless temperature and bias are
-learned; one key head is enough; activations are alike with both, but for tanh; linear attention and Performer are
-worse.
+Expected: QK-norm hardly changes accuracy with LayerScale; without LayerScale accuracy falls, unless temperature and
+bias are learned; one key head is enough; activations are equally good with both, except tanh; linear attention and
+Performer are worse.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RELAXED: dict[str, dict[str, Any]] = {
 
 
 def base(setting: Setting) -> Recipe:
-    """A ViT on handwritten digits.
+    """Return the recipe of a ViT on handwritten digits.
 
     Raises:
         ExperimentError: at the paper's scale.
@@ -60,7 +60,7 @@ def base(setting: Setting) -> Recipe:
         raise ExperimentError(
             "at the paper's scale each variant is a ViT-B on ImageNet-1k: run sigattn train vit-supervised --data "
             "IMAGENET with --model.qk-norm, --model.layer-scale, --model.kv-heads, --model.activation, "
-            "--model.temperature, --model.bias and --model.learn-bias as this experiment has them"
+            "--model.temperature, --model.bias and --model.learn-bias set as in this experiment"
         )
     return shortened(find("vit-supervised-tiny"), setting.of(4, 400, None), setting.of(8, 128, None))
 
@@ -80,7 +80,7 @@ EXPERIMENT = Experiment(
         "top1",
         "held-out top-1",
         (
-            Claim("With LayerScale, sigmoid does without QK-norm.", "sigmoid, no QK-norm", "same", "sigmoid", 0.03),
+            Claim("With LayerScale, sigmoid needs no QK-norm.", "sigmoid, no QK-norm", "same", "sigmoid", 0.03),
             Claim(
                 "Without LayerScale, sigmoid's accuracy falls (by 1 %).", "sigmoid, no LayerScale", "lower", "sigmoid"
             ),
@@ -128,7 +128,7 @@ LAYERSCALE_FREE = Experiment(
     ),
     {"smoke": 0.2, "small": 3.0, "paper": None},
     _HARDWARE,
-    f"{_DIFFERS}; t = 1 beside the paper's 10, whose plateau of 25 epochs is longer than this training",
+    f"{_DIFFERS}; t = 1 as well as the paper's 10, whose plateau of 25 epochs is longer than this training",
 )
 RELAXATIONS = Experiment(
     "relaxations",
