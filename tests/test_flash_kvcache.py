@@ -425,7 +425,7 @@ class TestBadInput:
             ({"block_table": torch.tensor([0, 1])}, r"block_table must be \(B, pages of each sample\)"),
             ({"block_table": torch.tensor([[0], [1]]), "cache_batch_idx": torch.tensor([0, 1])}, "both name"),
             ({"q": torch.zeros(3, 1, 4, 8), "k": None, "v": None}, "the cache must have q's batch size"),
-            ({"k": None}, "k and v are given together"),
+            ({"k": None}, "k and v must both be given"),
             ({"k": torch.zeros(2, 1, 4, 8), "v": torch.zeros(2, 1, 4, 8)}, "must have the cache's heads and head_dim"),
             ({"v_cache": torch.zeros(2, 2, 16, 8)}, "k_cache and v_cache must have the same batch size, length"),
             ({"softcap": -3.0}, "softcap must be finite and at least 0"),
@@ -467,5 +467,5 @@ class TestBadInput:
     def test_a_backend_that_cannot(self, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         if not torch.cuda.is_available():
-            with pytest.raises(ValueError, match="backend 'triton' cannot serve"):
+            with pytest.raises(ValueError, match="backend 'triton' does not support"):
                 self.call(backend="triton", k=None, v=None)

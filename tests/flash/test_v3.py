@@ -282,7 +282,7 @@ class TestCache:
                 r"cu_seqlens_k_new must .* end at 6; got \[0, 1, 3, 5\]",
             ),
             ({"cu_seqlens_k_new": torch.tensor([0, 1, 6])}, "as many sequences"),
-            ({"v": None}, "give both"),
+            ({"v": None}, "pass both"),
             ({"k": torch.randn(6, 4, 8), "v": torch.randn(6, 4, 6)}, "must have the cache's heads and head_dim"),
             ({"cache_seqlens": torch.tensor([5, 15, 4])}, r"cannot hold lengths .* \[6, 17, 7\]"),
             ({"attention_chunk": 4, "attn_mask": torch.ones(4, 9) > 0}, "attention_chunk with attn_mask"),

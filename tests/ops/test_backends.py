@@ -38,7 +38,7 @@ def test_the_fastest_that_can_serve_is_the_default(picky):
 
 def test_an_explicit_backend_never_falls_back(picky):
     q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
-    with pytest.raises(ValueError, match="backend 'picky' cannot serve this call: it is for float64"):
+    with pytest.raises(ValueError, match="backend 'picky' does not support this call: it is for float64"):
         sigmoid_attention(q, k, v, backend="picky")
     assert not picky
 

@@ -229,7 +229,7 @@ def test_blocks_that_kernels_do_not_serve_are_refused_by_name():
     block, _ = make("causal", 32, 32, 16)
     q, k, v = operands(32, 32, kv=4).values()
     with pytest.raises(
-        ValueError, match=r"backend .triton. cannot serve this call: .*multiples of 128, not \(16, 16\)"
+        ValueError, match=r"backend .triton. does not support this call: .*multiples of 128, not \(16, 16\)"
     ):
         sigmoid_attention(q, k, v, block, backend="triton")
     table, tiles = block_mask.resolve(block, q, k)

@@ -35,7 +35,7 @@ def problem(device="cpu", dtype=torch.float32, d=8, dv=8):
 )
 def test_what_it_does_not_serve(monkeypatch, given, reason):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match=f"backend 'triton' cannot serve this call: .*{reason}"):
+    with pytest.raises(ValueError, match=f"backend 'triton' does not support this call: .*{reason}"):
         library.choose(given, "triton")
 
 

@@ -1,4 +1,4 @@
-"""``sigmoid_attention``: the public operator. Checks the call, fills the defaults, picks a backend."""
+"""Public operator ``sigmoid_attention``: checks the arguments, brings them to canonical form and selects a backend."""
 
 from __future__ import annotations
 
@@ -31,48 +31,49 @@ def sigmoid_attention(
     softcap: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Sigmoid attention, ``O = σ(scale · Q Kᵀ + b) V``: element-wise weights, no row normalisation (Sect. 2, Eq. 3).
+    """Compute sigmoid attention ``O = σ(scale · Q Kᵀ + b) V``, without row normalisation (Sect. 2, Eq. 3).
 
-    The signature is that of ``torch.nn.functional.scaled_dot_product_attention``, and a little more. Masks combine: a
-    key is seen where ``attn_mask``, ``is_causal``, ``window`` and ``key_lengths`` all allow it. A masked weight is
-    exactly 0, so a row that sees nothing gives 0, with gradient 0.
+    The signature extends that of ``torch.nn.functional.scaled_dot_product_attention``. Masks combine: a key is visible
+    to a query if ``attn_mask``, ``is_causal``, ``window`` and ``key_lengths`` all allow it. The weight of a key that is
+    not visible is exactly 0, so a query without visible keys has output 0 and gradient 0.
 
     Args:
         query: (B, Hq, N, D).
         key: (B, Hkv, M, D).
-        value: (B, Hkv, M, Dv). As in PyTorch's function, each of the three may also have two or three dimensions, or
-            more than four, and the dimensions before the last two broadcast: one head or one batch serves all. B below
-            stands for all dimensions before the heads. Or nested tensors of the jagged layout, (B, H, ragged, D), as
-            PyTorch's function takes them; these have neither attn_mask nor key_lengths.
+        value: (B, Hkv, M, Dv). As in PyTorch's function, query, key and value may have any number of dimensions from
+            two on, and the dimensions before the last two broadcast. B below stands for all dimensions before the
+            heads. Also nested tensors of the jagged layout, (B, H, ragged, D), as in PyTorch's function; these do not
+            support attn_mask and key_lengths.
         attn_mask: bool (True = attend) or floating point (added to the logits), broadcastable to (B, Hq, N, M); or a
             ``torch.nn.attention.bias.CausalBias``; or a ``BlockMask`` of ``torch.nn.attention.flex_attention``, whose
-            hidden blocks are not computed.
-        dropout_p: probability in [0, 1) of dropping a weight; those kept are multiplied by 1 / (1 - dropout_p). Applied
-            whenever it is not 0, so pass 0 when not training. The seed is drawn from
-            PyTorch's generator of the query's device (``torch.manual_seed``).
-        is_causal: query i sees keys j ≤ i: aligned to the top left, as in PyTorch's function, where N and M differ.
+            masked blocks are not computed.
+        dropout_p: probability in [0, 1) of dropping a weight; the others are multiplied by 1 / (1 - dropout_p). Applied
+            whenever it is not 0, so pass 0 in evaluation. The seed is drawn from PyTorch's generator of the query's
+            device (``torch.manual_seed``).
+        is_causal: if True, query i attends to keys j ≤ i, also if N and M differ (aligned to the top left, as in
+            PyTorch's function).
         scale: factor of Q Kᵀ; None for D^-1/2.
         enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv; query head h uses key head
             h // (Hq / Hkv). Key and value may then differ in their numbers of heads.
         bias: b, a number or a floating-point tensor broadcastable to (B, Hq, N, 1), with gradient. None is the paper's
-            rule -log M (App. E), or -log of each sample's key length under ``key_lengths``. When keys are cached and M
-            grows from call to call, pass the number that the model was trained with.
-        window: (left, right): query i sees keys i - left ≤ j ≤ i + right; -1 is unlimited.
-        alibi_slopes: subtract slope · |i - j| from the logits: (Hq,), (B, Hq), or (B or 1, Hq, 2) with one slope for
-            keys before the query (j < i) and one for keys after it. With gradient.
-        key_lengths: (B,) integers in 0…M, how many keys each padded sample has. Keys and values beyond do not exist:
-            whatever stands there changes nothing, and its gradient is 0. (On an accelerator the range is not checked,
-            because reading it would synchronise.)
-        softcap: c > 0 caps the scaled product, c · tanh(scale · Q Kᵀ / c), before bias, ALiBi and mask are added: the
-            logits are c · tanh(scale · Q Kᵀ / c) + b + …, in the order of flash-attn. 0 is without a cap.
-        backend: "reference" (materialises the weights; has forward-mode and second derivatives), "blocked" (memory
-            linear in the length; any device) or "triton" (the same in GPU kernels: float16, bfloat16 and float32, heads
-            up to 256); None picks the fastest that can serve the call.
+            rule -log M (App. E), or -log of each sample's number of keys with ``key_lengths``. With a KV cache, M
+            grows from call to call: pass the number that the model was trained with.
+        window: (left, right): query i attends to keys i - left ≤ j ≤ i + right; -1 is unlimited.
+        alibi_slopes: slopes of the term -slope · |i - j| added to the logits: (Hq,), (B, Hq), or (B or 1, Hq, 2) with
+            one slope for keys before the query (j < i) and one for keys after it. With gradient.
+        key_lengths: (B,) integers in 0…M, the number of keys of each padded sample. Keys and values beyond are ignored,
+            also if they are NaN, and their gradient is 0. (On an accelerator the range is not checked, because reading
+            it would synchronise.)
+        softcap: c > 0 caps the scaled product before bias, ALiBi and mask are added: the logits are
+            c · tanh(scale · Q Kᵀ / c) + b + …, as in flash-attn. 0 for no cap.
+        backend: "reference" (materialises the weights; supports forward-mode and second derivatives), "blocked" (memory
+            linear in the length; any device) or "triton" (GPU kernels, memory linear in the length: float16, bfloat16
+            and float32, head_dim up to 256); None for the fastest that supports the call.
 
     Returns:
         (B, Hq, N, Dv), the dimensions before the last two broadcast, in the query's dtype (under autocast, in
-        autocast's dtype); contiguous, or from the GPU kernels laid out as the query is, so that the projection after it
-        needs no copy.
+        autocast's dtype). Contiguous; from the GPU kernels in the memory order of the query, so that the following
+        projection needs no copy.
 
     Raises:
         ValueError: shapes, devices or values that do not fit, or an unknown backend; the message restates the call.
@@ -148,7 +149,7 @@ def _on_nested(
     softcap: float,
     backend: str | None,
 ) -> Tensor:
-    """Attention of nested tensors, in their layout."""
+    """Compute the attention of nested tensors; arguments as in ``sigmoid_attention``."""
     nested.refuse(attn_mask, key_lengths)
     nested.check(query, key, value, enable_gqa)
     checks.choice("backend", backend, BACKENDS)
@@ -159,7 +160,7 @@ def _on_nested(
         )  # fmt: skip
         return nested.like_transposed(query, out)
     if backend == "reference":
-        raise ValueError('sigmoid_attention: backend="reference" does not serve nested tensors: unbind() them')
+        raise ValueError('sigmoid_attention: backend="reference" does not support nested tensors: unbind() them')
     parts = nested.pack(query, key, value)
     batch, heads = len(query), query.shape[1]
     bias = checks.bias_of_sequences(bias, query, batch, heads)
@@ -211,10 +212,10 @@ def canonical(
     softcap: float = 0.0,
     blocks: Blocks | None = None,
 ) -> Problem:
-    """Bring checked arguments to the one form that the backends know.
+    """Bring checked arguments to the canonical form of the backends.
 
-    Defaults that depend on a size (scale, bias) stay None here and are filled where sizes are numbers, inside the op:
-    so a graph compiled for any length has nothing to specialise on.
+    Defaults that depend on a size (scale, bias) stay None and are computed inside the op, where sizes are numbers, so
+    that a graph compiled for any length does not specialise on one.
     """
     left, right = sides(window, is_causal)
     return Problem(
@@ -240,7 +241,7 @@ def canonical(
 
 
 def sides(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
-    """A window and causality as one window."""
+    """Return the window (left, right) that combines ``window`` and ``is_causal``."""
     left, right = window if window is not None else (UNLIMITED, UNLIMITED)
     if is_causal:
         right = 0 if right == UNLIMITED else min(right, 0)
@@ -255,8 +256,8 @@ def new_seed(dropout_p: float, device: torch.device) -> Tensor | None:
 def _on_reference(problem: Problem) -> Tensor:
     if torch._C._is_tracing():
         raise RuntimeError(
-            'sigmoid_attention: torch.jit.trace would record backend="reference" for the lengths traced only; another '
-            "backend is recorded for all lengths"
+            'sigmoid_attention: torch.jit.trace would record backend="reference" for the lengths traced only; use '
+            "another backend, which is recorded for all lengths"
         )
     if not torch.compiler.is_compiling():
         library.check_lengths(problem)
@@ -265,7 +266,7 @@ def _on_reference(problem: Problem) -> Tensor:
 
 
 def autocast(t: Tensor) -> Tensor:
-    """What autocast does to the operands of a product."""
+    """Return t in the dtype to which autocast casts the operands of a matrix product."""
     if isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64:
         return t.to(torch.get_autocast_dtype(t.device.type))
     return t
@@ -275,10 +276,11 @@ def bias_operand(bias: Any, device: torch.device, dimensions: int = 4) -> Tensor
     """Return the bias as an operand of the ops.
 
     Args:
-        bias: None, a tensor, or a number, which becomes a 0-d tensor on the CPU, read by every backend without waiting.
-        device: of the query. In a graph compiled for another device than the CPU a number becomes a tensor there: CUDA
-            graphs would replay the number that they were recorded with.
-        dimensions: of such a tensor, and at least those of a tensor that was given.
+        bias: None, a tensor, or a number, which becomes a 0-d tensor on the CPU, so that backends read it without
+            synchronising.
+        device: device of the query. In a graph compiled for a device other than the CPU, a number becomes a tensor on
+            that device, because a CUDA graph would replay the number it was recorded with.
+        dimensions: number of dimensions of that tensor, and least number of dimensions of a tensor that is passed.
     """
     if bias is None:
         return None
@@ -288,7 +290,7 @@ def bias_operand(bias: Any, device: torch.device, dimensions: int = 4) -> Tensor
         bias = float(bias)
     if not torch.compiler.is_compiling():
         return torch.tensor(bias, dtype=torch.float64, device="cpu")
-    # a sum, because that is what the compiler can carry a changing number through
+    # a sum, because the compiler keeps a number symbolic in a sum
     if device.type == "cpu":
         return torch.zeros((), dtype=torch.float64, device="cpu") + bias
     return torch.zeros((1,) * dimensions, dtype=torch.float32, device=device) + bias
@@ -300,7 +302,7 @@ def four_dimensional(t: Tensor) -> Tensor:
 
 
 def two_sided(slopes: Tensor) -> Tensor:  # (B or 1, Hq, 2)
-    """Slopes of any allowed shape with one for keys before the query and one for keys after it."""
+    """Return slopes of any allowed shape as one slope for keys before the query and one for keys after it."""
     if slopes.dim() == 3:
         return slopes
     slopes = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)

@@ -1,8 +1,8 @@
-"""Autograd kernels of the registered ops: the derivative of a forward op is a backward op, and that has none.
+"""Autograd kernels of the registered ops: the derivative of a forward op is a backward op, which has none itself.
 
-They are registered with the dispatcher, because an op can be called without ``sigmoid_attention`` in front of it: an
-exported program and a compiled graph call it directly. ``torch.library.register_autograd`` does not suffice: its
-kernels do not work under ``torch.func``, and they give a forward-mode tangent of zero without an error.
+They are registered with the dispatcher, because exported programs and compiled graphs call the op directly, without
+``sigmoid_attention``. ``torch.library.register_autograd`` does not suffice: its kernels do not work under
+``torch.func``, and they return a forward-mode tangent of zero without an error.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def register(
     Args:
         library: the library that defines both ops.
         forward: an op whose leading arguments are tensors, with a single output.
-        backward: its derivative: (grad_out, arguments of the forward op, needs), needs saying which gradients are
-            needed. It returns one tensor per differentiable argument. Its own derivative raises.
+        backward: its derivative, with arguments (grad_out, arguments of the forward op, needs), where ``needs`` holds a
+            bool for each gradient. It returns one tensor per differentiable argument. Its own derivative raises.
         differentiable: the number of leading arguments that have a gradient.
         onnx_formula: called instead of the forward op while exporting to ONNX; None raises there.
     """
@@ -59,9 +59,10 @@ def register(
 
 
 def register_without(library: torch.library.Library, op: OpOverload, message: str) -> None:
-    """Register an op that has no derivative: a backward pass through it raises RuntimeError with this message.
+    """Register an op without a derivative: a backward pass through it raises RuntimeError with this message.
 
-    An op that returns nothing, because it writes into its arguments, raises when it is called.
+    An op that returns nothing, because it writes into its arguments, raises when it is called with a tensor that
+    requires a gradient.
     """
     if not op._schema.returns:
         _register_mutation(library, op, message)
@@ -81,7 +82,7 @@ def _register_mutation(library: torch.library.Library, op: OpOverload, message: 
         refuse_tangents(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(message)
-        _below(op, keys, args)
+        _redispatch(op, keys, args)
 
     library.impl(op, kernel, "Autograd", with_keyset=True)
 
@@ -98,14 +99,14 @@ def _register(
     derivative: Callable[..., Any],
     onnx_formula: Callable[..., Any] | None = None,
 ) -> None:
-    # For a single level of torch.func: the dispatcher calls the kernel once per level, as for PyTorch's own ops.
+    # a function of a single level, because the dispatcher calls the kernel once per level of torch.func
     class Recorded(_SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *args_and_keys: Any) -> Any:
             *args, keys = args_and_keys
             setup(ctx, args)
-            with _as_outside():
-                return _below(op, keys, args)
+            with _enable_gradients():
+                return _redispatch(op, keys, args)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -122,7 +123,7 @@ def _register(
         tensors = [t for t in args if isinstance(t, Tensor)]
         refuse_tangents(tensors)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            return _below(op, keys, args)
+            return _redispatch(op, keys, args)
         if not torch._C._are_functorch_transforms_active():
             return apply(*args, keys)
         with enable_single_level_autograd_function():
@@ -131,13 +132,13 @@ def _register(
     library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-def _below(op: OpOverload, keys: torch._C.DispatchKeySet, args: Sequence[Any]) -> Any:
+def _redispatch(op: OpOverload, keys: torch._C.DispatchKeySet, args: Sequence[Any]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def _as_outside() -> contextlib.AbstractContextManager[Any]:
-    """Enable gradients again, which a Function disables, for the next level of torch.func records as well."""
+def _enable_gradients() -> contextlib.AbstractContextManager[Any]:
+    """Enable gradients, which a Function disables, because the next level of torch.func must record the op too."""
     if not torch._C._are_functorch_transforms_active():
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
@@ -147,7 +148,7 @@ def _as_outside() -> contextlib.AbstractContextManager[Any]:
 
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError if a tensor has a forward-mode tangent: no fast backend has that derivative."""
+    """Raise RuntimeError if a tensor has a forward-mode tangent, which only the backend "reference" supports."""
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):

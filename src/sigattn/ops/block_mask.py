@@ -1,7 +1,7 @@
-"""FlexAttention's ``BlockMask`` as tensors: which blocks of queries and keys are visible, and the masks of the blocks.
+"""Conversion of FlexAttention's ``BlockMask`` to tensors: the state of each block, and the masks of partial blocks.
 
-A backend skips the blocks that are hidden, needs no mask in those that are visible as a whole, and looks up the mask of
-the others. The memory is that of the block lists plus one byte per weight of the blocks that are visible in part.
+A backend skips hidden blocks, needs no mask in blocks that are entirely visible, and looks up the mask of the others.
+The memory is that of the block lists plus one byte per weight of the blocks that are partially visible.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-HIDDEN, VISIBLE, PARTIAL = 0, 1, 2  # entries of a table; those from PARTIAL on have a mask of their own
-_EVALUATED_TOGETHER = 1 << 24  # entries of masks
+HIDDEN, VISIBLE, PARTIAL = 0, 1, 2  # entries of a table; entries from PARTIAL on are indices of partial blocks
+_EVALUATED_TOGETHER = 1 << 24  # number of mask entries evaluated at a time
 
 
 class Blocks(NamedTuple):
-    """The blocks of a mask.
+    """Blocks of a mask.
 
     Attributes:
         table: (B or 1, Hq or 1, blocks of queries, blocks of keys), int32: the index of each block's mask in ``tiles``.
@@ -31,11 +31,11 @@ class Blocks(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Queries and keys of a block."""
+        """Number of queries and keys of a block."""
         return self.tiles.shape[1], self.tiles.shape[2]
 
     def dense(self, rows: slice, columns: slice) -> Tensor:  # (…, rows, columns)
-        """Return the mask of queries and keys, which need not be whole blocks."""
+        """Return the mask of ranges of queries and keys, which need not align with blocks."""
         size_q, size_k = self.size
         i, j = rows.start // size_q, columns.start // size_k
         table = self.table[..., i : -(-rows.stop // size_q), j : -(-columns.stop // size_k)]
@@ -54,7 +54,7 @@ class Blocks(NamedTuple):
 
 
 def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of start … stop - 1 that visible blocks of a size cover, adjacent blocks as one.
+    """Yield the ranges of start … stop - 1 covered by visible blocks of ``size`` indices; adjacent blocks are merged.
 
     visible: (blocks,), bool, on the CPU.
     """
@@ -78,18 +78,18 @@ def is_block_mask(mask: Any) -> bool:
 def resolve(mask: Any, query: Any, key: Any, caller: str = "sigmoid_attention") -> Blocks:
     """Return the blocks of a ``BlockMask`` for query (B, Hq, N, D) and key (B, Hkv, M, D).
 
-    ``mask_mod`` is evaluated in the blocks that are visible in part, and there alone: for sample or head 0 where the
-    mask was made with B=None or H=None.
+    ``mask_mod`` is evaluated in partially visible blocks only, for sample or head 0 if the mask was created with B=None
+    or H=None.
 
     Raises:
         ValueError: a mask of other sizes, or on another device.
-        TypeError: query and key that are not dense and four-dimensional.
+        TypeError: query or key that is not dense and four-dimensional.
         RuntimeError: inside a compiled graph.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"{caller}: attn_mask is a BlockMask, which is not supported inside torch.compile or torch.export: how "
-            "many blocks have a mask of their own is not known there; pass a bool mask (create_mask makes it)"
+            f"{caller}: attn_mask is a BlockMask, which is not supported inside torch.compile or torch.export, because "
+            "the number of partially visible blocks is unknown there; pass a bool mask (create_mask makes it)"
         )
     if any(not isinstance(t, Tensor) or t.is_nested or t.dim() != 4 for t in (query, key)):
         raise TypeError(f"{caller}: attn_mask is a BlockMask: query, key and value must be dense, of 4 dimensions")
@@ -114,7 +114,7 @@ def resolve(mask: Any, query: Any, key: Any, caller: str = "sigmoid_attention") 
 
 
 def _listed(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return sample, head, block of queries and block of keys of each block that a list names."""
+    """Return sample, head, block of queries and block of keys of each block in a list of a ``BlockMask``."""
     named = torch.arange(indices.shape[-1], device=counts.device) < counts.unsqueeze(-1)
     b, h, i, _ = named.nonzero(as_tuple=True)
     return b, h, i, indices[named].long()
@@ -123,7 +123,7 @@ def _listed(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 def _evaluate(
     mask_mod: Any, at: tuple[Tensor, Tensor, Tensor, Tensor], lengths: tuple[int, int], size: tuple[int, int]
 ) -> Iterator[Tensor]:  # (blocks, queries of a block, keys of a block), bool
-    """Yield the masks of blocks, False beyond the last query and key, where ``mask_mod`` is not asked."""
+    """Yield the masks of blocks; entries beyond the last query and key are False."""
     from torch.nn.attention.flex_attention import create_mask
 
     (n, m), (size_q, size_k) = lengths, size
@@ -142,10 +142,10 @@ def _evaluate(
 
 
 def _mask_mod_of_blocks(mask_mod: Any, blocks: tuple[Tensor, ...], lengths: tuple[int, int]) -> Any:
-    """Return mask_mod as a function of (index of a block, 0, query of the block, key of the block).
+    """Return mask_mod as a function of (index of a block, 0, query within the block, key within the block).
 
-    blocks: sample, head, first query and first key of each. Indices beyond the last query and key are clamped, because
-    mask_mod may look up tensors of these lengths.
+    ``blocks`` holds sample, head, first query and first key of each block. Indices beyond the last query and key are
+    clamped, because mask_mod may index tensors of these lengths.
     """
     b, h, first_q, first_k = blocks
     n, m = lengths

@@ -1,8 +1,9 @@
-"""Sigmoid attention by blocks: any device and dtype of PyTorch, memory linear in the length, forward and backward.
+"""Sigmoid attention in tiles: any device and dtype of PyTorch, memory linear in the length, forward and backward.
 
-Partial results over disjoint sets of keys add, so nothing but the tile at hand is ever held. The forward walks blocks
-of queries (Algorithm 1 of the paper), the backward blocks of keys (Algorithm 2's outer loop): there a tile is kept
-transposed, (keys, queries), and four of its five products need no transpose. Tiles outside the window are not visited.
+Partial results over disjoint sets of keys add, so that only the weights of one tile are stored at a time. The outer
+loop of the forward pass is over blocks of queries (Algorithm 1 of the paper), that of the backward pass over blocks of
+keys (Algorithm 2), with transposed tiles (keys, queries), for which four of the five products need no transpose. Tiles
+outside the window are skipped.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from sigattn.ops.tiles import Group, Span, groups
 
 
 def unavailable(_: Problem | PackedProblem) -> None:
-    """Nothing is beyond it."""
+    """Support every problem; always returns None."""
 
 
 def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
-    """The output of sigmoid attention."""
+    """Return the output of sigmoid attention."""
     if (dtype := short.plan(problem)) is not None:
         return short.forward(problem, dtype)
     query, value = problem.query, problem.value
@@ -37,14 +38,14 @@ def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
 
 
 def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, Dv)
-    """``_forward_group`` of one key head with fused products and no mask but a window, bare.
+    """Compute ``_forward_group`` for one key head with fused products and no mask other than a window.
 
-    After each product Python's own memory is cold, so that every line of the general loop costs several times what it
-    does by itself: together about 5 % of a causal forward (docs/log.md).
+    This shorter loop saves about 5 % of a causal forward, because each product evicts the interpreter's data from the
+    processor's caches, so that Python code between products is several times slower than alone (docs/log.md).
     """
     products = group.products
     assert isinstance(products, Fused)
-    left, right, place = group.problem.left, group.problem.right, group.problem.first_row
+    left, right, first_row = group.problem.left, group.problem.right, group.problem.first_row
     key, value = products.key[0], group.value[0].t()  # (M, E), (Dv, M)
     for query, head_out in zip(products.query[0], out[0, 0], strict=True):  # (N, E), (N, Dv)
         for i, stop in group.short_blocks(Span(0, group.queries), long_side=group.keys):
@@ -53,7 +54,7 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
             for j in range(first, last, group.long_side):
                 end = min(j + group.long_side, last)
                 p = linear(query[i:stop], key[j:end], "sigmoid")  # (R, C)
-                first_seen, last_seen = i + place - left, i + place + right  # by the first query of the block
+                first_seen, last_seen = i + first_row - left, i + first_row + right  # of the block's first query
                 if right != UNLIMITED and end > last_seen + 1:
                     edge = max(j, last_seen + 1)
                     p[:, edge - j :].tril_(last_seen - edge)
@@ -84,7 +85,7 @@ def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, 
 
 
 def backward(problem: Problem, grad_out: Tensor, needs: Needs) -> Gradients:
-    """The gradients that are asked for, by the table of App. F with its slips mended (docs/paper-notes.md).
+    """Return the gradients in ``needs``, by the table of App. F with corrections (docs/paper-notes.md).
 
     grad_out: (B, Hq, N, Dv).
     """
@@ -98,7 +99,7 @@ def backward(problem: Problem, grad_out: Tensor, needs: Needs) -> Gradients:
 
 
 class _Sums:
-    """Where the gradients gather. Those that many tiles add to do so in the accumulator's precision."""
+    """Buffers of the gradients; those of bias, mask and slopes are summed over tiles in float32 or better."""
 
     def __init__(self, problem: Problem, needs: Needs) -> None:
         def zeros(t: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
@@ -153,7 +154,7 @@ def _backward_group(group: Group, grad_out: Tensor, sums: _Sums) -> None:  # gra
 
 
 def _backward_tile(group: Group, grad_out: Tensor, rows: Span, columns: Span, sums: _Sums) -> tuple[Tensor, Tensor]:
-    """Weights (after dropout, still to be scaled) and the gradient of scale · Q Kᵀ of one tile, both transposed."""
+    """Return the weights (after dropout, unscaled) and the gradient of scale · Q Kᵀ of one tile, both transposed."""
     p = group.tile(rows, columns, transposed=True)  # (G, C, rep·R)
     if sums.only_value and group.problem.seed is None:
         return p, p
@@ -172,7 +173,7 @@ def _backward_tile(group: Group, grad_out: Tensor, rows: Span, columns: Span, su
 
 
 def _add_small_gradients(group: Group, d: Tensor, rows: Span, columns: Span, sums: _Sums) -> None:
-    """Sum a tile's logit gradient, (nb, nh, rep, R, C), along what bias, mask and slopes were broadcast along."""
+    """Add the sums of a tile's logit gradient (nb, nh, rep, R, C) to the gradients of bias, mask and slopes."""
     for total in (sums.bias, sums.attn_mask):
         if total is not None:
             target = group.part(total, rows, columns)
@@ -184,19 +185,19 @@ def _add_small_gradients(group: Group, d: Tensor, rows: Span, columns: Span, sum
 
 
 def _sum_to(t: Tensor, target: Tensor) -> Tensor:
-    """Sum the dimensions in which the target has size 1, in the target's precision."""
+    """Sum t over the dimensions in which the target has size 1, in the target's dtype."""
     reduced = [i for i, (a, b) in enumerate(zip(t.shape, target.shape, strict=True)) if a != b]
     return t.sum(reduced, keepdim=True, dtype=target.dtype) if reduced else t
 
 
 def _store(group: Group, target: Tensor | None, part: Tensor | None, columns: Span, factor: float) -> None:
-    """Write the finished gradient of a block of keys: (G, C, E) into (B, Hkv, M, E)."""
+    """Write the gradient of a block of keys (G, C, E), times ``factor``, into (B, Hkv, M, E)."""
     if target is None or part is None:
         return
     if factor != 1.0:
         part = part * factor
     nb, nh, _ = group.shape
     part = part.view(nb, nh, columns.size, -1)
-    if group.ragged:  # whatever dO holds, a key that does not exist has no gradient
+    if group.ragged:  # keys beyond key_lengths have gradient 0, even if dO is not finite
         part = part.masked_fill(~group.exists(columns).view(-1, 1, columns.size, 1), 0)
     target[group.batch.slice, group.heads.slice, columns.slice] = part

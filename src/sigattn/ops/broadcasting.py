@@ -1,8 +1,8 @@
-"""Shapes that ``F.scaled_dot_product_attention`` accepts and the backends do not, brought to four dimensions.
+"""Conversion of shapes that ``F.scaled_dot_product_attention`` accepts and the backends do not, to four dimensions.
 
-PyTorch's function multiplies with ``torch.matmul``, so query, key and value may have any number of leading dimensions,
-two to six dimensions in all or more, and these broadcast. With ``enable_gqa`` the third dimension from the end, the
-heads, is excepted: there key and value heads are repeated, each as often as the query's heads need.
+PyTorch's function uses ``torch.matmul``, so query, key and value may have any number of leading dimensions, and these
+broadcast. With ``enable_gqa`` the third dimension from the end, the heads, does not broadcast: there key and value
+heads are repeated to the number of query heads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sigattn.ops import checks
 
 
 class Batched(NamedTuple):
-    """Arguments with one batch dimension, and the shape that the output (B, Hq, N, Dv) is brought back to."""
+    """Arguments with one batch dimension, and the shape to which the output (B, Hq, N, Dv) is reshaped."""
 
     query: Tensor  # (B, Hq, N, D)
     key: Tensor  # (B, Hkv, M, D), Hq a multiple of Hkv
@@ -30,7 +30,7 @@ class Batched(NamedTuple):
 
 
 def is_needed(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
-    """Return True for dense tensors that are not (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, Dv) already."""
+    """Return True for dense tensors that are not already (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, Dv)."""
     if not all(isinstance(t, Tensor) and not t.is_nested for t in (query, key, value)):
         return False
     if not (query.dim() == key.dim() == value.dim() == 4):
@@ -49,13 +49,13 @@ def flatten(
     key_lengths: Any,
     enable_gqa: bool,
 ) -> Batched:
-    """Expand the leading dimensions to those of the output and make one batch dimension of them.
+    """Expand the leading dimensions to those of the output and flatten them into one batch dimension.
 
-    Nothing is copied unless several leading dimensions broadcast only in part, or key and value have different numbers
+    Nothing is copied unless only some of several leading dimensions broadcast, or key and value have different numbers
     of heads, more than one each.
 
     Raises:
-        ValueError: shapes that do not broadcast, named in terms of the call.
+        ValueError: shapes that do not broadcast; the message restates the call.
         TypeError: tensors of mixed or unsupported dtypes.
     """
     given = {"query": query, "key": key, "value": value}
@@ -133,7 +133,7 @@ def _one_batch(t: Tensor, lead: Sequence[int]) -> Tensor:  # (…, a, b, c) → 
 def _expanded(
     name: str, t: Any, target: Sequence[int], lead: Sequence[int], rank: int, given: dict[str, Tensor]
 ) -> Any:
-    """Return a mask or bias with one batch dimension, of size 1 where the leading dimensions all broadcast."""
+    """Return a mask or bias with one batch dimension, of size 1 if all leading dimensions are."""
     if not isinstance(t, Tensor):
         return t
     if not checks.broadcasts(t.shape, target[-rank:]):

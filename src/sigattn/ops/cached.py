@@ -1,8 +1,8 @@
-"""Queries against a cache of keys and values: the registered ops, and how a CPU computes them.
+"""Attention with a cache of keys and values: the registered ops, and their implementation on a CPU.
 
-A cache is pages of keys; a sample's keys lie in the pages that its row of ``table`` names. A cache without pages is the
-same with one page for each sample. Partial results over disjoint keys add, so neither splitting a long cache nor
-walking it in pieces needs a rescaling (Sect. 4). Nothing here has a gradient.
+A cache consists of pages of keys; row b of ``table`` lists the pages of sample b. A contiguous cache has one page for
+each sample. Partial results over disjoint keys add, so that a long cache can be processed in parts without rescaling
+(Sect. 4). None of these ops has a gradient.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.products import fused_unavailable
 
 # measured on a CPU (docs/log.md)
-TOGETHER = 1 << 20  # elements of K up to which samples are worked on together: beyond, they would leave the cache
-PIECE = 1 << 19  # elements of K worked on together, so that what was read or converted is still near
-BY_HEAD_FROM = 2048  # keys from which bfloat16 is multiplied as it is, a head at a time
+TOGETHER = 1 << 20  # elements of K up to which samples are batched; more would exceed the processor's cache
+PIECE = 1 << 19  # elements of K processed at a time, so that converted keys are still in the processor's cache
+BY_HEAD_FROM = 2048  # number of keys from which bfloat16 products are computed without conversion, one head at a time
 
 
 class CachedProblem(NamedTuple):
-    """The canonical arguments. B samples, N new queries each, P pages of ``page`` keys.
+    """Canonical arguments for B samples with N new queries each, and P pages of ``page`` keys.
 
     Attributes:
         query: (B, N, Hq, D). key: (P, page, Hkv, D). value: (P, page, Hkv, Dv).
-        lengths: (B,) integers, where each sample's keys end.
+        lengths: (B,) integers, one past the index of each sample's last key.
         bias: 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1).
-        first: (B,) integers, where each sample's keys begin; None for 0.
-        table: (B, pages) integers, the pages of each sample, in order; None where sample b has page b alone.
+        first: (B,) integers, the index of each sample's first key; None for 0.
+        table: (B, pages) integers, the pages of each sample, in order; None if page b is the only page of sample b.
         alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
         scale, left, right, fast: as in ``Problem``.
-        splits: into how many parts GPU kernels cut the keys; 0 lets them choose.
-        ends: (B,) integers, one beyond the place of each sample's last query, which may lie anywhere beside the keys;
-            None for lengths, the last query beside the last key.
+        splits: number of parts into which GPU kernels split the keys; 0 for automatic.
+        ends: (B,) integers, one past the position of each sample's last query, relative to the keys and not limited to
+            their range; None for ``lengths``, which aligns the last query with the last key.
         softcap: as in ``Problem``.
-        attn_mask: (B or 1, Hq or 1, N or 1, K), bool or floating point as in ``Problem``, of the last K keys of each
-            sample, those that end at its length; the keys before them are not masked. Or None.
+        attn_mask: (B or 1, Hq or 1, N or 1, K), bool or floating point as in ``Problem``, for the last K keys of each
+            sample; earlier keys are not masked. Or None.
     """
 
     query: Tensor
@@ -62,20 +62,20 @@ class CachedProblem(NamedTuple):
 
     @property
     def scale_value(self) -> float:
-        """The factor of Q Kᵀ."""
+        """Factor of Q Kᵀ."""
         return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
 
     @property
     def capacity(self) -> int:
-        """The most keys that a sample may have."""
+        """Largest number of keys of a sample."""
         return self.key.shape[1] * (1 if self.table is None else self.table.shape[1])
 
 
-# -- on a CPU, and wherever else there is no kernel --------------------------------------------------------------------
+# -- the implementation in PyTorch, for a CPU and for devices without a kernel -----------------------------------------
 
 
 def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
-    """The output of sigmoid attention."""
+    """Return the output of sigmoid attention."""
     p = problem
     (batch, n, heads, _), dv = p.query.shape, p.value.shape[3]
     out = p.query.new_empty(batch, n, heads, dv)
@@ -90,7 +90,7 @@ def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
         and len(set(lengths)) == len(set(ends)) == 1
         and not any(firsts)
         and batch > 1
-        and _one_after_another(p)
+        and _is_folded(p)
     )
     if together and batch * lengths[0] * p.key.shape[2] * p.key.shape[3] <= TOGETHER:
         _one_query(p, slice(0, batch), firsts[0], lengths[0], ends[0] - 1, out)
@@ -103,15 +103,15 @@ def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
     return out
 
 
-def _one_after_another(p: CachedProblem) -> bool:
-    """Whether samples and key heads lie so that they are one dimension: (B, H, M, D) in memory, as layers keep them."""
+def _is_folded(p: CachedProblem) -> bool:
+    """Return True if samples and key heads can be viewed as one dimension (memory order (B, H, M, D), as in layers)."""
     _, _, key_heads, _ = p.key.shape
     apart = all(t.stride(0) == key_heads * t.stride(2) for t in (p.key, p.value))
     return p.table is None and apart and len(p.key) == len(p.query)
 
 
 def _keys(p: CachedProblem, cache: Tensor, b: int, first: int, stop: int) -> Tensor:  # (stop - first, Hkv, E)
-    """A sample's keys or values: a view where they lie in one page, else a copy."""
+    """Return a sample's keys or values, as a view if they are in one page, else as a copy."""
     page = cache.shape[1]
     if stop <= first:
         return cache[0, :0]
@@ -130,7 +130,7 @@ def _of(t: Tensor, samples: slice) -> Tensor:
 
 
 def _dense(p: CachedProblem, b: int, first: int, length: int, end: int) -> Problem:
-    """A sample as a problem without a cache."""
+    """Return a sample as a problem without a cache."""
     key, value = (_keys(p, cache, b, first, length).transpose(0, 1).unsqueeze(0) for cache in (p.key, p.value))
     bias = p.bias if p.bias.dim() == 0 else _of(p.bias, slice(b, b + 1)).unsqueeze(-1)
     return Problem(
@@ -149,7 +149,7 @@ def _dense(p: CachedProblem, b: int, first: int, length: int, end: int) -> Probl
 
 
 def _mask_of(p: CachedProblem, b: int, keys: int) -> Tensor | None:  # (1, Hq or 1, N or 1, keys)
-    """Return the mask of a sample's keys, of which the last have one."""
+    """Return the mask of all keys of a sample, given that of its last keys."""
     if p.attn_mask is None:
         return None
     mask = _of(p.attn_mask, slice(b, b + 1))[..., max(p.attn_mask.shape[3] - max(keys, 0), 0) :]
@@ -157,10 +157,10 @@ def _mask_of(p: CachedProblem, b: int, keys: int) -> Tensor | None:  # (1, Hq or
     return torch.nn.functional.pad(mask, (max(keys, 0) - mask.shape[3], 0), value=visible)
 
 
-def _one_query(p: CachedProblem, samples: slice, first: int, length: int, place: int, out: Tensor) -> None:
-    """The only query of a sample, or of several of one length: what decoding spends its time on."""
-    begin = first if p.left == UNLIMITED else max(first, place - p.left)
-    stop = length if p.right == UNLIMITED else min(length, place + p.right + 1)
+def _one_query(p: CachedProblem, samples: slice, first: int, length: int, position: int, out: Tensor) -> None:
+    """Compute the outputs of samples of one length with a single query each, the case of decoding, into ``out``."""
+    begin = first if p.left == UNLIMITED else max(first, position - p.left)
+    stop = length if p.right == UNLIMITED else min(length, position + p.right + 1)
     begin = min(begin, max(stop, first))
     batch, group = samples.stop - samples.start, p.query.shape[2] // p.key.shape[2]
 
@@ -176,13 +176,13 @@ def _one_query(p: CachedProblem, samples: slice, first: int, length: int, place:
     by_head = own and stop - begin >= BY_HEAD_FROM and not _paged(p) and not p.softcap
     for start, key, value in _pieces(p, samples, begin, stop, whole=by_head):  # (H, C, D), (H, C, Dv)
         dtype = key.dtype if by_head else wide
-        # a number travels within the product: there it is never rounded to 16 bits
+        # a number is added inside the product, where it is not rounded to 16 bits
         added = bias if slopes is None and not isinstance(bias, Tensor) and not p.softcap else 0.0
         logits = _product(query.to(dtype), key.to(dtype).mT, p.scale_value, added, by_head)  # (H, R, C)
         if p.softcap:
             logits = logits.div_(p.softcap).tanh_().mul_(p.softcap)
         if slopes is not None:
-            distance = (place - torch.arange(start, start + key.shape[1], device=key.device)).abs()
+            distance = (position - torch.arange(start, start + key.shape[1], device=key.device)).abs()
             logits = logits.to(wide).add_(bias - slopes * distance)
         elif isinstance(bias, Tensor) or p.softcap:
             logits = logits.to(wide).add_(bias)
@@ -197,7 +197,7 @@ def _paged(p: CachedProblem) -> bool:
 def _pieces(
     p: CachedProblem, samples: slice, begin: int, stop: int, *, whole: bool
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Where a piece begins, and its keys and values (H, C, ·); all in one where they are wanted whole."""
+    """Yield the first key of each piece, and its keys and values (H, C, ·); a single piece if ``whole``."""
     size = max(PIECE // max(p.key.shape[2] * p.key.shape[3] * (samples.stop - samples.start), 1), 64)
     paged = _paged(p)
     if whole:
@@ -216,7 +216,7 @@ def _pieces(
 
 
 def _product(a: Tensor, b: Tensor, alpha: float, bias: float, by_head: bool) -> Tensor:
-    """``alpha · a b + bias``, (H, R, ·) (H, ·, C) → (H, R, C)."""
+    """Return ``alpha · a b + bias``: (H, R, ·) (H, ·, C) → (H, R, C)."""
     one = a.new_ones(1, 1, 1)
     if by_head:
         return torch.stack([torch.addmm(one[0], x, y, beta=bias, alpha=alpha) for x, y in zip(a, b, strict=True)])
@@ -228,7 +228,7 @@ def _product(a: Tensor, b: Tensor, alpha: float, bias: float, by_head: bool) -> 
 
 @dataclass(frozen=True)
 class CachedKernels:
-    """What a backend brings for caches."""
+    """Implementation of cached attention by a backend; attributes as in ``library.Kernels``."""
 
     forward: Callable[[CachedProblem], Tensor]
     unavailable: Callable[[Any], str | None]
@@ -255,10 +255,10 @@ _library.define(
 
 
 def check_places(lengths: Tensor, first: Tensor | None, table: Tensor | None, pages: int, capacity: int) -> None:
-    """Raise unless all keys lie within the cache. On an accelerator reading the values would make the host wait.
+    """Raise unless all keys lie within the cache. Tensors on an accelerator are not checked, to avoid synchronising.
 
     Raises:
-        ValueError: naming what does not fit.
+        ValueError: naming the values that do not fit.
     """
     if lengths.device.type != "cpu" or not lengths.numel():
         return
@@ -298,12 +298,12 @@ def _append(
             key_cache[b, start : start + new] = key[b]
             value_cache[b, start : start + new] = value[b]
         return
-    places = starts.long()[:, None] + torch.arange(new, device=key.device)  # (B, new)
-    pages = torch.arange(batch, device=key.device)[:, None].expand_as(places)
+    positions = starts.long()[:, None] + torch.arange(new, device=key.device)  # (B, new)
+    pages = torch.arange(batch, device=key.device)[:, None].expand_as(positions)
     if table is not None:
-        pages = table.long().gather(1, places // page)
-    key_cache[pages, places % page] = key
-    value_cache[pages, places % page] = value
+        pages = table.long().gather(1, positions // page)
+    key_cache[pages, positions % page] = key
+    value_cache[pages, positions % page] = value
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -329,19 +329,19 @@ for _op in (torch.ops.sigattn.cached_forward.default, torch.ops.sigattn.append_t
 def append(
     key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor | None = None
 ) -> None:
-    """Write new keys and values (B, new, Hkv, ·) into a cache (P, page, Hkv, ·), at each sample's start.
+    """Write new keys and values (B, new, Hkv, ·) into a cache (P, page, Hkv, ·), from index ``starts[b]`` on.
 
     Raises:
-        ValueError: on a CPU, if they do not fit; the cache is as it was.
+        ValueError: on a CPU, if they do not fit; the cache is then unchanged.
     """
     torch.ops.sigattn.append_to_cache.default(key_cache, value_cache, key, value, starts, table)
 
 
 def choose(problem: CachedProblem, backend: str | None) -> str:
-    """The backend asked for, or the fastest that can serve the problem.
+    """Return ``backend``, or if it is None the fastest backend that supports the problem.
 
     Raises:
-        ValueError: if the backend that was asked for cannot; none takes its place.
+        ValueError: if ``backend`` does not support the problem.
     """
     device = problem.query.device.type
     if backend is None:
@@ -349,13 +349,13 @@ def choose(problem: CachedProblem, backend: str | None) -> str:
         return next(n for n in serve if KERNELS[n].unavailable(problem) is None)
     reason = KERNELS[backend].unavailable(problem)
     if reason is not None:
-        raise ValueError(f"sigmoid_attention: backend {backend!r} cannot serve this call: {reason}")
+        raise ValueError(f"sigmoid_attention: backend {backend!r} does not support this call: {reason}")
     return backend
 
 
 def call(problem: CachedProblem, backend: str) -> Tensor:
     """Run a problem on a backend."""
     if library.can_bypass_dispatcher([t for t in problem if isinstance(t, Tensor)]):
-        return _forward(*problem, backend)  # the op would only cost its 20 µs
+        return _forward(*problem, backend)  # saves the 20 µs of the op
     out: Tensor = torch.ops.sigattn.cached_forward.default(*problem, backend)
     return out

@@ -1,7 +1,7 @@
-"""What can be wrong with a call, said before any work and in terms of the call.
+"""Checks of the arguments of a call, with messages that restate them.
 
-Only types, shapes, dtypes and devices are looked at, never a tensor's values: so the checks neither make the host wait
-for an accelerator nor break a compiled graph.
+Only types, shapes, dtypes and devices are checked, not the values of tensors, so that the checks neither synchronise
+nor break a compiled graph.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sigattn.ops import scalars
 
 _NAME = "sigmoid_attention"
 _OTHER_LAYOUT = (
-    "tensors of (batch, length, heads, head_dim), as in flash-attn and triton-sigmoid, go to sigattn.flash or are "
-    "transposed: t.transpose(1, 2) (docs/coming-from.md)"
+    "for tensors of (batch, length, heads, head_dim), as in flash-attn and triton-sigmoid, call sigattn.flash, or "
+    "transpose: t.transpose(1, 2) (docs/coming-from.md)"
 )
 
 
 def describe(**arguments: Any) -> str:
-    """The arguments as a reader would write them down: shape, dtype and device of a tensor, else the value."""
+    """Return a text of the arguments: shape, dtype and device of tensors, the value of others."""
     return ", ".join(
         f"{name} {scalars.describe(value)}" if isinstance(value, Tensor) else f"{name} = {value!r}"
         for name, value in arguments.items()
@@ -30,12 +30,12 @@ def describe(**arguments: Any) -> str:
 
 
 def wrong(error: type[Exception], what: str, **arguments: Any) -> NoReturn:
-    """Raise an error that restates the arguments it is about."""
+    """Raise an error whose message restates these arguments."""
     raise error(f"{_NAME}: {what}; got {describe(**arguments)}")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str], caller: str = _NAME) -> None:
-    """Raise unless value is None or one of the allowed words."""
+    """Raise ValueError unless value is None or one of the allowed strings."""
     if value is not None and value not in allowed:
         raise ValueError(f"{caller}: unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))} or None")
 
@@ -149,9 +149,9 @@ def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def layout_hint(query: Tensor, key: Tensor, mask: Any = None) -> str:
-    """Return advice if the shapes are those of (batch, length, heads, head_dim), else an empty text.
+    """Return advice if the shapes may be those of (batch, length, heads, head_dim), else an empty string.
 
-    Only a call that fails can be told: if query and key have as many heads as positions agree, both layouts fit.
+    Used for calls that fail only: a valid call does not show that its layout is wrong.
     """
     if query.dim() != 4 or key.dim() != 4:
         return ""
@@ -188,8 +188,8 @@ def _bias(bias: Any, query: Tensor, target: Sequence[int]) -> None:
         wrong(TypeError, "bias must be floating point", bias=bias)
     if not broadcasts(bias.shape, target):
         advice = (
-            "a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); what differs from key to key is "
-            "an additive attn_mask"
+            "a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); pass one per key as an additive "
+            "attn_mask"
         )
         wrong(
             ValueError,
@@ -201,9 +201,9 @@ def _bias(bias: Any, query: Tensor, target: Sequence[int]) -> None:
 
 
 def bias_of_sequences(bias: Any, query: Tensor, batch: int, heads: int) -> Any:
-    """Return the bias of nested sequences: a number, None, or (B or 1, Hq or 1); raise unless it is one per sequence.
+    """Return the bias of nested sequences: a number, None, or a tensor (B or 1, Hq or 1).
 
-    A tensor is given as for dense queries, broadcastable to (B, Hq, 1, 1).
+    A tensor is passed as for dense queries, broadcastable to (B, Hq, 1, 1); others raise ValueError or TypeError.
     """
     if bias is None or not isinstance(bias, Tensor):
         if bias is not None:
@@ -219,11 +219,16 @@ def bias_of_sequences(bias: Any, query: Tensor, batch: int, heads: int) -> Any:
 
 
 def slopes(slopes: Any, query: Tensor, batch: int, heads: int) -> None:
-    """Raise unless alibi_slopes fits a batch of so many heads."""
+    """Raise unless alibi_slopes fits this batch size and number of heads."""
     if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
         raise TypeError(f"{_NAME}: alibi_slopes must be a floating-point tensor, got {scalars.describe(slopes)}")
     shape = tuple(slopes.shape)
-    if shape not in ((heads,), (batch, heads), (batch, heads, 2), (1, heads, 2)):  # no set: sizes may be symbols
+    if shape not in (
+        (heads,),
+        (batch, heads),
+        (batch, heads, 2),
+        (1, heads, 2),
+    ):  # not a set, because sizes may be symbolic
         wrong(
             ValueError,
             "alibi_slopes must be (Hq,), (B, Hq) or (B or 1, Hq, 2; one slope before, one after the query)",

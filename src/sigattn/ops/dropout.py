@@ -1,7 +1,7 @@
-"""Which attention weights dropout keeps: a function of the seed and the weight's place, not of the order of work.
+"""Dropout mask of attention weights, computed from the seed and the indices of the weight.
 
-The mask of weight (b, h, i, j) is a hash of (seed, b·Hq + h, i, j). So the forward and the backward pass agree though
-they walk different tiles, every backend drops the same weights, and nothing is stored.
+The mask of weight (b, h, i, j) is a hash of (seed, b·Hq + h, i, j). Forward and backward passes therefore agree
+although their tiles differ, every backend drops the same weights, and the mask is not stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FOLD_2 = 0x846CA68B - (1 << 32)
 
 
 def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropout_p: float) -> Tensor:
-    """True where a weight is kept.
+    """Return the mask of the weights that dropout keeps.
 
     Args:
         seed: 0-d int64, on the device of the indices.
@@ -30,7 +30,7 @@ def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropou
     """
     by_row = _mix(_mix(heads + seed).unsqueeze(-1) + rows).unsqueeze(-1)  # (..., R, 1)
     by_column = _mix(columns + _mix(seed ^ _GOLDEN))  # (C,)
-    x = by_row.to(torch.int32) ^ by_column.to(torch.int32)  # (..., R, C); int32 products wrap, as wanted
+    x = by_row.to(torch.int32) ^ by_column.to(torch.int32)  # (..., R, C); int32 products wrap, as the hash requires
     x ^= x >> 16
     x *= _FOLD_1
     x ^= x >> 15
@@ -39,7 +39,7 @@ def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropou
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of int64 whose every output bit depends on every input bit (splitmix64's finaliser)."""
+    """Apply splitmix64's finaliser, in which every output bit depends on every input bit; return the low 32 bits."""
     x = x.to(torch.int64) * _GOLDEN
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
@@ -47,10 +47,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right: torch's own keeps the sign."""
+    """Return a logical shift to the right (the operator >> keeps the sign)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _low(x: Tensor) -> Tensor:
-    """The low 32 bits as a signed number, so that the cast to int32 does not depend on how overflow is treated."""
+    """Return the low 32 bits as a signed number, so that the cast to int32 does not overflow."""
     return ((x & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)

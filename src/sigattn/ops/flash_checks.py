@@ -1,4 +1,4 @@
-"""What can be wrong with a call of ``sigattn.flash``, in terms of its own layouts; as ``checks`` does it."""
+"""Checks of the arguments of ``sigattn.flash``, with messages in terms of its layouts (compare ``checks``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _wrong(caller: str, error: type[Exception], what: str, **arguments: Any) -> 
 
 def dense(caller: str, q: Any, k: Any, v: Any) -> None:
     """Raise unless q (B, N, Hq, D), k (B, M, Hkv, D) and v (B, M, Hkv, Dv) fit together."""
-    _together(caller, q, k, v, 4, "(batch, length, heads, head_dim)")
+    _check_operands(caller, q, k, v, 4, "(batch, length, heads, head_dim)")
     if not (q.shape[0] == k.shape[0] == v.shape[0]):
         _wrong(caller, ValueError, "q, k and v must have the same batch size (dimension 0)", q=q, k=k, v=v)
 
@@ -28,29 +28,30 @@ def varlen(
 ) -> tuple[int, int]:
     """Raise unless q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) and the sequences fit together.
 
-    Returns both lengths as Python's numbers.
+    Returns:
+        ``max_seqlen_q`` and ``max_seqlen_k`` as int.
     """
-    _together(caller, q, k, v, 3, "(total, heads, head_dim)")
+    _check_operands(caller, q, k, v, 3, "(total, heads, head_dim)")
     starts(caller, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return longest(caller, "max_seqlen_q", max_seqlen_q), longest(caller, "max_seqlen_k", max_seqlen_k)
 
 
 def longest(caller: str, name: str, most: Any) -> int:
-    """Return the length of the longest sequence as Python's number."""
+    """Return the length of the longest sequence as int; raise if it is negative or not an integer."""
     length = scalars.integer(caller, name, most)
-    if not torch.compiler.is_compiling() and length < 0:  # a traced length may be unknown: then the op checks it
-        _wrong(caller, ValueError, f"{name} is a length", **{name: most})
+    if not torch.compiler.is_compiling() and length < 0:  # a traced length is checked by the op
+        _wrong(caller, ValueError, f"{name} is a length and must be at least 0", **{name: most})
     return length
 
 
 def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch_idx: Any, table: Any) -> None:
-    """Raise unless q (B, N, Hq, D), the cache, what is added to it and what names its places fit together."""
-    _together(caller, q, k_cache, v_cache, 4, "(batch, length, heads, head_dim)", ("q", "k_cache", "v_cache"))
+    """Raise unless q (B, N, Hq, D), the cache, the new keys and values, and the indices of the cache fit together."""
+    _check_operands(caller, q, k_cache, v_cache, 4, "(batch, length, heads, head_dim)", ("q", "k_cache", "v_cache"))
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     if (k is None) != (v is None):
-        _wrong(caller, ValueError, "k and v are given together or not at all", k=k, v=v)
+        _wrong(caller, ValueError, "k and v must both be given, or neither", k=k, v=v)
     if k is not None:
-        _together(caller, q, k, v, 4, "(batch, length, heads, head_dim)")
+        _check_operands(caller, q, k, v, 4, "(batch, length, heads, head_dim)")
         if k.shape[0] != q.shape[0]:
             _wrong(caller, ValueError, "q, k and v must have the same batch size (dimension 0)", q=q, k=k, v=v)
         if (k.shape[2], k.shape[3], v.shape[3]) != (k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]):
@@ -61,31 +62,31 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
         if t is not None and t.device != q.device:
             _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
     if batch_idx is not None and table is not None:
-        _wrong(caller, ValueError, "cache_batch_idx and block_table both name a sample's place: give one",
+        _wrong(caller, ValueError, "cache_batch_idx and block_table exclude each other: pass one of them",
                cache_batch_idx=batch_idx, block_table=table)  # fmt: skip
     if table is not None and (table.dim() != 2 or len(table) != len(q)):
         _wrong(caller, ValueError, "block_table must be (B, pages of each sample)", q=q, block_table=table)
     if batch_idx is not None and tuple(batch_idx.shape) != (len(q),):
         _wrong(caller, ValueError, "cache_batch_idx must be (B,)", q=q, cache_batch_idx=batch_idx)
     if batch_idx is None and table is None and len(k_cache) != len(q):
-        what = "the cache must have q's batch size, or block_table (for pages) or cache_batch_idx say whose is what"
+        what = "the cache must have q's batch size; else pass block_table (for pages) or cache_batch_idx"
         _wrong(caller, ValueError, what, **given)
 
 
 def new_keys(caller: str, q: Tensor, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
     """Raise unless k (total_new, Hkv, D) and v (total_new, Hkv, Dv) fit the cache."""
     if k is None or v is None:
-        _wrong(caller, ValueError, "cu_seqlens_k_new says where the sequences of k and v begin: give both", k=k, v=v)
-    _together(caller, q[0] if isinstance(q, Tensor) and q.dim() == 4 and len(q) else q, k, v, 3,
+        _wrong(caller, ValueError, "cu_seqlens_k_new holds the offsets of k and v: pass both", k=k, v=v)
+    _check_operands(caller, q[0] if isinstance(q, Tensor) and q.dim() == 4 and len(q) else q, k, v, 3,
               "(total, heads, head_dim)")  # fmt: skip
-    _together(caller, q, k_cache, v_cache, 4, "(batch, length, heads, head_dim)", ("q", "k_cache", "v_cache"))
+    _check_operands(caller, q, k_cache, v_cache, 4, "(batch, length, heads, head_dim)", ("q", "k_cache", "v_cache"))
     if (k.shape[1], k.shape[2], v.shape[2]) != (k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]):
         what = "k and v must have the cache's heads and head_dim"
         _wrong(caller, ValueError, what, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
 
 
 def of_samples(caller: str, name: str, t: Any, q: Tensor, batch: int | None = None) -> None:
-    """Raise unless this is None or (B,) integers on q's device; B is q's first dimension unless given."""
+    """Raise unless t is None or (B,) integers on q's device; B is ``batch``, or q's first dimension if that is None."""
     if t is None:
         return
     batch = len(q) if batch is None else batch
@@ -98,12 +99,12 @@ def of_samples(caller: str, name: str, t: Any, q: Tensor, batch: int | None = No
 
 
 def starts(caller: str, q: Any, **cu_seqlens: Any) -> None:
-    """Raise unless each of these is (B + 1,) integers on q's device, all for as many sequences."""
+    """Raise unless each tensor is (B + 1,) integers on q's device, with the same B."""
     for name, t in cu_seqlens.items():
         if not _integers(t):
             _wrong(caller, TypeError, f"{name} must be a tensor of integers", **{name: t})
         if t.dim() != 1 or not len(t):
-            _wrong(caller, ValueError, f"{name} must be (B + 1,): 0, then where each sequence ends", **{name: t})
+            _wrong(caller, ValueError, f"{name} must be (B + 1,): 0, then the end of each sequence", **{name: t})
         if t.device != q.device:
             _wrong(caller, ValueError, f"{name} must be on q's device: move it with .to(device)", q=q, **{name: t})
     if len({len(t) for t in cu_seqlens.values()}) > 1:
@@ -127,10 +128,10 @@ def pages(caller: str, q: Any, k: Any, v: Any, table: Any, batch: int) -> None:
 
 
 def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> None:
-    """Raise unless these are (positions, rotary_dim / 2), narrow enough for a head."""
+    """Raise unless cos and sin are (positions, rotary_dim / 2), with rotary_dim at most head_dim."""
     given = {"rotary_cos": cos, "rotary_sin": sin}
     if k is None:
-        _wrong(caller, ValueError, "rotary_cos and rotary_sin turn new keys: give k and v as well", **given)
+        _wrong(caller, ValueError, "rotary_cos and rotary_sin apply to new keys: pass k and v as well", **given)
     if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or not cos.is_floating_point():
         _wrong(caller, TypeError, "rotary_cos and rotary_sin must be floating-point tensors", **given)
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1] or not cos.shape[1]:
@@ -141,10 +142,10 @@ def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> None:
 
 
 def mask(caller: str, m: Any, q: Tensor, target: tuple[Any, ...]) -> None:
-    """Raise unless this is a bool or floating-point tensor broadcastable to the target (B, Hq, queries, keys).
+    """Raise unless m is a bool or floating-point tensor broadcastable to the target (B, Hq, queries, keys).
 
-    A length of the target that is not a number yet, in a traced graph, is left to the op; None stands for any length,
-    which the mask must have.
+    Symbolic lengths of a traced graph are checked by the op. If the number of keys is None, any size is accepted, but
+    the mask must have that dimension.
     """
     if not isinstance(m, Tensor) or not (m.dtype is torch.bool or m.is_floating_point()):
         _wrong(
@@ -170,7 +171,7 @@ def _integers(t: Any) -> bool:
 
 
 def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int) -> tuple[Tensor, ...]:
-    """The parts of (…, parts, heads, head_dim)."""
+    """Return the parts of (…, parts, heads, head_dim), unbound along the third dimension from the end."""
     if not isinstance(t, Tensor):
         _wrong(caller, TypeError, f"{name} must be a tensor", **{name: t})
     if t.dim() != dimensions or t.shape[-3] != parts:
@@ -180,7 +181,7 @@ def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int)
 
 
 def bias(caller: str, b: Any, q: Tensor, batch: int) -> None:
-    """Raise unless this is a number or a tensor (), (B,) or (B or 1, Hq or 1)."""
+    """Raise unless b is a number or a tensor (), (B,) or (B or 1, Hq or 1)."""
     heads = q.shape[-2]
     if isinstance(b, str):
         _wrong(caller, TypeError, 'sigmoid_bias must be a number, "-log n" or a tensor', sigmoid_bias=b)
@@ -202,7 +203,7 @@ def _broadcasts(b: Tensor, batch: int, heads: int) -> bool:
 
 
 def slopes(caller: str, s: Any, q: Tensor, batch: int) -> None:
-    """Raise unless these are (Hq,) or (B, Hq)."""
+    """Raise unless s is (Hq,) or (B, Hq)."""
     heads = q.shape[-2]
     if not isinstance(s, Tensor) or not s.is_floating_point():
         _wrong(caller, TypeError, "alibi_slopes must be a floating-point tensor", alibi_slopes=s)
@@ -212,25 +213,25 @@ def slopes(caller: str, s: Any, q: Tensor, batch: int) -> None:
         _wrong(caller, ValueError, "alibi_slopes must be on q's device: move it with .to(device)", q=q, alibi_slopes=s)
 
 
-def _together(
+def _check_operands(
     caller: str, q: Any, k: Any, v: Any, dimensions: int, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
     given = dict(zip(names, (q, k, v), strict=True))
     _, key, value = names
-    all_of_them = f"{names[0]}, {key} and {value}"
+    all_names = f"{names[0]}, {key} and {value}"
     for name, t in given.items():
         if not isinstance(t, Tensor):
             _wrong(caller, TypeError, f"{name} must be a tensor", **{name: t})
         if t.is_nested or t.layout is not torch.strided:
             _wrong(caller, TypeError, f"{name} must be a dense tensor", **{name: t.layout})
     if not (q.dim() == k.dim() == v.dim() == dimensions):
-        _wrong(caller, ValueError, f"{all_of_them} must have {dimensions} dimensions, {layout}", **given)
+        _wrong(caller, ValueError, f"{all_names} must have {dimensions} dimensions, {layout}", **given)
     if not q.is_floating_point():
-        _wrong(caller, TypeError, f"{all_of_them} must be floating point", **given)
+        _wrong(caller, TypeError, f"{all_names} must be floating point", **given)
     if not (q.dtype == k.dtype == v.dtype):
-        _wrong(caller, TypeError, f"{all_of_them} must have one dtype: convert with .to(dtype)", **given)
+        _wrong(caller, TypeError, f"{all_names} must have one dtype: convert with .to(dtype)", **given)
     if not (q.device == k.device == v.device):
-        _wrong(caller, ValueError, f"{all_of_them} must be on one device: move with .to(device)", **given)
+        _wrong(caller, ValueError, f"{all_names} must be on one device: move with .to(device)", **given)
     if q.shape[-1] != k.shape[-1]:
         _wrong(caller, ValueError, f"q and {key} must have the same head_dim (the last dimension)", **given)
     if k.shape[:-1] != v.shape[:-1]:

@@ -1,7 +1,7 @@
-"""How many FLOPs the ops take, for PyTorch's FLOP counter: the products, counted in full whatever is masked.
+"""FLOPs of the ops for PyTorch's FLOP counter: the matrix products, without regard to masks.
 
-That is PyTorch's convention for its own attention. The counter's module imports Triton where that is installed, which
-``import sigattn`` is not to do. So the formulas are handed over as soon as somebody else imports the counter.
+That is PyTorch's convention for its own attention. The counter's module imports Triton if that is installed, which
+``import sigattn`` must not do. An import hook therefore registers the formulas when the counter is imported.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch
 
 Shape = Sequence[int]
 _COUNTER = "torch.utils.flop_counter"
-_waiting: list[str] = []
+_pending: list[str] = []
 
 
 def register(*names: str) -> None:
-    """Tell the FLOP counter what these ops take: now if it has been imported, or else when it is."""
+    """Register the formulas of these ops with the FLOP counter: now if it has been imported, otherwise when it is."""
     if _COUNTER in sys.modules:
-        _hand_over(names)
+        _register_formulas(names)
         return
-    if not _waiting:
-        sys.meta_path.insert(0, _Watch())
-    _waiting.extend(names)
+    if not _pending:
+        sys.meta_path.insert(0, _CounterFinder())
+    _pending.extend(names)
 
 
-def _hand_over(names: Sequence[str]) -> None:
+def _register_formulas(names: Sequence[str]) -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for name in names:
         register_flop_formula(getattr(torch.ops.sigattn, name))(globals()[name])
 
 
-class _Watch(MetaPathFinder):
-    """Steps in once, when the counter is imported, and lets Python's own machinery do the importing."""
+class _CounterFinder(MetaPathFinder):
+    """Finder that wraps the loader of the counter's module once, and otherwise leaves the import to Python."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != _COUNTER:
@@ -47,11 +47,11 @@ class _Watch(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenHandOver(spec.loader)
+            spec.loader = _CounterLoader(spec.loader)
         return spec
 
 
-class _ThenHandOver(Loader):
+class _CounterLoader(Loader):
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
@@ -60,29 +60,29 @@ class _ThenHandOver(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        names = _waiting.copy()
-        _waiting.clear()
-        _hand_over(names)
+        names = _pending.copy()
+        _pending.clear()
+        _register_formulas(names)
 
 
 def forward(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Q Kᵀ and P V."""
+    """Return the FLOPs of Q Kᵀ and P V."""
     return _products(query, key[2], value, 1, 1)
 
 
 def backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Q Kᵀ again, dQ and dK; dP and dV."""
+    """Return the FLOPs of Q Kᵀ, dQ and dK (width D), and of dP and dV (width Dv)."""
     return _products(query, key[2], value, 3, 2)
 
 
 def packed_forward(query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
-    """Every query against max_seqlen_k keys: an upper bound, for a sequence's own length is not known to a counter."""
+    """Return the FLOPs for max_seqlen_k keys per query, an upper bound, because a counter does not know lengths."""
     total, heads, d = query
     return _products((1, heads, total, d), rest[7], value, 1, 1)
 
 
 def packed_backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
-    """The same for the five products of the backward pass."""
+    """Return the FLOPs of the five products of the backward pass, for max_seqlen_k keys per query."""
     total, heads, d = query
     return _products((1, heads, total, d), rest[7], value, 3, 2)
 

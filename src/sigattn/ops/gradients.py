@@ -1,4 +1,4 @@
-"""What a backward pass is asked for and gives."""
+"""Arguments and results of backward passes: flags of the needed gradients, and the gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """Flags of the gradients to compute."""
 
     query: bool = True
     key: bool = True
@@ -19,7 +19,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients, each of the shape and dtype of what it belongs to; None where not asked for."""
+    """Gradients, each of the shape and dtype of its argument; None if not needed."""
 
     query: Tensor | None
     key: Tensor | None

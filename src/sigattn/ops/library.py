@@ -1,8 +1,8 @@
-"""The operator as a citizen of PyTorch: registered ops, their fakes, autograd, vmap and FLOP counts.
+"""Registration of the operator with PyTorch: ops, fake implementations, autograd, vmap and FLOP counts.
 
-Two ops, ``sigattn::forward`` and ``sigattn::backward``; the second is registered as the derivative of the first
-(``autograd.py``). That gives ``torch.compile`` and ``torch.export`` one node to trace, which can be differentiated
-afterwards, and ``jacrev`` and ``vmap`` a rule to follow.
+There are two ops, ``sigattn::forward`` and ``sigattn::backward``; the second is registered as the derivative of the
+first (``autograd.py``). ``torch.compile`` and ``torch.export`` therefore trace one node, which can be differentiated
+afterwards, and ``jacrev`` and ``vmap`` have a rule.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _REST = (
     "Tensor? key_lengths, Tensor? seed, Tensor? block_table, Tensor? block_tiles, float? scale, int left, int right, "
     "float dropout_p"
 )
-_HOW = "SymInt first_row, bool fast, bool deterministic, float softcap, str backend"
+_OPTIONS = "SymInt first_row, bool fast, bool deterministic, float softcap, str backend"
 
 _library = torch.library.Library("sigattn", "DEF")
-_library.define(f"forward({_TENSORS}, {_REST}, {_HOW}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"forward({_TENSORS}, {_REST}, {_OPTIONS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"backward(Tensor grad_out, {_TENSORS}, {_REST}, {_HOW}, bool[] needs) -> "
+    f"backward(Tensor grad_out, {_TENSORS}, {_REST}, {_OPTIONS}, bool[] needs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -39,10 +39,13 @@ _DIFFERENTIABLE = 6  # the leading tensors of both ops, in the order of Needs
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a fast backend brings: the two passes over a canonical problem, and what it cannot serve.
+    """Implementation of the operator by a fast backend.
 
-    ``unavailable`` says why a problem cannot be served, or None. It sees no tensor's values, for it is asked before the
-    op, where a compiler may be tracing. ``device_types`` are those on which it may be the default; None is all.
+    Attributes:
+        forward: returns the output of a problem. backward: returns the gradients of a problem.
+        unavailable: returns the reason why a problem is not supported, or None. It must not read the values of tensors,
+            because it is called outside the op, where a compiler may be tracing.
+        device_types: devices on which the backend can be the default; None for all.
     """
 
     forward: Callable[[Any], Tensor]
@@ -51,12 +54,12 @@ class Kernels:
     device_types: tuple[str, ...] | None = None
 
     def is_default_for(self, problem: Problem | PackedProblem) -> bool:
-        """Whether it may be chosen where nobody asked for it by name."""
+        """Return True if the backend supports the problem and can be the default on its device."""
         of_device = self.device_types is None or problem.query.device.type in self.device_types
         return of_device and self.unavailable(problem) is None
 
 
-# The fastest first: the first that can serve a problem is the default.
+# in order of speed: the first that supports a problem is the default
 KERNELS = {
     "triton": Kernels(triton.forward, triton.backward, triton.unavailable, device_types=("cuda",)),
     "blocked": Kernels(blocked.forward, blocked.backward, blocked.unavailable),
@@ -64,7 +67,10 @@ KERNELS = {
 
 
 def check_lengths(problem: Problem) -> None:
-    """Here, not earlier: the values are at hand only once the op runs. On an accelerator reading them would wait."""
+    """Raise ValueError unless key_lengths, if on a CPU, lie in 0…M.
+
+    Called when the op runs, because a traced graph has no values. On an accelerator reading them would synchronise.
+    """
     lengths, m = problem.key_lengths, problem.key.shape[2]
     if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
         least, most = lengths.aminmax()
@@ -100,20 +106,20 @@ def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def autocasting(device_type: str) -> bool:
-    """Return True if autocast is enabled; some devices do not support it."""
+    """Return True if autocast is enabled for a device type; False for devices that do not support it."""
     if torch.compiler.is_compiling():  # torch.compile of PyTorch 2.11 cannot trace is_autocast_available
         return device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def without_autocast(problem: Problem | PackedProblem) -> Any:
-    """The dtypes were settled before; inside, autocast must not change them again."""
+    """Return a context that disables autocast, because the operands have been cast before."""
     device = problem.query.device.type
     return torch.autocast(device, enabled=False) if autocasting(device) else contextlib.nullcontext()
 
 
 def absent(like: Tensor) -> Tensor:
-    """A gradient nobody asked for: ops cannot return None."""
+    """Return an empty tensor, which stands for a gradient that is not needed, because ops cannot return None."""
     return like.new_empty(0)
 
 
@@ -148,21 +154,21 @@ flops.register("forward", "backward")
 
 
 def choose(problem: Problem | PackedProblem, backend: str | None) -> str:
-    """The backend asked for, or the fastest that can serve the problem.
+    """Return ``backend``, or if it is None the fastest backend that supports the problem.
 
     Raises:
-        ValueError: if the backend that was asked for cannot; none takes its place.
+        ValueError: if ``backend`` does not support the problem.
     """
     if backend is None:
         return next(name for name, kernels in KERNELS.items() if kernels.is_default_for(problem))
     reason = KERNELS[backend].unavailable(problem)
     if reason is not None:
-        raise ValueError(f"sigmoid_attention: backend {backend!r} cannot serve this call: {reason}")
+        raise ValueError(f"sigmoid_attention: backend {backend!r} does not support this call: {reason}")
     return backend
 
 
 def call(problem: Problem, backend: str) -> Tensor:
-    """Return the output of a canonical problem on a fast backend, differentiably."""
+    """Return the output of a problem, computed by a fast backend; differentiable."""
     p = problem
     differentiable = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes)
     tensors = (*differentiable, p.key_lengths, p.seed, p.block_table, p.block_tiles)
@@ -175,7 +181,7 @@ def call(problem: Problem, backend: str) -> Tensor:
 
 
 def can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
-    """Return True if the op can be left out (saves 4 µs): nothing traces, counts, maps or differentiates the call."""
+    """Return True if the op can be bypassed (saves 4 µs): no tracing, dispatch mode, transform or gradient active."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     if torch._C._is_tracing():  # torch.jit.trace would record the sizes that the kernels read
@@ -189,9 +195,9 @@ def can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _fold_batches(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Merge the mapped dimension into the batch, B becoming size · B, for (query, …, bias, mask, slopes, key_lengths).
+    """Merge the mapped dimension into the batch, size · B, for tensors (query, …, bias, mask, slopes, key_lengths).
 
-    A bias, mask or slopes that broadcast along both stay as they are.
+    A bias, mask or slopes that broadcast along both dimensions are returned unchanged.
     """
     moved = [
         t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims[: len(tensors)], strict=True)
@@ -211,7 +217,7 @@ def _fold_batches(size: int, in_dims: Sequence[int | None], tensors: Sequence[Te
 
 
 def _one_by_one(op: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> list[Any]:
-    """The rule that is always right: apply the op to each slice."""
+    """Return the results of applying the op to each slice."""
     return [
         op(
             *(
@@ -224,7 +230,7 @@ def _one_by_one(op: Callable[..., Any], size: int, in_dims: Sequence[int | None]
 
 
 def register_vmap_by_slices(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
-    """Register that a mapped call of an op is a call for each slice."""
+    """Register a vmap rule that calls an op once for each slice."""
 
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         slices = _one_by_one(op, info.batch_size, _flat(in_dims), args)
@@ -241,8 +247,9 @@ def _flat(in_dims: Sequence[Any]) -> list[int | None]:
 
 def _vmap_forward(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Tensor, int]:
     dims = _flat(in_dims)
-    apart = args[7] is not None or args[8] is not None  # a seed drops alike in each slice; blocks have a batch
-    if apart or (dims[3] is not None and args[3].dim() == 1):
+    # each slice must drop the same weights with a seed; block tables have a batch dimension
+    separate = args[7] is not None or args[8] is not None
+    if separate or (dims[3] is not None and args[3].dim() == 1):
         return torch.stack(_one_by_one(torch.ops.sigattn.forward.default, info.batch_size, dims, args)), 0
     tensors = _fold_batches(info.batch_size, dims, args[:7])
     out = torch.ops.sigattn.forward.default(*tensors, *args[7:])
@@ -252,7 +259,7 @@ def _vmap_forward(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Tensor
 def _vmap_backward(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     dims = _flat(in_dims)
     op = torch.ops.sigattn.backward.default
-    small = any(args[-1][3:])  # the gradients of bias, mask and slopes are sums along the batch: keep slices apart
+    small = any(args[-1][3:])  # gradients of bias, mask and slopes are summed over the batch, so not over slices
     if args[8] is not None or args[9] is not None or small or (dims[4] is not None and args[4].dim() == 1):
         slices = _one_by_one(op, info.batch_size, dims, args)
         return tuple(torch.stack(g) for g in zip(*slices, strict=True)), (0,) * _DIFFERENTIABLE

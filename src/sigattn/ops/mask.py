@@ -1,4 +1,4 @@
-"""Attention masks of Tensor subclasses: PyTorch's ``CausalBias`` is served, others are refused by name."""
+"""Attention masks that are Tensor subclasses: PyTorch's ``CausalBias`` is supported, others raise TypeError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = "sigmoid_attention"
 
 
 class Resolved(NamedTuple):
-    """Masking arguments of ``sigmoid_attention`` without a Tensor subclass of meaning."""
+    """Masking arguments of ``sigmoid_attention`` with a plain tensor as mask."""
 
     attn_mask: Tensor | None
     is_causal: bool
@@ -20,13 +20,13 @@ class Resolved(NamedTuple):
 
 
 def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any) -> Resolved:
-    """Return the masking arguments with a ``CausalBias`` of query (…, N, D) and key (…, M, D) as causality or window.
+    """Return the masking arguments, a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced by its meaning.
 
-    Its memory is uninitialised: what it means is in its attributes alone.
+    It becomes ``is_causal``, a window or a bool mask. Its attributes define it; its memory is uninitialised.
 
     Raises:
-        ValueError: a ``CausalBias`` made for other lengths.
-        TypeError: another Tensor subclass whose meaning is not known here.
+        ValueError: a ``CausalBias`` created for other lengths.
+        TypeError: another Tensor subclass with operations of its own.
     """
     given = Resolved(attn_mask, is_causal, window)
     if attn_mask is None or type(attn_mask) is Tensor or not isinstance(attn_mask, Tensor):
@@ -36,7 +36,7 @@ def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any) 
         refuse_subclass("attn_mask", attn_mask)
         return given
     if min(getattr(t, "ndim", 0) for t in (query, key)) < 2:
-        return given._replace(attn_mask=None)  # the call is refused for its query and key
+        return given._replace(attn_mask=None)  # later checks of query and key raise
     n, m = query.shape[-2], key.shape[-2]
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (n, m):
         raise ValueError(
@@ -53,15 +53,15 @@ def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any) 
 
 
 def _causal_bias() -> Any:
-    """Return PyTorch's class ``CausalBias``; None where it was never imported, so that no instance exists."""
+    """Return PyTorch's class ``CausalBias``, or None if its module was not imported, so that no instance exists."""
     module = sys.modules.get("torch.nn.attention.bias")
     return None if module is None else module.CausalBias
 
 
 def refuse_subclass(name: str, t: Any) -> None:
-    """Raise TypeError for a Tensor subclass that gives operations a meaning of its own, as ``MaskedTensor`` does.
+    """Raise TypeError for a Tensor subclass that redefines operations, such as ``MaskedTensor``.
 
-    Such a class overrides ``__torch_function__``; its memory may not hold what it stands for. Parameters, and the
+    Such a class overrides ``__torch_function__``, and its memory may not hold its values. Parameters, and the
     subclasses that trace or distribute (FakeTensor, DTensor and other wrappers), disable ``__torch_function__``.
     """
     if not isinstance(t, Tensor):
@@ -70,6 +70,6 @@ def refuse_subclass(name: str, t: Any) -> None:
     plain = (torch._C._disabled_torch_function_impl, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
     if getattr(own, "__func__", own) not in plain:
         raise TypeError(
-            f"{_NAME}: {name} is a {type(t).__module__}.{type(t).__qualname__}, a Tensor subclass whose meaning is not "
-            "known here; pass a plain tensor"
+            f"{_NAME}: {name} is a {type(t).__module__}.{type(t).__qualname__}, a Tensor subclass that is not "
+            "supported; pass a plain tensor"
         )

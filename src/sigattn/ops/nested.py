@@ -1,7 +1,7 @@
-"""Nested tensors of the jagged layout, (B, H, ragged length, D), as the packed operator takes them.
+"""Conversion of nested tensors of the jagged layout, (B, H, ragged length, D), to packed sequences.
 
-PyTorch's function expects (B, ragged length, H, D) with dimensions 1 and 2 transposed, so that the values in memory are
-(total length, H, D), which is what the packed operator computes with.
+PyTorch's function expects (B, ragged length, H, D) with dimensions 1 and 2 transposed. Their values in memory are
+(total length, H, D), the layout of the packed operator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NAME = "sigmoid_attention"
 
 
 class Packed(NamedTuple):
-    """The sequences of nested query, key and value, one after another."""
+    """Sequences of nested query, key and value, concatenated."""
 
     query: Tensor  # (total_q, Hq, D)
     key: Tensor  # (total_k, Hkv, D)
@@ -27,12 +27,12 @@ class Packed(NamedTuple):
 
 
 def is_nested(*tensors: Any) -> bool:
-    """Return True if one of these is a nested tensor."""
+    """Return True if one of the arguments is a nested tensor."""
     return any(isinstance(t, Tensor) and t.is_nested for t in tensors)
 
 
 def has_ragged_batch(query: Any) -> bool:
-    """Return True for (B, ragged, N, D), whose attention is a dense one of each entry: the values are (total, N, D)."""
+    """Return True for (B, ragged, N, D), whose attention is dense for each entry of its values (total, N, D)."""
     return query.dim() > 3 and query._ragged_idx == 1
 
 
@@ -85,13 +85,13 @@ def check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
 
 
 def refuse(attn_mask: Any, key_lengths: Any) -> None:
-    """Raise for options that nested tensors do not have."""
+    """Raise ValueError for options that nested tensors do not support."""
     if attn_mask is not None:
         raise ValueError(
             f"{_NAME}: attn_mask is not supported with nested tensors; is_causal, window and alibi_slopes are"
         )
     if key_lengths is not None:
-        raise ValueError(f"{_NAME}: key_lengths does not go with nested tensors, which have lengths of their own")
+        raise ValueError(f"{_NAME}: key_lengths is not supported with nested tensors, whose offsets define the lengths")
 
 
 def has_equal_lengths(query: Any, key: Any) -> bool:
@@ -117,7 +117,7 @@ def pack(query: Any, key: Any, value: Any) -> Packed:
 
 
 def _longest(t: Any) -> int:
-    """Return the length of the longest sequence, which is kept with the nested tensor, or a bound of it."""
+    """Return the length of the longest sequence, or in a compiled graph possibly an upper bound of it."""
     longest: int | None = t._maybe_max_seqlen
     if longest is not None:
         return longest

@@ -1,7 +1,7 @@
-"""A new token against few cached keys on a CPU, in eager mode: three calls of PyTorch's, and little of Python.
+"""Fast path for one new token and few cached keys on a CPU in eager mode: three calls of PyTorch, little Python code.
 
-The general way (``cached``) takes lengths, tables and biases as tensors, which an op can be compiled and exported with.
-At a few hundred keys reading them costs several times the arithmetic; softmax's SDPA is a single call there.
+The general implementation (``cached``) takes lengths, tables and biases as tensors, which compilation and export need.
+With a few hundred keys, reading them takes several times as long as the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from sigattn.ops import library
 from sigattn.ops.products import keep_memory_warm
 
 # measured on a CPU (docs/log.md)
-FEW = 1 << 19  # elements of a sample's K: beyond, the general way is faster, which walks a cache in pieces
-COPIED = 1 << 16  # up to which samples are worked on together even if their heads must be copied side by side for that
+FEW = 1 << 19  # elements of a sample's K up to which this path is faster than ``cached``, which splits long caches
+COPIED = 1 << 16  # elements of a sample's K up to which samples are batched even if that requires copying their heads
 _ONE = {dtype: torch.ones(1, 1, 1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor | None:
-    """The output (B, 1, Hq, Dv), or None where this is not the way: elsewhere, with many keys, or if someone watches.
+    """Return the output (B, 1, Hq, Dv), or None if the fast path does not apply.
+
+    It does not apply on other devices, with more than ``FEW`` elements per sample, or if the call is traced,
+    differentiated or intercepted by a dispatch mode.
 
     Args:
-        query: (B, 1, Hq, D). key, value: (B, M, Hkv, D) and (B, M, Hkv, Dv), all of which the query sees.
-        bias: b. scale: the factor of Q Kᵀ.
+        query: (B, 1, Hq, D). key, value: (B, M, Hkv, D) and (B, M, Hkv, Dv), all visible to the query.
+        bias: b. scale: factor of Q Kᵀ.
     """
     batch, keys, key_heads, width = key.shape
     sample = keys * key_heads * width
@@ -54,7 +57,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float
 
 
 def _is_folded(t: Tensor) -> bool:
-    """Whether samples and heads of (B, M, H, E) are one dimension in memory, as where a layer keeps them by head."""
+    """Return True if samples and heads of (B, M, H, E) are one dimension in memory (order (B, H, M, E))."""
     return t.stride(0) == t.shape[2] * t.stride(2)
 
 

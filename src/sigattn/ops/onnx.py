@@ -1,7 +1,7 @@
-"""Export to ONNX: the dense op as the plain formula, in operators that ONNX has.
+"""Export to ONNX: the dense op is replaced by the plain formula, in operators of ONNX.
 
-``torch.onnx.export`` traces the registered ops again while it decomposes an exported program. The autograd kernels,
-which every such call passes, ask ``exporting`` and then return ``formula`` instead of calling the op.
+``torch.onnx.export`` traces the registered ops again when it decomposes an exported program. The autograd kernels,
+which every such call passes, call ``exporting`` and, if True, return ``formula`` instead of calling the op.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def exporting() -> bool:
 
 
 def formula(*args: Any) -> Tensor:
-    """Return the output of ``sigattn::forward`` from its arguments, for any sequence length that is not yet known.
+    """Return the output of ``sigattn::forward`` by the plain formula, which exports with dynamic lengths.
 
     Raises:
         RuntimeError: with dropout.
@@ -35,7 +35,7 @@ def formula(*args: Any) -> Tensor:
 
 
 def _bias(p: Problem) -> Tensor | None:
-    """Return the bias as a tensor, because a number would be that of the lengths traced."""
+    """Return the bias as a tensor, because a number would be fixed to the traced lengths."""
     dtype = torch.promote_types(p.query.dtype, torch.float32)
     if p.bias is not None:
         return p.bias.to(p.query.device, dtype).view(1, 1, 1, 1) if p.bias.dim() == 0 else p.bias
@@ -46,8 +46,8 @@ def _bias(p: Problem) -> Tensor | None:
 
 
 def refuse(name: str) -> None:
-    """Raise RuntimeError for an op that has no formula in ONNX."""
+    """Raise RuntimeError for an op that cannot be exported to ONNX."""
     raise RuntimeError(
-        f"{name} cannot be exported to ONNX, which has no packed sequences and no caches that are written in place: "
-        "use sigmoid_attention with key_lengths or a mask"
+        f"{name} cannot be exported to ONNX: packed sequences and caches written in place are not supported; use "
+        "sigmoid_attention with key_lengths or a mask"
     )

@@ -1,6 +1,6 @@
-"""Packed sequences of different lengths: the registered ops, their autograd, and the blocked way to compute them.
+"""Packed sequences of different lengths: the registered ops, their autograd, and the "blocked" implementation.
 
-The arrangement is that of ``library.py``: two ops, the second the derivative of the first.
+As in ``library.py`` there are two ops, the second of which is the derivative of the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _library.define(
 )
 
 
-# -- one sequence after another, on any device ------------------------------------------------------------------------
+# -- the "blocked" implementation: one sequence after another ---------------------------------------------------------
 
 
 def _sequences(problem: PackedProblem) -> Iterator[tuple[int, slice, slice]]:
@@ -42,7 +42,7 @@ def _sequences(problem: PackedProblem) -> Iterator[tuple[int, slice, slice]]:
 
 
 def blocked_forward(problem: PackedProblem) -> Tensor:  # (Tq, Hq, Dv)
-    """The output of sigmoid attention, 0 for rows that belong to no sequence."""
+    """Return the output of sigmoid attention; rows that belong to no sequence are 0."""
     p = problem
     out = p.query.new_zeros(*p.query.shape[:2], p.value.shape[2])
     for s, rows, keys in _sequences(p):
@@ -51,7 +51,7 @@ def blocked_forward(problem: PackedProblem) -> Tensor:  # (Tq, Hq, Dv)
 
 
 def blocked_backward(problem: PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:
-    """The gradients that are asked for; 0 for what belongs to no sequence."""
+    """Return the gradients in ``needs``; rows that belong to no sequence are 0."""
     p = problem
     query, key, value = (
         torch.zeros_like(t) if needed else None for t, needed in zip((p.query, p.key, p.value), needs[:3], strict=True)
@@ -94,7 +94,7 @@ KERNELS = {
 
 
 def check_mask(problem: PackedProblem) -> None:
-    """Raise unless the mask fits the longest sequences, whose lengths are numbers only once the op runs."""
+    """Raise ValueError unless the mask fits the longest sequences; called when the op runs and lengths are numbers."""
     p = problem
     longest = (p.max_seqlen_q, p.max_seqlen_k)
     if p.attn_mask is not None and any(a not in (1, b) for a, b in zip(p.attn_mask.shape[2:], longest, strict=True)):
@@ -105,7 +105,10 @@ def check_mask(problem: PackedProblem) -> None:
 
 
 def check_starts(problem: PackedProblem) -> None:
-    """Here, not earlier: the values are at hand only once the op runs. On an accelerator reading them would wait."""
+    """Raise ValueError unless cu_seqlens, if on a CPU, ascend from 0 and fit the rows and the longest sequence.
+
+    Called when the op runs, because a traced graph has no values. On an accelerator reading them would synchronise.
+    """
     p = problem
     for side, starts, total, most in (
         ("q", p.cu_seqlens_q, len(p.query), p.max_seqlen_q),
@@ -116,7 +119,7 @@ def check_starts(problem: PackedProblem) -> None:
         lengths = starts.diff()
         if starts[0] != 0 or (lengths < 0).any() or starts[-1] > total:
             raise ValueError(
-                f"cu_seqlens_{side} must begin at 0, never descend and end at {total}, the rows there are, or before; "
+                f"cu_seqlens_{side} must begin at 0, never descend and end at most at {total}, the number of rows; "
                 f"got {starts.tolist()}"
             )
         if len(lengths) and lengths.max() > most:
@@ -170,6 +173,6 @@ flops.register("packed_forward", "packed_backward")
 
 
 def call(problem: PackedProblem, backend: str) -> Tensor:
-    """Run a packed problem on a backend, differentiably."""
+    """Return the output of a packed problem, computed by a backend; differentiable."""
     out: Tensor = torch.ops.sigattn.packed_forward.default(*problem, backend)
     return out

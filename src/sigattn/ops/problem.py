@@ -1,7 +1,7 @@
-"""One call of the operator in canonical form: what every backend receives.
+"""Canonical form of a call of the operator, the argument of every backend.
 
-The public function accepts many spellings of the same thing (a float or a tensor as bias, ``is_causal`` or a window,
-one slope or two). They are brought to one form here, once, so that a backend never has to know about them.
+The public function accepts several forms of an argument (a float or a tensor as bias, ``is_causal`` or a window, one
+slope or two). ``Problem`` has one form for each, so that backends do not distinguish them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def log_length_bias(n: int) -> float: ...
 @overload
 def log_length_bias(n: Tensor) -> Tensor: ...
 def log_length_bias(n: int | Tensor) -> float | Tensor:
-    """The paper's bias ``b = -log n`` (Sect. 2 and App. E), n being the number of keys.
+    """Return the paper's bias ``b = -log n`` for n keys (Sect. 2 and App. E).
 
-    With it σ(z + b) = e^z / (e^z + n): each row's weights sum to about one, as under softmax, so that the output
-    neither grows with the length nor changes its meaning when the length does.
+    With it σ(z + b) = e^z / (e^z + n): the weights of each row sum to about one, as with softmax, so that the size of
+    the output does not depend on the length.
 
     Args:
-        n: number of keys, at least 1: an int, or a tensor of lengths of any shape and dtype (one bias each).
+        n: number of keys, at least 1: an int, or a tensor of lengths of any shape and dtype.
 
     Returns:
         A float for an int; for a tensor, a floating-point tensor of its shape (float32 for integer lengths).
@@ -50,7 +50,7 @@ def log_length_bias(n: int | Tensor) -> float | Tensor:
 
 
 class Problem(NamedTuple):
-    """The canonical arguments. Shapes: B batch, Hq / Hkv query / key heads, N queries, M keys, D and Dv head sizes.
+    """Canonical arguments. Shapes: B batch, Hq / Hkv query / key heads, N queries, M keys, D and Dv head sizes.
 
     Attributes:
         query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv). Hq is a multiple of Hkv.
@@ -58,18 +58,18 @@ class Problem(NamedTuple):
         attn_mask: 4-D and broadcastable to (B, Hq, N, M): bool (True = attend) or floating point (added); or None.
         alibi_slopes: (B or 1, Hq, 2), one slope for keys before the query and one for keys after it; or None.
         key_lengths: (B,) integers; or None.
-        seed: 0-d int64 on the query's device, so that no kernel waits for it and a CUDA graph draws a new one at each
-            replay; None without dropout.
-        block_table, block_tiles: the blocks of a ``BlockMask`` (``block_mask.Blocks``), which hides keys as a bool mask
-            does; or both None.
+        seed: 0-d int64 on the query's device, so that kernels need no synchronisation and a CUDA graph draws a new seed
+            at each replay; None without dropout.
+        block_table, block_tiles: the blocks of a ``BlockMask`` (``block_mask.Blocks``), equivalent to a bool mask; or
+            both None.
         scale: factor of Q Kᵀ; None for D^-1/2.
         left, right: query i sees keys i - left ≤ j ≤ i + right; -1 is unlimited. Causal is right = 0.
         dropout_p: probability of dropping a weight.
-        first_row: place of the first query beside the keys: M - N aligns the last query with the last key.
-        fast: whether σ may be computed with an error that is small beside 1 only, not beside P.
-        deterministic: whether results must repeat bitwise.
+        first_row: position of the first query relative to the keys; M - N aligns the last query with the last key.
+        fast: if True, the error of σ may be small relative to 1 only, not relative to P.
+        deterministic: if True, results must repeat bitwise.
         softcap: c > 0 replaces scale · Q Kᵀ by c · tanh(scale · Q Kᵀ / c), before anything is added; 0 does not.
-        first_head: index b·Hq + h of the first head, when the heads are a slice of a larger problem (for dropout).
+        first_head: index b·Hq + h of the first head if the heads are a slice of a larger problem (for dropout).
     """
 
     query: Tensor
@@ -94,33 +94,33 @@ class Problem(NamedTuple):
 
     @property
     def blocks(self) -> Blocks | None:
-        """The blocks of a ``BlockMask``."""
+        """Blocks of a ``BlockMask``, or None."""
         if self.block_table is None or self.block_tiles is None:
             return None
         return Blocks(self.block_table, self.block_tiles)
 
     @property
     def scale_value(self) -> float:
-        """The factor of Q Kᵀ (1 where D = 0, for then there is nothing to scale)."""
+        """Factor of Q Kᵀ (1 if D = 0 and ``scale`` is None)."""
         return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
 
     @property
     def keep_scale(self) -> float:
-        """What the weights that dropout keeps are multiplied by."""
+        """Factor of the weights that dropout keeps."""
         return 1.0 / (1.0 - self.dropout_p)
 
     def bias_value(self) -> float | Tensor:
-        """The bias as a number or as a tensor broadcastable to (B, Hq, N, 1), the paper's rule applied."""
+        """Return the bias as a number or a tensor broadcastable to (B, Hq, N, 1); None becomes the paper's rule."""
         if self.bias is not None:
             return self.bias if self.bias.dim() else self.bias.item()
         if self.key_lengths is None:
             return -math.log(max(self.key.shape[-2], 1))
-        wide = torch.promote_types(self.query.dtype, torch.float32)  # not float64 everywhere: some devices have none
-        lengths = self.key_lengths.to(self.query.device, wide).clamp(min=1)  # an empty sample has no key to weigh
+        wide = torch.promote_types(self.query.dtype, torch.float32)  # not always float64, which some devices lack
+        lengths = self.key_lengths.to(self.query.device, wide).clamp(min=1)  # the bias of an empty sample is not used
         return log_length_bias(lengths).view(-1, 1, 1, 1)
 
     def rows(self, start: int, stop: int) -> Problem:
-        """The same problem, without a ``BlockMask``, for the queries start … stop - 1."""
+        """Return the problem restricted to the queries start … stop - 1; it must not have a ``BlockMask``."""
         assert self.block_table is None
 
         def cut(t: Tensor | None) -> Tensor | None:
@@ -135,18 +135,18 @@ class Problem(NamedTuple):
 
 
 class PackedProblem(NamedTuple):
-    """B sequences of different lengths, one after another: s has the rows cu_seqlens[s] … cu_seqlens[s + 1] - 1.
+    """Canonical arguments for B packed sequences; s has the rows cu_seqlens[s] … cu_seqlens[s + 1] - 1.
 
-    The last query of a sequence stands beside its last key (bottom-right alignment).
+    The last query of a sequence is aligned with its last key (bottom-right alignment).
 
     Attributes:
         query: (Tq, Hq, D). key: (Tk, Hkv, D). value: (Tk, Hkv, Dv).
         bias: (B or 1, Hq or 1); or 0-d on the CPU (a number); or None for -log of each sequence's number of keys.
         attn_mask: 4-D and broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k): bool or floating point as in
-            ``Problem``; entry [s, h, i, j] is of query i and key j of sequence s, each counted from its first. Or None.
+            ``Problem``; entry [s, h, i, j] belongs to query i and key j within sequence s. Or None.
         alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers from 0, not descending. What lies beyond the last is no one's.
-        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) non-descending integers from 0. Rows beyond the last belong to no sequence.
+        max_seqlen_q, max_seqlen_k: upper bounds of the sequences' lengths.
         seed, scale, left, right, dropout_p, fast, deterministic, softcap: as in ``Problem``.
     """
 
@@ -171,21 +171,21 @@ class PackedProblem(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """B."""
+        """Number of sequences, B."""
         return len(self.cu_seqlens_q) - 1
 
     @property
     def scale_value(self) -> float:
-        """The factor of Q Kᵀ (1 where D = 0, for then there is nothing to scale)."""
+        """Factor of Q Kᵀ (1 if D = 0 and ``scale`` is None)."""
         return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
 
     @property
     def keep_scale(self) -> float:
-        """What the weights that dropout keeps are multiplied by."""
+        """Factor of the weights that dropout keeps."""
         return 1.0 / (1.0 - self.dropout_p)
 
     def sequence(self, at: int, rows: slice, keys: slice) -> Problem:
-        """One sequence as a problem of its own, with a batch of one."""
+        """Return sequence ``at``, with these rows of queries and keys, as a problem with a batch of one."""
 
         def of_sequence(t: Tensor | None) -> Tensor | None:  # (B or 1, …) → (1, …)
             return t if t is None or t.dim() == 0 or len(t) == 1 else t[at : at + 1]
@@ -216,33 +216,33 @@ class PackedProblem(NamedTuple):
 
     @staticmethod
     def mask_of(mask: Tensor, n: int, m: int) -> Tensor:  # (1, Hq or 1, n or 1, m or 1), a view
-        """Return the part of a mask that sequences of n queries and m keys have."""
+        """Return the part of a mask that applies to a sequence of n queries and m keys."""
         mask = mask if mask.shape[2] == 1 else mask[:, :, :n]
         return mask if mask.shape[3] == 1 else mask[..., :m]
 
     def sum_rows(self, per_row: Tensor) -> Tensor:  # (Tq, Hq, …) → (B, Hq, …)
-        """Sum what belongs to the queries of each sequence."""
+        """Sum values per query over each sequence."""
         offsets = self.cu_seqlens_q.to(per_row.device, torch.int64)
         return torch.segment_reduce(per_row.contiguous(), "sum", offsets=offsets, axis=0, initial=0.0, unsafe=True)
 
 
 def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width)
-    """Return memory for an output whose batch, heads and rows lie in memory in the order of the query's.
+    """Return an uninitialised output whose batch, heads and rows have the memory order of the query.
 
-    A model that made its heads by a view of a projection gets an output that it can view in the same way.
+    A model that obtained its heads as a view of a projection can then view the output in the same way.
     """
     stride, order = query.stride(), [0]
     for at in (1, 2):
-        place = len(order)
-        while place and _is_less(stride[order[place - 1]], stride[at]):
-            place -= 1
-        order.insert(place, at)
+        index = len(order)
+        while index and _is_less(stride[order[index - 1]], stride[at]):
+            index -= 1
+        order.insert(index, at)
     out = query.new_empty(*(query.shape[at] for at in order), width)
     return out.permute(*(order.index(at) for at in range(3)), 3)
 
 
 def _is_less(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Return a < b, False where a compiler does not know."""
+    """Return a < b; False if that is unknown for symbolic sizes."""
     if isinstance(a, int) and isinstance(b, int):
         return a < b
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -253,7 +253,7 @@ def _is_less(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 def band(
     left: int, right: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
 ) -> Tensor:  # (rows, columns)
-    """True where the key's position lies within the query's window i - left ≤ j ≤ i + right."""
+    """Return the mask that is True where i - left ≤ j ≤ i + right, for queries i in rows and keys j in columns."""
     i = torch.arange(*rows, device=device).unsqueeze(1)
     j = torch.arange(*columns, device=device)
     visible = torch.ones((), dtype=torch.bool, device=device).expand(i.shape[0], j.shape[0])
@@ -267,7 +267,7 @@ def band(
 def alibi(
     slopes: Tensor, rows: tuple[int, int], columns: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:  # (B or 1, Hq, rows, columns)
-    """ALiBi's position term -slope · |i - j|, with one slope for keys before the query and one for keys after it."""
+    """Return ALiBi's term -slope · |i - j|, with one slope for keys before the query and one for keys after it."""
     before, after = distances(rows, columns, dtype, slopes.device)
     s = slopes.to(dtype).unflatten(-1, (2, 1, 1))
     return -(s[..., 0, :, :] * before + s[..., 1, :, :] * after)
@@ -276,6 +276,6 @@ def alibi(
 def distances(
     rows: tuple[int, int], columns: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:  # each (rows, columns)
-    """How far each key lies before its query (0 if it does not), and how far after it."""
+    """Return the distances max(i - j, 0) of keys before the query and max(j - i, 0) of keys after it."""
     offset = torch.arange(*rows, device=device).unsqueeze(1) - torch.arange(*columns, device=device)
     return offset.clamp(min=0).to(dtype), (-offset).clamp(min=0).to(dtype)

@@ -1,10 +1,10 @@
-"""The matrix products of a tile, and where the sigmoid comes for (almost) nothing.
+"""Matrix products of a tile, with the sigmoid fused into the product where oneDNN supports it.
 
-An element-wise activation is an epilogue of the product that feeds it. On a CPU oneDNN has that fusion: its linear
-layer applies a sigmoid while the result is still in registers. PyTorch reaches it through an internal operator, so it
-is probed for, once per dtype, and everything here also works without it.
+On a CPU, oneDNN's linear layer applies a sigmoid as an epilogue, while the result is in registers, at almost no cost.
+PyTorch exposes it by an internal operator. Its availability is tested once per dtype; without it, batched products and
+a separate sigmoid are used.
 
-Shapes: G heads worked on together, R rows (queries), C columns (keys). oneDNN's linear has no batch: there G = 1.
+Shapes: G heads in a batch, R rows (queries), C columns (keys). oneDNN's linear has no batch dimension: there G = 1.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _FUSIBLE = (torch.float32, torch.bfloat16)
 
 
 def fold(t: Tensor, rows: slice) -> Tensor:
-    """The chosen rows of the query heads that share a key head, one after another: (G, rep, N, E) → (G, rep·R, E)."""
+    """Concatenate the given rows of the query heads that share a key head: (G, rep, N, E) → (G, rep·R, E)."""
     if t.shape[1] == 1:
         return t[:, 0, rows]
     return t[:, :, rows].reshape(t.shape[0], -1, t.shape[-1])
 
 
 class Products:
-    """Batched products of PyTorch, on any device and in any dtype; the sigmoid is a pass of its own, in place."""
+    """Batched products of PyTorch, on any device and in any dtype, with a separate in-place sigmoid."""
 
     def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float) -> None:
-        """query: (G, rep, N, D). key: (G, M, D). bias: a number, or (G, rep, N, 1)."""
+        """Store query (G, rep, N, D), key (G, M, D), bias (a number, or (G, rep, N, 1)) and scale."""
         self.query, self.key, self.scale = query, key, scale
         self.bias = bias if isinstance(bias, Tensor) else query.new_full((1, 1, 1), bias)
 
     def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
-        """Logits scale · Q Kᵀ + b: (G, rep·R, C), or (G, C, rep·R) when transposed."""
+        """Return the logits scale · Q Kᵀ + b: (G, rep·R, C), or (G, C, rep·R) if transposed."""
         q, k = fold(self.query, rows), self.key[:, columns]
         b = fold(self.bias, rows) if self.bias.dim() == 4 else self.bias
         if transposed:
@@ -44,22 +44,22 @@ class Products:
         return torch.baddbmm(b, q, k.mT, alpha=self.scale)
 
     def weights(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
-        """σ(scale · Q Kᵀ + b): (G, rep·R, C), or (G, C, rep·R) when transposed."""
+        """Return the weights σ(scale · Q Kᵀ + b): (G, rep·R, C), or (G, C, rep·R) if transposed."""
         return self.logits(rows, columns, transposed).sigmoid_()
 
     @staticmethod
     def outer(a: Tensor, b: Tensor) -> Tensor:
-        """Product a bᵀ: (G, R, E), (G, C, E) → (G, R, C)."""
+        """Return the product a bᵀ: (G, R, E), (G, C, E) → (G, R, C)."""
         return torch.bmm(a, b.mT)
 
     @staticmethod
     def combine(p: Tensor, v: Tensor) -> Tensor:
-        """Product p v: (G, R, C), (G, C, E) → (G, R, E)."""
+        """Return the product p v: (G, R, C), (G, C, E) → (G, R, E)."""
         return torch.bmm(p, v)
 
     @staticmethod
     def combine_transposed(p: Tensor, v: Tensor) -> Tensor:
-        """Product pᵀ v: (G, C, R), (G, C, E) → (G, R, E)."""
+        """Return the product pᵀ v: (G, C, R), (G, C, E) → (G, R, E)."""
         return torch.bmm(p.mT, v)
 
 
@@ -75,9 +75,9 @@ class Capped(Products):
         return self._tanh(rows, columns, transposed).mul_(self.softcap).add_(b.mT if transposed else b)
 
     def slope(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
-        """Return the derivative of the capped product by the product, 1 - tanh², of the shape of the logits.
+        """Return the derivative of the cap, 1 - tanh², of the shape of the logits.
 
-        It is 0 for NaN, which a masked key may hold; where NaN is not masked, dS is NaN already.
+        NaN is replaced by 0, because the key may be masked; if it is not masked, dS is NaN already.
         """
         return self._tanh(rows, columns, transposed).square_().neg_().add_(1).nan_to_num_(0.0)
 
@@ -88,10 +88,10 @@ class Capped(Products):
 
 
 class Extended(Products):
-    """The same, with the bias as one more column of Q against a column of ones in K, and the scale in Q.
+    """Products with the bias as additional columns of Q, multiplied by columns of ones in K, and with the scale in Q.
 
-    So the bias is added in the product's own accumulator, in full precision: in bfloat16 it takes two columns, its
-    value and what rounding left of it. A logit is then rounded once, where the plain formula rounds three times.
+    The bias is thus added in the accumulator of the product, in full precision: in bfloat16 it takes two columns, its
+    value and the remainder of rounding. A logit is then rounded once; the plain formula rounds three times.
     """
 
     def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float) -> None:
@@ -109,7 +109,7 @@ class Extended(Products):
 
 
 def _parts(bias: float | Tensor, dtype: torch.dtype, count: int) -> Sequence[Tensor | float]:
-    """A bias as a sum of numbers that the dtype can hold: each rounds what the ones before left of it."""
+    """Return ``count`` numbers of the dtype whose sum approximates the bias; each rounds the remaining difference."""
     if not isinstance(bias, Tensor):
         return _parts_of_number(bias, dtype, count)
     rest, parts = bias[..., 0], []  # (G, rep, N), float32 or better
@@ -129,7 +129,7 @@ def _parts_of_number(bias: float, dtype: torch.dtype, count: int) -> list[float]
 
 
 class Fused(Extended):
-    """One head at a time by oneDNN's linear x wᵀ, the sigmoid its epilogue: logits never leave the accumulator.
+    """Products of one head at a time by oneDNN's linear x wᵀ, with the sigmoid applied in the accumulator.
 
     x and w must be dense; w may be transposed.
     """
@@ -148,43 +148,43 @@ class Fused(Extended):
 
     @staticmethod
     def combine_transposed(p: Tensor, v: Tensor) -> Tensor:
-        if p.dtype is torch.bfloat16:  # measured: here the plain product is the faster way
+        if p.dtype is torch.bfloat16:  # measured: the plain product is faster
             return torch.mm(p[0].t(), v[0]).unsqueeze(0)
-        # (vᵀ p)ᵀ, because transposing the small operand is cheap and oneDNN reads a transposed w as it stands
+        # computed as (vᵀ p)ᵀ, because copying the small transposed operand is cheap and oneDNN accepts a transposed w
         return linear(v[0].t().contiguous(), p[0].t(), "none").t().unsqueeze(0)
 
 
 def linear(x: Tensor, w: Tensor, activation: str) -> Tensor:
-    """Activation(x wᵀ) by oneDNN: (R, E), (C, E) → (R, C)."""
+    """Return activation(x wᵀ), computed by oneDNN: (R, E), (C, E) → (R, C)."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, None, activation, [], "")
     return y
 
 
 def fused_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why oneDNN's fused sigmoid cannot serve this device and dtype; None if it can."""
+    """Return the reason why oneDNN's fused sigmoid does not support this device and dtype, or None if it does."""
     if device.type != "cpu":
-        return f"it is for CPUs, not for {device.type}"
+        return f"it supports CPUs only, not {device.type}"
     if dtype not in _FUSIBLE:
-        return f"it is for {' and '.join(str(d).removeprefix('torch.') for d in _FUSIBLE)}"
+        return f"it supports {' and '.join(str(d).removeprefix('torch.') for d in _FUSIBLE)} only"
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
-        return "this PyTorch has no oneDNN, or it is switched off (torch.backends.mkldnn)"
+        return "this PyTorch has no oneDNN, or it is disabled (torch.backends.mkldnn)"
     return _probe(dtype)
 
 
 @functools.cache
 def keep_memory_warm() -> None:
-    """Let glibc's allocator keep the tiles' memory between tiles, once per process.
+    """Make glibc's allocator keep the memory of tiles for reuse, once per process.
 
-    It hands blocks above a threshold back to the system as soon as they are freed, and each new tile then pays for
-    touching fresh pages, which doubled the time of a forward (docs/log.md). The threshold follows the largest block
-    freed so far, up to 32 MiB; so allocate that much, untouched, and free it. Elsewhere this does nothing.
+    It returns freed blocks above a threshold to the system, so that each new tile causes page faults, which doubled the
+    time of a forward (docs/log.md). The threshold is the size of the largest block freed so far, up to 32 MiB;
+    allocating that much and freeing it, without touching it, raises the threshold. Other allocators are not affected.
     """
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 @functools.cache
 def _probe(dtype: torch.dtype) -> str | None:
-    """Run the internal operator once on a small problem and compare it with the formula."""
+    """Compare the internal operator with the formula on a small problem; return an error message, or None."""
     x = torch.linspace(-2, 2, 12, device="cpu").view(3, 4).to(dtype)
     w = torch.linspace(-1, 3, 20, device="cpu").view(5, 4).to(dtype)
     try:

@@ -1,11 +1,11 @@
-"""The definition, materialised: the specification every other backend is tested against, and the theory's operator.
+"""Reference implementation with materialised weights, against which the other backends are tested.
 
     S = cap(scale · Q Kᵀ) + b + position bias + mask        P = activation(S), exactly 0 where masked        O = P V
 
 where cap(s) = c · tanh(s / c) with a ``softcap`` c > 0, else s.
 
-It holds the whole (B, Hq, N, M) matrix, computes in float32 or better, and is plain PyTorch: forward-mode
-differentiation, double differentiation, ``torch.func`` and ``vmap`` all apply to it.
+It stores the (B, Hq, N, M) matrix, computes in float32 or better, and consists of PyTorch's own operations, so that
+forward-mode and double differentiation, ``torch.func`` and ``vmap`` apply to it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def attention(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, Hq, N, Dv)
-    """The output, in the query's dtype."""
+    """Return the attention output, in the query's dtype."""
     return combine(problem, _drop(problem, attention_weights(problem, activation))).to(problem.query.dtype)
 
 
 def combine(problem: Problem, weights: Tensor) -> Tensor:  # (B, Hq, N, M) → (B, Hq, N, Dv)
-    """P V, in the weights' dtype."""
+    """Return P V for given weights P, in the dtype of the weights."""
     return weights @ _repeat(problem, _existing(problem, problem.value).to(weights.dtype))
 
 
 def attention_weights(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, Hq, N, M)
-    """P before dropout, in float32 or better. A row in which everything is masked is 0, whatever the activation."""
+    """Return P before dropout, in float32 or better. An entirely masked row is 0 for every activation."""
     logits, visible = masked_logits(problem, activation)
     if activation == "softmax":
         some = visible.any(-1, keepdim=True)
@@ -55,10 +55,10 @@ def attention_weights(problem: Problem, activation: str = "sigmoid") -> Tensor: 
 
 
 def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor, Tensor]:  # each (B, Hq, N, M)
-    """S, with 0 where masked, and where it is not masked."""
+    """Return the logits S, 0 where masked, and the mask of visible keys."""
     p = problem
     wide = torch.promote_types(p.query.dtype, torch.float32)
-    if activation != "sigmoid" and p.bias is None:  # the paper's rule is for the sigmoid alone
+    if activation != "sigmoid" and p.bias is None:  # the paper's rule applies to the sigmoid only
         p = p._replace(bias=torch.zeros((), dtype=wide, device="cpu"))
     key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
     rows = (p.first_row, p.first_row + p.query.shape[2])
@@ -71,7 +71,7 @@ def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor
         visible = visible & p.blocks.dense(slice(0, rows[1] - rows[0]), slice(*columns))
     if p.attn_mask is not None:
         visible = visible & (p.attn_mask != -torch.inf if p.attn_mask.is_floating_point() else p.attn_mask)
-    if p.softcap:  # of a NaN that is masked, the derivative of tanh would be NaN
+    if p.softcap:  # mask before tanh, because the derivative of tanh at a masked NaN would be NaN
         logits = p.softcap * torch.tanh(logits.masked_fill(~visible, 0) / p.softcap)
     logits = logits + p.bias_value()
     if p.alibi_slopes is not None:
@@ -88,12 +88,12 @@ def _exists(p: Problem) -> Tensor:  # (B, M)
 
 
 def _existing(p: Problem, t: Tensor) -> Tensor:  # (B, Hkv, M, E)
-    """Keys or values with 0 where they do not exist, so that not even a NaN there can matter."""
+    """Return keys or values with 0 beyond key_lengths, so that a NaN there has no effect."""
     return t if p.key_lengths is None else t.masked_fill(~_exists(p)[:, None, :, None], 0)
 
 
 def _repeat(p: Problem, t: Tensor) -> Tensor:  # (B, Hkv, M, E) → (B, Hq, M, E)
-    """Each key head once for every query head that shares it."""
+    """Repeat each key head for every query head that shares it."""
     times = p.query.shape[1] // max(t.shape[1], 1)
     return t if times == 1 else t.repeat_interleave(times, dim=1)
 

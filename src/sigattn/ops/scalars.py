@@ -1,4 +1,4 @@
-"""Numbers as callers have them: Python's, NumPy's, 0-d tensors, or the symbols of a traced graph."""
+"""Conversion of scalar arguments to Python numbers: Python's, NumPy's, 0-d tensors, symbols of a traced graph."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def describe(value: Any) -> str:
-    """Return a value as a reader would write it down: shape, dtype and device of a tensor."""
+    """Return a text that describes a value: shape, dtype and device of a tensor, else its repr and type."""
     if not isinstance(value, Tensor):
         return f"{value!r} ({type(value).__name__})"
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
 
 
 def real(caller: str, name: str, value: Any) -> float:
-    """Return a number as Python's own; a symbol of a traced graph stays as it is.
+    """Return a real number as a Python number; a symbol of a traced graph is returned unchanged.
 
     A 0-d tensor is read, which synchronises if it is on an accelerator.
 
@@ -36,7 +36,7 @@ def real(caller: str, name: str, value: Any) -> float:
 
 
 def integer(caller: str, name: str, value: Any) -> int:
-    """Return an integer as Python's own; a symbol of a traced graph stays as it is.
+    """Return an integer as int; a symbol of a traced graph is returned unchanged.
 
     A 0-d tensor of integers is read, which synchronises if it is on an accelerator.
 
@@ -53,5 +53,5 @@ def integer(caller: str, name: str, value: Any) -> int:
 
 
 def is_integral(t: Tensor) -> bool:
-    """Return True for a tensor of integers, which bool is not."""
+    """Return True for a tensor of an integer dtype other than bool."""
     return not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool

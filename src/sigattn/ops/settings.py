@@ -1,4 +1,4 @@
-"""The one setting of the operator that is not an argument of every call: how precisely σ is computed."""
+"""Process-wide setting of the precision of σ."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _precision = "accurate"
 
 
 def set_sigmoid_precision(precision: str) -> None:
-    """Say how precisely the sigmoid is to be computed, in this process, where a call does not say it itself.
+    """Set the precision of the sigmoid in this process, for calls that do not specify it themselves.
 
     Args:
-        precision: "accurate" (from the start): every weight P has an error that is small beside P itself, at any
-            length. "fast" allows an error that is small beside 1 only: on NVIDIA GPUs the hardware's tanh takes the
-            place of ex2 and a polynomial, as in the paper's kernel (App. F), and with b = -log n the error of a typical
-            weight 1/n grows with n: docs/operator.md has it measured. What has no faster form stays accurate.
+        precision: "accurate" (the default): the error of every weight P is small relative to P, at any length. "fast"
+            allows an error that is small relative to 1 only: on NVIDIA GPUs the hardware's tanh replaces ex2 and a
+            polynomial, as in the paper's kernel (App. F). With b = -log n the relative error of a typical weight 1/n
+            then grows with n (measured in docs/operator.md). It has no effect on devices without a faster form.
 
     Raises:
         ValueError: if it is neither.
@@ -28,11 +28,11 @@ def set_sigmoid_precision(precision: str) -> None:
 
 
 def get_sigmoid_precision() -> str:
-    """What ``set_sigmoid_precision`` was last told: "accurate" or "fast"."""
+    """Return the current setting of ``set_sigmoid_precision``: "accurate" or "fast"."""
     return _precision
 
 
 def is_fast(precision: str | None) -> bool:
-    """Whether a call that says this may use the fast form; None is the setting."""
+    """Return True if a call with this precision may use the fast form; None uses the process-wide setting."""
     checks.choice("sigmoid precision", precision, PRECISIONS)
     return (_precision if precision is None else precision) == "fast"

@@ -1,7 +1,7 @@
-"""Short sequences on a CPU, without masks: where one batched product for many heads is fastest, and overhead shows.
+"""Sigmoid attention of short sequences without masks on a CPU, with one batched product for many heads.
 
-The same mathematics as ``blocked``, whose tiles are whole here: as many heads at once as a tile may hold, and nothing
-but the products and the sigmoid between them. A window is allowed, for causal attention is one.
+The weights of a head fit into a tile of ``blocked``; as many heads as fit are computed at a time, with no operations
+other than the products and the sigmoid. A window, and thus causal attention, is supported.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ from sigattn.ops.tiles import FUSED_FROM, TILE_BYTES, WIDE_UP_TO, arithmetic
 
 
 class Operands(NamedTuple):
-    """Shapes: G samples and key heads in one, R queries of all the query heads that share a key head."""
+    """Operands of batched products; G samples and key heads, R queries of all query heads that share a key head."""
 
     query: Tensor  # (G, R, D)
     key: Tensor  # (G, M, D)
     value: Tensor  # (G, M, Dv)
     bias: Tensor  # (1, 1, 1) or (G, R, 1)
-    beta: float  # factor of the bias: a number is the factor of a one, and so is never rounded to the dtype
+    beta: float  # factor of the bias: a number b is passed as b · 1, so that it is not rounded to the dtype
     scale: float
 
     def part(self, group: slice) -> Operands:
-        """Some of the samples and key heads."""
+        """Return the operands of some of the samples and key heads."""
         bias = self.bias if len(self.bias) == 1 else self.bias[group]
         return self._replace(query=self.query[group], key=self.key[group], value=self.value[group], bias=bias)
 
 
 def plan(problem: Problem) -> torch.dtype | None:
-    """The dtype to compute in if this is the way to go: no mask but a window, heads too short for the fused product."""
+    """Return the dtype to compute in, or None if this module does not apply.
+
+    It applies on a CPU, without masks other than a window, if the weights of a key head's query heads fit into a tile
+    and are too few for the fused product.
+    """
     p = problem
     if p.attn_mask is not None or p.alibi_slopes is not None or p.key_lengths is not None or p.seed is not None:
         return None
@@ -49,7 +53,7 @@ def plan(problem: Problem) -> torch.dtype | None:
         return None
     dtype, products = arithmetic(p)
     if dtype is torch.bfloat16 and p.bias is not None and p.bias.dim():
-        return None  # a tensor would be rounded to bfloat16 on its way into the product
+        return None  # a tensor would be rounded to bfloat16 before the product
     fits = heads // key_heads * n * m * dtype.itemsize <= TILE_BYTES
     return dtype if fits and products is not Fused else None
 
@@ -57,9 +61,10 @@ def plan(problem: Problem) -> torch.dtype | None:
 def plainest(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, bias: float | None
 ) -> Tensor | None:
-    """Self-attention of plain short tensors that nobody differentiates, traces or counts; None for any other call.
+    """Return the self-attention of short plain tensors, or None if this fast path does not apply (saves 25 µs).
 
-    It checks what it needs and leaves the rest, errors included, to the general way, whose 25 µs it saves.
+    It does not apply to calls that are differentiated, traced, transformed or intercepted by a dispatch mode, nor to
+    invalid arguments, for which the general path raises.
     """
     tensors = (query, key, value)
     if torch.compiler.is_compiling() or torch._C._is_tracing() or not all(type(t) is Tensor for t in tensors):
@@ -93,18 +98,18 @@ def plainest(
 
 
 def forward(problem: Problem, dtype: torch.dtype) -> Tensor:  # (B, Hq, N, Dv)
-    """The output of sigmoid attention."""
+    """Return the output of sigmoid attention, computed in ``dtype``."""
     p = problem
     outs = [torch.bmm(_weights(o, p), o.value) for o in _parts(_operands(p, dtype))]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return _in(out, p.query.dtype).view(*p.query.shape[:3], -1)
+    return _to_dtype(out, p.query.dtype).view(*p.query.shape[:3], -1)
 
 
 def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs: Needs) -> Gradients:
-    """The gradients that are asked for."""
+    """Return the gradients in ``needs``, computed in ``dtype``."""
     p = problem
     o = _operands(p, dtype)
-    grad = _in(grad_out, dtype).reshape(*o.query.shape[:2], grad_out.shape[-1])  # (G, R, Dv)
+    grad = _to_dtype(grad_out, dtype).reshape(*o.query.shape[:2], grad_out.shape[-1])  # (G, R, Dv)
     size = _group_size(o)
     parts = [_backward(o, g, p, needs) for o, g in zip(_parts(o), grad.split(size), strict=True)]
     query, key, value, bias = parts[0] if len(parts) == 1 else map(_cat, zip(*parts, strict=True))
@@ -118,7 +123,7 @@ def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs: Need
     )
 
 
-def _in(t: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype is dtype else t.to(dtype)
 
 
@@ -132,9 +137,9 @@ def _operands(p: Problem, dtype: torch.dtype) -> Operands:
     else:
         beta, bias = bias, _one(dtype)
     return Operands(
-        _in(p.query, dtype).reshape(group, -1, d),
-        _in(p.key, dtype).reshape(group, m, d),
-        _in(p.value, dtype).reshape(group, m, -1),
+        _to_dtype(p.query, dtype).reshape(group, -1, d),
+        _to_dtype(p.key, dtype).reshape(group, m, d),
+        _to_dtype(p.value, dtype).reshape(group, m, -1),
         bias,
         beta,
         p.scale_value,
@@ -143,12 +148,12 @@ def _operands(p: Problem, dtype: torch.dtype) -> Operands:
 
 @functools.cache
 def _one(dtype: torch.dtype) -> Tensor:
-    """Kept, because making it takes as long as a small product."""
+    """Return a cached one (1, 1, 1), because creating it takes as long as a small product."""
     return torch.ones(1, 1, 1, dtype=dtype, device="cpu")
 
 
 def _group_size(o: Operands) -> int:
-    """As many heads at once as a tile may hold."""
+    """Return the number of key heads whose weights fit into a tile."""
     return max(1, TILE_BYTES // o.query.element_size() // (o.query.shape[1] * o.key.shape[1]))
 
 
@@ -161,7 +166,7 @@ def _weights(o: Operands, p: Problem) -> Tensor:  # (G, R, M)
     weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale).sigmoid_()
     if p.left == UNLIMITED and p.right == UNLIMITED:
         return weights
-    by_head = weights.view(-1, p.query.shape[2], weights.shape[2])  # one query head at a time
+    by_head = weights.view(-1, p.query.shape[2], weights.shape[2])  # (query heads, N, M)
     if p.right != UNLIMITED:
         by_head.tril_(p.right)
     if p.left != UNLIMITED:
@@ -170,7 +175,7 @@ def _weights(o: Operands, p: Problem) -> Tensor:  # (G, R, M)
 
 
 def _backward(o: Operands, grad: Tensor, p: Problem, needs: Needs) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and, still per query, bias; None where not asked for."""
+    """Return the gradients of query, key, value and, for each query, bias; None if not needed."""
     weights = _weights(o, p)  # (G, R, M)
     value = torch.bmm(weights.mT, grad) if needs.value else None
     if not (needs.query or needs.key or needs.bias):
@@ -193,5 +198,5 @@ def _restore(t: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def _of_bias(per_query: Tensor, query: Tensor, bias: Tensor) -> Tensor:
-    """Sum along what the bias was broadcast along: (G, R) → the bias's shape."""
+    """Sum the gradient of the bias over the dimensions in which it broadcasts: (G, R) → the bias's shape."""
     return per_query.view(*query.shape[:3], 1).sum_to_size(bias.shape).to(bias.dtype)

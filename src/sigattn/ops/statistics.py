@@ -1,4 +1,4 @@
-"""What the paper watches in an attention layer: row mass, output norm, largest logit, sparsity (Sect. 5, App. G.6)."""
+"""Statistics of an attention layer: row mass, output norm, largest logit, sparsity (Sect. 5, App. G.6)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from sigattn.ops import checks, library, mask, reference
 from sigattn.ops.attention import canonical
 from sigattn.ops.problem import Problem
 
-_BLOCK_BYTES = 8 << 20  # what the weights of one block of rows may take
+_BLOCK_BYTES = 8 << 20  # bytes of the weights of one block of rows
 
 
 class AttentionStatistics(NamedTuple):
     """Statistics of the weights P and the output O = P V of each head, over its N queries. Each is (B, Hq), float32.
 
     Attributes:
-        row_mass_mean, row_mass_min, row_mass_max: of Σ_j P_ij. About 1 with b = -log n at initialisation; always 1
-            under softmax.
+        row_mass_mean, row_mass_min, row_mass_max: mean, minimum and maximum over queries of Σ_j P_ij. About 1 with
+            b = -log n at initialisation; always 1 with softmax.
         output_norm: the Frobenius norm ‖P V‖ (the "attention norm" of the paper's Figs. 4-7).
         max_logit: the largest logit that is not masked; -inf if there is none.
-        hoyer_sparsity: the mean over queries of (√n - Σ|P| / √(Σ P²)) / (√n - 1), n the keys a query sees: 0 when all
-            its weights are equal, 1 when only one is not zero. Queries that see fewer than two keys, or whose weights
-            are all 0, have none and are left out; NaN if that leaves nothing.
+        hoyer_sparsity: the mean over queries of (√n - Σ|P| / √(Σ P²)) / (√n - 1) for n visible keys: 0 if all weights
+            are equal, 1 if only one is not zero. Queries with fewer than two visible keys, or whose weights are all 0,
+            are excluded; NaN if no query remains.
     """
 
     row_mass_mean: Tensor
@@ -52,12 +52,11 @@ def attention_statistics(
     softcap: float = 0.0,
     activation: str = "sigmoid",
 ) -> AttentionStatistics:
-    """Measure an attention layer, in memory linear in the length (a block of queries at a time), without gradient.
+    """Compute statistics of attention weights and outputs, in memory linear in the length, without gradient.
 
     Args:
         query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths, softcap: as
-            in ``sigmoid_attention``, with four dimensions and one batch size. There is no dropout: these are the
-            weights before it.
+            in ``sigmoid_attention``, with four dimensions and one batch size. The weights are those before dropout.
         activation: "sigmoid", or for comparison "softmax", "relu", "relu2", "gelu", "tanh" or "identity", for which
             bias=None is 0.
 
@@ -77,7 +76,9 @@ def attention_statistics(
     softcap = checks.softcap(softcap, "attention_statistics")
     checks.choice("activation", activation, tuple(reference.ACTIVATIONS))
     if query.shape[2] == 0:
-        raise ValueError(f"attention_statistics: there is no query; got {checks.describe(query=query, key=key)}")
+        raise ValueError(
+            f"attention_statistics: there must be at least one query; got {checks.describe(query=query, key=key)}"
+        )
     problem = canonical(
         query,
         key,
@@ -108,7 +109,7 @@ def _over_rows(problem: Problem, activation: str) -> AttentionStatistics:
 
 
 def _of_rows(problem: Problem, activation: str) -> tuple[Tensor, ...]:
-    """For each query: its row mass, ‖O‖², largest logit, Hoyer sparsity (0 if undefined), whether that is defined."""
+    """Return row mass, ‖O‖², largest logit, Hoyer sparsity (0 if undefined) and 1 if that is defined, per query."""
     logits, visible = reference.masked_logits(problem, activation)  # (B, Hq, R, M)
     weights = reference.attention_weights(problem, activation)
     out = reference.combine(problem, weights)  # (B, Hq, R, Dv)

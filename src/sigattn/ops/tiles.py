@@ -1,9 +1,9 @@
-"""How a problem is cut into groups of heads and tiles of queries and keys, and what is hidden in a tile.
+"""Partition of a problem into groups of heads and tiles of queries and keys, and masks within a tile.
 
-A group is a few (sample, key/value head) pairs worked on together. The query heads that share a key/value head are
-laid one after another in the rows of its products, so neither K nor V is ever repeated for them. What depends on a
-weight's place (masks, positions, dropout) sees a tile as (nb, nh, rep, R, C): samples, key/value heads, query heads
-of each, queries, keys.
+A group consists of (sample, key/value head) pairs that are batched. The rows of its products are those of all query
+heads that share a key/value head, so that K and V need not be repeated. Operations that depend on the indices of a
+weight (masks, positions, dropout) view a tile as (nb, nh, rep, R, C): samples, key/value heads, query heads of each,
+queries, keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sigattn.ops.problem import UNLIMITED, Problem, alibi, distances
 from sigattn.ops.products import Capped, Extended, Fused, Products, fused_unavailable, keep_memory_warm
 
 # Sizes measured on a CPU with 1 MiB of L2 and 32 MiB of L3 (docs/log.md). They bound the working memory: a tile has
-# TILE_BYTES, and at most a handful are held at once.
+# TILE_BYTES, and only a few tiles exist at a time.
 TILE_BYTES = 4 << 20
 LONG_SIDE = 4096
 WINDOWED_SIDE = 512
@@ -29,7 +29,7 @@ FUSED_FROM = {torch.float32: 320**2, torch.bfloat16: 640**2}  # weights per head
 
 
 class Span(NamedTuple):
-    """The indices start … stop - 1."""
+    """Range of indices start … stop - 1."""
 
     start: int
     stop: int
@@ -50,10 +50,11 @@ def spans(start: int, stop: int, size: int) -> Iterator[Span]:
 
 
 class Group:
-    """A few heads of a problem: their operands ready for the products, and the rules of their tiles.
+    """Group of heads of a problem: the operands of their products, and the masks of their tiles.
 
-    Attributes (G = nb · nh): query (G, rep, N, D) and key (G, M, D), unscaled, and value (G, M, Dv), all in the compute
-    dtype; ``keys``, how many keys there are to visit (fewer than M where ``key_lengths`` says so).
+    Attributes (G = nb · nh):
+        query: (G, rep, N, D). key: (G, M, D). value: (G, M, Dv). All unscaled, in the compute dtype.
+        keys: number of keys to process, less than M if ``key_lengths`` are.
     """
 
     def __init__(self, problem: Problem, batch: Span, heads: Span, dtype: torch.dtype, products: type[Products]):
@@ -80,11 +81,11 @@ class Group:
         self.products = Capped(*operands, problem.softcap) if problem.softcap else products(*operands)
 
     def _count_keys(self) -> tuple[int, bool]:
-        """How many keys to visit, and whether some of them do not exist in some sample of the group."""
+        """Return the number of keys to process, and True if a sample of the group may have fewer keys."""
         lengths = self.problem.key_lengths
         if lengths is None:
             return self.problem.key.shape[2], False
-        if lengths.device.type != "cpu":  # reading the lengths would make the host wait for the device
+        if lengths.device.type != "cpu":  # reading the lengths would synchronise
             return self.problem.key.shape[2], True
         here = lengths[self.batch.slice].tolist()
         return max(here), min(here) < max(here)
@@ -101,7 +102,7 @@ class Group:
     # -- the group's part of a whole tensor -----------------------------------------------------------------------
 
     def heads_of(self, t: Tensor) -> Tensor:
-        """(B or 1, Hq or 1, ·, ·) → (nb or 1, nh or 1, rep or 1, ·, ·), a view."""
+        """Return the group's heads, a view: (B or 1, Hq or 1, ·, ·) → (nb or 1, nh or 1, rep or 1, ·, ·)."""
         if t.shape[0] != self.shape[0] and t.shape[0] != 1:
             t = t[self.batch.slice]
         if t.shape[1] == 1:
@@ -110,14 +111,14 @@ class Group:
         return t if t.shape[1] == self.shape[1] else t[:, self.heads.slice]
 
     def queries_of(self, t: Tensor) -> Tensor:
-        """(B, Hq, N, E) → (G, rep, N, E), dense, in the compute dtype."""
+        """Return the group's part of (B, Hq, N, E) as (G, rep, N, E), dense, in the compute dtype."""
         nb, nh, rep = self.shape
         return self.heads_of(t).to(self.dtype).reshape(nb * nh, rep, *t.shape[2:]).contiguous()
 
     def keys_of(self, t: Tensor) -> Tensor:
-        """(B, Hkv, M, E) → (G, keys, E), dense, in the compute dtype; zero where a key does not exist."""
+        """Return the group's part of (B, Hkv, M, E) as (G, keys, E), dense, in the compute dtype, padded with 0."""
         part = t[self.batch.slice, self.heads.slice, : self.keys].to(self.dtype)
-        if self.ragged:  # a NaN in a key that does not exist must not reach a product
+        if self.ragged:  # a NaN beyond key_lengths must not enter a product
             part = part.masked_fill(~self.exists(Span(0, self.keys)).view(-1, 1, self.keys, 1), 0)
         return part.flatten(0, 1).contiguous()
 
@@ -129,46 +130,46 @@ class Group:
     # -- which tiles there are ------------------------------------------------------------------------------------
 
     def row_range(self, columns: Span) -> Span:
-        """The queries that see any of these keys."""
+        """Return the range of queries to which any of these keys is visible."""
         left, right, first = self.problem.left, self.problem.right, self.problem.first_row
         start = 0 if right == UNLIMITED else columns.start - right - first
         stop = self.queries if left == UNLIMITED else columns.stop + left - first
         return Span(max(start, 0), min(stop, self.queries))
 
     def column_range(self, rows: Span) -> Span:
-        """The keys that any of these queries sees."""
+        """Return the range of keys visible to any of these queries."""
         left, right, first = self.problem.left, self.problem.right, self.problem.first_row
         start = 0 if left == UNLIMITED else rows.start + first - left
         stop = self.keys if right == UNLIMITED else rows.stop + first + right
         return Span(max(start, 0), min(stop, self.keys))
 
     def short_blocks(self, span: Span, long_side: int, dimension: int = 0) -> Iterator[Span]:
-        """The outer loop: blocks such that one of them against ``long_side`` fills a tile.
+        """Yield the blocks of the outer loop, of such a size that a block times ``long_side`` fills a tile.
 
         dimension: 0 for queries, 1 for keys.
         """
         weights = TILE_BYTES // self.dtype.itemsize // (self.shape[0] * self.shape[1] * self.repeat)
         size = max(1, weights // max(1, min(long_side, LONG_SIDE)))
         if self.problem.left != UNLIMITED or self.problem.right != UNLIMITED:
-            # long enough for the products (at the price of two tiles), short enough to waste little along the border
+            # at most two tiles: larger blocks make products faster, smaller ones waste less work at the window's edge
             size = min(WINDOWED_SIDE, 2 * size)
-        if self.blocks is not None:  # a block of the mask's, or a part of one
+        if self.blocks is not None:  # must divide the block size of the mask
             size = min(size, self.blocks.size[dimension])
             size = next(s for s in range(size, 0, -1) if self.blocks.size[dimension] % s == 0)
         return spans(*span, size)
 
     def columns_of(self, rows: Span) -> Iterator[Span]:
-        """The inner loop of the forward pass: keys that these queries see."""
+        """Yield the blocks of keys visible to these queries, the inner loop of the forward pass."""
         return self._inner(rows, self.column_range(rows), 0)
 
     def rows_of(self, columns: Span) -> Iterator[Span]:
-        """The inner loop of the backward pass: queries that see these keys."""
+        """Yield the blocks of queries to which these keys are visible, the inner loop of the backward pass."""
         return self._inner(columns, self.row_range(columns), 1)
 
     def _inner(self, outer: Span, span: Span, dimension: int) -> Iterator[Span]:
-        """Cut a range of the inner axis into long blocks, leaving out what is hidden from all of the outer block.
+        """Split a range of the inner axis into long blocks, without blocks of the mask that are hidden.
 
-        dimension: of the outer axis in the table of blocks.
+        dimension: dimension of the outer axis in the table of blocks.
         """
         if self.blocks is None:
             yield from spans(*span, self.long_side)
@@ -182,21 +183,21 @@ class Group:
     # -- inside a tile --------------------------------------------------------------------------------------------
 
     def part(self, t: Tensor, rows: Span, columns: Span) -> Tensor:
-        """What a tile sees of a mask that is broadcastable to (B, Hq, N, M): broadcastable to (nb, nh, rep, R, C)."""
+        """Return a tile's part of a mask broadcastable to (B, Hq, N, M), broadcastable to (nb, nh, rep, R, C)."""
         t = self.heads_of(t)
         t = t if t.shape[3] == 1 else t[..., rows.slice, :]
         return t if t.shape[4] == 1 else t[..., columns.slice]
 
     def tile(self, rows: Span, columns: Span, transposed: bool) -> Tensor:
-        """The weights P of a tile before dropout: (G, rep·R, C), or (G, C, rep·R) when transposed."""
+        """Return the weights P of a tile before dropout: (G, rep·R, C), or (G, C, rep·R) if transposed."""
         if self.additive:
             p = self.products.logits(rows.slice, columns.slice, transposed)
             self._add_terms(self.by_place(p, rows, transposed), rows, columns)
             p.sigmoid_()
-            self._hide_minus_infinity(p, rows, columns, transposed)
+            self._mask_minus_infinity(p, rows, columns, transposed)
         else:
             p = self.products.weights(rows.slice, columns.slice, transposed)
-        self._hide_beyond_window(p, rows, columns, transposed)
+        self._apply_window_mask(p, rows, columns, transposed)
         if self.ragged:
             self.by_place(p, rows, transposed).masked_fill_(~self.exists(columns), 0)
         if self.blocks is not None and not self.blocks.are_visible(rows.slice, columns.slice):
@@ -208,8 +209,8 @@ class Group:
             self.by_place(p, rows, transposed).masked_fill_(~seen, 0)
         return p
 
-    def _hide_minus_infinity(self, p: Tensor, rows: Span, columns: Span, transposed: bool) -> None:
-        """Zero where an additive mask is -inf: added to a logit of inf or NaN, it gives NaN."""
+    def _mask_minus_infinity(self, p: Tensor, rows: Span, columns: Span, transposed: bool) -> None:
+        """Zero the weights where an additive mask is -inf, because its sum with a logit of inf or NaN is NaN."""
         mask = self.problem.attn_mask
         if mask is None or not mask.is_floating_point():
             return
@@ -218,7 +219,7 @@ class Group:
             self.by_place(p, rows, transposed).masked_fill_(added == -torch.inf, 0)
 
     def by_place(self, tile: Tensor, rows: Span, transposed: bool) -> Tensor:
-        """See a tile as (nb, nh, rep, R, C), in the same memory."""
+        """View a tile as (nb, nh, rep, R, C)."""
         nb, nh, rep = self.shape
         if transposed:
             return tile.view(nb, nh, tile.shape[1], rep, rows.size).permute(0, 1, 3, 4, 2)
@@ -229,12 +230,12 @@ class Group:
         if mask is not None and mask.is_floating_point():
             logits.add_(self.part(mask, rows, columns))
         if slopes is not None:
-            logits.add_(alibi(self.slopes_of(slopes), self._places(rows), columns, logits.dtype))
+            logits.add_(alibi(self.slopes_of(slopes), self._positions(rows), columns, logits.dtype))
 
-    def _hide_beyond_window(self, p: Tensor, rows: Span, columns: Span, transposed: bool) -> None:
-        """Zero what lies outside i - left ≤ j ≤ i + right, touching only the corners that the borders cross."""
+    def _apply_window_mask(self, p: Tensor, rows: Span, columns: Span, transposed: bool) -> None:
+        """Zero the weights outside i - left ≤ j ≤ i + right, writing only the corners that the window's edges cross."""
         left, right = self.problem.left, self.problem.right
-        (i0, i1), (j0, j1) = self._places(rows), columns
+        (i0, i1), (j0, j1) = self._positions(rows), columns
         if right != UNLIMITED:  # hidden where j > i + right
             i, j = min(i1, j1 - 1 - right), max(j0, i0 + right + 1)
             if i0 < i and j < j1:
@@ -249,39 +250,39 @@ class Group:
     def _corner(
         self, p: Tensor, rows: Span, r: tuple[int, int], c: tuple[int, int], transposed: bool
     ) -> Iterator[Tensor]:
-        """Part of a tile for each query head of a key head: (G, R, C), or (G, C, R) when transposed, views.
+        """Yield views of a part of a tile, one for each query head of a key head: (G, R, C), or transposed (G, C, R).
 
-        Three dimensions and dense rows, because there torch's triangles are ten times as fast as a masked fill.
+        With three dimensions and dense rows, ``tril_`` and ``triu_`` are ten times as fast as a masked fill.
         """
         for h in range(self.repeat):
             q = slice(h * rows.size + r[0], h * rows.size + r[1])
             yield p[:, slice(*c), q] if transposed else p[:, q, slice(*c)]
 
     def slopes_of(self, slopes: Tensor) -> Tensor:
-        """(B or 1, Hq, 2) → (nb or 1, nh, rep, 2)."""
+        """Return the group's slopes, (B or 1, Hq, 2) → (nb or 1, nh, rep, 2)."""
         return self.heads_of(slopes.unsqueeze(-1)).squeeze(-1)
 
-    def _places(self, rows: Span) -> Span:
+    def _positions(self, rows: Span) -> Span:
         return Span(rows.start + self.problem.first_row, rows.stop + self.problem.first_row)
 
     def dropped(self, rows: Span, columns: Span) -> Tensor | None:
-        """True where dropout drops a weight, (nb, nh, rep, R, C); None without dropout."""
+        """Return the mask of dropped weights, (nb, nh, rep, R, C), or None without dropout."""
         problem = self.problem
         if problem.seed is None:
             return None
         device = problem.query.device
         heads = torch.arange(problem.query.shape[0] * problem.query.shape[1], device=device) + problem.first_head
         heads = self.heads_of(heads.view(*problem.query.shape[:2], 1, 1))[..., 0, 0]  # (nb, nh, rep)
-        i, j = torch.arange(*self._places(rows), device=device), torch.arange(*columns, device=device)
+        i, j = torch.arange(*self._positions(rows), device=device), torch.arange(*columns, device=device)
         return keep_mask(problem.seed, heads, i, j, problem.dropout_p).logical_not_()
 
     def distances(self, rows: Span, columns: Span) -> tuple[Tensor, Tensor]:
-        """How far each key lies before its query (0 if it does not), and how far after it: each (R, C)."""
-        return distances(self._places(rows), columns, self.dtype, self.problem.query.device)
+        """Return the distances of keys before and after the query, each (R, C); see ``problem.distances``."""
+        return distances(self._positions(rows), columns, self.dtype, self.problem.query.device)
 
 
 def groups(problem: Problem) -> Iterator[Group]:
-    """Cut a problem into groups: single heads where the fused product serves, else as many as a tile may hold."""
+    """Split a problem into groups: single heads with the fused product, else as many heads as fit into a tile."""
     (batch, _, n, _), (_, heads, m, _) = problem.query.shape, problem.key.shape
     dtype, products = arithmetic(problem)
     keep_memory_warm()
@@ -296,12 +297,12 @@ def groups(problem: Problem) -> Iterator[Group]:
 
 
 def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
-    """The dtype to compute in and the products to compute with.
+    """Return the dtype to compute in and the class of products to compute with.
 
-    Half precision is computed in float32, for a logit rounded to 8 or 11 bits spoils its weight, and in float16 a
-    weight of 1/n loses its bits as n grows. The exception is bfloat16 where the processor has products of it, and
-    nothing but the bias, which travels inside the product, is added to the logits, and they are not capped; the
-    shortest sequences are not worth it.
+    Half precision is computed in float32, because rounding a logit to 8 or 11 bits makes its weight inaccurate, and in
+    float16 a weight of 1/n loses bits as n grows. The exception is bfloat16, if the processor has bfloat16 products and
+    the logits are neither capped nor have terms other than the bias, which is added inside the product; the shortest
+    sequences gain nothing from it.
     """
     query, key, mask = problem.query, problem.key, problem.attn_mask
     per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])
