@@ -423,7 +423,7 @@ class TestBadInput:
             ({"cache_batch_idx": torch.tensor([0, 2])}, r"names pages \[2\], but the cache has pages 0 … 1"),
             ({"block_table": torch.tensor([[0], [-1]])}, r"names pages \[-1\]"),
             ({"block_table": torch.tensor([0, 1])}, r"block_table must be \(B, pages of each sample\)"),
-            ({"block_table": torch.tensor([[0], [1]]), "cache_batch_idx": torch.tensor([0, 1])}, "both name"),
+            ({"block_table": torch.tensor([[0], [1]]), "cache_batch_idx": torch.tensor([0, 1])}, "exclude each other"),
             ({"q": torch.zeros(3, 1, 4, 8), "k": None, "v": None}, "the cache must have q's batch size"),
             ({"k": None}, "k and v must both be given"),
             ({"k": torch.zeros(2, 1, 4, 8), "v": torch.zeros(2, 1, 4, 8)}, "must have the cache's heads and head_dim"),

@@ -80,7 +80,7 @@ class TestProbe:
     @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # PyTorch's, of restoring its own flags
     def test_switched_off_by_the_user(self):
         with torch.backends.mkldnn.flags(enabled=False):
-            assert "switched off" in products.fused_unavailable(torch.device("cpu"), torch.float32)
+            assert "is disabled" in products.fused_unavailable(torch.device("cpu"), torch.float32)
 
     def test_other_devices_and_dtypes(self):
         assert "not for cuda" in products.fused_unavailable(torch.device("cuda"), torch.float32)

@@ -62,7 +62,7 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
     "mask dtype": ((Q, K, V, torch.ones(5, 6, dtype=torch.int32)), {}, TypeError, "bool"),
     "mask type": ((Q, K, V, [[True]]), {}, TypeError, "attn_mask must be a tensor"),
     "mask device": ((Q, K, V, torch.ones(5, 6, device=META)), {}, ValueError, "query's device"),
-    "bias columns": ((Q, K, V), {"bias": torch.zeros(5, 6)}, ValueError, "key to key is an additive attn_mask"),
+    "bias columns": ((Q, K, V), {"bias": torch.zeros(5, 6)}, ValueError, "one per key as an additive attn_mask"),
     "bias shape": ((Q, K, V), {"bias": torch.zeros(4)}, ValueError, r"per head is \(Hq, 1, 1\)"),
     "bias dtype": ((Q, K, V), {"bias": torch.zeros(1, dtype=torch.long)}, TypeError, "bias must be floating point"),
     "bias type": ((Q, K, V), {"bias": "-log n"}, TypeError, "bias, if not a tensor, must be a number"),
@@ -113,7 +113,7 @@ def test_statistics_check_too():
         sigattn.attention_statistics(Q, K[..., :3], V)
     with pytest.raises(ValueError, match="unknown activation 'swish'"):
         sigattn.attention_statistics(Q, K, V, activation="swish")
-    with pytest.raises(ValueError, match="no query"):
+    with pytest.raises(ValueError, match="at least one query"):
         sigattn.attention_statistics(Q[:, :, :0], K, V)
     with pytest.raises(ValueError, match="0…6"):
         sigattn.attention_statistics(Q, K, V, key_lengths=torch.tensor([3, 7]))
