@@ -176,11 +176,11 @@ class TestTrain:
         ("arguments", "code", "message"),
         [
             (["train", "lm-2b"], 2, "no recipe is called 'lm-2b'; sigattn recipes lists them"),
-            (["train", "vit-byol"], 2, "name a folder that holds train/CLASS and val/CLASS with --data"),
+            (["train", "vit-byol"], 2, "name a folder with train/CLASS and val/CLASS with --data"),
             (["train", "asr-ls960", "--tiny"], 2, "name its folder with --data"),
             (["train", "asr-ls960", "--data", "/nowhere"], 1, "no such file or folder: /nowhere"),
             (["train", "lm-1b-2k"], 2, "needs --tokenizer FILE"),
-            (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "it has no tokenizer"),
+            (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
             (["train", "lm-1b-2k", "--tiny", "--training.steps", "0"], 2, "steps must be at least 1"),
             (["train", "lm-1b-2k", "--tiny", "--model.heads", "5"], 2, "multiple of heads, got width=64, heads=5"),
             (["evaluate", "/nowhere"], 1, "/nowhere holds no run of sigattn train"),

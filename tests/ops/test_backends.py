@@ -83,7 +83,7 @@ class TestProbe:
             assert "is disabled" in products.fused_unavailable(torch.device("cpu"), torch.float32)
 
     def test_other_devices_and_dtypes(self):
-        assert "not for cuda" in products.fused_unavailable(torch.device("cuda"), torch.float32)
+        assert "CPUs only, not cuda" in products.fused_unavailable(torch.device("cuda"), torch.float32)
         assert "float32 and bfloat16" in products.fused_unavailable(torch.device("cpu"), torch.float64)
 
     def test_half_precision_is_computed_in_float32_without_it(self, monkeypatch):
