@@ -2,9 +2,9 @@
 
     sigattn reproduce bias-rules --scale small
 
-Under a causal mask query i sees i + 1 keys, but the paper's b is -log n for all queries. The alternative is -log of the
-number of visible keys, which makes the mass of every row about 1. Beyond the training length, the first rule keeps the
-bias of training, and the second continues to decrease.
+Under a causal mask query i has i + 1 visible keys, but the paper's b is -log n for all queries. The alternative is -log
+of the number of visible keys, which makes the mass of every row about 1. Beyond the training length, the first rule
+keeps the bias of training, and the second continues to decrease.
 """
 
 from __future__ import annotations

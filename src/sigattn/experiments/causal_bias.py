@@ -2,10 +2,10 @@
 
     sigattn reproduce causal-bias --data tinyshakespeare.txt
 
-``sigmoid_attention(bias=None, is_causal=True)`` takes b = -log M for every query, although query i sees i + 1 keys.
+``sigmoid_attention(bias=None, is_causal=True)`` has b = -log M for every query, although query i has i + 1 keys.
 This experiment trains byte-level language models with that rule, with -log of the visible keys and with b = 0, next to
 softmax, in three architectures: GPT-2 (learned positions, LayerNorm, GELU: also nanoGPT's) and Llama (RoPE, RMSNorm,
-SwiGLU), both from transformers, and this library's language model with ALiBi and QK-norm. A default must also serve
+SwiGLU), both from transformers, and this library's language model with ALiBi and QK-norm. A default must also suit
 calls of other lengths, so each model is evaluated at half the training length as well, where the rule "-log M" changes
 the bias and a number does not.
 """

@@ -21,7 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from sigattn.ops import onnx
 
 NO_DERIVATIVE = (
-    'the fast backends of sigmoid_attention have no {what}; pass backend="reference", which has it (in O(N·M) memory)'
+    'the fast backends of sigmoid_attention have no {kind}; pass backend="reference", which has it (in O(N·M) memory)'
 )
 
 
@@ -55,7 +55,7 @@ def register(
         return (*own, *(None,) * (tensors - differentiable + len(ctx.rest)))
 
     _register(library, forward, setup, derivative, onnx_formula)
-    register_without(library, backward, "sigmoid_attention: " + NO_DERIVATIVE.format(what="second derivative"))
+    register_without(library, backward, "sigmoid_attention: " + NO_DERIVATIVE.format(kind="second derivative"))
 
 
 def register_without(library: torch.library.Library, op: OpOverload, message: str) -> None:
@@ -152,4 +152,4 @@ def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError("sigmoid_attention: " + NO_DERIVATIVE.format(what="forward-mode derivative"))
+        raise RuntimeError("sigmoid_attention: " + NO_DERIVATIVE.format(kind="forward-mode derivative"))

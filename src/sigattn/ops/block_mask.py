@@ -44,7 +44,7 @@ class Blocks(NamedTuple):
         return mask[..., i : i + rows.stop - rows.start, j : j + columns.stop - columns.start]
 
     def are_visible(self, rows: slice, columns: slice) -> bool:
-        """Return True if every query of the rows' blocks sees every key of the columns' blocks."""
+        """Return True if every key of the columns' blocks is visible to every query of the rows' blocks."""
         size_q, size_k = self.size
         i, j = (
             slice(rows.start // size_q, -(-rows.stop // size_q)),
@@ -59,11 +59,11 @@ def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[in
     visible: (blocks,), bool, on the CPU.
     """
     begin = None
-    for at, seen in enumerate([*visible.tolist(), False]):
-        if seen and begin is None:
-            begin = at
-        if not seen and begin is not None:
-            first, last = max(begin * size, start), min(at * size, stop)
+    for block, is_visible in enumerate([*visible.tolist(), False]):
+        if is_visible and begin is None:
+            begin = block
+        if not is_visible and begin is not None:
+            first, last = max(begin * size, start), min(block * size, stop)
             if first < last:
                 yield first, last
             begin = None
@@ -99,8 +99,8 @@ def resolve(mask: Any, query: Any, key: Any, caller: str = "sigmoid_attention") 
     if tuple(mask.seq_lengths) != (n, m):
         raise ValueError(f"{caller}: the BlockMask is for {tuple(mask.seq_lengths)} queries and keys, not for {(n, m)}")
     if counts.dim() != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads):
-        what = f"the BlockMask must be of 1 or {batch} samples and 1 or {heads} heads, got {shape}"
-        raise ValueError(f"{caller}: {what}")
+        message = f"the BlockMask must be of 1 or {batch} samples and 1 or {heads} heads, got {shape}"
+        raise ValueError(f"{caller}: {message}")
     if counts.device != query.device:
         raise ValueError(f"{caller}: the BlockMask must be on the query's device: move it with .to(device)")
     size_q, size_k = mask.BLOCK_SIZE
@@ -136,9 +136,9 @@ def _evaluate(
         first_q, first_k = i * size_q, j * size_k
 
         of_block = _mask_mod_of_blocks(mask_mod, (b, h, first_q, first_k), lengths)
-        seen = create_mask(of_block, len(b), 1, size_q, size_k, device=device)[:, 0].to(torch.bool)
+        visible = create_mask(of_block, len(b), 1, size_q, size_k, device=device)[:, 0].to(torch.bool)
         exists = (first_q[:, None] + rows < n).unsqueeze(2) & (first_k[:, None] + columns < m).unsqueeze(1)
-        yield seen & exists
+        yield visible & exists
 
 
 def _mask_mod_of_blocks(mask_mod: Any, blocks: tuple[Tensor, ...], lengths: tuple[int, int]) -> Any:

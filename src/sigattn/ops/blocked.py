@@ -54,13 +54,13 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
             for j in range(first, last, group.long_side):
                 end = min(j + group.long_side, last)
                 p = linear(query[i:stop], key[j:end], "sigmoid")  # (R, C)
-                first_seen, last_seen = i + first_row - left, i + first_row + right  # of the block's first query
-                if right != UNLIMITED and end > last_seen + 1:
-                    edge = max(j, last_seen + 1)
-                    p[:, edge - j :].tril_(last_seen - edge)
-                if left != UNLIMITED and j < stop - 1 - i + first_seen:
-                    edge = min(end, stop - 1 - i + first_seen)
-                    p[:, : edge - j].triu_(first_seen - j)
+                first_k, last_k = i + first_row - left, i + first_row + right  # window of the block's first query
+                if right != UNLIMITED and end > last_k + 1:
+                    edge = max(j, last_k + 1)
+                    p[:, edge - j :].tril_(last_k - edge)
+                if left != UNLIMITED and j < stop - 1 - i + first_k:
+                    edge = min(end, stop - 1 - i + first_k)
+                    p[:, : edge - j].triu_(first_k - j)
                 part = linear(p, value[:, j:end], "none")  # (R, Dv)
                 total = part if total is None else total.to(group.accumulator).add_(part)
             head_out[i:stop] = 0 if total is None else total

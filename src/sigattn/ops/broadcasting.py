@@ -91,8 +91,8 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Tensor]
     try:
         return tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value))))
     except RuntimeError:
-        what = "query, key and value must have the same batch size, or 1 (the dimensions before the last three)"
-        checks.wrong(ValueError, what, **given)
+        message = "query, key and value must have the same batch size, or 1 (the dimensions before the last three)"
+        checks.wrong(ValueError, message, **given)
 
 
 def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, given: dict[str, Tensor]) -> int:
@@ -113,8 +113,8 @@ def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
                 **given,
             )  # fmt: skip
         count = of_value if of_key == 1 else of_key
-        what = f"query has {heads} heads and key {count}: pass enable_gqa=True if query heads share key heads"
-        checks.wrong(ValueError, what + checks.layout_hint(query, key), **given)
+        message = f"query has {heads} heads and key {count}: pass enable_gqa=True if query heads share key heads"
+        checks.wrong(ValueError, message + checks.layout_hint(query, key), **given)
     return several[0] if several else 1
 
 
@@ -168,6 +168,6 @@ def _lengths(lengths: Any, lead: Sequence[int], given: dict[str, Tensor]) -> Any
     if not isinstance(lengths, Tensor):
         return lengths
     if tuple(lengths.shape) != tuple(lead):
-        what = f"key_lengths must have the output's dimensions before its heads, {tuple(lead)}"
-        checks.wrong(ValueError, what, **given, key_lengths=lengths)
+        message = f"key_lengths must have the output's dimensions before its heads, {tuple(lead)}"
+        checks.wrong(ValueError, message, **given, key_lengths=lengths)
     return lengths.reshape(-1)

@@ -345,8 +345,8 @@ def choose(problem: CachedProblem, backend: str | None) -> str:
     """
     device = problem.query.device.type
     if backend is None:
-        serve = (n for n, k in KERNELS.items() if k.device_types is None or device in k.device_types)
-        return next(n for n in serve if KERNELS[n].unavailable(problem) is None)
+        candidates = (n for n, k in KERNELS.items() if k.device_types is None or device in k.device_types)
+        return next(n for n in candidates if KERNELS[n].unavailable(problem) is None)
     reason = KERNELS[backend].unavailable(problem)
     if reason is not None:
         raise ValueError(f"sigmoid_attention: backend {backend!r} does not support this call: {reason}")

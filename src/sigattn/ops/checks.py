@@ -29,9 +29,9 @@ def describe(**arguments: Any) -> str:
     )
 
 
-def wrong(error: type[Exception], what: str, **arguments: Any) -> NoReturn:
+def wrong(error: type[Exception], message: str, **arguments: Any) -> NoReturn:
     """Raise an error whose message restates these arguments."""
-    raise error(f"{_NAME}: {what}; got {describe(**arguments)}")
+    raise error(f"{_NAME}: {message}; got {describe(**arguments)}")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str], caller: str = _NAME) -> None:
@@ -212,8 +212,8 @@ def bias_of_sequences(bias: Any, query: Tensor, batch: int, heads: int) -> Any:
     if not bias.is_floating_point():
         wrong(TypeError, "bias must be floating point", bias=bias)
     if bias.is_nested or not broadcasts(bias.shape, (batch, heads, 1, 1)):
-        what = f"the bias of nested tensors must broadcast to (B, Hq, 1, 1) = ({batch}, {heads}, 1, 1)"
-        raise ValueError(f"{_NAME}: {what}, one for each sequence and head; got {tuple(bias.shape)}")
+        message = f"the bias of nested tensors must broadcast to (B, Hq, 1, 1) = ({batch}, {heads}, 1, 1)"
+        raise ValueError(f"{_NAME}: {message}, one for each sequence and head; got {tuple(bias.shape)}")
     _same_device("bias", bias, query)
     return bias[(None,) * (4 - bias.dim())][..., 0, 0]
 

@@ -12,8 +12,8 @@ from sigattn.ops.checks import describe
 from sigattn.ops.mask import refuse_subclass
 
 
-def _wrong(caller: str, error: type[Exception], what: str, **arguments: Any) -> NoReturn:
-    raise error(f"{caller}: {what}; got {describe(**arguments)}")
+def _wrong(caller: str, error: type[Exception], message: str, **arguments: Any) -> NoReturn:
+    raise error(f"{caller}: {message}; got {describe(**arguments)}")
 
 
 def dense(caller: str, q: Any, k: Any, v: Any) -> None:
@@ -69,8 +69,8 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
     if batch_idx is not None and tuple(batch_idx.shape) != (len(q),):
         _wrong(caller, ValueError, "cache_batch_idx must be (B,)", q=q, cache_batch_idx=batch_idx)
     if batch_idx is None and table is None and len(k_cache) != len(q):
-        what = "the cache must have q's batch size; else pass block_table (for pages) or cache_batch_idx"
-        _wrong(caller, ValueError, what, **given)
+        message = "the cache must have q's batch size; else pass block_table (for pages) or cache_batch_idx"
+        _wrong(caller, ValueError, message, **given)
 
 
 def new_keys(caller: str, q: Tensor, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
@@ -81,8 +81,8 @@ def new_keys(caller: str, q: Tensor, k_cache: Any, v_cache: Any, k: Any, v: Any)
               "(total, heads, head_dim)")  # fmt: skip
     _check_operands(caller, q, k_cache, v_cache, 4, "(batch, length, heads, head_dim)", ("q", "k_cache", "v_cache"))
     if (k.shape[1], k.shape[2], v.shape[2]) != (k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]):
-        what = "k and v must have the cache's heads and head_dim"
-        _wrong(caller, ValueError, what, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        message = "k and v must have the cache's heads and head_dim"
+        _wrong(caller, ValueError, message, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
 
 
 def of_samples(caller: str, name: str, t: Any, q: Tensor, batch: int | None = None) -> None:
@@ -115,8 +115,8 @@ def pages(caller: str, q: Any, k: Any, v: Any, table: Any, batch: int) -> None:
     """Raise unless k (pages, page_size, Hkv, D), v (pages, page_size, Hkv, Dv) and block_table (B, …) fit together."""
     for name, t in (("k", k), ("v", v)):
         if not isinstance(t, Tensor) or t.dim() != 4:
-            what = f"with block_table, {name} must be (pages, page_size, heads, head_dim)"
-            _wrong(caller, ValueError, what, **{name: t}, block_table=table)
+            message = f"with block_table, {name} must be (pages, page_size, heads, head_dim)"
+            _wrong(caller, ValueError, message, **{name: t}, block_table=table)
     if k.shape[:3] != v.shape[:3]:
         _wrong(caller, ValueError, "k and v must have the same pages, page_size and heads", k=k, v=v)
     if not _integers(table):
@@ -135,8 +135,8 @@ def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> None:
     if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or not cos.is_floating_point():
         _wrong(caller, TypeError, "rotary_cos and rotary_sin must be floating-point tensors", **given)
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1] or not cos.shape[1]:
-        what = "rotary_cos and rotary_sin must be (positions, rotary_dim / 2), rotary_dim at most head_dim"
-        _wrong(caller, ValueError, what, q=q, **given)
+        message = "rotary_cos and rotary_sin must be (positions, rotary_dim / 2), rotary_dim at most head_dim"
+        _wrong(caller, ValueError, message, q=q, **given)
     if cos.device != q.device or sin.device != q.device:
         _wrong(caller, ValueError, "rotary_cos and rotary_sin must be on q's device", q=q, **given)
 
@@ -192,8 +192,8 @@ def bias(caller: str, b: Any, q: Tensor, batch: int) -> None:
         _wrong(caller, TypeError, "sigmoid_bias must be floating point", sigmoid_bias=b)
     fits = b.dim() == 0 or tuple(b.shape) == (batch,) or (b.dim() == 2 and _broadcasts(b, batch, heads))
     if not fits:
-        what = f"sigmoid_bias must be (), (B,) = ({batch},) or (B or 1, Hq or 1) = ({batch} or 1, {heads} or 1)"
-        _wrong(caller, ValueError, what, sigmoid_bias=b)
+        message = f"sigmoid_bias must be (), (B,) = ({batch},) or (B or 1, Hq or 1) = ({batch} or 1, {heads} or 1)"
+        _wrong(caller, ValueError, message, sigmoid_bias=b)
     if b.device != q.device:
         _wrong(caller, ValueError, "sigmoid_bias must be on q's device: move it with .to(device)", q=q, sigmoid_bias=b)
 

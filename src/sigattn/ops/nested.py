@@ -65,23 +65,23 @@ def check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
             _wrong(ValueError, "query, key and value must be made with the same offsets tensor", given)
         return
     if query._ragged_idx != 2 or not (query.dim() == key.dim() == value.dim() == 4):
-        what = (
+        message = (
             "nested query, key and value must be (B, H, ragged length, D): make (B, ragged length, H, D) and transpose"
         )
-        _wrong(ValueError, f"{what} dimensions 1 and 2", given)
+        _wrong(ValueError, f"{message} dimensions 1 and 2", given)
     if not (len(query) == len(key) == len(value)):
         _wrong(ValueError, "query, key and value must have the same batch size (dimension 0)", given)
     if key.shape[2] != value.shape[2]:
-        what = "key and value must have the same lengths: make them with the same offsets tensor"
-        _wrong(ValueError, f"{what} (torch.nested.nested_tensor_from_jagged)", given)
+        message = "key and value must have the same lengths: make them with the same offsets tensor"
+        _wrong(ValueError, f"{message} (torch.nested.nested_tensor_from_jagged)", given)
     if query.shape[3] != key.shape[3]:
         _wrong(ValueError, "query and key must have the same head_dim (the last dimension)", given)
     heads, of_key = query.shape[1], key.shape[1]
     if of_key != value.shape[1]:
         _wrong(ValueError, "key and value must have the same number of heads (dimension 1)", given)
     if heads != of_key and not (enable_gqa and of_key and heads % of_key == 0):
-        what = f"query has {heads} heads and key {of_key}: pass enable_gqa=True if query heads share key heads"
-        _wrong(ValueError, f"{what}, whose number must divide theirs", given)
+        message = f"query has {heads} heads and key {of_key}: pass enable_gqa=True if query heads share key heads"
+        _wrong(ValueError, f"{message}, whose number must divide theirs", given)
 
 
 def refuse(attn_mask: Any, key_lengths: Any) -> None:
@@ -139,6 +139,6 @@ def like_transposed(query: Any, values: Tensor) -> Tensor:
     return out
 
 
-def _wrong(error: type[Exception], what: str, given: dict[str, Any]) -> NoReturn:
+def _wrong(error: type[Exception], message: str, given: dict[str, Any]) -> NoReturn:
     shapes = ", ".join(f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in given.items())
-    raise error(f"{_NAME}: {what}; got {shapes}")
+    raise error(f"{_NAME}: {message}; got {shapes}")

@@ -63,7 +63,7 @@ class Problem(NamedTuple):
         block_table, block_tiles: the blocks of a ``BlockMask`` (``block_mask.Blocks``), equivalent to a bool mask; or
             both None.
         scale: factor of Q Kᵀ; None for D^-1/2.
-        left, right: query i sees keys i - left ≤ j ≤ i + right; -1 is unlimited. Causal is right = 0.
+        left, right: query i attends to keys i - left ≤ j ≤ i + right; -1 is unlimited. Causal is right = 0.
         dropout_p: probability of dropping a weight.
         first_row: position of the first query relative to the keys; M - N aligns the last query with the last key.
         fast: if True, the error of σ may be small relative to 1 only, not relative to P.

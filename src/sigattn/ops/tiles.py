@@ -205,8 +205,8 @@ class Group:
             self.by_place(p, rows, transposed).masked_fill_(hidden, 0)
         if self.hidden:
             assert self.problem.attn_mask is not None
-            seen = self.part(self.problem.attn_mask, rows, columns)
-            self.by_place(p, rows, transposed).masked_fill_(~seen, 0)
+            visible = self.part(self.problem.attn_mask, rows, columns)
+            self.by_place(p, rows, transposed).masked_fill_(~visible, 0)
         return p
 
     def _mask_minus_infinity(self, p: Tensor, rows: Span, columns: Span, transposed: bool) -> None:

@@ -177,10 +177,10 @@ def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folde
     return run.validate()
 
 
-def _not_finite(what: str, checkpoints: Path) -> NonFiniteLossError:
+def _not_finite(message: str, checkpoints: Path) -> NonFiniteLossError:
     found = checkpoint.complete(checkpoints)
     last = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
-    return NonFiniteLossError(f"{what}; {last}")
+    return NonFiniteLossError(f"{message}; {last}")
 
 
 def _check_context(model: Any, config: TrainConfig) -> None:
