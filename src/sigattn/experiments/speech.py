@@ -151,11 +151,11 @@ def _picture(data: list[dict[str, Any]], parts: list[str], names: Sequence[str])
     return picture
 
 
-def _experiment(name: str, title: str, place: str, run: Callable[[Setting], Result], minutes: float) -> Experiment:
+def _experiment(name: str, title: str, source: str, run: Callable[[Setting], Result], minutes: float) -> Experiment:
     return Experiment(
         name,
         title,
-        place,
+        source,
         run,
         {"smoke": 0.2, "small": minutes, "paper": None},
         "8 GPUs of 80 GB",

@@ -309,7 +309,7 @@ ATTENTION = Experiment(
     run_attention,
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},
     _GPU,
-    "the device at hand, a CPU where there is no GPU, in float32, up to 8,192 tokens",
+    "the GPU of this machine, or else its CPU, in float32, up to 8,192 tokens",
 )
 CROSSING = Experiment(
     "norm-crossing",
@@ -318,7 +318,7 @@ CROSSING = Experiment(
     run_crossing,
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},
     _GPU,
-    "the device at hand, a CPU where there is no GPU, in float32, up to 8,192 tokens",
+    "the GPU of this machine, or else its CPU, in float32, up to 8,192 tokens",
 )
 VIT = Experiment(
     "vit-times",
@@ -327,5 +327,6 @@ VIT = Experiment(
     run_vit,
     {"smoke": 0.1, "small": 4.0, "paper": 3.0},
     _GPU,
-    "one image on the device at hand instead of epochs on 32 GPUs; on a CPU 2 layers of 192 in float32",
+    "one image on the GPU of this machine, or else its CPU, instead of epochs on 32 GPUs; on a CPU 2 layers of 192 in "
+    "float32",
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64: consecutive numbers spread over all bits
 _MIX_1 = -4658895280553007687  # the two multipliers of the splitmix64 finaliser, as int64
 _MIX_2 = -7723592293110705685
-_FOLD_1 = 0x7FEB352D  # two odd 32-bit multipliers of good avalanche (as int32 below)
+_FOLD_1 = 0x7FEB352D  # two odd 32-bit multipliers with good avalanche (as int32 below)
 _FOLD_2 = 0x846CA68B - (1 << 32)
 
 

@@ -99,7 +99,7 @@ class Group:
         self.visible_blocks = (blocks.table != HIDDEN).flatten(0, 2).any(0).cpu()
         return blocks
 
-    # -- the group's part of a whole tensor -----------------------------------------------------------------------
+    # -- the group's part of a tensor -----------------------------------------------------------------------------
 
     def heads_of(self, t: Tensor) -> Tensor:
         """Return the group's heads, a view: (B or 1, Hq or 1, ·, ·) → (nb or 1, nh or 1, rep or 1, ·, ·)."""
@@ -127,7 +127,7 @@ class Group:
         j = torch.arange(*columns, device=self.problem.key.device)
         return j < self.problem.key_lengths[self.batch.slice].to(j.device).view(-1, 1, 1, 1, 1)
 
-    # -- which tiles there are ------------------------------------------------------------------------------------
+    # -- ranges and blocks of queries and keys --------------------------------------------------------------------
 
     def row_range(self, columns: Span) -> Span:
         """Return the range of queries to which any of these keys is visible."""
@@ -151,7 +151,7 @@ class Group:
         weights = TILE_BYTES // self.dtype.itemsize // (self.shape[0] * self.shape[1] * self.repeat)
         size = max(1, weights // max(1, min(long_side, LONG_SIDE)))
         if self.problem.left != UNLIMITED or self.problem.right != UNLIMITED:
-            # at most two tiles: larger blocks make products faster, smaller ones waste less work at the window's edge
+            # twice as large at most: larger blocks make products faster, smaller ones waste less at the window's edges
             size = min(WINDOWED_SIDE, 2 * size)
         if self.blocks is not None:  # must divide the block size of the mask
             size = min(size, self.blocks.size[dimension])
@@ -180,7 +180,7 @@ class Group:
         for start, stop in runs(table[chosen].any(0), other, *span):
             yield from spans(start, stop, self.long_side)
 
-    # -- inside a tile --------------------------------------------------------------------------------------------
+    # -- weights and masks of a tile ------------------------------------------------------------------------------
 
     def part(self, t: Tensor, rows: Span, columns: Span) -> Tensor:
         """Return a tile's part of a mask broadcastable to (B, Hq, N, M), broadcastable to (nb, nh, rep, R, C)."""
