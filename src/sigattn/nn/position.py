@@ -170,7 +170,7 @@ def image_sinusoids(width: int, rows: int, columns: int, base: float = 10_000.0)
         ValueError: if width is not a multiple of 4.
     """
     if width % 4:
-        raise ValueError(f"image_sinusoids: width must be a multiple of 4 (sine and cosine of x and y), got {width}")
+        raise ValueError(f"image_sinusoids needs a multiple of 4 (sine and cosine of x and y), got width={width}")
     frequencies = base ** -(torch.arange(width // 4) / (width // 4))
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     parts = [c.flatten()[:, None] * frequencies for c in (x, y)]
