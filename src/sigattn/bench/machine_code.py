@@ -68,7 +68,7 @@ def disassemble(cubin: bytes) -> tuple[int, list[tuple[str, str]]]:
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             code.append(("", label.group(1)))
-        elif part := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", line):
+        elif part := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)(.*?);", line):
             code.append((part.group(1), part.group(2)))
     return int(found.group(1)), code
 

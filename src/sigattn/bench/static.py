@@ -20,22 +20,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.bench import machine_code, provenance, static_hopper
+from sigattn.bench import hopper_model, machine_code, provenance, static_hopper
 from sigattn.ops.triton import descriptors, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
-# Lanes that a Hopper multiprocessor issues in a cycle, and its dense 16-bit matrix products.
-SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS = 16, 128, 64, 128, 4096
 PRODUCTS = {tuning.FORWARD: 2, tuning.KEYS: 4, tuning.QUERIES: 3, tuning.DECODE: 2}
 # dK and dV one after the other
 PARTS = {"keys, dK": {"NEED_VALUE": False}, "keys, dV": {"NEED_KEY": False}}
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
-SPECIAL = ("MUFU",)
-FMA = ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2", "HFMA2", "HADD2", "HMUL2", "IMAD")
-TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCMMA", "QGMMA", "IGMMA", "UTCQMMA")
-ELSEWHERE = ("LD", "ST", "BAR", "WARP", "UTC", "SYNC", "BRA", "ULDC", "LDC", "DEPBAR", "NOP", "U", "R2U", "S2", "CS2R")
 _TENSORS = {"query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value"}
 _WIDE_TENSORS = {"bias", "mask", "slopes", "shift_pointer", "grad_bias", "grad_slopes", "grad_mask"}
 _NUMBERS = {"z_scale", "cap_scale", "bias_value", "shift_value", "out_scale", "logit_scale"}
@@ -68,28 +62,6 @@ class StaticBenchmark:
 
 
 @dataclass(frozen=True)
-class Loop:
-    """An innermost loop: instructions per score, by unit."""
-
-    special: float
-    fma: float
-    alu: float
-    tensor: float
-    all: float
-    selects: float  # comparisons and selections, what masks cost
-
-    def cycles(self, products: int, head_dim: int) -> dict[str, float]:
-        """Cycles of a Hopper multiprocessor per score, by unit."""
-        return {
-            "special": self.special / SPECIAL_LANES,
-            "fma": self.fma / FMA_LANES,
-            "alu": self.alu / ALU_LANES,
-            "issue": self.all / ISSUE_LANES,
-            "tensor": products * 2 * head_dim / TENSOR_FLOPS,
-        }
-
-
-@dataclass(frozen=True)
 class Report:
     """What the compiler made of one kernel."""
 
@@ -102,9 +74,22 @@ class Report:
     registers: int
     spills: int  # stores to and loads from local memory
     shared: int  # bytes
+    programs: int | None  # that fit a multiprocessor; None for an architecture whose limits are not known
     advisories: list[str]  # of ptxas, that it serialised the tensor cores' instructions
     tensor_instructions: str
-    loops: tuple[Loop, ...]  # that of whole tiles first
+    loops: tuple[hopper_model.Loop, ...]  # that of whole tiles first
+
+    def cycles(self, loop: hopper_model.Loop) -> dict[str, float]:
+        """Return the cycles of a Hopper multiprocessor per score, by unit; on Hopper also ``time``, by the model."""
+        found = loop.cycles(products_of(self.kernel), self.head_dim)
+        if self.architecture == 90 and self.programs and not self.kernel.startswith(tuning.DECODE):
+            gluon = ", Gluon" in self.kernel
+            rows = static_hopper.ROWS_OF_PROGRAM if gluon else self.config.block_m
+            if not gluon and self.kernel.startswith(tuning.KEYS):
+                rows = self.config.block_n
+            row_bytes = 2 * self.head_dim * (4 if self.dtype == "float32" else 2)
+            found["time"] = loop.time(found, self.programs, rows, row_bytes, overlapping=gluon)
+        return found
 
 
 def run(config: StaticBenchmark) -> list[dict[str, Any]]:
@@ -153,13 +138,17 @@ def _variants(head_dim: int) -> Iterator[Report]:
             if form != default.sigmoid:
                 report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
                 yield replace(report, kernel=f"{kernel}, {form}")
-        report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(tma=True))
-        yield replace(report, kernel=f"{kernel}, TMA")
+        if kernel not in PARTS:
+            yield from _with_tma(kernel, kernel, head_dim)
     if head_dim <= 128:
-        for tma in (False, True):
-            config = tuning.configuration(tuning.KEYS, 90, head_dim, 2)._replace(tma=tma)
-            report = compile_kernel(tuning.KEYS, 90, "bfloat16", head_dim, False, config, ADD_QUERY=True)
-            yield replace(report, kernel=tuning.FUSED + (", TMA" if tma else ""))
+        yield from _with_tma(tuning.FUSED, tuning.KEYS, head_dim, ADD_QUERY=True)
+
+
+def _with_tma(name: str, kernel: str, head_dim: int, **constants: Any) -> Iterator[Report]:
+    """Compile the first two candidates of ``bench tune`` that use TMA."""
+    for config in [c for c in tuning.candidates(name, head_dim) if c.tma and c.sigmoid == "paired"][:2]:
+        report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config, **constants)
+        yield replace(report, kernel=f"{name}, TMA")
 
 
 def compile_kernel(
@@ -222,11 +211,11 @@ def read(
 ) -> Report:
     """What is in the machine code; ``scores`` of a tile are a thread's."""
     registers, code = machine_code.disassemble(compiled.asm["cubin"])
-    bodies = ([op for op, _ in body] for body in machine_code.inner_loops(code))
-    loops = sorted((_loop(body, scores) for body in bodies), key=lambda loop: (loop.selects, loop.all))
+    bodies = machine_code.inner_loops(code)
+    loops = sorted((hopper_model.loop_of(body, scores) for body in bodies), key=lambda loop: (loop.selects, loop.all))
     if not loops:
         raise RuntimeError(f"the compiler made nothing of {kernel} on sm_{architecture}, D = {head_dim}, {config}")
-    tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(TENSOR))
+    tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(hopper_model.TENSOR))
     return Report(
         kernel,
         architecture,
@@ -237,6 +226,7 @@ def read(
         registers,
         sum(op.startswith(("STL", "LDL")) for op, _ in code),
         compiled.metadata.shared,
+        hopper_model.programs(architecture, registers, config.warps, compiled.metadata.shared),
         machine_code.advisories_in(log),
         ", ".join(tensor) or "none",
         tuple(loops),
@@ -298,18 +288,6 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
     return signature, constants, attributes
 
 
-def _loop(body: list[str], scores: float) -> Loop:
-    heads = [op.split(".")[0] for op in body]
-
-    def per_score(names: tuple[str, ...]) -> float:
-        return sum(h in names for h in heads) / scores
-
-    special, fma, tensor = per_score(SPECIAL), per_score(FMA), per_score(TENSOR)
-    known = (*SPECIAL, *FMA, *TENSOR)
-    alu = sum(h not in known and not h.startswith(ELSEWHERE) for h in heads) / scores
-    return Loop(special, fma, alu, tensor, len(heads) / scores, per_score(("ISETP", "FSETP", "SEL", "FSEL")))
-
-
 def products_of(kernel: str) -> int:
     """Of two matrices, for each tile."""
     more = {"keys, dK": 3, "keys, dV": 2, tuning.FUSED: 5}
@@ -318,40 +296,38 @@ def products_of(kernel: str) -> int:
 
 
 def _row(r: Report) -> dict[str, Any]:
-    cycles = [loop.cycles(products_of(r.kernel), r.head_dim) for loop in r.loops]
     return {
         **{k: v for k, v in asdict(r).items() if k != "loops"},
         "config": r.config._asdict(),
-        "loops": [{**asdict(loop), "hopper_cycles": c} for loop, c in zip(r.loops, cycles, strict=True)],
+        "loops": [{**asdict(loop), "hopper_cycles": r.cycles(loop)} for loop in r.loops],
     }
 
 
 def table(reports: list[Report], architecture: int) -> Table:
-    """What was found for one architecture: the loop over whole tiles, per score."""
+    """Return a table of one architecture's kernels: the loop over whole tiles, per score."""
     result = Table(
         title=f"sm_{architecture}: instructions per score in the loop over whole tiles, and their cycles on Hopper",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "MUFU", "FMA", "other", "MMA")
-    for column in (*columns, "special", "issue", "tensor", "binds"):
+    columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "per SM", "MUFU", "FMA", "all")
+    for column in (*columns, "special", "issue", "tensor", "time"):
         result.add_column(column, justify="left" if column in ("kernel", "mask") else "right", no_wrap=True)
     for r in (r for r in reports if r.architecture == architecture):
         loop = r.loops[0]
-        cycles = loop.cycles(products_of(r.kernel), r.head_dim)
+        cycles = r.cycles(loop)
         result.add_row(
             r.kernel if r.dtype == "bfloat16" else f"{r.kernel} {r.dtype}",
             str(r.head_dim),
             "causal" if r.causal else "full",
             f"{r.config.block_m}×{r.config.block_n}",
             str(r.registers),
-            str(r.spills),
+            f"{r.spills} ({loop.spills})" if loop.spills else str(r.spills),
             str(r.shared // 1024),
+            "serial" if r.advisories else str(r.programs or "?"),
             f"{loop.special:.2f}",
             f"{loop.fma:.1f}",
-            f"{loop.all - loop.special - loop.fma - loop.tensor:.1f}",
-            f"{loop.tensor:.2f}",
-            *(f"{cycles[unit]:.3f}" for unit in ("special", "issue", "tensor")),
-            max(cycles, key=lambda unit: cycles[unit]),
+            f"{loop.all:.1f}",
+            *(f"{cycles[unit]:.3f}" if unit in cycles else "" for unit in ("special", "issue", "tensor", "time")),
         )
     return result

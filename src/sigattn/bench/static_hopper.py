@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sigattn.bench.static import Report
 
 ROWS = 64  # of a group of four warps
+ROWS_OF_PROGRAM = 128  # of the two groups that compute
 _OWN = {
     tuning.FORWARD: ("query", "out"),
     tuning.KEYS: ("key", "value", "grad_key", "grad_value"),
