@@ -183,6 +183,8 @@ def compile_kernel(
     elif config is None:
         config = tuning.configuration(kernel, architecture, head_dim, itemsize)
     values = {**_constants(config, architecture, dtype, head_dim, causal), **constants}
+    own = 16 // itemsize  # entries of 16 bytes
+    values.setdefault("UNIT", own if values["D"] % 16 and values["D"] % own == values["DV"] % own == 0 else 1)
     signature, constexprs, attributes = _signature(function, ELEMENT[dtype], values)
     try:
         compiled, log = machine_code.compile_with_log(
@@ -281,7 +283,7 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
             signature[name] = "*i64"
         elif re.fullmatch(r"\w+_[dms]", name):  # strides of the last dimension
             signature[name], constants[(at,)] = "constexpr", 1
-        elif re.fullmatch(r"(q|k|v|o|gq|gk|gv)_[bhnps]", name):
+        elif re.fullmatch(r"(q|k|v|o|gq|gk|gv)_[bhnps]", name) and (name[-1] != "h" or values["D"] % 16 == 0):
             signature[name], attributes[(at,)] = "i32", [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"

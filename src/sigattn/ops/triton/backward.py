@@ -26,6 +26,7 @@ from sigattn.ops.triton.tile import (
     gradient_shift,
     kept,
     load,
+    multiples,
     narrow,
     row_hash,
     seen_in_block,
@@ -52,9 +53,17 @@ def keys_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
+    UNIT: tl.constexpr,
     NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of one tile of BLOCK_N keys of one key head; prepare.py says what the arguments are."""
+    if UNIT != 1:
+        q_b, q_h, q_n = multiples(q_b, q_h, q_n, UNIT)
+        k_b, k_h, k_n = multiples(k_b, k_h, k_n, UNIT)
+        v_b, v_h, v_n = multiples(v_b, v_h, v_n, UNIT)
+        o_b, o_h, o_n = multiples(o_b, o_h, o_n, UNIT)
+        gk_b, gk_h, gk_n = multiples(gk_b, gk_h, gk_n, UNIT)
+        gv_b, gv_h, gv_n = multiples(gv_b, gv_h, gv_n, UNIT)
     tiles = tl.cdiv(keys, BLOCK_N)
     program = tl.program_id(0)
     column_start = program % tiles * BLOCK_N  # under a causal mask the first keys have the most to do: they go first
@@ -192,6 +201,7 @@ def queries_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
+    UNIT: tl.constexpr,
     NEED_QUERY: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_SLOPES: tl.constexpr, NEED_MASK: tl.constexpr,
     SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -200,6 +210,12 @@ def queries_kernel(
     NEED_MASK: "none", "stored" (every entry of grad_mask has one writer) or "added" (atomically, for the mask is
     broadcast; along queries where SUM_ROWS, along keys where SUM_COLUMNS).
     """
+    if UNIT != 1:
+        q_b, q_h, q_n = multiples(q_b, q_h, q_n, UNIT)
+        k_b, k_h, k_n = multiples(k_b, k_h, k_n, UNIT)
+        v_b, v_h, v_n = multiples(v_b, v_h, v_n, UNIT)
+        o_b, o_h, o_n = multiples(o_b, o_h, o_n, UNIT)
+        gq_b, gq_h, gq_n = multiples(gq_b, gq_h, gq_n, UNIT)
     tiles = tl.cdiv(n, BLOCK_M)
     program = tl.program_id(0)
     head = program // tiles  # b·Hq + h

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sigattn.ops.triton.activation import tanh
-from sigattn.ops.triton.tile import bias_terms, dot, narrow, shift_of, weights, zeros
+from sigattn.ops.triton.tile import bias_terms, dot, multiples, narrow, shift_of, weights, zeros
 
 
 @triton.jit(do_not_specialize=["n", "table_b", "pages", "page_size", "table_width", "left", "right", "splits"])
@@ -26,9 +26,13 @@ def decode_kernel(
     FIRST: tl.constexpr, ENDS: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SHIFT: tl.constexpr, SIGMOID: tl.constexpr,
     PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    WGMMA: tl.constexpr,
+    WGMMA: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, (query, head of the group), against one part of the keys; launch_decode.py has the rest."""
+    if UNIT != 1:
+        q_b, q_h, q_n = multiples(q_b, q_h, q_n, UNIT)
+        k_p, k_h, k_n = multiples(k_p, k_h, k_n, UNIT)
+        v_p, v_h, v_n = multiples(v_p, v_h, v_n, UNIT)
     row_tiles = tl.cdiv(n * GROUP, BLOCK_M)
     program, split = tl.program_id(0), tl.program_id(1)
     row_start = program % row_tiles * BLOCK_M

@@ -18,6 +18,7 @@ from sigattn.ops.triton.tile import (
     dot,
     kept,
     load,
+    multiples,
     narrow,
     row_hash,
     seen_in_block,
@@ -41,8 +42,14 @@ def forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one head; prepare.py says what the arguments are."""
+    if UNIT != 1:
+        q_b, q_h, q_n = multiples(q_b, q_h, q_n, UNIT)
+        k_b, k_h, k_n = multiples(k_b, k_h, k_n, UNIT)
+        v_b, v_h, v_n = multiples(v_b, v_h, v_n, UNIT)
+        o_b, o_h, o_n = multiples(o_b, o_h, o_n, UNIT)
     tiles = tl.cdiv(n, BLOCK_M)
     program = tl.program_id(0)
     head = program // tiles  # b·Hq + h

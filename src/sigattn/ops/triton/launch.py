@@ -16,6 +16,9 @@ from sigattn.ops.triton.forward import forward_kernel
 from sigattn.ops.triton.prepare import Launch, named, single, within_reach
 from sigattn.ops.triton.tuning import Config
 
+# Tensors whose rows the kernels read or write tile by tile.
+_IN_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
+
 
 def _run(kernel: Any, launch: Launch, name: str, tiles: Callable[[Config], int], **arguments: Any) -> None:
     """Launch one of the portable kernels.
@@ -23,6 +26,8 @@ def _run(kernel: Any, launch: Launch, name: str, tiles: Callable[[Config], int],
     name: its name in the tables. tiles: the number of programs, given a configuration.
     """
     arguments = {**launch.arguments, **arguments}
+    tensors = [arguments[key] for key in _IN_ROWS if key in arguments]
+    arguments["UNIT"] = prepare.unit(*(t for t in tensors if t.dtype is launch.problem.query.dtype))
 
     def run(config: Config) -> repeats.Start:
         own = {

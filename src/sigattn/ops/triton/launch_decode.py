@@ -98,6 +98,7 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
         "HAS_RIGHT": p.right != UNLIMITED,
         "SIGMOID": sigmoid_form(p),
         "PRECISION": precision(p.query),
+        "UNIT": prepare.unit(p.query, p.key, p.value),
         "WGMMA": prepare.architecture(p.query.device) == 90,
         **_bias(p),
         **_slopes(p),

@@ -55,10 +55,13 @@ class Launch:
     starts: list[repeats.Start] = field(default_factory=list)
 
     def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
-        """Return the tile shape of a kernel, small enough for a mask if there is one."""
+        """Return the tile shape of a kernel, small enough for its options."""
         a, itemsize = self.arguments, self.problem.query.element_size()
         own = architecture(self.problem.query.device)
         config = tuning.configuration(kernel, own, max(self.shape.d, self.shape.dv), itemsize)
+        if a["MASK"] != "none" or a["SLOPES"] or a["BLOCKS"] or a["SOFTCAP"] or a["DROPOUT"]:
+            for _ in range(1 + mask_gradient):
+                config = tuning.WITH_OPTIONS.get((kernel, config), config)
         if a["MASK"] == "none" or not own:
             return config
         mask: Tensor = a["mask"]
@@ -152,6 +155,19 @@ def within_reach(t: Tensor) -> Tensor:
 def _spans_too_much(t: Tensor) -> bool:
     rows = t.stride(-3 if t.dim() == 3 else -2) * _LONGEST_TILE
     return max(t.stride(-1) * t.shape[-1], rows, 0) >= 2**31
+
+
+def unit(*tensors: Tensor) -> int:
+    """Return the entries of 16 bytes if the kernels have to be told that all rows start at multiples of that, else 1.
+
+    Triton itself finds out which addresses are multiples of 16 bytes and which strides of 16 entries; heads of 8, 24,
+    40, 56, 72 or 88 have strides that are multiples of 8. If the compiler does not know, it copies 2 bytes at a time.
+    """
+    size = 16 // tensors[0].element_size()
+    strides = [stride for t in tensors for stride in t.stride()[:-1]]
+    if all(stride % 16 == 0 for stride in strides) or any(stride % size for stride in strides):
+        return 1
+    return size if all(t.stride(-1) == 1 and t.data_ptr() % 16 == 0 for t in tensors) else 1
 
 
 def named(name: str, axes: str, strides: tuple[int, ...]) -> dict[str, int]:

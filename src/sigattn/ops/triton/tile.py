@@ -41,6 +41,12 @@ def crossed(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.
 
 
 @triton.jit
+def multiples(batch, head, row, UNIT: tl.constexpr):
+    """Return three strides that are multiples of UNIT in a form that tells the compiler so."""
+    return batch // UNIT * UNIT, head // UNIT * UNIT, row // UNIT * UNIT
+
+
+@triton.jit
 def load(
     source, b, h, start, length, stride_row, stride_column,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, CHECKED: tl.constexpr, TMA: tl.constexpr,

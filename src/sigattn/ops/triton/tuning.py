@@ -78,6 +78,16 @@ _HOPPER: dict[str, dict[int, Config]] = {
     },
 }
 
+# Shapes of these tables that fill the registers in plain calls: what is used with options that need registers of their
+# own (masks, ALiBi, a soft cap, dropout), and from that again with a gradient of the mask.
+WITH_OPTIONS: Mapping[tuple[str, Config], Config] = MappingProxyType(
+    {
+        (KEYS, Config(32, 64, 4, 3, "paired")): Config(32, 128, 8, 2, "paired"),
+        (QUERIES, Config(64, 64, 4, 2, "paired")): Config(64, 32, 4, 2, "paired"),
+        (QUERIES, Config(64, 32, 4, 2, "paired")): Config(64, 16, 4, 2, "paired"),
+    }
+)
+
 # 16-bit dtypes on datacentre Blackwell (as much memory; accumulators in tensor memory leave registers free, and the
 # accurate form takes two numbers at a time).
 _BLACKWELL: dict[str, dict[int, Config]] = {
