@@ -463,7 +463,7 @@ WRONG = {
     "starts rank": (lambda: flash.flash_attn_varlen_func(P, P, P, S[None], S, 5, 5), ValueError, r"\(B \+ 1,\)"),
     "starts count": (lambda: flash.flash_attn_varlen_func(P, P, P, S[:2], S, 5, 5), ValueError, "as many sequences"),
     "starts first": (lambda: flash.flash_attn_varlen_func(P, P, P, S + 1, S, 5, 5), ValueError, "begin at 0"),
-    "starts last": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S * 2, 5, 10), ValueError, "end at 10"),
+    "starts last": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S * 2, 5, 10), ValueError, "end at most at 10"),
     "starts fall": (lambda: flash.flash_attn_varlen_func(P, P, P, S[[0, 2, 1]], S, 10, 5), ValueError, "never descend"),
     "longest": (lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 4, 5), ValueError, "max_seqlen_q is 4, but"),
     "longest type": (
