@@ -172,7 +172,7 @@ class Runner:
     def pack(self) -> None:
         """Replace the archive and the summary, if anything has changed."""
         root = self.work / "kept"
-        files = sorted(path for path in root.rglob("[!.]*") if path.is_file() and path.suffix != ".png")
+        files = sorted(path for path in root.rglob("[!.]*") if path.is_file())
         seen = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.exists()]
         if seen == self.packed:
             return

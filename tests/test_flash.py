@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sigattn import flash, set_sigmoid_precision
 from sigattn.ops import library
-from tests.ops.cases import COMPILER_NOISE, device_of, path, ways, wide
+from tests.ops.cases import COMPILER_NOISE, device_of, head_dims, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, formula
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
@@ -66,8 +66,8 @@ def packed_cases(draw):
     return {
         "lengths": (lengths_q, lengths_k),
         "heads": draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])),
-        "d": draw(st.sampled_from([1, 8, 16, 20])),
-        "dv": draw(st.sampled_from([8, 13])),
+        "d": draw(head_dims(1, 8, 16, 20)),
+        "dv": draw(head_dims(8, 13)),
         "dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
         "causal": draw(st.booleans()),
         "window": draw(st.one_of(st.just((-1, -1)), st.tuples(side, side))),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sigattn import flash
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.ops import cached
-from tests.ops.cases import COMPILER_NOISE, device_of
+from tests.ops.cases import COMPILER_NOISE, device_of, head_dims
 from tests.ops.truth import assert_as_good_as_formula
 from tests.test_flash import one_sequence
 
@@ -49,8 +49,8 @@ def cases(draw):
         "picked": page is None and draw(st.booleans()),
         "leftpad": [draw(st.integers(0, h)) for h in held] if draw(st.booleans()) else None,
         "heads": draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)])),
-        "d": draw(st.sampled_from([2, 8, 20])),
-        "dv": draw(st.sampled_from([8, 13])),
+        "d": draw(head_dims(2, 8, 20)),
+        "dv": draw(head_dims(8, 13)),
         "dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
         "causal": draw(st.booleans()),
         "window": draw(st.one_of(st.just((-1, -1)), st.tuples(side, side))),

@@ -178,15 +178,16 @@ each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER), ids=["forwa
 
 @on_a_gpu
 @pytest.mark.parametrize("causal", [True, False])
-@each_kernel
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("kernel", "d", "config"),
+    [(k, d, c) for k in tuning.HOPPER for d in (64, 128) for c in tuning.hopper_candidates(k, d)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_candidates_on_a_gpu(monkeypatch, causal, kernel, d, dtype):
+def test_candidates_on_a_gpu(monkeypatch, causal, kernel, d, config, dtype):
     """What is simulated elsewhere, in every configuration that there is to measure."""
-    for config in tuning.hopper_candidates(kernel, d):
-        monkeypatch.setitem(tuning.HOPPER, kernel, {d: config})
-        for size in SIZES:
-            check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, dtype, d=d))
+    monkeypatch.setitem(tuning.HOPPER, kernel, {d: config})
+    for size in SIZES:
+        check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, dtype, d=d))
 
 
 @on_a_gpu

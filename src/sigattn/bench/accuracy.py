@@ -33,6 +33,7 @@ class AccuracyBenchmark:
         head_dim: D, and the number of weights read per query.
         dtypes: "float16", "bfloat16", "float32".
         whole: whether the sequence has as many queries as keys, as a peer may want; otherwise only those measured.
+        draw: also draw a plot.
         resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON) and the plot.
     """
@@ -42,6 +43,7 @@ class AccuracyBenchmark:
     head_dim: int = 64
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     whole: bool = True
+    draw: bool = True
     resume: bool = False
     results: Path = Path("runs/bench/accuracy")
 
@@ -61,7 +63,8 @@ def run(config: AccuracyBenchmark) -> dict[str, Any]:
     console = Console()
     for dtype in config.dtypes:
         console.print(table(rows, dtype))
-    plot(rows, config)
+    if config.draw:
+        plot(rows, config)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
     return result
 

@@ -153,6 +153,17 @@ def errors(
     return error(out, expected[0]), worst
 
 
+def memory() -> float:
+    """Return the bytes of the GPU's memory, or 32 GB without one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 32e9
+
+
+def free_memory() -> None:
+    """Give memory that PyTorch keeps for later back to the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def synchronize() -> None:
     """Wait for the device."""
     if torch.cuda.is_available():

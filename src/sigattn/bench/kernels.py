@@ -51,6 +51,7 @@ class KernelBenchmark:
             or hangs is left out.
         seconds: when to stop; settings that were not reached are named in the results.
         profile: also list the time of each of our kernels.
+        draw: also draw plots.
         resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON) and plots.
     """
@@ -69,6 +70,7 @@ class KernelBenchmark:
     precompile: bool = True
     seconds: float = 240.0
     profile: bool = True
+    draw: bool = True
     resume: bool = False
     results: Path = Path("runs/bench/kernels")
 
@@ -120,7 +122,8 @@ def run(config: KernelBenchmark) -> dict[str, Any]:
         result = report.write(average_speed_up=speed, profile=profile)
     for line in speed:
         console.print(f"{line}", highlight=False, soft_wrap=True)
-    plots(rows, config.results)
+    if config.draw:
+        plots(rows, config.results)
     console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
     return result
 
@@ -134,7 +137,12 @@ def _failures(config: KernelBenchmark, report: Report) -> dict[tuple[str, Settin
                 length = s.n if CONTESTANTS[name].recompiles else 0
                 groups.setdefault((name, s.head_dim, s.causal, s.alibi, length), []).append((config, name, s))
     found = trial.failures("sigattn.bench.kernels:try_once", groups, seconds=90)
-    return {groups[key][at][1:]: reason for key, reasons in found.items() for at, reason in reasons.items()}
+    return {
+        groups[key][at][1:]: reason
+        for key, reasons in found.items()
+        for at, reason in reasons.items()
+        if "OutOfMemoryError" not in reason  # it shared the GPU's memory with the others
+    }
 
 
 def try_once(task: tuple[KernelBenchmark, str, Setting]) -> None:
@@ -163,7 +171,7 @@ def inputs(config: KernelBenchmark, s: Setting) -> gpu.Inputs:
 
 def _absent(config: KernelBenchmark, name: str, s: Setting) -> str | None:
     """Why a contestant cannot take part, or None."""
-    if CONTESTANTS[name].quadratic and 2 * batch_of(config, s) * config.heads * s.n**2 > 2e9:
+    if CONTESTANTS[name].quadratic and 2 * batch_of(config, s) * config.heads * s.n**2 > gpu.memory() / 16:
         return "it would hold all the weights"
     options = Options(0.0, s.causal, torch.ones(config.heads) if s.alibi else None)
     return CONTESTANTS[name].unavailable(gpu.device(), gpu.DTYPES[config.dtype], options)
@@ -183,6 +191,7 @@ def measure(
     failed: contestants that are left out, with the reason.
     """
     reset_compiled()
+    gpu.free_memory()
     batch, problem = batch_of(config, s), inputs(config, s)
     passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
     errors: dict[str, tuple[float, float | None]] = {}
