@@ -171,13 +171,13 @@ def test_tests_that_lose_the_gpu(tmp_path, parallel):
 
 
 def test_results_of_other_code_are_not_continued(tmp_path):
-    described = {"benchmark": "x", "commit": "a", "date": "1", "configuration": {"n": (1, 2), "seconds": 3.0}}
+    described = {"benchmark": "x", "source": "a", "date": "1", "configuration": {"n": (1, 2), "seconds": 3.0}}
     with Report(tmp_path / "x.json", described) as report:
         for case in report.remaining(["first", "second"]):
             report.add(case, [{"value": 1}])
     changed = described | {"configuration": {"n": (1, 2), "seconds": 9.0}, "date": "2"}
     assert Report(tmp_path / "x.json", changed, resume=True).has("second")
-    for other in ({"commit": "b"}, {"configuration": {"n": (1, 3)}}):
+    for other in ({"source": "b"}, {"configuration": {"n": (1, 3)}}):
         with pytest.raises(BenchmarkError, match=f"differs in: {next(iter(other))}"):
             Report(tmp_path / "x.json", described | other, resume=True)
     assert not Report(tmp_path / "x.json", described).has("second")

@@ -93,6 +93,9 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable
             raise BenchmarkError(f"torch.compile ran {function.__name__} eagerly")
         return function(*args, **options)
 
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # a backward is timed on its own, again and again
     result: Callable[..., Any] = torch.compile(traced, fullgraph=True, dynamic=dynamic)
     return result
 

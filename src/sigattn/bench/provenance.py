@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -19,11 +20,12 @@ class BenchmarkError(RuntimeError):
 
 
 def describe(benchmark: str, configuration: dict[str, Any]) -> dict[str, Any]:
-    """Benchmark, date, commit, device, versions and configuration."""
+    """Benchmark, date, commit, digest of the source, device, versions and configuration."""
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
+        "source": source(),
         "device": processor(),
         "versions": {"sigattn": sigattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "configuration": {key: str(v) if isinstance(v, Path) else v for key, v in configuration.items()},
@@ -41,6 +43,14 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.strip() + ("+" if changed else "")
+
+
+def source() -> str:
+    """Return a digest of the library's Python files, which tells versions apart outside a checkout too."""
+    digest, package = hashlib.sha256(), Path(sigattn.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def processor() -> str:

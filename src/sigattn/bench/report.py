@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from sigattn.bench import provenance
 
 MAX_ATTEMPTS = 2  # of a case during which the process ends without an exception
-_COMPARED = ("benchmark", "commit", "device", "versions", "configuration")
+_COMPARED = ("benchmark", "source", "device", "versions", "configuration")
 _NOT_COMPARED = ("results", "resume", "seconds")  # settings that do not change what a row means
 Case = TypeVar("Case")
 
