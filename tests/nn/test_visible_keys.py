@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sigattn.nn import SampleLengthBias, sigmoidify
-from sigattn.nn.visible_keys import count_visible_keys
+from sigattn.nn.visible_keys import count_keys_per_query, count_visible_keys
 
 
 class Attend(nn.Module):
@@ -129,3 +129,11 @@ def test_a_sentence_embedding_does_not_depend_on_its_batch():
         together = model(tokens, attention_mask=seen.long()).last_hidden_state[1, :4]
         alone = model(tokens[1:, :4], attention_mask=torch.ones(1, 4, dtype=torch.long)).last_hidden_state[0]
     torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo().min, -1e9, -1e4])
+def test_keys_of_each_query(hidden):
+    """Models hide keys by different numbers; a bias such as ALiBi's hides none."""
+    causal = torch.full((3, 3), hidden).triu(1)
+    assert count_keys_per_query(causal, 3).flatten().tolist() == [1, 2, 3]
+    assert count_keys_per_query(torch.full((3, 1), -70.0), 5).flatten().tolist() == [5, 5, 5]

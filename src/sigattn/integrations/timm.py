@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn.surgery import find_softmax, fused_paths, replace
+from sigattn.nn.visible_keys import count_keys_per_query, is_visible
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 from sigattn.optional import needs
@@ -148,7 +149,7 @@ def _log_visible(query: Tensor, mask: Tensor | None, is_causal: bool) -> float |
         if not is_causal:
             return log_length_bias(length)
         return log_length_bias(torch.arange(1, length + 1, device=query.device)).unsqueeze(-1)
-    seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    visible = is_visible(mask)
     if is_causal:
-        seen = seen & torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-    return log_length_bias(seen.sum(-1, keepdim=True).clamp(min=1))
+        visible = visible & torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()
+    return log_length_bias(count_keys_per_query(visible, length))

@@ -37,9 +37,9 @@ from sigattn.integrations.transformers_mask import (
     same_document,
     selected_keys,
     sigmoid_mask,
-    visible_keys,
 )
 from sigattn.integrations.transformers_saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved
+from sigattn.nn.visible_keys import count_keys_per_query
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 
@@ -184,7 +184,7 @@ def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, ca
     if not isinstance(bias, str):
         return float(bias)
     if mask is not None:
-        return log_length_bias(visible_keys(mask, key.shape[2]))
+        return log_length_bias(count_keys_per_query(mask, key.shape[2]))
     if causal:
         return log_length_bias(torch.arange(1, query.shape[2] + 1, device=query.device)).unsqueeze(-1)
     return None

@@ -87,12 +87,6 @@ def combine(mask: Tensor | None, position_bias: Tensor | None, limits: Tensor | 
     return _restrict(position_bias, mask) if mask.dtype is torch.bool else position_bias + mask
 
 
-def visible_keys(mask: Tensor, num_keys: int) -> Tensor:  # (..., N or 1, 1)
-    """Return the number of keys that each query sees, at least 1."""
-    seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return seen.expand(*seen.shape[:-1], num_keys).sum(-1, keepdim=True).clamp(min=1)
-
-
 def same_document(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int, num_keys: int
 ) -> Tensor:  # (1, 1, N, M)
