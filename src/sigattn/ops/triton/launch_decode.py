@@ -16,6 +16,7 @@ from sigattn.ops.triton.decode import decode_kernel
 from sigattn.ops.triton.prepare import LOG2E, named, precision, scales, sigmoid_form, single, within_reach
 
 _MOST_SPLITS = 128
+_MOST_PROGRAMS = 65535  # of a grid's second dimension
 _INTERPRETED_PROCESSORS = 4  # so that the interpreter has parts to add as well
 
 
@@ -37,7 +38,7 @@ def _run(p: CachedProblem, out: Tensor, config: tuning.Config) -> Tensor:
     batch, n, heads, _ = p.query.shape
     kv_heads = p.value.shape[2]
     programs = batch * kv_heads * -(-n * (heads // kv_heads) // config.block_m)
-    splits = p.splits or _splits(p, programs, config.block_n)
+    splits = min(p.splits or _splits(p, programs), _MOST_PROGRAMS, max(1, -(-_keys(p) // config.block_n)))
     parts = out.new_empty(splits, *out.shape, dtype=torch.float32) if splits > 1 else out.unsqueeze(0)
     device = p.query.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -54,13 +55,17 @@ def _run(p: CachedProblem, out: Tensor, config: tuning.Config) -> Tensor:
     return parts.sum(0).to(out.dtype) if splits > 1 else out
 
 
-def _splits(p: CachedProblem, programs: int, block: int) -> int:
-    """Enough parts to give every multiprocessor two programs; lengths are not read, for the host would wait."""
+def _keys(p: CachedProblem) -> int:
+    """Return the most keys that a query may see. Lengths are not read, because that would synchronise with the GPU."""
+    return p.capacity if p.left == UNLIMITED else min(p.capacity, p.left + p.query.shape[1])
+
+
+def _splits(p: CachedProblem, programs: int) -> int:
+    """Return into how many parts keys are cut so that every multiprocessor has two programs."""
     processors = _INTERPRETED_PROCESSORS
     if p.query.device.type == "cuda":
         processors = torch.cuda.get_device_properties(p.query.device).multi_processor_count
-    keys = p.capacity if p.left == UNLIMITED else min(p.capacity, p.left + p.query.shape[1])
-    return max(1, min(2 * processors // programs, -(-keys // block), _MOST_SPLITS))
+    return max(1, min(2 * processors // programs, _MOST_SPLITS))
 
 
 def arguments(p: CachedProblem) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+"""Sizes, layouts and alignments that few calls have: the launches that they give are valid, without compilation.
+
+The stand-in driver checks the grid, the range and dtype of each argument, and what TMA asks of a descriptor.
+"""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from sigattn import flash, sigmoid_attention
+from sigattn.ops.triton import tuning
+from sigattn.ops.triton.tuning import FORWARD, FUSED, KEYS, QUERIES
+from tests.ops import standin_driver
+
+in_force = tuning.configuration
+MODES = {
+    "default": {"RELAUNCH": True},
+    "TMA": {"configuration": lambda *given: in_force(*given)._replace(tma=True)},
+    "Gluon": {"SPECIALISED": frozenset([FORWARD, KEYS, QUERIES])},
+    "fused": {"SPECIALISED": frozenset([FORWARD, FUSED]), "ADD_QUERY_FROM": {90: 0}},
+    "atomic": {"ADD_QUERY_FROM": {90: 0}},
+}
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype)
+
+
+def rows(b, n, h, d):
+    """(B, N, H, D) in memory, as projections give them."""
+    return empty(b, n, h, d).transpose(1, 2)
+
+
+def moved(*shape):
+    """Return a tensor whose memory begins one element after a multiple of 16 bytes."""
+    t = rows(*shape)
+    return empty(t.numel() + 1)[1:].view(shape).transpose(1, 2)
+
+
+SELF = {
+    "one head": lambda: rows(2, 100, 1, 64),
+    "one query": lambda: rows(2, 1, 4, 64),
+    "one of everything": lambda: rows(1, 1, 1, 1),
+    "no sample": lambda: rows(0, 7, 4, 64),
+    "no head": lambda: rows(2, 7, 0, 64),
+    "misaligned": lambda: moved(2, 100, 4, 64),
+    "without the first token": lambda: rows(2, 101, 4, 64)[:, :, 1:],
+    "a part of the features": lambda: rows(2, 101, 4, 72)[..., 3:67],
+    "every second feature": lambda: rows(2, 101, 4, 128)[..., ::2],
+    "(N, B, H, D)": lambda: empty(100, 2, 4, 64).permute(1, 2, 0, 3),
+    "(B, H, D, N)": lambda: empty(2, 4, 64, 100).mT,
+    "one token for all": lambda: rows(2, 1, 4, 64).expand(2, 4, 100, 64),
+    "one feature for all": lambda: rows(2, 100, 4, 1).expand(2, 4, 100, 64),
+    "one sample for all": lambda: rows(1, 100, 4, 64).expand(3, 4, 100, 64),
+    "70,000 samples": lambda: rows(70_000, 2, 2, 16),
+    "70,001 heads": lambda: rows(1, 2, 70_001, 16),
+}
+
+
+@pytest.fixture(params=MODES if "SIGATTN_FUZZ_EXAMPLES" in os.environ else ["default", "TMA"])
+def launched(request):
+    with standin_driver.gpu(90, compiles=False) as launched, mock.patch.multiple(tuning, **MODES[request.param]):
+        yield launched
+
+
+def both_passes(q, k, v, grad=torch.empty_like, **options):
+    """Four times: seen, kept, compared, launched directly."""
+    for _ in range(4):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = sigmoid_attention(*leaves, backend="triton", **options)
+        torch.autograd.grad(out, leaves, grad(out))
+
+
+def test_self_attention(launched):
+    for name, make in SELF.items():
+        launched.clear()
+        t = make()
+        both_passes(t, t, t)
+        assert bool(launched) == bool(t.numel()), name
+
+
+def test_queries_and_keys_of_different_lengths(launched):
+    for n, m in ((0, 100), (7, 0), (1, 100), (100, 1), (1, 40_000_000)):
+        both_passes(rows(1, n, 2, 64), *[rows(1, m, 2, 64)] * 2)
+    both_passes(moved(2, 100, 4, 64), *[rows(2, 100, 4, 64)] * 2)  # one of them misaligned
+    both_passes(rows(2, 100, 4, 64), *[rows(2, 100, 1, 64).expand(2, 4, 100, 64)] * 2)
+
+
+def test_gradients_of_any_layout(launched):
+    """An expanded one is what ``sum().backward()`` gives."""
+    q = rows(2, 100, 4, 64)
+    for grad in (
+        lambda out: torch.zeros((), dtype=out.dtype).expand_as(out),
+        lambda out: torch.zeros(64, dtype=out.dtype).expand_as(out),
+        lambda out: torch.zeros_like(out[:1]).expand_as(out),
+        lambda out: empty(2, 4, 64, 100).mT,
+        lambda out: moved(2, 100, 4, 64),
+    ):
+        both_passes(q, q, q, grad)
+
+
+def test_masks_and_numbers_of_any_kind(launched):
+    q = rows(2, 100, 4, 64)
+    ones = torch.ones(100, 100, dtype=torch.bool)
+    for options in (
+        {"attn_mask": ones[:1, :1].expand(100, 100)},
+        {"attn_mask": ones.T},
+        {"attn_mask": torch.ones(101, 101)[1:, 1:]},
+        {"attn_mask": torch.ones(100, 100, dtype=torch.float16)},
+        {"attn_mask": torch.ones(100, 100, dtype=torch.float64)},
+        {"bias": torch.zeros(4, 1, 1, dtype=torch.float64)},
+        {"alibi_slopes": torch.zeros(4, dtype=torch.float64)},
+        {"key_lengths": torch.tensor([0, 100])},
+        {"key_lengths": torch.tensor([0, 100], dtype=torch.int16)},
+        {"bias": float("nan")},
+        {"bias": float("-inf")},
+        {"window": (2**31 - 1, 2**31 - 1)},
+        {"window": (2**40, 5)},
+        {"dropout_p": 0.999999},
+        {"dropout_p": 1e-12},
+    ):
+        both_passes(q, q, q, **options)
+
+
+def test_more_elements_than_32_bits_count():
+    """Strides beyond 2^31 are passed in 64 bits. (The memory is never touched.)"""
+    with standin_driver.gpu(90, compiles=False) as launched:
+        q = rows(5, 70_000, 100, 64)
+        sigmoid_attention(q, q, q, backend="triton")
+        (one,) = launched
+        assert one.arguments["q_b"] == 70_000 * 6400
+        assert q.numel() > 2**31
+        assert one.grid == (-(-70_000 // one.arguments["BLOCK_M"]) * 500, 1, 1)
+
+
+def test_packed_sequences():
+    with standin_driver.gpu(90, compiles=False) as launched:
+        for dtype in (torch.int32, torch.int64):
+            for starts in ([0, 0], [0, 0, 10], [0, 10, 10], range(3001)):
+                starts = torch.tensor(starts, dtype=dtype)
+                q = empty(int(starts[-1]), 2, 64).requires_grad_()
+                longest = int(starts.diff().max())
+                out = flash.flash_attn_varlen_func(q, q, q, starts, starts, longest, longest, backend="triton")
+                torch.autograd.grad(out, q, torch.empty_like(out))
+        assert launched
+
+
+def test_caches():
+    """More parts than a grid has, or than there are tiles of keys, would be empty."""
+    with standin_driver.gpu(90, compiles=False) as launched:
+        for batch, capacity, queries, heads, splits in (
+            (70_000, 16, 1, 2, 0),
+            (1, 1_000_000, 1, 2, 0),
+            (1, 2_000_000, 1, 2, 100_000),
+            (1, 100, 1, 2, 100_000),
+            (1, 0, 1, 2, 0),
+            (2, 100, 500, 16, 0),
+        ):
+            k = empty(batch, capacity, 1, 64)
+            lengths = torch.full((batch,), min(capacity, 9), dtype=torch.int32)
+            flash.flash_attn_with_kvcache(
+                empty(batch, queries, heads, 64), k, k, cache_seqlens=lengths, num_splits=splits, sigmoid_bias=-1.0,
+                backend="triton",
+            )  # fmt: skip
+            assert launched[-1].grid[1] <= max(1, -(-capacity // launched[-1].arguments["BLOCK_N"]))
