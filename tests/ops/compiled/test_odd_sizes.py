@@ -59,7 +59,7 @@ SELF = {
 }
 
 
-@pytest.fixture(params=MODES if "SIGATTN_FUZZ_EXAMPLES" in os.environ else ["default", "TMA"])
+@pytest.fixture(params=MODES if "SIGATTN_FUZZ_EXAMPLES" in os.environ else ["default"])
 def launched(request):
     with standin_driver.gpu(90, compiles=False) as launched, mock.patch.multiple(tuning, **MODES[request.param]):
         yield launched
