@@ -27,6 +27,13 @@ def test_a_wrong_contestant_is_not_timed():
     with pytest.raises(RuntimeError, match="forgetful is wrong at n=37"):
         cpu.check("forgetful", lambda q, k, v, b, c: cpu.naive(q, k, v, 0.0, c), cpu.Inputs((q, k, v), g, False))
 
+    def nan_in_one_gradient(q, k, v, b, c):
+        (k := k * 1).register_hook(lambda grad: grad * torch.nan)
+        return cpu.naive(q, k, v, b, c)
+
+    with pytest.raises(RuntimeError, match="NaN is wrong at n=37"):
+        cpu.check("NaN", nan_in_one_gradient, cpu.Inputs((q, k, v), g, False))
+
 
 def test_results_and_their_provenance(tmp_path):
     config = cpu.CpuBenchmark(
@@ -34,7 +41,8 @@ def test_results_and_their_provenance(tmp_path):
     )
     cpu.run(config)
     report = json.loads((tmp_path / "r.json").read_text())
-    assert {"benchmark", "date", "commit", "device", "versions", "configuration", "rows", "memory"} == report.keys()
+    described = {"benchmark", "date", "commit", "source", "device", "versions", "configuration"}
+    assert described | {"rows", "memory"} == report.keys()
     assert report["configuration"]["heads"] == 2
     seen = {(r["n"], r["dtype"], r["causal"], r["pass"], r["contestant"]) for r in report["rows"]}
     assert len(seen) == len(report["rows"]) == 2 * 2 * 2 * 2 * 3

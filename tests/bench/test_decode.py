@@ -55,5 +55,6 @@ def test_caches_that_are_too_large_are_left_out(tmp_path):
 
 def test_a_wrong_contestant_is_not_timed():
     cache = decode.Cache(torch.randn(1, 1, 2, 8), *torch.randn(2, 1, 16, 2, 8).unbind())
-    with pytest.raises(RuntimeError, match="sigattn is wrong"):
-        decode.check("sigattn", lambda: torch.zeros(1, 1, 2, 8), cache)
+    for value in (0.0, torch.nan):
+        with pytest.raises(RuntimeError, match="sigattn is wrong"):
+            decode.check("sigattn", lambda: torch.full((1, 1, 2, 8), value), cache)  # noqa: B023

@@ -105,14 +105,22 @@ def test_a_wrong_contestant_is_not_timed(monkeypatch):
     def broken(q, k, v, o):
         raise RuntimeError("no kernel image")
 
+    def nan_in_one_gradient(q, k, v, o):
+        k = k * 1
+        if k.requires_grad:
+            k.register_hook(lambda grad: grad * math.nan)
+        return CONTESTANTS[OURS].call(q, k, v, o)
+
+    monkeypatch.setitem(CONTESTANTS, "NaN", Contestant(False, nan_in_one_gradient, cpu=True))
     monkeypatch.setitem(CONTESTANTS, "wrong", Contestant(False, wrong, cpu=True))
     monkeypatch.setitem(CONTESTANTS, "broken", Contestant(False, broken, cpu=True))
     absent = {}
     config = kernels.KernelBenchmark(heads=1, batch=1, dtype="float32", rounds=1, round_seconds=0.0)
     rows = kernels.measure(config, kernels.Setting(16, 16, False, False), absent)
-    assert {"wrong", "broken"}.isdisjoint(r["contestant"] for r in rows)
+    assert {"wrong", "broken", "NaN"}.isdisjoint(r["contestant"] for r in rows)
     reasons = {name.split(",")[0]: reason for name, reason in absent.items()}
     assert "it is wrong" in reasons["wrong"]
+    assert "it is wrong" in reasons["NaN"]
     assert "no kernel image" in reasons["broken"]
 
 

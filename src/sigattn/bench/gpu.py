@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,18 +139,30 @@ def errors(
     problem: Inputs, softmax: bool, out: Tensor, gradients: tuple[Tensor, ...] | None
 ) -> tuple[float, float | None]:
     """Of the output and of the worst gradient, relative to the largest value."""
-    n = problem.shape[2]
-    at = torch.linspace(0, n - 1, min(n, SAMPLES), device=out.device).long()
+    at = sample(problem)
     expected = truth(problem, at, softmax)
-    heads = [0, problem.shape[1] - 1]
-
-    def error(t: Tensor, e: Tensor) -> float:
-        return ((t[0, heads][:, at].double() - e).abs().max() / e.abs().max()).item()
-
     worst = None
     if gradients is not None:
-        worst = max(error(t, e) for t, e in zip(gradients, expected[1:], strict=True))
-    return error(out, expected[0]), worst
+        worst = largest(error(t, e, at) for t, e in zip(gradients, expected[1:], strict=True))
+    return error(out, expected[0], at), worst
+
+
+def largest(errors: Iterable[float]) -> float:
+    """Return the largest error, or NaN if one is NaN (``max`` may pass over it)."""
+    found = list(errors)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def sample(problem: Inputs) -> Tensor:
+    """Return the positions of the queries and keys whose results are compared with float64."""
+    n = problem.shape[2]
+    return torch.linspace(0, n - 1, min(n, SAMPLES), device=problem.query.device).long()
+
+
+def error(t: Tensor, expected: Tensor, at: Tensor) -> float:
+    """Return the largest error of a result at the positions that ``truth`` has, relative to the largest value."""
+    found = t[0, [0, t.shape[1] - 1]][:, at].double()
+    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 def memory() -> float:

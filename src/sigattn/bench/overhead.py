@@ -214,7 +214,7 @@ def _wrong(calls: dict[str, Callable[[], Any]], problem: gpu.Inputs, softmax: bo
         found = gpu.errors(problem, softmax, calls["forward"](), calls["training"]() if "training" in calls else None)
     except Exception as error:  # a peer may fail in ways of its own: it is left out, and the results say why
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    wrong = not max(e for e in found if e is not None) <= gpu.TOLERANCE[problem.query.dtype]
+    wrong = not gpu.largest(e for e in found if e is not None) <= gpu.TOLERANCE[problem.query.dtype]
     return f"it is wrong: relative errors {found}" if wrong else None
 
 

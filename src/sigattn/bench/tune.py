@@ -1,9 +1,9 @@
 """``sigattn bench tune``: measures tile shapes on the GPU at hand, for the tables in ``ops/triton/tuning.py``.
 
 All candidates are first compiled and tried in processes of their own (trial.py). For each kernel, head size and mask,
-those that work are timed beside the configuration in force, in one race, after their results were found equal to that
-one's within rounding. What the tables hold changes only by hand,
-with the measurement beside it: the result of this file is advice.
+those that work are timed beside the configuration in force, in one race, after their results were compared with float64
+(a sample) and with one another (all). What the tables hold changes only by hand, with the measurement beside it: the
+result of this file is advice.
 """
 
 from __future__ import annotations
@@ -189,18 +189,24 @@ def measure(
     problem, given = problem_of(config, case, batch)
     calls: dict[str, Callable[[], Any]] = {}
     rejected = {_name(configs[at]): reason for at, reason in failed.items()}
+    at = gpu.sample(given)
+    output, *gradients = gpu.truth(given, at, softmax=False)  # dQ, dK, dV
+    truth = {tuning.FORWARD: [output], tuning.KEYS: gradients[1:], tuning.QUERIES: gradients[:1]}
     expected: list[torch.Tensor] = []
+    errors = {}
     for candidate in configs:
         if _name(candidate) in rejected:
             continue
         call = _call(problem, given, case.kernel, candidate)
         result = [t.float() for t in call()]
-        expected = expected or result
-        difference = max(((r - e).abs().max() / e.abs().max()).item() for r, e in zip(result, expected, strict=True))
-        if not difference < gpu.TOLERANCE[given.query.dtype]:
-            rejected[_name(candidate)] = f"another result: {difference:.1e}"
+        wrong = gpu.largest(gpu.error(t, e, at) for t, e in zip(result, truth.get(case.kernel, gradients), strict=True))
+        expected = expected or (result if wrong < gpu.TOLERANCE[given.query.dtype] else [])
+        other = [((r - e).abs().max() / e.abs().max()).item() for r, e in zip(result, expected, strict=False)]
+        if not gpu.largest([wrong, *other]) < gpu.TOLERANCE[given.query.dtype]:
+            rejected[_name(candidate)] = f"it is wrong: relative errors {wrong:.1e} from float64, {other} from others"
             continue
-        calls[_name(candidate)] = call
+        calls[_name(candidate)], errors[_name(candidate)] = call, wrong
+    in_force = _name(configs[0])
     if calls:
         calls[AGAIN] = next(iter(calls.values()))
     raced = sorted(gpu.race(calls, config.rounds, config.round_seconds), key=lambda found: found[1])
@@ -213,8 +219,9 @@ def measure(
             "config": name,
             "ms": seconds * 1e3,
             "in_force_time_over_this": ratios[first],
-            "in_force": name == first,
-            "faster": ratios[first] > 1 + max(0.01, 2 * noise),
+            "in_force": name == in_force,
+            "faster": in_force in calls and ratios[first] > 1 + max(0.01, 2 * noise),
+            "error": errors.get(name),
         }
         for name, seconds, ratios in raced
     ]
