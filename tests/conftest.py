@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import pickle
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,30 @@ def nan_filled_memory():
     yield
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+class _InThisProcess:
+    """An executor that makes each call when it is submitted, after the way through pickle that a process asks for."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, *call):
+        function, *arguments = pickle.loads(pickle.dumps(call))
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Train without worker processes, whose imports take longer than small runs."""
+    from sigattn.recipes import workers
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(workers, "pool", lambda _: _InThisProcess())
+    yield
+    torch.set_num_threads(threads)

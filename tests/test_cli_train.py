@@ -94,7 +94,7 @@ class TestTrain:
         _, message = failure(["lm-eval", run, "--tasks", "nosuch"], capsys)
         assert "has no task nosuch" in message
 
-    def test_a_tokenizer(self, tmp_path, capsys, monkeypatch):
+    def test_a_tokenizer(self, tmp_path, capsys):
         text = tmp_path / "text.txt"
         text.write_text("the cat sat on the mat, and the dog too. " * 400)
         out = said(capsys, "tokenizer", "--data", str(text), "--save", str(tmp_path / "t.json"), "--vocabulary", "300")
@@ -104,7 +104,6 @@ class TestTrain:
         cli.main(["train", "lm-kappa-1", "--tiny", "--folder", run, *QUICK, *options, "--model.context", "16"])
         capsys.readouterr()
         assert said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5").startswith("the cat")
-        self.check_ecosystem(tmp_path, run, capsys, monkeypatch)
         code, message = failure(["pack", "--data", str(text), "--tokenizer", "x", "--save", "y"], capsys)
         assert code == 2
         assert "ends in .bin" in message
@@ -235,6 +234,7 @@ def test_norms_are_the_paper_s_in_kind(capsys):
 
 
 class TestCompare:
+    @pytest.mark.usefixtures("in_this_process")
     def test_the_table(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(compare, "ENTRIES", [e for e in compare.ENTRIES if "SimCLR" in e.title])
         quick = replace(compare.Compare(), folder=tmp_path, seeds=2, steps=2, workers=1)

@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import statistics
-from concurrent.futures import Future
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 
@@ -17,33 +16,9 @@ from sigattn import cli
 from sigattn.experiments import dropped_keys, k_summation, kept, lr_sensitivity, pages, sigma_accuracy, speed, sweep
 from sigattn.experiments.experiment import SCALES, ExperimentError, Result, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find
-from sigattn.recipes import intervals, workers
+from sigattn.recipes import intervals
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
-
-
-class _InThisProcess:
-    """An executor that runs each call when it is submitted."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def submit(self, function, *arguments):
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Train without worker processes, whose imports take longer than the runs."""
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(workers, "pool", lambda _: _InThisProcess())
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")

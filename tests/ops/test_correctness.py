@@ -95,6 +95,8 @@ def test_short_sequences_without_masks(way, case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_number_of_the_output_is_written(nan_filled_memory, backend, way, causal, dtype):
     case = Case((2, 2, 2, 67, 71, 8, 12), dtype, causal, None, None, None, None, None, False, "contiguous", 3)
+    if backend == "triton":  # the interpreter's time is that of the heads
+        case.shape = (1, 1, 2, *case.shape[3:])
     with path(way):
         check(case, backend)
 
@@ -103,9 +105,9 @@ def test_every_number_of_the_output_is_written(nan_filled_memory, backend, way, 
 @pytest.mark.parametrize("causal", [False, True])
 def test_sizes_that_cross_real_tiles(dtype, causal):
     """One problem with the sizes that users meet, so that the constants that are in force get tested."""
-    case = Case((1, 2, 2, 1200, 4500, 64, 48), dtype, causal, None, None, None, None, None, False, "length first", 5)
+    case = Case((1, 2, 2, 600, 4500, 64, 48), dtype, causal, None, None, None, None, None, False, "length first", 5)
     if dtype is torch.float64:
-        case.shape = (1, 1, 1, 700, 4500, 16, 8)
+        case.shape = (1, 1, 1, 600, 4500, 16, 8)
     check(case, "blocked")
 
 
@@ -124,7 +126,7 @@ def test_head_sizes_of_triton(d):
 def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, causal, dtype, window):
     if not torch.cuda.is_available():
         monkeypatch.setattr(prepare, "architecture", lambda device: 90)
-    case = Case((1, 1, 2, 300, 270, 64, 64), dtype, causal, None, window, None, None, "head", False, "length first", 5)
+    case = Case((1, 1, 1, 300, 270, 64, 64), dtype, causal, None, window, None, None, "head", False, "length first", 5)
     check(case, "triton")
 
 

@@ -22,7 +22,9 @@ NOT_PLAIN = {
 }
 
 
-def test_verdicts():
+def test_verdicts(monkeypatch):
+    norms = regularity.norms_over_length  # of 10 trials, up to 128 tokens: 15 seconds
+    monkeypatch.setattr(regularity, "norms_over_length", lambda _, trials, std: norms((8, 32), trials // 2, std=std))
     found = list(statements.check_all(limit=300, longest=5))
     assert len(found) >= 20
     assert all(s.cases > 0 for s in found)
