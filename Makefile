@@ -1,23 +1,26 @@
 # make demo   trains softmax and sigmoid language models on real text and writes a report
 # make test   runs every test
+# make test-minimum   runs the operator's tests with the oldest PyTorch and Triton that are supported
 # make sweep  every architecture of transformers and timm, every shape that PyTorch accepts: about an hour
-# make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch: minutes each
+# make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch: about a minute each
 # make train-all SPEECH=FSDD   sigmoid beside softmax over every task, three seeds: under an hour
 # make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
-# Both make .venv first, where it is missing.
+# Each makes .venv first (test-minimum .venv-minimum), where it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Bytecode is compiled at the first import: of 20,000 files, tests import a part
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: setup torchvision-apart demo test test-kernels sweep mutation train-all lint format docs clean
+.PHONY: setup setup-minimum torchvision-apart demo test test-minimum test-kernels sweep mutation train-all lint format docs clean
 
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or later is needed; say make PYTHON=…")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(INSTALL) -c constraints.txt torch
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[dev]'
 	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(MAKE) --no-print-directory torchvision-apart
 	touch $@
 
@@ -25,8 +28,15 @@ setup: .venv/installed
 # transformers; so it is kept out of the environment, in a folder that only a second run of pytest sees.
 torchvision-apart:
 	$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
-	    --target .venv/torchvision torchvision
+	$(BIN)/python $(INSTALL) --no-deps --upgrade -c constraints.txt --target .venv/torchvision torchvision
+
+setup-minimum: .venv-minimum/installed
+
+.venv-minimum/installed: constraints-minimum.txt
+	$(PYTHON) -m venv .venv-minimum
+	.venv-minimum/bin/python $(INSTALL) -c constraints-minimum.txt \
+	    torch triton numpy rich beartype jaxtyping hypothesis pytest pytest-xdist
+	touch $@
 
 demo: setup
 	$(BIN)/sigattn demo
@@ -35,6 +45,11 @@ test: setup
 	$(BIN)/python -m pytest -n auto --durations=10
 	test ! -d .venv/torchvision || PYTHONPATH=.venv/torchvision:tests/plugins \
 	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision tests/data tests/integrations
+
+# Without what does not depend on the version: simulated Hopper kernels, sizes that cross the tiles of the CPU
+test-minimum: setup-minimum
+	PYTHONPATH=src .venv-minimum/bin/python -m pytest -n auto --durations=10 -k "not real_tiles and not test_hopper" \
+	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/bench/test_static.py
 
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto -k "triton or static or kernels" \
@@ -47,7 +62,7 @@ sweep: setup
 	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision tests/integrations
 
 mutation: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'cosmic-ray>=8.7'
+	$(BIN)/python $(INSTALL) -c constraints.txt 'cosmic-ray>=8.7'
 	$(BIN)/python tests/mutation/run.py $(or $(N),40)
 
 train-all: setup
@@ -67,4 +82,4 @@ docs: setup
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-minimum runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
