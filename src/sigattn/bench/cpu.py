@@ -117,11 +117,13 @@ def run(config: CpuBenchmark) -> dict[str, Any]:
     torch.set_num_threads(config.threads)
     rows = []
     try:
-        for n in config.lengths:
-            for dtype in config.dtypes:
-                for causal in (False, True):
-                    rows += measure(config, n, DTYPES[dtype], causal)
-            console.print(table(rows, n))
+        # timing a backward many times keeps its graph, which the compiled formula allows only without donated buffers
+        with torch._functorch.config.patch(donated_buffer=False):
+            for n in config.lengths:
+                for dtype in config.dtypes:
+                    for causal in (False, True):
+                        rows += measure(config, n, DTYPES[dtype], causal)
+                console.print(table(rows, n))
     finally:
         torch.set_num_threads(before)
     used = memory.cases(config.heads, config.head_dim, config.threads) if config.memory else []
@@ -133,8 +135,6 @@ def run(config: CpuBenchmark) -> dict[str, Any]:
     return report
 
 
-# timing a backward many times keeps its graph, which the compiled formula allows only without donated buffers
-@torch._functorch.config.patch(donated_buffer=False)
 def measure(config: CpuBenchmark, n: int, dtype: torch.dtype, causal: bool) -> list[dict[str, Any]]:
     """All contestants on one problem: a row for each contestant and pass."""
     torch.manual_seed(n)
