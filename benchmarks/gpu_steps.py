@@ -17,6 +17,10 @@ _TINY_TUNE = {"lengths": (64,), "heads": 1, "head_dims": (16,), "most_flops": 1e
 _TINY_KERNELS = {
     "lengths": (32, 64), "heads": 2, "head_dims": (16,), "batch": 1, "dtype": "float32", "precompile": False, **_QUICK
 }  # fmt: skip
+_TINY_DECODE = {
+    "contexts": (64,), "batches": (2,), "heads": 2, "kv_heads": 1, "head_dim": 16, "dtypes": ("float32",),
+    "prompts": (), **_QUICK
+}  # fmt: skip
 _TINY_TRAINING = {"seconds": 2.0, "steps": 2, "batch": 1, "upscale": 1, "layers": 1}
 
 
@@ -53,6 +57,7 @@ class Step:
 _RACE = ("n", "head_dim", "causal", "pass", "contestant", "batch", "ms", "graph_ms", "tflops")
 _RACE += ("fastest_softmax_time_over_this", "error", "gradient_error")
 _TUNE = ("kernel", "n", "head_dim", "causal", "config", "ms", "in_force_time_over_this", "faster", "rejected")
+_DECODE = ("context", "batch", "layout", "contestant", "median_ms", "gigabytes_per_second", "copy_time_over_this")
 _MAIN = {"lengths": (1024, 4096, 16384), "alibi": False, "profile": False, "most_flops": 5e11, "draw": False}
 _MAIN |= {"seconds": 1e9}
 _EAGER = ("cuDNN softmax", "flash softmax", "naive sigmoid", "triton-sigmoid", "flash-attn 3 softmax", "FlashSigmoid")
@@ -79,10 +84,8 @@ STEPS = (
     Step("overhead", 30, ("overhead", "OverheadBenchmark"), {},
          {"n": 20, "heads": 1, "head_dim": 16, "batches": (1,), "dtype": "float32", **_QUICK},
          ("batch", "pass", "contestant", "microseconds", "graph_microseconds", "fastest_softmax_time_over_this")),
-    Step("decode", 45, ("decode", "DecodeBenchmark"), {"most_gib": 40.0, "batches": (1, 32), "prompts": (1024,)},
-         {"contexts": (64,), "batches": (2,), "heads": 2, "kv_heads": 1, "head_dim": 16, "dtypes": ("float32",),
-          "prompts": (), **_QUICK},
-         ("context", "batch", "layout", "contestant", "median_ms", "gigabytes_per_second", "copy_time_over_this")),
+    Step("decode", 45, ("decode", "DecodeBenchmark"),
+         {"most_gib": 40.0, "batches": (1, 32), "prompts": (1024,), "flex": False}, _TINY_DECODE, _DECODE),
     Step("hybridnorm", 35, ("hybridnorm", "HybridNormBenchmark"), {},
          {"lengths": (32, 64), "heads": 2, "head_dim": 16, "dtype": "float32", **_QUICK},
          ("n", "causal", "contestant", "ms")),
@@ -100,6 +103,8 @@ STEPS = (
     Step("accuracy", 40, ("accuracy", "AccuracyBenchmark"), {"draw": False},
          {"lengths": (64, 256), "queries": 8, "head_dim": 16},
          ("dtype", "n", "contestant", "weights_mean", "weights_max", "output")),
+    Step("decode_flex", 60, ("decode", "DecodeBenchmark"),  # FlexAttention is compiled for each of them
+         {"contexts": (4096, 65_536), "batches": (1, 32), "prompts": ()}, _TINY_DECODE, _DECODE),
     Step("tune", 240, ("tune", "TuneBenchmark"), {"seconds": 1e9}, _TINY_TUNE, _TUNE),
     Step("hopper_tune", 120, ("tune", "TuneBenchmark"),
          {"specialised": True, "lengths": (4096, 1024), "seconds": 1e9}, _TINY_TUNE, _TUNE),
