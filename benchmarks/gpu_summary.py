@@ -30,7 +30,11 @@ def _test_lines(step: Step, folder: Path) -> list[str]:
     counts = {kind: sum(row["outcome"] == kind for row in found) for kind in ("passed", "failed", "skipped")}
     failed = [f"FAILED {row['test']}: {row.get('why', '')[:300]}" for row in found if row["outcome"] == "failed"]
     log = folder / "logs" / f"{step.name}.log"
-    said = [line for line in log.read_text(errors="replace").splitlines() if "=========" in line] if step.under else []
+    said = (
+        [line for line in log.read_text(errors="replace").splitlines() if line.startswith("========= ")]
+        if step.under
+        else []
+    )
     return [f"\n{step.name}: {counts}", *failed[:40], *said[-10:]]
 
 
