@@ -1,0 +1,36 @@
+"""Which tile shapes are launched on Hopper."""
+
+import pytest
+import torch
+
+from sigattn.ops.gradients import Needs
+from sigattn.ops.problem import Problem
+from sigattn.ops.triton import launch, tuning
+from tests.ops import standin_driver
+
+
+def launched_with(d, dtype=torch.bfloat16, needs=None, **options):
+    """Launch a backward pass without compiling; return its kernels by name."""
+    q, g = (torch.zeros(1, 2, 64, d, dtype=dtype) for _ in range(2))
+    with standin_driver.gpu(90, compiles=False) as launched:
+        launch.backward(Problem(q, q, q, **options), g, needs or Needs())
+    return {x.name: x.arguments for x in launched}
+
+
+@pytest.mark.parametrize(("d", "atomic"), [(64, True), (128, False)])
+def test_dq_is_added_atomically_only_where_its_product_is_one_for_wgmma(monkeypatch, d, atomic):
+    """Otherwise ptxas serialises all products of the kernel (C7519)."""
+    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0})
+    launched = launched_with(d)
+    assert launched["keys_kernel"]["ADD_QUERY"] == atomic
+    assert ("queries_kernel" in launched) != atomic
+
+
+def test_options_that_need_registers_have_lighter_tiles():
+    mask = torch.zeros(1, 1, 64, 64)
+    plain, masked = launched_with(128), launched_with(128, attn_mask=mask)
+    gradient = launched_with(128, attn_mask=mask, needs=Needs(True, True, True, False, True, False))
+    slopes = launched_with(128, alibi_slopes=torch.ones(1, 2, 2))
+    assert [x["queries_kernel"]["BLOCK_N"] for x in (plain, masked, slopes, gradient)] == [64, 32, 32, 16]
+    assert [x["keys_kernel"]["BLOCK_N"] for x in (plain, slopes)] == [64, 128]
+    assert launched_with(64, alibi_slopes=torch.ones(1, 2, 2))["queries_kernel"]["BLOCK_N"] == 64
