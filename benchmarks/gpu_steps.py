@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ _NCU = (
 # fmt: off
 STEPS = (
     Step("machine", 20),
-    Step("sweep", 90, pytest=("tests/ops/test_kernel_sweep.py",)),
+    Step("sweep", 110, pytest=("tests/ops/test_kernel_sweep.py",)),
     Step("kernels", 110, ("kernels", "KernelBenchmark"), {**_MAIN, "contestants": _EAGER}, _TINY_KERNELS, _RACE),
     Step("compiled", 120, ("kernels", "KernelBenchmark"), {**_MAIN, "contestants": _COMPILED},
          {**_TINY_KERNELS, "contestants": ("SDPA on CPU",)}, _RACE),
@@ -100,7 +101,7 @@ STEPS = (
     Step("hopper_tests", 80, pytest=("tests/ops/test_hopper.py", "-k", "on_a_gpu")),
     Step("hopper_sanitizer", 60, pytest=("tests/ops/test_hopper.py", "-k", "tables_on_a_gpu and 64"),
          under=_SANITIZER, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-    Step("accuracy", 40, ("accuracy", "AccuracyBenchmark"), {"draw": False},
+    Step("accuracy", 80, ("accuracy", "AccuracyBenchmark"), {"draw": False},
          {"lengths": (64, 256), "queries": 8, "head_dim": 16},
          ("dtype", "n", "contestant", "weights_mean", "weights_max", "output")),
     Step("decode_flex", 60, ("decode", "DecodeBenchmark"),  # FlexAttention is compiled for each of them
@@ -145,8 +146,9 @@ def measure_machine(folder: Path) -> None:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
         fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
-        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
-        found["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        if (smi := shutil.which("nvidia-smi")) is not None:
+            query = [smi, f"--query-gpu={fields}", "--format=csv"]
+            found["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout
     provenance.write(folder / "machine.json", found)
 
 

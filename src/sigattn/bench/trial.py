@@ -68,6 +68,8 @@ def _group(function: str, things: list[Any], seconds: int, stop: threading.Event
             input=pickle.dumps((function, things[first:], seconds)),
             capture_output=True,
         )
+        if done.returncode == -signal.SIGINT:  # so did this process
+            stop.set()
         said = [x[len(_DONE) :] for x in done.stdout.decode(errors="replace").splitlines() if x.startswith(_DONE)]
         failed |= {first + at: reason for at, reason in enumerate(said) if reason}
         first += len(said)
