@@ -57,7 +57,8 @@ class Step:
 
 _RACE = ("n", "head_dim", "causal", "pass", "contestant", "batch", "ms", "graph_ms", "tflops")
 _RACE += ("fastest_softmax_time_over_this", "error", "gradient_error")
-_TUNE = ("kernel", "n", "head_dim", "causal", "config", "ms", "in_force_time_over_this", "faster", "rejected")
+_TUNE = ("kernel", "n", "head_dim", "causal", "config", "ms", "in_force_time_over_this", "faster", "error")
+_TUNE += ("rejected",)
 _DECODE = ("context", "batch", "layout", "contestant", "median_ms", "gigabytes_per_second", "copy_time_over_this")
 _MAIN = {"lengths": (1024, 4096, 16384), "alibi": False, "profile": False, "most_flops": 5e11, "draw": False}
 _MAIN |= {"seconds": 1e9}

@@ -49,7 +49,9 @@ def _row_lines(step: Step, folder: Path) -> list[str]:
     lines = [f"\n{step.name}: {' | '.join(columns)}"]
     lines += [" | ".join(_cell(row.get(column)) for column in columns) for row in report["rows"]]
     lines += [f"{line}" for key in ("crossings", "generation", "average_speed_up") for line in report.get(key, ())]
-    lines += [f"faster, candidate for the default: {row}" for row in report["rows"] if row.get("faster")]
+    for row in (row for row in report["rows"] if row.get("faster")):
+        where = f"{row['kernel']}, n = {row['n']}, D = {row['head_dim']}, {'causal' if row['causal'] else 'full'}"
+        lines.append(f"faster, right: candidate for the default of {where}: {row['config']}")
     reasons = {name.partition(",")[0]: reason for name, reason in report["absent"].items()}
     lines += [f"absent: {name}: {reason[:160]}" for name, reason in reasons.items()]
     return lines + [f"given up, its process ended twice: {case}" for case in report["given_up"]]
