@@ -174,6 +174,12 @@ def all_calls() -> list[Call]:
         for d in (64, 128, 256)
     ]
     calls += [
+        Call(options, dtype, d, None, 64, "cached")
+        for options in ((), ("float32 mask",), ("bool mask", "slopes", "bias tensor"))
+        for dtype in DTYPES
+        for d in (64, 128, 256)
+    ]
+    calls += [
         Call(options, dtype, d, dv, 1 if kind == "cached" else KEYS, kind)
         for kind in OPTIONS
         for options in ((), ("causal",))

@@ -44,6 +44,19 @@ def test_masks_take_a_configuration_whose_estimate_fits():
             assert taken[4:] == config[4:]
 
 
+def test_decoding_takes_a_configuration_whose_estimate_fits():
+    for architecture, width, itemsize, rows, mask in itertools.product(
+        (80, 86, 90, 120), (16, 64, 128, 256), (2, 4), (1, 16, 64), (0, 1, 4)
+    ):
+        config = tuning.decoding(width, itemsize, rows)
+        operands = fitting.Operands(width, width, itemsize, mask, False)
+        taken = fitting.fit(tuning.DECODE, config, operands, architecture)
+        estimate = fitting.shared_memory(tuning.DECODE, taken, operands, architecture)
+        assert estimate <= fitting.limit(architecture)
+        if rows <= 16 and not mask:
+            assert taken == config
+
+
 def test_each_smaller_configuration_is_smaller():
     for config in (
         tuning.Config(128, 128, 8, 3),

@@ -1,8 +1,9 @@
 """Tile shapes that fit the shared memory of a device: estimated before a launch, stepped down if a launch does not fit.
 
 The tables of ``tuning`` are for calls without a mask. A tile of ``attn_mask`` is loaded like those of keys and values,
-several in flight, and its gradient is a tile of float32: with them the first smaller configuration is taken that fits
-by ``shared_memory``, an upper bound that is checked against the compiler for every option (tests/ops/compiled).
+several in flight, and its gradient is a tile of float32: with them, and for decoding, which has no table, the first
+smaller configuration is taken that fits by ``shared_memory``, an upper bound that is checked against the compiler for
+every option (tests/ops/compiled).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Operands(NamedTuple):
         d: features of query and key, padded.
         dv: features of value, padded.
         itemsize: bytes of one of their numbers.
-        mask: bytes of an entry of attn_mask.
+        mask: bytes of an entry of attn_mask, 0 without one.
         mask_gradient: True if the mask's gradient is computed.
     """
 
@@ -50,13 +51,14 @@ def limit(architecture: int) -> int:
 
 
 def shared_memory(kernel: str, config: Config, operands: Operands, architecture: int) -> int:
-    """Return an upper bound on the bytes of shared memory of a kernel with a mask on an NVIDIA GPU."""
+    """Return an upper bound on the bytes of shared memory of a kernel on an NVIDIA GPU."""
     d, dv, itemsize, mask, mask_gradient = operands
     m, n = config.block_m, config.block_n
     resident, streamed = {
         tuning.FORWARD: (m * d, n * (d + dv)),
         tuning.KEYS: (n * (d + dv), m * (d + dv)),
         tuning.QUERIES: (m * (d + dv), n * (d + dv)),
+        tuning.DECODE: (m * d, n * (d + dv)),
     }[kernel]
     # wgmma and tcgen05 read a tile while the next ones arrive; before Hopper it has been copied to registers by then.
     buffers = config.stages if architecture in (90, 100, 103) else max(config.stages - 1, 1)
@@ -66,12 +68,12 @@ def shared_memory(kernel: str, config: Config, operands: Operands, architecture:
 
 
 def fit(kernel: str, config: Config, operands: Operands, architecture: int) -> Config:
-    """Return the configuration, or the first smaller one that fits with a mask.
+    """Return the configuration, or the first smaller one that fits.
 
     With one stage nothing is in flight, and a mask takes the memory that operands have left.
     """
     scores = _scores_with_mask(kernel, architecture) * 32 * config.warps
-    while config.block_m * config.block_n > scores:
+    while operands.mask and config.block_m * config.block_n > scores:
         config = _halved(config)
     while config.stages > 1 and shared_memory(kernel, config, operands, architecture) > limit(architecture):
         config = smaller(config) or config._replace(stages=1)

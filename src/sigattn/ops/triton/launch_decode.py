@@ -30,6 +30,10 @@ def forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
     group = heads // kv_heads
     kind = (p.query.dtype, d, dv, group, p.table is None, None if p.attn_mask is None else p.attn_mask.dtype)
     config = tuning.decoding(max(d, dv), p.query.element_size(), n * group)
+    if architecture := prepare.architecture(p.query.device):
+        mask = 0 if p.attn_mask is None else p.attn_mask.element_size()
+        operands = fitting.Operands(tuning.padded(d), tuning.padded(dv), p.query.element_size(), mask, False)
+        config = fitting.fit(tuning.DECODE, config, operands, architecture)
     return fitting.start(decode_kernel.__name__, lambda: (p.query.device, *kind), config, lambda c: _run(p, out, c))
 
 
