@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sigattn.bench import hopper_model, static, static_hopper
+from sigattn.bench import hopper_model, machine_code, static, static_hopper
 from sigattn.ops.triton import tuning
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -261,6 +261,12 @@ def test_hopper_kernels():
         assert report["shared"] <= SHARED[90], what
         assert report["tensor_instructions"] == "HGMMA", what
         assert report["loops"][0]["special"] <= 1.15, what
+
+
+def test_which_advisories_say_that_products_are_serialised():
+    injected = "ptxas info : (C7519) warpgroup.arrive is injected in around line 3187 by compiler"
+    serialised = "ptxas info : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert machine_code.advisories_in(f"{injected}\n{serialised}\nptxas info : Used 128 registers") == [serialised]
 
 
 def test_what_is_handed_over_early():

@@ -19,7 +19,7 @@ def launched_with(d, dtype=torch.bfloat16, needs=None, **options):
 
 @pytest.mark.parametrize(("d", "atomic"), [(64, True), (128, False)])
 def test_dq_is_added_atomically_only_where_its_product_is_one_for_wgmma(monkeypatch, d, atomic):
-    """Otherwise ptxas serialises all products of the kernel (C7519)."""
+    """Otherwise its operands move through registers."""
     monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0})
     launched = launched_with(d)
     assert launched["keys_kernel"]["ADD_QUERY"] == atomic
