@@ -59,7 +59,7 @@ class LaunchError(RuntimeError):
     """A launch that a driver would refuse, or one that does not match what was compiled."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Launched:
     """A launch as the driver would receive it."""
 
