@@ -80,6 +80,7 @@ class TestCompile:
         with torch.autocast("cpu", torch.bfloat16):
             assert compiled(q).dtype is torch.bfloat16
 
+    @pytest.mark.usefixtures("unchecked")  # PyTorch 2.11 cannot trace the checks of a bias that changes
     @pytest.mark.parametrize("dynamic", [None, True])
     def test_no_recompilation_for_another_bias_or_length(self, dynamic):
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
