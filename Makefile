@@ -49,7 +49,7 @@ test: setup
 # Without what does not depend on the version: simulated Hopper kernels, sizes that cross the tiles of the CPU
 test-minimum: setup-minimum
 	PYTHONPATH=$(CURDIR)/src .venv-minimum/bin/python -m pytest -n auto --durations=10 \
-	    -k "not real_tiles and not test_hopper and not other_kinds and not copy_engine" \
+	    -k "not real_tiles and not test_hopper and not other_kinds and not copy_engine and not long_caches" \
 	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/bench/test_static.py::test_every_option_compiles
 
 test-kernels: setup
