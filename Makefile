@@ -58,7 +58,8 @@ test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto tests/ops/compiled
 
 sweep: setup
-	SIGATTN_SWEEP=all $(BIN)/python -m pytest -n auto tests/integrations tests/ops/test_broadcasting.py
+	SIGATTN_SWEEP=all $(BIN)/python -m pytest -n auto tests/integrations tests/ops/test_broadcasting.py \
+	    tests/distributed/test_context_parallel.py
 	test ! -d .venv/torchvision || SIGATTN_SWEEP=all PYTHONPATH=.venv/torchvision:tests/plugins \
 	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision tests/integrations
 

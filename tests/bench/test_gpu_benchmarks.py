@@ -92,9 +92,9 @@ def test_what_runs_eagerly_is_no_compiled_contestant(monkeypatch):
             call(torch.zeros(3))
         contestants.reset_compiled()
         torch.testing.assert_close(call(torch.zeros(9)), torch.ones(9))
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
     contestants.reset_compiled()
-    with pytest.raises(BenchmarkError, match="eagerly"):
+    # not by monkeypatch, which would delete the setting afterwards and break every later compilation
+    with torch._dynamo.config.patch(disable=True), pytest.raises(BenchmarkError, match="eagerly"):
         call(torch.zeros(9))
 
 

@@ -1,6 +1,7 @@
 """Shared sequences, in 2, 3 and 4 processes (context_worker.py), and who has which positions."""
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ def launch(processes, what):
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, *([4] if os.environ.get("SIGATTN_SWEEP") == "all" else [])])
 def test_attention(processes):
     """Every option and way, outputs, gradients and bytes sent, even shares."""
     done = launch(processes, "attention")
