@@ -46,10 +46,11 @@ test: setup
 	test ! -d .venv/torchvision || PYTHONPATH=.venv/torchvision:tests/plugins \
 	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision tests/data tests/integrations
 
-# Without what does not depend on the version: simulated Hopper kernels, sizes that cross the tiles of the CPU
+# Without what does not depend on the version: messages, borders, simulated Hopper kernels, and most interpreted kernels
 test-minimum: setup-minimum
 	PYTHONPATH=$(CURDIR)/src .venv-minimum/bin/python -m pytest -n auto --durations=10 \
-	    -k "not real_tiles and not test_hopper and not other_kinds and not copy_engine and not long_caches" \
+	    -k "not (real_tiles or test_hopper or other_kinds or copy_engine or masked_weights or bad_input or borders \
+	    or statistics or broadcasting or (triton and (kvcache or block_mask)))" \
 	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/bench/test_static.py::test_every_option_compiles
 
 test-kernels: setup
