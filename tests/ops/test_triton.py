@@ -305,7 +305,8 @@ def test_a_bias_of_one_entry_is_read_from_memory(dtype):
 def test_numbers_of_compiled_graphs_stay_on_the_device(monkeypatch):
     """A CUDA graph of a compiled model would replay the number on the CPU that it was recorded with."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    device = torch.device("meta")
-    assert [bias_operand(-1.0, device, d).shape for d in (2, 4)] == [(1, 1), (1, 1, 1, 1)]
-    assert bias_operand(-1.0, device).device == device
-    assert bias_operand(-1.0, torch.device("cpu")).shape == ()
+    query = torch.empty(1, device="meta", dtype=torch.float16)
+    assert [bias_operand(-1.0, query, d).shape for d in (2, 4)] == [(1, 1), (1, 1, 1, 1)]
+    assert (bias_operand(-1.0, query).device, bias_operand(-1.0, query).dtype) == (query.device, torch.float32)
+    assert bias_operand(-1.0, query.double()).dtype == torch.float64
+    assert bias_operand(-1.0, torch.empty(1)).shape == ()

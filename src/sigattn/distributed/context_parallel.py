@@ -124,7 +124,7 @@ def context_parallel_attention(
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
     slopes = None if alibi_slopes is None else two_sided(alibi_slopes)
-    out: Tensor = _ContextParallel.apply(query, key, value, bias_operand(bias, query.device), slopes, shared)
+    out: Tensor = _ContextParallel.apply(query, key, value, bias_operand(bias, query), slopes, shared)
     return out
 
 

@@ -82,7 +82,7 @@ def sharded_cache_attention(
         k_cache,
         v_cache,
         ends.clamp(0, capacity),
-        _bias(sigmoid_bias, q.device),
+        _bias(sigmoid_bias, q),
         None,
         None,
         None if alibi_slopes is None else two_sided(alibi_slopes),
@@ -108,10 +108,10 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Ten
         cache[sample, slot] = torch.where(is_local, t, cache[sample, slot])
 
 
-def _bias(bias: float | Tensor, device: torch.device) -> Tensor:
+def _bias(bias: float | Tensor, q: Tensor) -> Tensor:
     """Return the bias as a tensor: 0-d for a number, else (B or 1, Hq or 1, 1)."""
     if not isinstance(bias, Tensor):
-        number = bias_operand(bias, device, 3)
+        number = bias_operand(bias, q, 3)
         assert number is not None
         return number
     return bias.reshape(1, 1, 1) if bias.dim() == 0 else bias.reshape(len(bias), -1, 1)

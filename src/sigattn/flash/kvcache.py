@@ -221,7 +221,7 @@ def attend(
         k_cache,
         v_cache,
         lengths,
-        _bias(sigmoid_bias, q.device),
+        _bias(sigmoid_bias, q),
         cache_leftpad,
         table,
         None if alibi_slopes is None else two_sided(alibi_slopes),
@@ -344,10 +344,10 @@ def _lengths(given: Any, q: Tensor, capacity: int, *, needed: bool) -> Tensor:  
     return given
 
 
-def _bias(bias: Any, device: torch.device) -> Tensor:
+def _bias(bias: Any, q: Tensor) -> Tensor:
     """Return the bias as a tensor: 0-d for a number, else (B or 1, Hq or 1, N or 1)."""
     if not isinstance(bias, Tensor):
-        number = bias_operand(bias, device, 3)
+        number = bias_operand(bias, q, 3)
         assert number is not None
         return number
     dimensions = {0: (1, 1, 1), 1: (-1, 1, 1), 2: (*bias.shape, 1)}

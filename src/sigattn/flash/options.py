@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sigattn.ops import checks, flash_checks, library
@@ -58,19 +57,20 @@ def cast(t: Tensor) -> Tensor:
     return autocast(t) if library.autocasting(t.device.type) else t
 
 
-def packed_bias(bias: float | str | Tensor, device: torch.device) -> Tensor | None:
+def packed_bias(bias: float | str | Tensor, q: Tensor) -> Tensor | None:
     """Return the bias for packed sequences: None for "-log n", 0-d for a number, or (B or 1, Hq or 1)."""
     if isinstance(bias, str):
         return None
-    if not isinstance(bias, Tensor):
-        return bias_operand(bias, device, 2)
-    return bias.reshape(1, 1) if bias.dim() == 0 else bias.unsqueeze(-1) if bias.dim() == 1 else bias
+    return _per_sequence(bias) if isinstance(bias, Tensor) else bias_operand(bias, q, 2)
 
 
 def dense_bias(bias: float | str | Tensor) -> float | Tensor | None:
-    """Return the bias for ``sigmoid_attention``."""
+    """Return the bias for ``sigmoid_attention``: None for "-log n", a number, or (B or 1, Hq or 1, 1, 1)."""
     if not isinstance(bias, Tensor):
         return None if isinstance(bias, str) else bias
-    b = packed_bias(bias, bias.device)
-    assert b is not None
-    return b[..., None, None]
+    return _per_sequence(bias)[..., None, None]
+
+
+def _per_sequence(bias: Tensor) -> Tensor:
+    """Return a bias of shape (), (Hq,) or (B, Hq) with two dimensions."""
+    return bias.reshape(1, 1) if bias.dim() == 0 else bias.unsqueeze(-1) if bias.dim() == 1 else bias

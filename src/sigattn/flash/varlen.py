@@ -199,7 +199,7 @@ def attend(
         q,
         k,
         v,
-        options.packed_bias(sigmoid_bias, q.device),
+        options.packed_bias(sigmoid_bias, q),
         None if attn_mask is None else four_dimensional(attn_mask),
         None if alibi_slopes is None else two_sided(alibi_slopes),
         cu_seqlens_q,

@@ -142,7 +142,7 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> 
         out = one_query.attend(q, k, v, p.bias, query.shape[3] ** -0.5)
         if out is not None:
             return out.transpose(1, 2)
-    bias = bias_operand(p.bias, query.device)
+    bias = bias_operand(p.bias, query)
     assert bias is not None
     lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
     left, right = sides(p.sides, p.causal)
@@ -166,7 +166,7 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> 
 def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern, documents: Documents) -> Tensor:
     """Attend within each document by the kernels for packed sequences, which skip pairs of documents."""
     batch, length = query.shape[0], query.shape[2]
-    bias = bias_operand(p.bias, query.device)
+    bias = bias_operand(p.bias, query)
     if bias is not None and bias.dim():
         bias = bias.flatten(1)  # (1, Hq or 1, 1, 1): ``Attention`` refuses other shapes
     left, right = sides(p.sides, p.causal)

@@ -177,7 +177,7 @@ def _on_nested(
         )
     problem = PackedProblem(
         *parts[:3],
-        bias_operand(bias, query.device, 2),
+        bias_operand(bias, query, 2),
         None,
         None if alibi_slopes is None else two_sided(alibi_slopes),
         *parts[3:5],
@@ -222,7 +222,7 @@ def canonical(
         query,
         key,
         value,
-        bias_operand(bias, query.device),
+        bias_operand(bias, query),
         None if attn_mask is None else four_dimensional(attn_mask),
         None if alibi_slopes is None else two_sided(alibi_slopes),
         key_lengths,
@@ -272,14 +272,15 @@ def autocast(t: Tensor) -> Tensor:
     return t
 
 
-def bias_operand(bias: Any, device: torch.device, dimensions: int = 4) -> Tensor | None:
+def bias_operand(bias: Any, query: Tensor, dimensions: int = 4) -> Tensor | None:
     """Return the bias as an operand of the ops.
 
     Args:
         bias: None, a tensor, or a number, which becomes a 0-d tensor on the CPU, so that backends read it without
             synchronising.
-        device: device of the query. In a graph compiled for a device other than the CPU, a number becomes a tensor on
-            that device, because a CUDA graph would replay the number it was recorded with.
+        query: the query. In a graph compiled for a device other than the CPU, a number becomes a tensor on the query's
+            device, because a CUDA graph would replay the number it was recorded with; in float32, or the query's dtype
+            if that is wider.
         dimensions: number of dimensions of that tensor, and least number of dimensions of a tensor that is passed.
     """
     if bias is None:
@@ -291,9 +292,10 @@ def bias_operand(bias: Any, device: torch.device, dimensions: int = 4) -> Tensor
     if not torch.compiler.is_compiling():
         return torch.tensor(bias, dtype=torch.float64, device="cpu")
     # a sum, because the compiler keeps a number symbolic in a sum
-    if device.type == "cpu":
+    if query.device.type == "cpu":
         return torch.zeros((), dtype=torch.float64, device="cpu") + bias
-    return torch.zeros((1,) * dimensions, dtype=torch.float32, device=device) + bias
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return torch.zeros((1,) * dimensions, dtype=dtype, device=query.device) + bias
 
 
 def four_dimensional(t: Tensor) -> Tensor:
