@@ -14,16 +14,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.envi
 
 # Left out: modules whose functions say themselves what is wrong with a call, and what torch.compile traces.
 LEFT_OUT = {
-    *(f"sigattn.ops.{name}" for name in ("attention", "checks", "flash_checks", "library", "packed", "problem")),
+    *(f"sigattn.ops.{name}" for name in ("attention", "custom_ops", "flash_checks", "problem", "validation", "varlen")),
     *(f"sigattn.ops.{name}" for name in ("broadcasting", "nested", "scalars")),
-    *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "hopper", "tile")),
-    "sigattn.ops.triton.hopper_backward",
-    "sigattn.ops.triton.hopper_fused",
+    *(f"sigattn.ops.triton.{name}" for name in ("activation", "backward", "decode", "forward", "tile")),
+    *(f"sigattn.ops.hopper.{name}" for name in ("backward", "backward_fused", "forward")),
     *(
         f"sigattn.flash.{name}"
-        for name in ("chunks", "dense", "kvcache", "options", "padding", "ragged", "v3", "varlen")
+        for name in ("chunks", "dense", "kvcache", "options", "packing", "padding", "v3", "varlen")
     ),
-    *(f"sigattn.nn.{name}" for name in ("mechanism", "multihead", "sigmoid_layer", "visible_keys")),
+    *(f"sigattn.nn.{name}" for name in ("functional", "multihead", "sigmoid_layer", "visible_keys")),
     "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",
     "sigattn.ops.statistics",
@@ -31,6 +30,7 @@ LEFT_OUT = {
 _src = Path(__file__).parent.parent / "src"
 _modules = {".".join(f.relative_to(_src).with_suffix("").parts) for f in _src.rglob("[!_]*.py")}
 
+assert LEFT_OUT <= _modules, f"no such modules: {LEFT_OUT - _modules}"
 assert "sigattn" not in sys.modules, "sigattn must be imported through the hook"
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):  # a GPU machine may lack them
     from jaxtyping import install_import_hook
@@ -68,8 +68,8 @@ def _reset_warnings():
 @pytest.fixture(autouse=True)
 def _no_call_was_made_before():
     """Launches that are kept in a process are kept in a test: others may change what they depend on."""
-    if (repeats := sys.modules.get("sigattn.ops.triton.repeats")) is not None:
-        repeats.forget()
+    if (launch_cache := sys.modules.get("sigattn.ops.triton.launch_cache")) is not None:
+        launch_cache.forget()
     if (fitting := sys.modules.get("sigattn.ops.triton.fitting")) is not None:
         fitting._taken.clear()
 

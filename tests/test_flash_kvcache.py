@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from sigattn import flash
 from sigattn.flash import flash_attn_with_kvcache
-from sigattn.ops import cached
+from sigattn.ops import kvcache
 from tests.ops.cases import COMPILER_NOISE, device_of, head_dims
 from tests.ops.truth import assert_as_good_as_formula
 from tests.test_flash import one_sequence
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
-BACKENDS = list(cached.KERNELS)
+BACKENDS = list(kvcache.KERNELS)
 EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "60"))
 
 fuzz = settings(
@@ -266,7 +266,7 @@ def test_one_token_and_few_keys(case):
     }
     call, twin = Call(case, "cpu"), Call(case, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cached, "call", None)  # what the longer way ends in
+        patch.setattr(kvcache, "call", None)  # what the longer way ends in
         out = call.run(None)
     expected = twin.run("blocked")
     truth, _ = twin.expected([c.clone() for c in Call(case, "cpu").caches], torch.float64)

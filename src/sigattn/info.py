@@ -8,9 +8,9 @@ import platform
 import torch
 
 import sigattn
-from sigattn.ops import library
+from sigattn.ops import custom_ops
+from sigattn.ops.cpu.matmul import fused_unavailable
 from sigattn.ops.problem import Problem
-from sigattn.ops.products import fused_unavailable
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -48,8 +48,8 @@ def _name(device: torch.device) -> str:
 def _backends(device: torch.device) -> list[str]:
     """Return lines that list, for each backend, the supported dtypes and the reason for each unsupported one."""
     lines = ["  reference  every dtype, materialised; forward-mode and second derivatives (never the default)"]
-    defaults = {library.choose(_example(device, dtype), None) for dtype in _DTYPES}
-    for name, kernels in library.KERNELS.items():
+    defaults = {custom_ops.choose(_example(device, dtype), None) for dtype in _DTYPES}
+    for name, kernels in custom_ops.KERNELS.items():
         reasons = {dtype: kernels.unavailable(_example(device, dtype)) for dtype in _DTYPES}
         supported = [_short(d) for d, reason in reasons.items() if reason is None]
         line = f"  {name:<10} {', '.join(supported) or 'nothing'}{' (default)' if name in defaults else ''}"

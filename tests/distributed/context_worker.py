@@ -14,13 +14,13 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sigattn import sigmoid_attention
-from sigattn.distributed import exchange
+from sigattn.distributed import collectives
 from sigattn.distributed.context_parallel import Share, context_parallel_attention, shared, traffic
 from sigattn.distributed.placement import Placement
 from sigattn.distributed.sharded_cache import sharded_cache_attention
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.ops import cached
+from sigattn.ops import kvcache
 
 CASES = [
     {},
@@ -76,12 +76,12 @@ def check(mesh, case, strategy):
     whole = sigmoid_attention(*wide[:3], bias=wide[3], alibi_slopes=wide[4], backend="reference", **options)
     whole.backward(grad.double())
     (lq, lk, lv), own_bias, own_slopes = leaves(True)
-    with exchange.counting() as forward:
+    with collectives.counting() as forward:
         out = context_parallel_attention(
             lq, lk, lv, mesh=mesh, bias=own_bias, alibi_slopes=own_slopes, length=n, strategy=strategy,
             balanced=case.get("balanced"), **options,
         )  # fmt: skip
-    with exchange.counting() as backward:
+    with collectives.counting() as backward:
         out.backward(placement.shard(grad, rank, 2))
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2}[dtype]
 
@@ -162,7 +162,7 @@ def cache(mesh):
         {"alibi_slopes": torch.tensor([0.1, 0.3, 0.2, 0.4])},
         {"causal": False},
     ):
-        for backend in cached.KERNELS:
+        for backend in kvcache.KERNELS:
             torch.manual_seed(0)
             dtype = torch.float32 if backend == "triton" else torch.float64
             alone = [torch.full((2, capacity * ranks, 2, 8), torch.nan, dtype=dtype) for _ in range(2)]
@@ -172,7 +172,7 @@ def cache(mesh):
                 q, k, v = torch.randn(2, new, 4, 8, dtype=dtype), *torch.randn(2, 2, new, 2, 8, dtype=dtype).unbind()
                 more = {"causal": True, "sigmoid_bias": -1.5, "cache_seqlens": lengths, **options}
                 whole = flash_attn_with_kvcache(q, *alone, k, v, **more)
-                with exchange.counting() as sent:
+                with collectives.counting() as sent:
                     shared_out = sharded_cache_attention(q, *mine, k, v, mesh=mesh, backend=backend, **more)
                 torch.testing.assert_close(shared_out, whole, rtol=1e-4, atol=1e-5)
                 assert sent.messages == 1

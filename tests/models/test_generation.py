@@ -9,7 +9,7 @@ import torch
 from sigattn.models.generation import Choice
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.attention import Attention
-from sigattn.nn.cache import LayerCache
+from sigattn.nn.kv_cache import LayerCache
 
 SMALL = {"vocabulary": 11, "context": 24, "layers": 2, "width": 24, "heads": 4}
 MODELS = [

@@ -32,7 +32,7 @@ CONFIG = f"""
 [cosmic-ray]
 module-path = ["{OPERATOR}", "{CHECKPOINT}"]
 timeout = {TIMEOUT}
-excluded-modules = ["src/sigattn/ops/triton/*.py"]
+excluded-modules = ["src/sigattn/ops/triton/*.py", "src/sigattn/ops/hopper/*.py"]
 test-command = ""
 [cosmic-ray.distributor]
 name = "local"
@@ -46,26 +46,26 @@ LIKELY = {
     "block_mask": "test_block_mask",
     "blocked": "test_correctness test_masked_weights test_borders",
     "broadcasting": "test_broadcasting",
-    "cached": "tests/test_flash_kvcache.py tests/flash",
-    "checks": "test_bad_input test_scalars",
+    "custom_ops": "test_pytorch test_backends test_correctness",
+    "decode": "tests/test_flash_kvcache.py test_correctness",
     "dropout": "test_dropout",
     "flash_checks": "tests/test_flash.py tests/test_flash_kvcache.py tests/flash",
     "flops": "test_pytorch",
     "gradients": "test_correctness test_autograd",
-    "library": "test_pytorch test_backends test_correctness",
+    "kvcache": "tests/test_flash_kvcache.py tests/flash",
     "mask": "test_mask test_correctness",
+    "matmul": "test_correctness test_borders test_masked_weights",
     "nested": "test_nested",
-    "one_query": "tests/test_flash_kvcache.py test_correctness",
     "onnx": "test_onnx",
-    "packed": "tests/test_flash.py tests/flash test_autograd",
     "problem": "test_problem test_correctness test_borders",
-    "products": "test_correctness test_borders test_masked_weights",
     "reference": "test_correctness test_masked_weights",
     "scalars": "test_scalars test_bad_input",
     "settings": "test_backends test_default_device",
     "short": "test_correctness test_default_device",
     "statistics": "test_statistics",
     "tiles": "test_correctness test_borders test_block_mask",
+    "validation": "test_bad_input test_scalars",
+    "varlen": "tests/test_flash.py tests/flash test_autograd",
 }
 
 

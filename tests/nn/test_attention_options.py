@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.bias import QueryBias, SampleLengthBias, VisibleKeysBias, make_bias
-from sigattn.nn.cache import LayerCache
-from sigattn.nn.mechanism import ELEMENTWISE
+from sigattn.nn.functional import ELEMENTWISE
+from sigattn.nn.kv_cache import LayerCache
 from sigattn.nn.performer import CHUNK, PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.ops.statistics import attention_statistics

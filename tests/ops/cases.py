@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from sigattn.ops import short, tiles
+from sigattn.ops.cpu import short, tiles
 from sigattn.ops.triton import tuning
 
 # what PyTorch's own compiler and export say of themselves, and cannot be helped from here

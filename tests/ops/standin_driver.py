@@ -32,7 +32,8 @@ from triton.runtime import driver as drivers
 
 from sigattn.bench import machine_code
 from sigattn.ops import triton as backend
-from sigattn.ops.triton import launch_hopper, prepare, repeats
+from sigattn.ops.hopper import launch as launch_hopper
+from sigattn.ops.triton import launch_cache, prepare
 
 KIB = 1024
 # Shared memory of a program in bytes (CUDA C++ Programming Guide, table of technical specifications; AMD: LDS).
@@ -258,7 +259,7 @@ def gpu(
     nvidia = architecture if isinstance(architecture, int) else 0
     before = drivers._active
     drivers.set_active(standin)
-    repeats.forget()
+    launch_cache.forget()
     try:
         with (
             mock.patch.object(compiler, "compile", compiler.compile if compiles else standin.pretend_to_compile),
@@ -271,4 +272,4 @@ def gpu(
     finally:
         drivers._active = before
         standin.close()
-        repeats.forget()
+        launch_cache.forget()

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention
-from sigattn.ops import blocked, library, products, tiles
+from sigattn.ops import custom_ops
+from sigattn.ops.cpu import blocked, matmul, tiles
+from sigattn.ops.cpu.tiles import Span
 from sigattn.ops.problem import Problem
-from sigattn.ops.tiles import Span
 from tests.ops.truth import assert_as_good_as_formula
 
 
@@ -22,9 +23,9 @@ def picky(monkeypatch):
     def unavailable(problem):
         return None if problem.query.dtype is torch.float64 else "it is for float64"
 
-    kernels = library.Kernels(forward, blocked.backward, unavailable)
-    monkeypatch.setattr(library, "KERNELS", {"picky": kernels, **library.KERNELS})
-    monkeypatch.setattr("sigattn.ops.attention.BACKENDS", ("reference", *library.KERNELS))
+    kernels = custom_ops.Kernels(forward, blocked.backward, unavailable)
+    monkeypatch.setattr(custom_ops, "KERNELS", {"picky": kernels, **custom_ops.KERNELS})
+    monkeypatch.setattr("sigattn.ops.attention.BACKENDS", ("reference", *custom_ops.KERNELS))
     return calls
 
 
@@ -45,7 +46,7 @@ def test_an_explicit_backend_never_falls_back(picky):
 
 def test_the_default_on_a_cpu_is_blocked():
     t = torch.empty(1, 1, 8, 8)
-    assert library.choose(Problem(t, t, t), None) == "blocked"
+    assert custom_ops.choose(Problem(t, t, t), None) == "blocked"
 
 
 class TestProbe:
@@ -53,15 +54,15 @@ class TestProbe:
 
     @pytest.fixture(autouse=True)
     def _fresh(self):
-        products._probe.cache_clear()
+        matmul._probe.cache_clear()
         yield
-        products._probe.cache_clear()
+        matmul._probe.cache_clear()
 
     def test_it_is_used_where_it_is_right(self):
-        if products.fused_unavailable(torch.device("cpu"), torch.float32) is not None:
+        if matmul.fused_unavailable(torch.device("cpu"), torch.float32) is not None:
             pytest.skip("no oneDNN here")
         q = torch.empty(1, 1, 512, 64)
-        assert tiles.arithmetic(Problem(q, q, q)) == (torch.float32, products.Fused)
+        assert tiles.arithmetic(Problem(q, q, q)) == (torch.float32, matmul.Fused)
 
     @pytest.mark.parametrize(
         ("replacement", "reason"),
@@ -71,8 +72,8 @@ class TestProbe:
         ],
     )
     def test_a_wrong_or_missing_operator_is_not_used(self, monkeypatch, replacement, reason):
-        monkeypatch.setattr(products, "linear", replacement)
-        assert reason in products.fused_unavailable(torch.device("cpu"), torch.float32)
+        monkeypatch.setattr(matmul, "linear", replacement)
+        assert reason in matmul.fused_unavailable(torch.device("cpu"), torch.float32)
         q, k, v = torch.randn(3, 1, 1, 400, 8).unbind()
         expected = sigmoid_attention(q, k, v, backend="reference")
         torch.testing.assert_close(sigmoid_attention(q, k, v, backend="blocked"), expected)
@@ -80,16 +81,16 @@ class TestProbe:
     @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # PyTorch's, of restoring its own flags
     def test_switched_off_by_the_user(self):
         with torch.backends.mkldnn.flags(enabled=False):
-            assert "is disabled" in products.fused_unavailable(torch.device("cpu"), torch.float32)
+            assert "is disabled" in matmul.fused_unavailable(torch.device("cpu"), torch.float32)
 
     def test_other_devices_and_dtypes(self):
-        assert "CPUs only, not cuda" in products.fused_unavailable(torch.device("cuda"), torch.float32)
-        assert "float32 and bfloat16" in products.fused_unavailable(torch.device("cpu"), torch.float64)
+        assert "CPUs only, not cuda" in matmul.fused_unavailable(torch.device("cuda"), torch.float32)
+        assert "float32 and bfloat16" in matmul.fused_unavailable(torch.device("cpu"), torch.float64)
 
     def test_half_precision_is_computed_in_float32_without_it(self, monkeypatch):
         monkeypatch.setattr(tiles, "fused_unavailable", lambda device, dtype: "no")
         q = torch.empty(1, 1, 512, 64, dtype=torch.bfloat16)
-        assert tiles.arithmetic(Problem(q, q, q)) == (torch.float32, products.Products)
+        assert tiles.arithmetic(Problem(q, q, q)) == (torch.float32, matmul.Products)
 
 
 @pytest.mark.parametrize("right", [-1, 0])

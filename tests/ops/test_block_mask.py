@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from sigattn import attention_statistics, sigmoid_attention
 from sigattn.flash import flash_attn_func, flash_attn_varlen_func
-from sigattn.ops import block_mask, library
+from sigattn.ops import block_mask, custom_ops
 from sigattn.ops.problem import Problem
 from tests.ops.cases import device_of, path
 from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
@@ -128,7 +128,7 @@ def test_hidden_blocks_are_not_visited(way, monkeypatch):
 
 
 def test_the_work_is_that_of_the_visible_blocks(monkeypatch):
-    from sigattn.ops import tiles
+    from sigattn.ops.cpu import tiles
 
     block, _ = make("documents", 160, 160, 16)
     visited = []
@@ -233,7 +233,7 @@ def test_blocks_that_kernels_do_not_serve_are_refused_by_name():
     ):
         sigmoid_attention(q, k, v, block, backend="triton")
     table, tiles = block_mask.resolve(block, q, k)
-    assert library.choose(Problem(q, k, v, block_table=table, block_tiles=tiles), None) == "blocked"
+    assert custom_ops.choose(Problem(q, k, v, block_table=table, block_tiles=tiles), None) == "blocked"
 
 
 def test_what_does_not_fit_is_refused():

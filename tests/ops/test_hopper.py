@@ -11,8 +11,12 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from sigattn.ops.gradients import Needs
+from sigattn.ops.hopper import backward as hopper_backward
+from sigattn.ops.hopper import backward_fused as hopper_fused
+from sigattn.ops.hopper import forward as hopper
+from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import hopper, hopper_backward, hopper_fused, launch, launch_hopper, prepare, tuning
+from sigattn.ops.triton import launch, prepare, tuning
 from sigattn.ops.triton.tuning import HopperConfig
 from tests.ops import gluon_simulator
 from tests.ops.truth import assert_as_good_as_formula

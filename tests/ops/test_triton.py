@@ -9,7 +9,7 @@ import triton as kernels
 import triton.language as language
 
 from sigattn import flash, sigmoid_attention
-from sigattn.ops import library, triton
+from sigattn.ops import custom_ops, triton
 from sigattn.ops.attention import bias_operand
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import activation, descriptors, launch, prepare, tuning
@@ -36,7 +36,7 @@ def problem(device="cpu", dtype=torch.float32, d=8, dv=8):
 def test_what_it_does_not_serve(monkeypatch, given, reason):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match=f"backend 'triton' does not support this call: .*{reason}"):
-        library.choose(given, "triton")
+        custom_ops.choose(given, "triton")
 
 
 def test_a_cpu_needs_the_interpreter(monkeypatch):
@@ -73,11 +73,11 @@ def test_layouts_are_those_that_compilers_expect(layout, size):
     """A compiled graph asserts the strides that the fakes announce."""
     x = LAYOUTS[layout](*size).to(DEVICE)
     arguments = (x, x, x[..., :8], *(None,) * 7, 0.25, -1, -1, 0.0, 0, False, False, 0.0, "triton")
-    out, fake = library._forward(*arguments), library._fake_forward(*arguments)
+    out, fake = custom_ops._forward(*arguments), custom_ops._fake_forward(*arguments)
     assert (out.shape, out.stride()) == (fake.shape, fake.stride())
     needs = [True, True, True, False, False, False]
     for own, fake in zip(
-        library._backward(out, *arguments, needs), library._fake_backward(out, *arguments, needs), strict=True
+        custom_ops._backward(out, *arguments, needs), custom_ops._fake_backward(out, *arguments, needs), strict=True
     ):
         assert (own.shape, own.stride()) == (fake.shape, fake.stride())
 

@@ -26,7 +26,7 @@ from sigattn.bench.contestants import compiled, reset_compiled
 from sigattn.bench.report import Report
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.nn.cache import LayerCache
+from sigattn.nn.kv_cache import LayerCache
 from sigattn.validation import (
     SettingsError,
     check_among,

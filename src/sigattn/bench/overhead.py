@@ -1,7 +1,7 @@
 """``sigattn bench overhead``: what a short call costs, of a ViT's 196 tokens: Python's time, and the GPU's own.
 
 Eager calls one after another, and the same calls as CUDA graphs. "launched through Triton" is ours without the direct
-launches of calls that were made before (``tuning.RELAUNCH``, ``ops/triton/repeats.py``).
+launches of calls that were made before (``tuning.RELAUNCH``, ``ops/triton/launch_cache.py``).
 Without a GPU, only what Python does before a kernel starts is timed, with kernels that do nothing.
 """
 
@@ -24,7 +24,7 @@ from sigattn.bench.contestants import CONTESTANTS, OURS, reset_compiled
 from sigattn.bench.report import Report
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, prepare, repeats, tuning
+from sigattn.ops.triton import launch, launch_cache, prepare, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
 THROUGH_TRITON = f"{OURS}, launched through Triton"
@@ -112,12 +112,12 @@ def _no_kernels() -> Iterator[None]:
     try:
         for name, kernel in kernels.items():
             setattr(launch, name, _NoKernel(kernel))
-        repeats.forget()
+        launch_cache.forget()
         yield
     finally:
         for name, kernel in kernels.items():
             setattr(launch, name, kernel)
-        repeats.forget()  # what does nothing
+        launch_cache.forget()  # what does nothing
 
 
 def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
         for name, (call, not_kept) in passes.items():
 
             def anew(call: Callable[[], Any] = call) -> None:
-                repeats.forget()
+                launch_cache.forget()
                 call()
 
             found = {"first": time(anew), "again": time(call), "not_kept": time(not_kept)}

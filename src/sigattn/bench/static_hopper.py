@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sigattn.bench import machine_code
-from sigattn.ops.triton import launch_hopper, tuning
+from sigattn.ops.hopper import launch as launch_hopper
+from sigattn.ops.triton import tuning
 
 if TYPE_CHECKING:
     from sigattn.bench.static import Report
@@ -47,9 +48,9 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sigattn.bench import static
-    from sigattn.ops.triton.hopper import hopper_forward_kernel
-    from sigattn.ops.triton.hopper_backward import hopper_keys_kernel, hopper_queries_kernel
-    from sigattn.ops.triton.hopper_fused import hopper_fused_kernel
+    from sigattn.ops.hopper.backward import hopper_keys_kernel, hopper_queries_kernel
+    from sigattn.ops.hopper.backward_fused import hopper_fused_kernel
+    from sigattn.ops.hopper.forward import hopper_forward_kernel
 
     functions: dict[str, Any] = {
         tuning.FORWARD: hopper_forward_kernel,

@@ -23,8 +23,9 @@ from rich.table import Table
 from sigattn.bench import gpu, provenance, trial
 from sigattn.bench.report import Report
 from sigattn.ops.gradients import Needs
+from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import launch, launch_hopper, prepare, tuning
+from sigattn.ops.triton import launch, prepare, tuning
 from sigattn.validation import (
     SettingsError,
     check_among,

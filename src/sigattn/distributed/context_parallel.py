@@ -24,9 +24,9 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from sigattn.distributed import exchange
+from sigattn.distributed import collectives
 from sigattn.distributed.placement import Placement, Segment, placement_of
-from sigattn.ops import checks, library
+from sigattn.ops import custom_ops, validation
 from sigattn.ops.attention import autocast, bias_operand, sides, two_sided
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import Problem, log_length_bias
@@ -84,24 +84,24 @@ def context_parallel_attention(
         TypeError: arguments of the wrong type.
         RuntimeError: if another process has ended, or the group's timeout has expired.
     """
-    if isinstance(query, Tensor) and library.autocasting(query.device.type):
+    if isinstance(query, Tensor) and custom_ops.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
-    checks.operands(query, key, value, enable_gqa)
+    validation.operands(query, key, value, enable_gqa)
     if strategy not in get_args(Strategy):
         raise ValueError(f"{_NAME}: strategy must be one of {get_args(Strategy)}, got {strategy!r}")
     if mesh.ndim != 1:
         raise ValueError(f"{_NAME}: the mesh must have one dimension, got {mesh.mesh_dim_names or mesh.shape}")
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"{_NAME}: query and key must have the same number of positions; got "
-                         f"{checks.describe(query=query, key=key)}")  # fmt: skip
+                         f"{validation.describe(query=query, key=key)}")  # fmt: skip
     group = mesh.get_group()
     placement = placement_of(query.shape[2], length, group, is_causal if balanced is None else balanced)
     whole = key.new_empty(()).expand(*key.shape[:2], placement.length, key.shape[3])  # only its shape is checked
-    _, scale, window = checks.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
+    _, scale, window = validation.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
     if key_lengths is not None:
-        checks.options(whole, whole, None, 0.0, None, None, None, key_lengths, None)
-    softcap = checks.softcap(softcap, _NAME)
-    checks.choice("backend", backend, tuple(library.KERNELS), _NAME)
+        validation.options(whole, whole, None, 0.0, None, None, None, key_lengths, None)
+    softcap = validation.softcap(softcap, _NAME)
+    validation.choice("backend", backend, tuple(custom_ops.KERNELS), _NAME)
     if strategy == "reduce" and isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] > 1:
         raise ValueError(f'{_NAME}: a bias for each query needs strategy="ring" or "gather", got "reduce"')
     left, right = sides(window, is_causal)
@@ -253,13 +253,13 @@ class _Ring:
     def __init__(self, shared: _Shared) -> None:
         self.shared, self.ranks = shared, shared.placement.ranks
 
-    def start(self, held: Sequence[Tensor], owner: int) -> exchange.Transfer:
+    def start(self, held: Sequence[Tensor], owner: int) -> collectives.Transfer:
         """Start sending the tensors of process ``owner``, and receiving those of process ``owner`` - 1."""
         s = self.shared
         n = s.placement.size((owner - 1) % self.ranks)
         received = [t.new_empty(*t.shape[:2], n, t.shape[3]) for t in held]
         to, source = (s.rank + 1) % self.ranks, (s.rank - 1) % self.ranks
-        return exchange.Transfer(held, received, to, source, s.group)
+        return collectives.Transfer(held, received, to, source, s.group)
 
 
 def _pairs(shared: _Shared, queries: int, keys: int) -> list[tuple[slice, slice, Segment, Segment]]:
@@ -322,7 +322,7 @@ def _accumulate(shared: _Shared, out: Tensor, t: _Tensors, queries: int, keys: i
     """Add to out (B, Hq, n, Dv) the partial output of process ``queries``'s queries and process ``keys``'s keys."""
     for rows, columns, q, k in _pairs(shared, queries, keys):
         problem = _problem(shared, t, rows, columns, q, k)
-        kernels = library.KERNELS[library.choose(problem, shared.backend)]
+        kernels = custom_ops.KERNELS[custom_ops.choose(problem, shared.backend)]
         out[:, :, rows] += kernels.forward(problem)
 
 
@@ -341,7 +341,7 @@ def _accumulate_gradients(shared: _Shared, sums: _Sums, t: _Tensors, grad_out: T
     needs = Needs(True, True, True, sums.bias is not None, alibi_slopes=sums.slopes is not None)
     for rows, columns, q, k in _pairs(shared, queries, keys):
         problem = _problem(shared, t, rows, columns, q, k)
-        kernels = library.KERNELS[library.choose(problem, shared.backend)]
+        kernels = custom_ops.KERNELS[custom_ops.choose(problem, shared.backend)]
         g = kernels.backward(problem, grad_out[:, :, rows], needs)
         for total, part, segment in (
             (sums.query, g.query, rows),
@@ -371,15 +371,15 @@ def _forward(shared: _Shared, t: _Tensors) -> Tensor:
     ranks, rank = shared.placement.ranks, shared.rank
     width = t.value.shape[3]
     if shared.strategy == "reduce":
-        queries = exchange.gather(t.query, shared.shapes(t.query), shared.group)
+        queries = collectives.gather(t.query, shared.shapes(t.query), shared.group)
         partial = [_zeros(q, width=width) for q in queries]
         for r, (q, out) in enumerate(zip(queries, partial, strict=True)):
             _accumulate(shared, out, t._replace(query=q), r, rank)
-        return exchange.reduce_scatter(partial, shared.group)
+        return collectives.reduce_scatter(partial, shared.group)
     out = _zeros(t.query, width=width)
     if shared.strategy == "gather":
-        keys = exchange.gather(t.key, shared.shapes(t.key), shared.group)
-        values = exchange.gather(t.value, shared.shapes(t.value), shared.group)
+        keys = collectives.gather(t.key, shared.shapes(t.key), shared.group)
+        values = collectives.gather(t.value, shared.shapes(t.value), shared.group)
         for r in range(ranks):
             _accumulate(shared, out, t._replace(key=keys[r], value=values[r]), rank, r)
         return out
@@ -399,22 +399,22 @@ def _backward(shared: _Shared, t: _Tensors, grad_out: Tensor, needs: Sequence[bo
     slopes = torch.zeros_like(t.slopes, dtype=_wide(t.query)) if t.slopes is not None and needs[4] else None
     sums = _Sums(_zeros(t.query), _zeros(t.key), _zeros(t.value), bias, slopes)
     if shared.strategy == "reduce":
-        queries = exchange.gather(t.query, shared.shapes(t.query), shared.group)
-        grads = exchange.gather(grad_out, shared.shapes(grad_out), shared.group)
+        queries = collectives.gather(t.query, shared.shapes(t.query), shared.group)
+        grads = collectives.gather(grad_out, shared.shapes(grad_out), shared.group)
         partial = [_zeros(q) for q in queries]
         for r in range(ranks):
             sums_of_r = sums._replace(query=partial[r])
             _accumulate_gradients(shared, sums_of_r, t._replace(query=queries[r]), grads[r], r, rank)
-        return sums._replace(query=exchange.reduce_scatter(partial, shared.group))
+        return sums._replace(query=collectives.reduce_scatter(partial, shared.group))
     if shared.strategy == "gather":
-        keys = exchange.gather(t.key, shared.shapes(t.key), shared.group)
-        values = exchange.gather(t.value, shared.shapes(t.value), shared.group)
+        keys = collectives.gather(t.key, shared.shapes(t.key), shared.group)
+        values = collectives.gather(t.value, shared.shapes(t.value), shared.group)
         grad_keys, grad_values = [_zeros(k) for k in keys], [_zeros(v) for v in values]
         for r in range(ranks):
             sums_of_r = sums._replace(key=grad_keys[r], value=grad_values[r])
             _accumulate_gradients(shared, sums_of_r, t._replace(key=keys[r], value=values[r]), grad_out, rank, r)
-        key = exchange.reduce_scatter(grad_keys, shared.group)
-        return sums._replace(key=key, value=exchange.reduce_scatter(grad_values, shared.group))
+        key = collectives.reduce_scatter(grad_keys, shared.group)
+        return sums._replace(key=key, value=collectives.reduce_scatter(grad_values, shared.group))
     return _backward_ring(shared, t, grad_out, sums)
 
 
@@ -422,7 +422,7 @@ def _backward_ring(shared: _Shared, t: _Tensors, grad_out: Tensor, sums: _Sums) 
     """Pass K and V round the ring again, followed one step later by the partial sums of their gradients."""
     ranks, rank = shared.placement.ranks, shared.rank
     ring, held = _Ring(shared), (t.key, t.value)
-    grads_transfer: exchange.Transfer | None = None
+    grads_transfer: collectives.Transfer | None = None
     for step in range(ranks):
         owner = (rank - step) % ranks
         transfer = ring.start(held, owner) if step < ranks - 1 else None

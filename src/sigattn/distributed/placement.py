@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from sigattn.distributed import exchange
+from sigattn.distributed import collectives
 
 
 class Segment(NamedTuple):
@@ -59,7 +59,7 @@ class Placement(NamedTuple):
         """Gather the parts of all processes and return the tensor over the whole sequence, without gradient."""
         shape = list(part.shape)
         shapes: list[Sequence[int]] = [[*shape[:dim], self.size(r), *shape[dim + 1 :]] for r in range(self.ranks)]
-        parts = exchange.gather(part.detach(), shapes, group)
+        parts = collectives.gather(part.detach(), shapes, group)
         whole = part.new_empty(*shape[:dim], self.length, *shape[dim + 1 :])
         for r, received in enumerate(parts):
             start = 0

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sigattn.distributed import exchange
-from sigattn.ops import cached, checks, flash_checks
+from sigattn.distributed import collectives
+from sigattn.ops import flash_checks, kvcache, validation
 from sigattn.ops.attention import bias_operand, sides, two_sided
-from sigattn.ops.cached import CachedProblem
+from sigattn.ops.kvcache import CachedProblem
 from sigattn.ops.settings import is_fast
 
 _NAME = "sharded_cache_attention"
@@ -61,16 +61,16 @@ def sharded_cache_attention(
     flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, None, None)
     flash_checks.of_samples(_NAME, "cache_seqlens", cache_seqlens, q)
     flash_checks.bias(_NAME, sigmoid_bias, q, len(q))
-    _, softmax_scale, window = checks.numbers(_NAME, 0.0, softmax_scale, window_size)
-    softcap = checks.softcap(softcap, _NAME)
-    checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
+    _, softmax_scale, window = validation.numbers(_NAME, 0.0, softmax_scale, window_size)
+    softcap = validation.softcap(softcap, _NAME)
+    validation.choice("backend", backend, tuple(kvcache.KERNELS), _NAME)
     if alibi_slopes is not None:
         flash_checks.slopes(_NAME, alibi_slopes, q, len(q))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise RuntimeError(f"{_NAME} has no gradient: call it under torch.no_grad() or torch.inference_mode()")
     capacity, rank, new = k_cache.shape[1], mesh.get_local_rank(), 0 if k is None else k.shape[1]
-    cached.check_places(cache_seqlens, None, None, len(k_cache), capacity * mesh.size())
-    cached.check_places(cache_seqlens + new, None, None, len(k_cache), capacity * mesh.size())
+    kvcache.check_places(cache_seqlens, None, None, len(k_cache), capacity * mesh.size())
+    kvcache.check_places(cache_seqlens + new, None, None, len(k_cache), capacity * mesh.size())
     start = rank * capacity
     if k is not None and v is not None:
         for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
@@ -94,8 +94,8 @@ def sharded_cache_attention(
         ends,
         softcap,
     )
-    out = cached.call(problem, cached.choose(problem, backend)).to(torch.promote_types(q.dtype, torch.float32))
-    exchange.count(out)
+    out = kvcache.call(problem, kvcache.choose(problem, backend)).to(torch.promote_types(q.dtype, torch.float32))
+    collectives.count(out)
     dist.all_reduce(out, group=mesh.get_group())
     return out.to(q.dtype)
 

@@ -17,9 +17,9 @@ from sigattn.data.synthetic import KSummation
 from sigattn.experiments import drawing, k_summation
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models.sequence import SequenceModel
-from sigattn.nn import mechanism
+from sigattn.nn import functional
 from sigattn.nn.attention import Attention
-from sigattn.nn.mechanism import Pattern
+from sigattn.nn.functional import Pattern
 from sigattn.ops import reference
 from sigattn.recipes import intervals
 
@@ -33,16 +33,16 @@ def weights_of(model: SequenceModel, samples: Tensor) -> Tensor:  # (B, n, n)
     found: list[Tensor] = []
 
     def attend(activation: Any, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
-        problem = mechanism.problem_of(query, key, value, pattern)
+        problem = functional.problem_of(query, key, value, pattern)
         found.append(reference.attention_weights(problem, activation)[:, 0])
-        return mechanism.attend(activation, query, key, value, pattern)
+        return functional.attend(activation, query, key, value, pattern)
 
     layer.compute = attend
     try:
         with torch.no_grad():
             model(samples)
     finally:
-        layer.compute = mechanism.attend
+        layer.compute = functional.attend
     return found[0]
 
 

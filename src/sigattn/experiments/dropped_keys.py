@@ -25,9 +25,9 @@ from sigattn.experiments import drawing, sweep
 from sigattn.experiments.ablation import shortened
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
-from sigattn.nn import mechanism
+from sigattn.nn import functional
 from sigattn.nn.attention import Attention
-from sigattn.nn.mechanism import Pattern
+from sigattn.nn.functional import Pattern
 from sigattn.ops import reference
 from sigattn.recipes import intervals
 from sigattn.recipes.intervals import Verdict
@@ -64,7 +64,7 @@ def attend(
     share: float, rescaled: bool, seen: Dropped, activation: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern
 ) -> Tensor:
     """Return the output of ``mechanism.attend`` without the smallest contributions, and add its errors to ``seen``."""
-    problem = mechanism.problem_of(query, key, value, p)
+    problem = functional.problem_of(query, key, value, p)
     weights = reference.attention_weights(problem, activation)  # (B, H, N, M)
     visible = reference.masked_logits(problem, activation)[1]
     norms = value.norm(dim=-1).repeat_interleave(query.shape[1] // value.shape[1], 1)  # (B, H, M)
@@ -95,7 +95,7 @@ def dropping(model: nn.Module, share: float, *, rescaled: bool) -> Iterator[Drop
         yield seen
     finally:
         for layer in layers:
-            layer.compute = mechanism.attend
+            layer.compute = functional.attend
 
 
 def run(setting: Setting) -> Result:

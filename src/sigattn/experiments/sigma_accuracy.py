@@ -23,9 +23,9 @@ from sigattn.experiments import drawing, sweep
 from sigattn.experiments.ablation import shortened
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models.language import LanguageModelConfig
-from sigattn.nn import mechanism
+from sigattn.nn import functional
 from sigattn.nn.attention import Attention
-from sigattn.nn.mechanism import Pattern
+from sigattn.nn.functional import Pattern
 from sigattn.ops import reference
 from sigattn.recipes import intervals
 from sigattn.recipes.recipe import Recipe
@@ -47,7 +47,7 @@ def coarse_sigmoid(logits: Tensor, bits: int) -> Tensor:
 def attend(bits: int, activation: str, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
     """Return the output of ``mechanism.attend`` with the coarse σ; materialises all weights."""
     del activation
-    problem = mechanism.problem_of(query, key, value, pattern)
+    problem = functional.problem_of(query, key, value, pattern)
     logits, visible = reference.masked_logits(problem)
     weights = coarse_sigmoid(logits, bits).masked_fill(~visible, 0)
     return reference.combine(problem, weights).to(query.dtype)

@@ -37,7 +37,7 @@ def cached(lengths: Tensor, first: Tensor | None, ends: Tensor, n: int, capacity
 
 
 def start(lengths: Tensor, first: Tensor | None, chunk: int) -> Tensor:  # (B,)
-    """Return the start of the chunk of each sample's last key; arguments as in ``cached``."""
+    """Return the start of the chunk of each sample's last key; arguments as in ``ops.kvcache``."""
     begin = torch.zeros_like(lengths) if first is None else first
     position = (lengths - 1 - begin).clamp(min=0)
     return begin + position - position % chunk

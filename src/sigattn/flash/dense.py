@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sigattn.flash import chunks, options
-from sigattn.ops import block_mask, checks, flash_checks, library
+from sigattn.ops import block_mask, custom_ops, flash_checks, validation
 from sigattn.ops.attention import canonical
 from sigattn.ops.settings import is_fast
 
@@ -141,7 +141,7 @@ def attend(
         The rest is as in ``flash_attn_func``.
     """
     options.refuse(name, return_attn_probs)
-    softcap = checks.softcap(softcap, name)
+    softcap = validation.softcap(softcap, name)
     flash_checks.dense(name, q, k, v)
     dropout_p, softmax_scale, window = options.check(
         name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
@@ -171,4 +171,4 @@ def attend(
         softcap=softcap,
         blocks=blocks,
     )
-    return library.call(problem, library.choose(problem, backend)).transpose(1, 2).contiguous()
+    return custom_ops.call(problem, custom_ops.choose(problem, backend)).transpose(1, 2).contiguous()

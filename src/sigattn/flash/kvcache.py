@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.flash import chunks, options, ragged
-from sigattn.ops import cached, checks, flash_checks, one_query, scalars
+from sigattn.flash import chunks, options, packing
+from sigattn.ops import flash_checks, kvcache, scalars, validation
 from sigattn.ops.attention import bias_operand, four_dimensional, sides, two_sided
-from sigattn.ops.cached import CachedProblem
+from sigattn.ops.cpu import decode
+from sigattn.ops.kvcache import CachedProblem
 from sigattn.ops.problem import UNLIMITED
 from sigattn.ops.settings import is_fast
 
@@ -151,19 +152,19 @@ def attend(
         The rest is as in ``flash_attn_with_kvcache``.
     """
     _refuse(return_softmax_lse)
-    softcap = checks.softcap(softcap, _NAME)
+    softcap = validation.softcap(softcap, _NAME)
     queries = keys = None
     if cu_seqlens_q is not None:
-        queries = ragged.tokens(_NAME, "q", q, "cu_seqlens_q", cu_seqlens_q)
+        queries = packing.tokens(_NAME, "q", q, "cu_seqlens_q", cu_seqlens_q)
         q = queries.padded(q, _longest(max_seqlen_q, queries))
     if cu_seqlens_k_new is not None:
         flash_checks.new_keys(_NAME, q, k_cache, v_cache, k, v)
-        keys = ragged.tokens(_NAME, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new, whole=True)
+        keys = packing.tokens(_NAME, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new, whole=True)
         k, v = k.unsqueeze(1), v.unsqueeze(1)  # (total_new, 1, Hkv, ·)
     batched = (k, v) if keys is None else (None, None)
     flash_checks.cache(_NAME, q, k_cache, v_cache, batched[0], batched[1], cache_batch_idx, block_table)
     batch, n = q.shape[:2]
-    checks.choice("backend", backend, tuple(cached.KERNELS), _NAME)
+    validation.choice("backend", backend, tuple(kvcache.KERNELS), _NAME)
     _, softmax_scale, window = options.numbers(_NAME, 0.0, softmax_scale, window_size)
     _check_bias(sigmoid_bias, q)
     if alibi_slopes is not None:
@@ -190,8 +191,8 @@ def attend(
     new = keys.counts if keys is not None else 0 if k is None else k.shape[1]
     if not torch.compiler.is_compiling():
         try:
-            cached.check_places(lengths, None, None, len(k_cache), capacity)
-            cached.check_places(lengths + new, cache_leftpad, table, len(k_cache), capacity)
+            kvcache.check_places(lengths, None, None, len(k_cache), capacity)
+            kvcache.check_places(lengths + new, cache_leftpad, table, len(k_cache), capacity)
         except ValueError as error:
             raise ValueError(f"{_NAME}: {error}") from None
     left, right = sides(window, causal)
@@ -205,10 +206,10 @@ def attend(
         q, k = (_rotated(x, p, *tables) for x, p in zip((q, k), positions, strict=True))
     if k is not None:
         if keys is None:
-            cached.append(k_cache, v_cache, k, v, lengths, table)
+            kvcache.append(k_cache, v_cache, k, v, lengths, table)
         else:
             rows = keys.sample[:, None] if table is None else table[keys.sample]
-            cached.append(k_cache, v_cache, k, v, lengths.long()[keys.sample] + keys.offset, rows)
+            kvcache.append(k_cache, v_cache, k, v, lengths.long()[keys.sample] + keys.offset, rows)
         lengths = lengths + new
     ends = None if queries is None else lengths - queries.counts + n
     if attention_chunk and n == 1:  # the keys before the chunk need not be read
@@ -234,11 +235,11 @@ def attend(
         softcap=softcap,
         attn_mask=attn_mask,
     )
-    out = cached.call(problem, cached.choose(problem, backend))
+    out = kvcache.call(problem, kvcache.choose(problem, backend))
     return out if queries is None else queries.packed(out)
 
 
-def _longest(max_seqlen_q: Any, queries: ragged.Tokens) -> int:
+def _longest(max_seqlen_q: Any, queries: packing.Tokens) -> int:
     if max_seqlen_q is None:
         raise ValueError(f"{_NAME}: cu_seqlens_q needs max_seqlen_q, the length of the longest sequence")
     longest = flash_checks.longest(_NAME, "max_seqlen_q", max_seqlen_q)
@@ -255,7 +256,7 @@ def _check_rotary_positions(cos: Tensor, *positions: Tensor) -> None:
         if p.numel() and (int(p.min()) < 0 or int(p.max()) >= len(cos)):
             raise ValueError(
                 f"{_NAME}: rotary_cos does not contain the positions {int(p.min())} … {int(p.max())}; "
-                f"got {checks.describe(rotary_cos=cos)}"
+                f"got {validation.describe(rotary_cos=cos)}"
             )
 
 
@@ -287,13 +288,13 @@ def _fast_path(
         return None
     new = 0 if k is None else 1
     stop = old + new
-    if not (old >= 0 and 0 < stop <= capacity) or stop * key_heads * width > one_query.FEW:
+    if not (old >= 0 and 0 < stop <= capacity) or stop * key_heads * width > decode.FEW:
         return None
     if not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
         return None
     if k is not None:
         k_cache[:, old:stop], v_cache[:, old:stop] = k, v
-    return one_query.attend(q, k_cache[:, :stop], v_cache[:, :stop], bias, width**-0.5 if scale is None else scale)
+    return decode.attend(q, k_cache[:, :stop], v_cache[:, :stop], bias, width**-0.5 if scale is None else scale)
 
 
 def _common_length(lengths: Tensor, batch: int) -> Any:
@@ -321,7 +322,7 @@ def _check_bias(bias: Any, q: Tensor) -> None:
         if bias.shape[2] not in (1, n):
             raise ValueError(
                 f"{_NAME}: a sigmoid_bias of three dimensions must be (B or 1, Hq or 1, N or 1) = ({batch} or 1, "
-                f"{heads} or 1, {n} or 1); got {checks.describe(sigmoid_bias=bias)}"
+                f"{heads} or 1, {n} or 1); got {validation.describe(sigmoid_bias=bias)}"
             )
         return
     flash_checks.bias(_NAME, bias, q, batch)
@@ -355,7 +356,7 @@ def _bias(bias: Any, q: Tensor) -> Tensor:
 
 
 def _positions(
-    starts: Tensor, count: int, tokens: ragged.Tokens | None, *, same: bool = False, packed: bool = False
+    starts: Tensor, count: int, tokens: packing.Tokens | None, *, same: bool = False, packed: bool = False
 ) -> Tensor:  # (B, count), or (total, 1) if packed
     """Return the positions of new queries or keys: consecutive ones, or the first one for all if ``same``."""
     if packed and tokens is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sigattn.ops import checks, flash_checks, library
+from sigattn.ops import custom_ops, flash_checks, validation
 from sigattn.ops.attention import autocast, bias_operand
 
 LOG_LENGTH = "-log n"
@@ -33,7 +33,7 @@ def check(
     backend: Any,
 ) -> tuple[float, float | None, tuple[int, int] | None]:
     """Raise unless the optional arguments fit q; return dropout_p, scale and window as ``numbers`` does."""
-    checks.choice("backend", backend, tuple(library.KERNELS), name)
+    validation.choice("backend", backend, tuple(custom_ops.KERNELS), name)
     given = numbers(name, dropout_p, scale, window)
     if not (isinstance(bias, str) and bias == LOG_LENGTH):
         flash_checks.bias(name, bias, q, batch)
@@ -49,12 +49,12 @@ def numbers(name: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, 
             f"{name}: dropout_p and softmax_scale must be numbers, got {dropout_p!r} and {scale!r}; flash-attn 3's "
             "order (q, k, v, softmax_scale, causal, …) is that of sigattn.flash.v3"
         )
-    return checks.numbers(name, dropout_p, scale, window)
+    return validation.numbers(name, dropout_p, scale, window)
 
 
 def cast(t: Tensor) -> Tensor:
     """Return t in autocast's dtype if autocast is enabled for its device."""
-    return autocast(t) if library.autocasting(t.device.type) else t
+    return autocast(t) if custom_ops.autocasting(t.device.type) else t
 
 
 def packed_bias(bias: float | str | Tensor, q: Tensor) -> Tensor | None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.flash import chunks, options, ragged
-from sigattn.ops import checks, flash_checks, library, packed
+from sigattn.flash import chunks, options, packing
+from sigattn.ops import custom_ops, flash_checks, validation, varlen
 from sigattn.ops.attention import four_dimensional, new_seed, sides, two_sided
 from sigattn.ops.problem import PackedProblem
 from sigattn.ops.settings import is_fast
@@ -169,7 +169,7 @@ def attend(
         The rest is as in ``flash_attn_varlen_func``.
     """
     options.refuse(name, return_attn_probs)
-    softcap = checks.softcap(softcap, name)
+    softcap = validation.softcap(softcap, name)
     if block_table is not None:
         k, v, cu_seqlens_k = _from_pages(name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table)
     max_seqlen_q, max_seqlen_k = flash_checks.varlen(
@@ -184,12 +184,12 @@ def attend(
     q, k, v = (options.cast(t) for t in (q, k, v))
     order = None
     for which, used, cu_seqlens in (("seqused_q", seqused_q, cu_seqlens_q), ("seqused_k", seqused_k, cu_seqlens_k)):
-        ragged.check_used(name, which, used, cu_seqlens)
+        packing.check_used(name, which, used, cu_seqlens)
     if seqused_q is not None:
-        order, cu_seqlens_q = ragged.used_first(cu_seqlens_q, seqused_q, len(q))
+        order, cu_seqlens_q = packing.used_first(cu_seqlens_q, seqused_q, len(q))
         q = q.index_select(0, order)
     if seqused_k is not None:
-        used_keys, cu_seqlens_k = ragged.used_first(cu_seqlens_k, seqused_k, len(k))
+        used_keys, cu_seqlens_k = packing.used_first(cu_seqlens_k, seqused_k, len(k))
         k, v = (t.index_select(0, used_keys) for t in (k, v))
     if attention_chunk:
         chunk_mask = chunks.packed(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), attention_chunk)
@@ -215,8 +215,8 @@ def attend(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         softcap,
     )
-    out = packed.call(problem, library.choose(problem, backend))
-    return out if order is None else ragged.restore(out, order)
+    out = varlen.call(problem, custom_ops.choose(problem, backend))
+    return out if order is None else packing.restore(out, order)
 
 
 def _from_pages(
@@ -224,8 +224,8 @@ def _from_pages(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys and values of concatenated sequences, gathered from pages, and their cu_seqlens."""
     flash_checks.starts(name, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    ragged.check_pages(name, q, k, v, table, cu_seqlens_k.diff())
+    packing.check_pages(name, q, k, v, table, cu_seqlens_k.diff())
     longest = flash_checks.longest(name, "max_seqlen_k", max_seqlen_k)
-    rows = ragged.rows_of_pages(cu_seqlens_k, table, k.shape[1], longest)
+    rows = packing.rows_of_pages(cu_seqlens_k, table, k.shape[1], longest)
     k, v = (t.flatten(0, 1).index_select(0, rows) for t in (k, v))
     return k, v, cu_seqlens_k.clamp(max=len(rows))

@@ -31,13 +31,7 @@ with needs("transformers"):
 
 from sigattn.integrations.transformers_check import check, watching
 from sigattn.integrations.transformers_choice import CONFIGS, wrap_choice
-from sigattn.integrations.transformers_mask import (
-    combine,
-    is_plain_causal,
-    same_document,
-    selected_keys,
-    sigmoid_mask,
-)
+from sigattn.integrations.transformers_mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
 from sigattn.integrations.transformers_saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved
 from sigattn.nn.visible_keys import count_keys_per_query
 from sigattn.ops.attention import sigmoid_attention

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.nn.cache import LayerCache
 from sigattn.nn.documents import Documents
+from sigattn.nn.kv_cache import LayerCache
 from sigattn.optional import needs
 
 with needs("transformers"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sigattn.nn.cache import LayerCache
+from sigattn.nn.kv_cache import LayerCache
 from sigattn.validation import SettingsError, check_at_least, check_finite, check_not_negative
 
 Step = Callable[[Tensor, "list[LayerCache]"], Tensor]  # new tokens (B, n) and a cache → logits (B, n, vocabulary)

@@ -14,10 +14,10 @@ from sigattn.models.generation import Choice, Sequences, sample, search
 from sigattn.models.transformer import Transformer, TransformerConfig, residual_stream
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
-from sigattn.nn.cache import LayerCache
 from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import FeedForward
 from sigattn.nn.initialization import Initialization, initialize
+from sigattn.nn.kv_cache import LayerCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
 from sigattn.nn.share import SequenceShare

@@ -16,8 +16,8 @@ from sigattn.nn.attention import Attention, Watch
 from sigattn.nn.bias import AttentionBias, Learn, Rule, make_bias
 from sigattn.nn.block import Block, NormStructure
 from sigattn.nn.feedforward import FeedForward, make_feed_forward
+from sigattn.nn.functional import Activation
 from sigattn.nn.initialization import Initialization
-from sigattn.nn.mechanism import Activation
 from sigattn.nn.norm import Norm
 from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.ops.statistics import AttentionStatistics

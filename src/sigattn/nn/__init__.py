@@ -23,4 +23,4 @@ from sigattn.nn.position import Alibi as Alibi
 from sigattn.nn.position import LearnableEmbedding as LearnableEmbedding
 from sigattn.nn.position import RotaryEmbedding as RotaryEmbedding
 from sigattn.nn.position import SinusoidalEmbedding as SinusoidalEmbedding
-from sigattn.nn.surgery import sigmoidify as sigmoidify
+from sigattn.nn.replacement import sigmoidify as sigmoidify

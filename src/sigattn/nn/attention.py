@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from sigattn.nn import mechanism
+from sigattn.nn import functional
 from sigattn.nn.bias import AttentionBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, as_bias
-from sigattn.nn.cache import LayerCache
 from sigattn.nn.documents import Documents
-from sigattn.nn.mechanism import ELEMENTWISE, Activation, Compute, Pattern
+from sigattn.nn.functional import ELEMENTWISE, Activation, Compute, Pattern
+from sigattn.nn.kv_cache import LayerCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
@@ -116,7 +116,7 @@ class Attention(nn.Module):
             count = math.ceil(self.head_dim * math.log(self.head_dim + 1))
             self.performer = PerformerFeatures(self.head_dim, performer_features or count)
         self.share: SequenceShare | None = None
-        self.compute: Compute = mechanism.attend
+        self.compute: Compute = functional.attend
         self.watch: Watch = "nothing"
         self.attention_norm: Tensor | None = None
         self.statistics: AttentionStatistics | None = None
@@ -292,7 +292,7 @@ class Attention(nn.Module):
         pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents, first_key)
         if first_key is not None and isinstance(self.bias, VisibleKeysBias):
             without_padding = pattern._replace(window=self.bias.window)
-            n = mechanism.visible_keys(queries, keys, without_padding, query.device).clamp(min=1)
+            n = functional.visible_keys(queries, keys, without_padding, query.device).clamp(min=1)
             pattern = pattern._replace(bias=log_length_bias(n))
         if self.share is not None:
             out: Tensor = self._attend_shared(query, key, value, pattern, self.share)
@@ -301,14 +301,14 @@ class Attention(nn.Module):
         else:
             out = self.compute(self.activation, query, key, value, pattern)
         if self.length_power:
-            n = mechanism.visible_keys(queries, keys, pattern, query.device).clamp(min=1)
+            n = functional.visible_keys(queries, keys, pattern, query.device).clamp(min=1)
             if self.share is not None:
                 n = n[:, :, self.share.positions(n.device)]
             out = out * (n**-self.length_power).to(out.dtype)
         if self.watch != "nothing":
             self.attention_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
         if self.watch == "everything" and self.share is None:
-            self.statistics = mechanism.statistics(self.activation, query, key, value, pattern)
+            self.statistics = functional.statistics(self.activation, query, key, value, pattern)
         return out
 
 

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 
 from sigattn.nn.attention import Attention
-from sigattn.nn.cache import LayerCache
 from sigattn.nn.documents import Documents
+from sigattn.nn.kv_cache import LayerCache
 from sigattn.nn.norm import LayerScale, Norm, StochasticDepth, make_norm
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import block_mask, broadcasting, checks, library, mask, nested, packed, reference, settings, short
+from sigattn.ops import block_mask, broadcasting, custom_ops, mask, nested, reference, settings, validation, varlen
 from sigattn.ops.block_mask import Blocks
+from sigattn.ops.cpu import short
 from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
 
-BACKENDS = ("reference", *library.KERNELS)
+BACKENDS = ("reference", *custom_ops.KERNELS)
 
 
 def sigmoid_attention(
@@ -93,7 +94,7 @@ def sigmoid_attention(
         plain = short.plainest(query, key, value, is_causal, scale, bias)
         if plain is not None:
             return plain
-    if isinstance(query, Tensor) and library.autocasting(query.device.type):
+    if isinstance(query, Tensor) and custom_ops.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     if nested.is_nested(query, key, value):
         return _on_nested(
@@ -105,12 +106,12 @@ def sigmoid_attention(
         batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
         query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
         enable_gqa = True
-    checks.operands(query, key, value, enable_gqa)
-    dropout_p, scale, window = checks.options(
+    validation.operands(query, key, value, enable_gqa)
+    dropout_p, scale, window = validation.options(
         query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale
     )
-    softcap = checks.softcap(softcap)
-    checks.choice("backend", backend, BACKENDS)
+    softcap = validation.softcap(softcap)
+    validation.choice("backend", backend, BACKENDS)
     problem = canonical(
         query,
         key,
@@ -129,7 +130,7 @@ def sigmoid_attention(
     if backend == "reference":
         out = _on_reference(problem)
     else:
-        out = library.call(problem, library.choose(problem, backend))
+        out = custom_ops.call(problem, custom_ops.choose(problem, backend))
     return out if shape is None else out.reshape(shape)
 
 
@@ -152,7 +153,7 @@ def _on_nested(
     """Compute the attention of nested tensors; arguments as in ``sigmoid_attention``."""
     nested.refuse(attn_mask, key_lengths)
     nested.check(query, key, value, enable_gqa)
-    checks.choice("backend", backend, BACKENDS)
+    validation.choice("backend", backend, BACKENDS)
     if nested.has_ragged_batch(query):
         out = sigmoid_attention(
             query.values(), key.values(), value.values(), None, dropout_p, is_causal, scale, enable_gqa,
@@ -163,11 +164,11 @@ def _on_nested(
         raise ValueError('sigmoid_attention: backend="reference" does not support nested tensors: unbind() them')
     parts = nested.pack(query, key, value)
     batch, heads = len(query), query.shape[1]
-    bias = checks.bias_of_sequences(bias, query, batch, heads)
-    dropout_p, scale, window = checks.numbers("sigmoid_attention", dropout_p, scale, window)
-    softcap = checks.softcap(softcap)
+    bias = validation.bias_of_sequences(bias, query, batch, heads)
+    dropout_p, scale, window = validation.numbers("sigmoid_attention", dropout_p, scale, window)
+    softcap = validation.softcap(softcap)
     if alibi_slopes is not None:
-        checks.slopes(alibi_slopes, parts.query, batch, heads)
+        validation.slopes(alibi_slopes, parts.query, batch, heads)
     left, right = sides(window, is_causal)
     positions = left != UNLIMITED or right != UNLIMITED or alibi_slopes is not None
     if positions and not nested.has_equal_lengths(query, key):
@@ -191,7 +192,7 @@ def _on_nested(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         softcap=softcap,
     )
-    return nested.like(query, packed.call(problem, library.choose(problem, backend)))
+    return nested.like(query, varlen.call(problem, custom_ops.choose(problem, backend)))
 
 
 def canonical(
@@ -260,8 +261,8 @@ def _on_reference(problem: Problem) -> Tensor:
             "another backend, which is recorded for all lengths"
         )
     if not torch.compiler.is_compiling():
-        library.check_lengths(problem)
-    with library.without_autocast(problem):
+        custom_ops.check_lengths(problem)
+    with custom_ops.without_autocast(problem):
         return reference.attention(problem)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sigattn.ops import checks
+from sigattn.ops import validation
 
 
 class Batched(NamedTuple):
@@ -59,13 +59,14 @@ def flatten(
         TypeError: tensors of mixed or unsupported dtypes.
     """
     given = {"query": query, "key": key, "value": value}
-    checks.tensors(**given)
+    validation.tensors(**given)
     if min(t.dim() for t in given.values()) < 2:
-        checks.wrong(ValueError, "query, key and value must have at least 2 dimensions, (length, head_dim)", **given)
-    checks.lengths_and_widths(query, key, value)
+        message = "query, key and value must have at least 2 dimensions, (length, head_dim)"
+        validation.wrong(ValueError, message, **given)
+    validation.lengths_and_widths(query, key, value)
     rank = max(t.dim() for t in given.values())
     if enable_gqa and min(t.dim() for t in given.values()) < 3:
-        checks.wrong(ValueError, "enable_gqa needs a dimension of heads, the third from the end", **given)
+        validation.wrong(ValueError, "enable_gqa needs a dimension of heads, the third from the end", **given)
     query, key, value = (t if t.dim() > 2 else t.unsqueeze(0) for t in (query, key, value))
     lead = _leading(query, key, value, given)
     heads = _number_of_heads(query, key, value, enable_gqa, given)
@@ -92,7 +93,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Tensor]
         return tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value))))
     except RuntimeError:
         message = "query, key and value must have the same batch size, or 1 (the dimensions before the last three)"
-        checks.wrong(ValueError, message, **given)
+        validation.wrong(ValueError, message, **given)
 
 
 def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, given: dict[str, Tensor]) -> int:
@@ -101,20 +102,20 @@ def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
     if enable_gqa:
         for name, count in (("key", of_key), ("value", of_value)):
             if heads != count and (not count or heads % count):
-                checks.wrong(
+                validation.wrong(
                     ValueError, f"the {heads} query heads are not a multiple of the {count} {name} heads", **given
                 )
         return heads
     several = [count for count in (heads, of_key, of_value) if count != 1]
     if any(count != several[0] for count in several):
         if of_key != of_value and 1 not in (of_key, of_value):
-            checks.wrong(
+            validation.wrong(
                 ValueError, "key and value must have the same number of heads, or 1 (third dimension from the end)",
                 **given,
             )  # fmt: skip
         count = of_value if of_key == 1 else of_key
         message = f"query has {heads} heads and key {count}: pass enable_gqa=True if query heads share key heads"
-        checks.wrong(ValueError, message + checks.layout_hint(query, key), **given)
+        validation.wrong(ValueError, message + validation.layout_hint(query, key), **given)
     return several[0] if several else 1
 
 
@@ -136,9 +137,9 @@ def _expanded(
     """Return a mask or bias with one batch dimension, of size 1 if all leading dimensions are."""
     if not isinstance(t, Tensor):
         return t
-    if not checks.broadcasts(t.shape, target[-rank:]):
+    if not validation.broadcasts(t.shape, target[-rank:]):
         names = ", ".join(("…", "Hq", "N", "M" if name == "attn_mask" else "1")[-rank:])
-        checks.wrong(
+        validation.wrong(
             ValueError, f"{name} does not broadcast to ({names}) = {tuple(target[-rank:])}", **given, **{name: t}
         )
     t = t[(None,) * (len(target) - t.dim())]
@@ -151,7 +152,7 @@ def _slopes(slopes: Any, lead: Sequence[int], heads: int, given: dict[str, Tenso
         return slopes
     shape, ones = tuple(slopes.shape), (1,) * len(lead)
     if shape not in {(heads,), (*lead, heads), (*lead, heads, 2), (*ones, heads, 2)}:
-        checks.wrong(
+        validation.wrong(
             ValueError,
             "alibi_slopes must be (Hq,), (…, Hq) or (…, Hq, 2), with the leading dimensions of the output",
             **given,
@@ -169,5 +170,5 @@ def _lengths(lengths: Any, lead: Sequence[int], given: dict[str, Tensor]) -> Any
         return lengths
     if tuple(lengths.shape) != tuple(lead):
         message = f"key_lengths must have the output's dimensions before its heads, {tuple(lead)}"
-        checks.wrong(ValueError, message, **given, key_lengths=lengths)
+        validation.wrong(ValueError, message, **given, key_lengths=lengths)
     return lengths.reshape(-1)

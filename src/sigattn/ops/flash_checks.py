@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import scalars
-from sigattn.ops.checks import describe
 from sigattn.ops.mask import refuse_subclass
+from sigattn.ops.validation import describe
 
 
 def _wrong(caller: str, error: type[Exception], message: str, **arguments: Any) -> NoReturn:

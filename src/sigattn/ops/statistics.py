@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigattn.ops import checks, library, mask, reference
+from sigattn.ops import custom_ops, mask, reference, validation
 from sigattn.ops.attention import canonical
 from sigattn.ops.problem import Problem
 
@@ -71,13 +71,13 @@ def attention_statistics(
     torch.Size([2, 4])
     """
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
-    checks.operands(query, key, value, enable_gqa)
-    _, scale, window = checks.options(query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale)
-    softcap = checks.softcap(softcap, "attention_statistics")
-    checks.choice("activation", activation, tuple(reference.ACTIVATIONS))
+    validation.operands(query, key, value, enable_gqa)
+    _, scale, window = validation.options(query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale)
+    softcap = validation.softcap(softcap, "attention_statistics")
+    validation.choice("activation", activation, tuple(reference.ACTIVATIONS))
     if query.shape[2] == 0:
         raise ValueError(
-            f"attention_statistics: there must be at least one query; got {checks.describe(query=query, key=key)}"
+            f"attention_statistics: there must be at least one query; got {validation.describe(query=query, key=key)}"
         )
     problem = canonical(
         query,
@@ -92,8 +92,8 @@ def attention_statistics(
         key_lengths=key_lengths,
         softcap=softcap,
     )
-    library.check_lengths(problem)
-    with library.without_autocast(problem):
+    custom_ops.check_lengths(problem)
+    with custom_ops.without_autocast(problem):
         return _over_rows(problem, activation)
 
 

@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import fitting, launch, repeats, tuning
+from sigattn.ops.triton import fitting, launch, launch_cache, tuning
 from tests.ops import standin_driver
 from tests.ops.calls import Call
 
@@ -91,7 +91,7 @@ def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
             assert part in message
         tried = len(launched[0].function.device_caches[one.device][0])
         assert tried > 1
-        repeats.forget()
+        launch_cache.forget()
         launch.forward(problem(n=300))  # a warning would be an error
         assert shape(launched[1]) == shape(one)
         assert len(launched[0].function.device_caches[one.device][0]) == tried

@@ -9,7 +9,7 @@ import torch
 
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, repeats, tuning
+from sigattn.ops.triton import launch, launch_cache, tuning
 from sigattn.ops.triton.tuning import FORWARD, FUSED, KEYS, QUERIES
 from tests.ops import standin_driver
 
@@ -84,8 +84,8 @@ def test_a_direct_launch_passes_what_triton_passes(kind, monkeypatch, dtype):
         architecture_adds_no_query = not tuning.ADD_QUERY_FROM  # else dQ is summed in a temporary: not kept
         monkeypatch.setattr(tuning, "RELAUNCH", True)
         direct = []
-        monkeypatch.setattr(repeats.Again, "_directly", counted(repeats.Again._directly, direct))
-        repeats.forget()
+        monkeypatch.setattr(launch_cache.Again, "_directly", counted(launch_cache.Again._directly, direct))
+        launch_cache.forget()
         for _ in range(5):  # seen, kept, compared, direct, direct
             launched.clear()
             tensors = call(options, dtype)
@@ -105,12 +105,12 @@ def counted(method, calls):
 def test_a_direct_launch_that_would_differ_is_left_to_triton(monkeypatch):
     """Said once for each kernel, and every launch is right."""
     monkeypatch.setattr(tuning, "RELAUNCH", True)
-    directly = repeats.Again._directly
+    directly = launch_cache.Again._directly
 
     def other_arguments(self, tensors):
         directly(self, tensors | {"query": tensors["key"]})
 
-    monkeypatch.setattr(repeats.Again, "_directly", other_arguments)
+    monkeypatch.setattr(launch_cache.Again, "_directly", other_arguments)
     said = []
     monkeypatch.setattr(warnings, "warn", lambda message, *_, **__: said.append(message))
     with standin_driver.gpu(90, compiles=False) as launched:
@@ -126,9 +126,9 @@ def test_a_direct_launch_that_would_differ_is_left_to_triton(monkeypatch):
 def test_a_triton_that_works_otherwise_is_served_through_its_own_launch(monkeypatch, change):
     monkeypatch.setattr(tuning, "RELAUNCH", True)
     if change == "no _run":
-        monkeypatch.setattr(repeats, "_LAUNCHER", "another name")
+        monkeypatch.setattr(launch_cache, "_LAUNCHER", "another name")
     else:
-        monkeypatch.setattr(repeats.Again, "_directly", lambda self, tensors: 1 / 0)
+        monkeypatch.setattr(launch_cache.Again, "_directly", lambda self, tensors: 1 / 0)
     with standin_driver.gpu(90, compiles=False) as launched:
         for _ in range(2):
             call({})
@@ -144,7 +144,7 @@ def test_launches_of_other_threads_are_not_held_back(monkeypatch):
     with standin_driver.gpu(90, compiles=False) as launched:
         call({})
         call({})
-        directly = repeats.Again._directly
+        directly = launch_cache.Again._directly
 
         def meanwhile(self, tensors):
             before = len(launched)
@@ -154,7 +154,7 @@ def test_launches_of_other_threads_are_not_held_back(monkeypatch):
             assert len(launched) == before + 1
             directly(self, tensors)
 
-        monkeypatch.setattr(repeats.Again, "_directly", meanwhile)
+        monkeypatch.setattr(launch_cache.Again, "_directly", meanwhile)
         launched.clear()
         call({})
     assert len(launched) == 6  # of each kernel one by the call and one by the other thread

@@ -6,7 +6,7 @@ from triton.runtime import driver
 
 from sigattn import sigmoid_attention
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, prepare, repeats
+from sigattn.ops.triton import launch, launch_cache, prepare
 from sigattn.ops.triton.forward import forward_kernel
 from tests.ops import standin_driver
 
@@ -69,8 +69,8 @@ def test_nothing_is_kept_from_one_architecture_to_the_next():
         with standin_driver.gpu(architecture) as launched:
             for _ in range(3):
                 launch.forward(problem(dtype=torch.bfloat16))
-            assert repeats._known
+            assert launch_cache._known
             assert {x.compiled.metadata.target.arch for x in launched} == {architecture}
-        assert not repeats._known
+        assert not launch_cache._known
         shared.add(launched[0].shared)
     assert len(shared) == 2  # the tables differ

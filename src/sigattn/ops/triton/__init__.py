@@ -13,7 +13,7 @@ from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import PackedProblem, Problem
 
 if TYPE_CHECKING:
-    from sigattn.ops.cached import CachedProblem
+    from sigattn.ops.kvcache import CachedProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 256

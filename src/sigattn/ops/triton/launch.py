@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import PackedProblem, Problem, new_output
-from sigattn.ops.triton import descriptors, fitting, prepare, repeats, tuning
+from sigattn.ops.triton import descriptors, fitting, launch_cache, prepare, tuning
 from sigattn.ops.triton.backward import keys_kernel, queries_kernel
 from sigattn.ops.triton.forward import forward_kernel
 from sigattn.ops.triton.prepare import Launch, named, single, within_reach
@@ -29,7 +29,7 @@ def _run(kernel: Any, launch: Launch, name: str, tiles: Callable[[Config], int],
     tensors = [arguments[key] for key in _IN_ROWS if key in arguments]
     arguments["UNIT"] = prepare.unit(*(t for t in tensors if t.dtype is launch.problem.query.dtype))
 
-    def run(config: Config) -> repeats.Start:
+    def run(config: Config) -> launch_cache.Start:
         own = {
             **arguments,
             "SIGMOID": prepare.form(arguments["SIGMOID"], config.sigmoid),
@@ -39,7 +39,7 @@ def _run(kernel: Any, launch: Launch, name: str, tiles: Callable[[Config], int],
         described = descriptors.of_tiles(own) if config.tma else None
         own |= {**(described or {}), "TMA": described is not None}
         options = {"num_warps": config.warps, "num_stages": config.stages}
-        return repeats.start(kernel, tiles(config), launch.problem.query.device, options, own)
+        return launch_cache.start(kernel, tiles(config), launch.problem.query.device, options, own)
 
     config = launch.config(name, mask_gradient=arguments.get("NEED_MASK", "none") != "none")
     if tiles(config):
@@ -61,14 +61,14 @@ def _tiles(length: int, block: int) -> int:
 
 def forward(problem: Problem | PackedProblem) -> Tensor:
     """The output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
-    kind = repeats.kind(problem)
+    kind = launch_cache.kind(problem)
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
-    if (again := repeats.known((tuning.FORWARD, kind))) is not None:
+    if (again := launch_cache.known((tuning.FORWARD, kind))) is not None:
         return again(inputs)["out"]
     launch = prepare.arguments_of(problem)
     out = _forward(launch)
     if kind is not None:
-        repeats.keep((tuning.FORWARD, kind), launch.starts, inputs, {"out": out})
+        launch_cache.keep((tuning.FORWARD, kind), launch.starts, inputs, {"out": out})
     return out
 
 
@@ -78,7 +78,7 @@ def _forward(launch: Launch) -> Tensor:
     if not out.numel():
         return out
     if _specialised(launch, tuning.FORWARD):
-        from sigattn.ops.triton import launch_hopper
+        from sigattn.ops.hopper import launch as launch_hopper
 
         return launch_hopper.forward(launch, out)
     _run(
@@ -94,16 +94,16 @@ def _forward(launch: Launch) -> Tensor:
 
 def backward(problem: Problem | PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:
     """The gradients that are asked for."""
-    kind = repeats.kind(problem, grad_out) if not any(needs[3:]) else None
+    kind = launch_cache.kind(problem, grad_out) if not any(needs[3:]) else None
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
-    if (again := repeats.known((needs, kind))) is not None:
+    if (again := launch_cache.known((needs, kind))) is not None:
         new = again(inputs)
         return Gradients(new.get("grad_query"), new.get("grad_key"), new.get("grad_value"), None, None, None)
     launch = prepare.arguments_of(problem)
     found = _backward(launch, within_reach(grad_out), needs)
     if kind is not None:
         outputs = {"grad_query": found.query, "grad_key": found.key, "grad_value": found.value}
-        repeats.keep((needs, kind), launch.starts, inputs, outputs)
+        launch_cache.keep((needs, kind), launch.starts, inputs, outputs)
     return found
 
 
@@ -119,7 +119,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs: Needs) -> Gradients:
     at_least = tuning.ADD_QUERY_FROM.get(architecture)
     atomic = at_least is not None and s.n >= at_least and needs.query and not (sums or p.deterministic)
     if atomic and all(needs[:3]) and _specialised(launch, tuning.FUSED, grad_out):
-        from sigattn.ops.triton import launch_hopper
+        from sigattn.ops.hopper import launch as launch_hopper
 
         return Gradients(*launch_hopper.fused(launch, grad_out), None, None, None)
     atomic = atomic and tuning.adds_query(launch.config(tuning.KEYS), architecture)
@@ -127,7 +127,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs: Needs) -> Gradients:
     key: Tensor | None
     value: Tensor | None
     if needs.key and needs.value and query is None and _specialised(launch, tuning.KEYS, grad_out):
-        from sigattn.ops.triton import launch_hopper
+        from sigattn.ops.hopper import launch as launch_hopper
 
         key, value = launch_hopper.keys(launch, grad_out)
     else:
@@ -135,7 +135,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs: Needs) -> Gradients:
     if query is not None:
         return Gradients(query.to(p.query.dtype), key, value, None, None, None)
     if needs.query and not sums and _specialised(launch, tuning.QUERIES, grad_out):
-        from sigattn.ops.triton import launch_hopper
+        from sigattn.ops.hopper import launch as launch_hopper
 
         return Gradients(launch_hopper.queries(launch, grad_out), key, value, None, None, None)
     query, bias, mask, slopes = _of_queries(launch, needs)
@@ -146,7 +146,7 @@ def _specialised(launch: Launch, kernel: str, grad_out: Tensor | None = None) ->
     """Whether a Hopper kernel takes this on."""
     if kernel not in tuning.SPECIALISED:
         return False
-    from sigattn.ops.triton import launch_hopper
+    from sigattn.ops.hopper import launch as launch_hopper
 
     return launch_hopper.unavailable(launch, grad_out) is None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.cached import CachedProblem
+from sigattn.ops.kvcache import CachedProblem
 from sigattn.ops.problem import UNLIMITED
 from sigattn.ops.triton import fitting, prepare, tuning
 from sigattn.ops.triton.decode import decode_kernel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
-from sigattn.ops.triton import fitting, repeats, tuning
+from sigattn.ops.triton import fitting, launch_cache, tuning
 from sigattn.ops.triton.forward import forward_kernel
 
 LOG2E = math.log2(math.e)
@@ -52,7 +52,7 @@ class Launch:
     problem: Problem | PackedProblem
     shape: Shape
     arguments: dict[str, Any] = field(default_factory=dict)
-    starts: list[repeats.Start] = field(default_factory=list)
+    starts: list[launch_cache.Start] = field(default_factory=list)
 
     def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options."""

@@ -1,7 +1,7 @@
 """Sigmoid attention of short sequences without masks on a CPU, with one batched product for many heads.
 
-The weights of a head fit into a tile of ``blocked``; as many heads as fit are computed at a time, with no operations
-other than the products and the sigmoid. A window, and thus causal attention, is supported.
+The weights of a head fit into a tile of ``cpu.blocked``; as many heads as fit are computed at a time, with no
+operations other than the products and the sigmoid. A window, and thus causal attention, is supported.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sigattn.ops.cpu.matmul import Fused, fused_unavailable, keep_memory_warm
+from sigattn.ops.cpu.tiles import FUSED_FROM, TILE_BYTES, WIDE_UP_TO, arithmetic
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.products import Fused, fused_unavailable, keep_memory_warm
-from sigattn.ops.tiles import FUSED_FROM, TILE_BYTES, WIDE_UP_TO, arithmetic
 
 
 class Operands(NamedTuple):

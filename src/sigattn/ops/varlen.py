@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import autograd, blocked, flops, library, triton
+from sigattn.ops import autograd, custom_ops, flops, triton
+from sigattn.ops.cpu import blocked
+from sigattn.ops.custom_ops import Kernels, absent
 from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.library import Kernels, absent
 from sigattn.ops.problem import PackedProblem
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
@@ -135,13 +136,13 @@ def _problem(args: Sequence[Any]) -> tuple[PackedProblem, Kernels]:
 
 def _forward(*args: Any) -> Tensor:
     problem, kernels = _problem(args)
-    with library.without_autocast(problem):
+    with custom_ops.without_autocast(problem):
         return kernels.forward(problem)
 
 
 def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     problem, kernels = _problem(args[:-1])
-    with library.without_autocast(problem):
+    with custom_ops.without_autocast(problem):
         gradients = kernels.backward(problem, grad_out, Needs(*args[-1]))
     return tuple(t if t is not None else absent(grad_out) for t in gradients)
 
@@ -168,7 +169,7 @@ autograd.register(
     differentiable=_DIFFERENTIABLE,
 )
 for _op in (torch.ops.sigattn.packed_forward.default, torch.ops.sigattn.packed_backward.default):
-    library.register_vmap_by_slices(_library, _op)
+    custom_ops.register_vmap_by_slices(_library, _op)
 flops.register("packed_forward", "packed_backward")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, PackedProblem
-from sigattn.ops.triton import descriptors, prepare, repeats, tuning
+from sigattn.ops.triton import descriptors, launch_cache, prepare, tuning
 from sigattn.ops.triton.prepare import Launch
 
 REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: what a multiprocessor has for 384
@@ -86,7 +86,7 @@ def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
 def run(prepared: Launch, kernel: Any, programs: int, **arguments: Any) -> None:
     """Start a kernel."""
     device = prepared.problem.query.device
-    prepared.starts.append(repeats.start(kernel, programs, device, {"num_warps": 4}, arguments))
+    prepared.starts.append(launch_cache.start(kernel, programs, device, {"num_warps": 4}, arguments))
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -106,7 +106,7 @@ def _grid(prepared: Launch, config: tuning.HopperConfig, of_keys: bool) -> dict[
 
 def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
     """Compute the output, into ``out``."""
-    from sigattn.ops.triton.hopper import hopper_forward_kernel
+    from sigattn.ops.hopper.forward import hopper_forward_kernel
 
     p, config = prepared.problem, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
     run(
@@ -144,7 +144,7 @@ def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]
 
 def keys(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of key and value, (B, Hkv, M, D)."""
-    from sigattn.ops.triton.hopper_backward import hopper_keys_kernel
+    from sigattn.ops.hopper.backward import hopper_keys_kernel
 
     return _of_keys(prepared, grad_out, hopper_keys_kernel, tuning.KEYS)
 
@@ -166,7 +166,7 @@ def _of_keys(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more:
 
 def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value; that of query is added in an order that differs from run to run."""
-    from sigattn.ops.triton.hopper_fused import hopper_fused_kernel
+    from sigattn.ops.hopper.backward_fused import hopper_fused_kernel
 
     p, s = prepared.problem, prepared.shape
     block = tuning.HOPPER[tuning.FUSED][s.d].block
@@ -181,7 +181,7 @@ def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def queries(prepared: Launch, grad_out: Tensor) -> Tensor:
     """The gradient of query, (B, Hq, N, D)."""
-    from sigattn.ops.triton.hopper_backward import hopper_queries_kernel
+    from sigattn.ops.hopper.backward import hopper_queries_kernel
 
     p = prepared.problem
     grad_query = torch.empty_like(p.query)

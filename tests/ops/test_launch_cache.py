@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from sigattn import sigmoid_attention
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import prepare, repeats, tuning
+from sigattn.ops.triton import launch_cache, prepare, tuning
 from tests.ops.cases import device_of
 
 DEVICE = device_of("triton")
@@ -27,8 +27,8 @@ def prepared(monkeypatch, request):
     monkeypatch.setattr(tuning, "RELAUNCH", request.param)
     count = []
     arguments_of = prepare.arguments_of
-    monkeypatch.setattr(repeats, "_known", {})
-    monkeypatch.setattr(repeats, "_seen", Everything())
+    monkeypatch.setattr(launch_cache, "_known", {})
+    monkeypatch.setattr(launch_cache, "_seen", Everything())
     monkeypatch.setattr(prepare, "arguments_of", lambda problem: count.append(1) or arguments_of(problem))
     return count
 
@@ -58,15 +58,15 @@ def test_the_second_call_is_told_by_the_first(prepared):
 
 
 def test_the_first_of_a_kind_may_be_the_only_one(prepared, monkeypatch):
-    monkeypatch.setattr(repeats, "_seen", set())
+    monkeypatch.setattr(launch_cache, "_seen", set())
     for seed, count in enumerate([2, 4, 4]):
         check(*tensors(seed))
         assert len(prepared) == count
-    assert len(repeats._known) == 2
-    monkeypatch.setattr(repeats, "_MOST", 1)
+    assert len(launch_cache._known) == 2
+    monkeypatch.setattr(launch_cache, "_MOST", 1)
     for n in range(1, 9):
         check(*tensors(n, (1, 1, n, 16)))
-    assert len(repeats._seen) <= 4
+    assert len(launch_cache._seen) <= 4
 
 
 def test_one_tensor_as_query_key_and_value(prepared):
@@ -115,7 +115,7 @@ def test_another_alignment_or_dtype_is_another_kind():
     moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in aligned]
 
     def kind(operands):
-        return repeats.kind(Problem(*operands[:3]), operands[3])
+        return launch_cache.kind(Problem(*operands[:3]), operands[3])
 
     kinds = {kind(aligned), kind([*aligned[:3], aligned[3].bfloat16()])}  # the gradient's dtype may be another
     for at in range(4):
@@ -172,7 +172,7 @@ def test_no_tensor_is_kept(prepared):
 
 
 def test_no_more_are_kept_than_a_bound(prepared, monkeypatch):
-    monkeypatch.setattr(repeats, "_MOST", 4)
+    monkeypatch.setattr(launch_cache, "_MOST", 4)
     for n in range(1, 9):
         check(*tensors(n, (1, 1, n, 16)))
-    assert len(repeats._known) <= 4
+    assert len(launch_cache._known) <= 4

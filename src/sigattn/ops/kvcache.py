@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sigattn.ops import autograd, blocked, library, triton
+from sigattn.ops import autograd, custom_ops, triton
+from sigattn.ops.cpu import blocked
+from sigattn.ops.cpu.matmul import fused_unavailable
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.products import fused_unavailable
 
 # measured on a CPU (docs/log.md)
 TOGETHER = 1 << 20  # elements of K up to which samples are batched; more would exceed the processor's cache
@@ -355,7 +356,7 @@ def choose(problem: CachedProblem, backend: str | None) -> str:
 
 def call(problem: CachedProblem, backend: str) -> Tensor:
     """Run a problem on a backend."""
-    if library.can_bypass_dispatcher([t for t in problem if isinstance(t, Tensor)]):
+    if custom_ops.can_bypass_dispatcher([t for t in problem if isinstance(t, Tensor)]):
         return _forward(*problem, backend)  # saves the 20 µs of the op
     out: Tensor = torch.ops.sigattn.cached_forward.default(*problem, backend)
     return out

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigattn.ops import short
+from sigattn.ops.cpu import short
+from sigattn.ops.cpu.matmul import Capped, Fused, fold, linear
+from sigattn.ops.cpu.tiles import Group, Span, groups
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
-from sigattn.ops.products import Capped, Fused, fold, linear
-from sigattn.ops.tiles import Group, Span, groups
 
 
 def unavailable(_: Problem | PackedProblem) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.block_mask import HIDDEN, Blocks, runs
+from sigattn.ops.cpu.matmul import Capped, Extended, Fused, Products, fused_unavailable, keep_memory_warm
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import UNLIMITED, Problem, alibi, distances
-from sigattn.ops.products import Capped, Extended, Fused, Products, fused_unavailable, keep_memory_warm
 
 # Sizes measured on a CPU with 1 MiB of L2 and 32 MiB of L3 (docs/log.md). They bound the working memory: a tile has
 # TILE_BYTES, and only a few tiles exist at a time.

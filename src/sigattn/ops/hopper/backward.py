@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sigattn.ops.triton.hopper import barriers, item_of, turns_of, weights, work_of
+from sigattn.ops.hopper.forward import barriers, item_of, turns_of, weights, work_of
 
 
 @gluon.jit

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sigattn.ops.triton.hopper import barriers, turns_of, weights
-from sigattn.ops.triton.hopper_backward import keys_of_turn, logit_gradient, places, produce_queries, transposed
+from sigattn.ops.hopper.backward import keys_of_turn, logit_gradient, places, produce_queries, transposed
+from sigattn.ops.hopper.forward import barriers, turns_of, weights
 
 
 @gluon.jit

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sigattn.ops import autograd, blocked, flops, onnx, triton
+from sigattn.ops import autograd, flops, onnx, triton
+from sigattn.ops.cpu import blocked
 from sigattn.ops.gradients import Gradients, Needs
 from sigattn.ops.problem import PackedProblem, Problem, new_output
 

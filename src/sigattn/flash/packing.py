@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sigattn.flash.padding import cumulative
-from sigattn.ops import cached, flash_checks, scalars
+from sigattn.ops import flash_checks, kvcache, scalars
 
 
 class Tokens(NamedTuple):
@@ -125,7 +125,7 @@ def check_pages(caller: str, q: Any, k: Any, v: Any, table: Any, lengths: Tensor
     if torch.compiler.is_compiling():
         return
     try:
-        cached.check_places(lengths, None, table, len(k), k.shape[1] * table.shape[1])
+        kvcache.check_places(lengths, None, table, len(k), k.shape[1] * table.shape[1])
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
 

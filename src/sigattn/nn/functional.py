@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.nn.documents import Documents
-from sigattn.ops import cached, library, one_query, packed, reference, settings
+from sigattn.ops import custom_ops, kvcache, reference, settings, varlen
 from sigattn.ops.attention import autocast, bias_operand, canonical, new_seed, sides, sigmoid_attention, two_sided
-from sigattn.ops.cached import CachedProblem
+from sigattn.ops.cpu import decode
+from sigattn.ops.kvcache import CachedProblem
 from sigattn.ops.problem import PackedProblem, Problem
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 
@@ -117,7 +118,7 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
         return _sigmoid_of_documents(query, key, value, p, p.documents)
     if p.first_query:
         problem = problem_of(query, key, value, p)
-        return library.call(problem, library.choose(problem, None))
+        return custom_ops.call(problem, custom_ops.choose(problem, None))
     return sigmoid_attention(
         query,
         key,
@@ -134,12 +135,12 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
 
 def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
-    if library.autocasting(query.device.type):
+    if custom_ops.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     unmasked = p.slopes is None and p.first_key is None and (p.window is None or p.window >= key.shape[2] - 1)
     if unmasked and query.shape[2] == 1 and isinstance(p.bias, float):
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        out = one_query.attend(q, k, v, p.bias, query.shape[3] ** -0.5)
+        out = decode.attend(q, k, v, p.bias, query.shape[3] ** -0.5)
         if out is not None:
             return out.transpose(1, 2)
     bias = bias_operand(p.bias, query)
@@ -160,7 +161,7 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> 
         right,
         settings.is_fast(None),
     )
-    return cached.call(problem, cached.choose(problem, None)).transpose(1, 2)
+    return kvcache.call(problem, kvcache.choose(problem, None)).transpose(1, 2)
 
 
 def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern, documents: Documents) -> Tensor:
@@ -170,7 +171,7 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern,
     if bias is not None and bias.dim():
         bias = bias.flatten(1)  # (1, Hq or 1, 1, 1): ``Attention`` refuses other shapes
     left, right = sides(p.sides, p.causal)
-    if library.autocasting(query.device.type):
+    if custom_ops.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # (B · N, H, D)
     problem = PackedProblem(
@@ -192,7 +193,7 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern,
         settings.is_fast(None),
         torch.are_deterministic_algorithms_enabled(),
     )
-    out = packed.call(problem, library.choose(problem, None))  # (B · N, Hq, D)
+    out = varlen.call(problem, custom_ops.choose(problem, None))  # (B · N, Hq, D)
     return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
@@ -201,13 +202,13 @@ def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: 
     if p.first_key is not None:
         j = torch.arange(key.shape[2], device=key.device)
         problem = problem._replace(attn_mask=(j >= p.first_key[:, None])[:, None, None])
-    with library.without_autocast(problem):
+    with custom_ops.without_autocast(problem):
         return reference.attention(problem, activation)
 
 
 def problem_of(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem:
     """Return the operator's canonical form of the call, in autocast's dtype if autocast is on."""
-    if library.autocasting(query.device.type):
+    if custom_ops.autocasting(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     return canonical(
         query,

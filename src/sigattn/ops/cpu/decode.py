@@ -1,6 +1,6 @@
 """Fast path for one new token and few cached keys on a CPU in eager mode: three calls of PyTorch, little Python code.
 
-The general implementation (``cached``) takes lengths, tables and biases as tensors, which compilation and export need.
+The general implementation (``kvcache``) takes lengths, tables and biases as tensors, which compilation and export need.
 With a few hundred keys, reading them takes several times as long as the arithmetic.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigattn.ops import library
-from sigattn.ops.products import keep_memory_warm
+from sigattn.ops import custom_ops
+from sigattn.ops.cpu.matmul import keep_memory_warm
 
 # measured on a CPU (docs/log.md)
-FEW = 1 << 19  # elements of a sample's K up to which this path is faster than ``cached``, which splits long caches
+FEW = 1 << 19  # elements of a sample's K up to which this path is faster than ``kvcache``, which splits long caches
 COPIED = 1 << 16  # elements of a sample's K up to which samples are batched even if that requires copying their heads
 _ONE = {dtype: torch.ones(1, 1, 1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
@@ -32,7 +32,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
     sample = keys * key_heads * width
     if not 0 < sample <= FEW or query.device.type != "cpu":
         return None
-    if not library.can_bypass_dispatcher((query, key, value)):
+    if not custom_ops.can_bypass_dispatcher((query, key, value)):
         return None
     keep_memory_warm()
     together = FEW // sample if sample <= COPIED or (_is_folded(key) and _is_folded(value)) else 1
