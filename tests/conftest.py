@@ -30,7 +30,7 @@ LEFT_OUT = {
 _src = Path(__file__).parent.parent / "src"
 _modules = {".".join(f.relative_to(_src).with_suffix("").parts) for f in _src.rglob("[!_]*.py")}
 
-assert LEFT_OUT <= _modules, f"no such modules: {LEFT_OUT - _modules}"
+assert _modules >= LEFT_OUT, f"no such modules: {LEFT_OUT - _modules}"
 assert "sigattn" not in sys.modules, "sigattn must be imported through the hook"
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):  # a GPU machine may lack them
     from jaxtyping import install_import_hook
