@@ -57,15 +57,15 @@ LIKELY = {
     "matmul": "test_correctness test_borders test_masked_weights",
     "nested": "test_nested",
     "onnx": "test_onnx",
-    "problem": "test_problem test_correctness test_borders",
+    "problem": "test_problem test_correctness test_borders tests/test_flash.py",
     "reference": "test_correctness test_masked_weights",
     "scalars": "test_scalars test_bad_input",
     "settings": "test_backends test_default_device",
-    "short": "test_correctness test_default_device",
+    "short": "test_correctness test_default_device test_scalars test_pytorch",
     "statistics": "test_statistics",
     "tiles": "test_correctness test_borders test_block_mask",
-    "validation": "test_bad_input test_scalars",
-    "varlen": "tests/test_flash.py tests/flash test_autograd",
+    "validation": "test_bad_input test_scalars test_correctness",
+    "varlen": "tests/test_flash.py tests/flash test_autograd test_pytorch",
 }
 
 
