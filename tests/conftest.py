@@ -107,7 +107,7 @@ class _InThisProcess:
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Train without worker processes, whose imports take longer than small runs."""
-    from sigattn.recipes import workers
+    from sigattn.train import workers
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(workers, "pool", lambda _: _InThisProcess())

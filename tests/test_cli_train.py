@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sigattn import cli
+from sigattn.experiments import compare
 from sigattn.models.saving import load
-from sigattn.recipes import compare
 from sigattn.recipes.registry import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics

@@ -15,10 +15,10 @@ from sigattn import cli
 from sigattn.cli.runs import remember
 from sigattn.data.dataset import DataError
 from sigattn.data.tokens import packed
+from sigattn.experiments import compare
 from sigattn.models import saving
-from sigattn.recipes import compare
-from sigattn.recipes.kept_run import finish
 from sigattn.recipes.registry import find
+from sigattn.train.run_cache import finish
 from tests.test_cli import failure
 
 TINY = ["lm-1b-2k", "--tiny", "--training.steps", "1", "--training.batch", "2", "--model.context", "16"]

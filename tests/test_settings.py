@@ -11,11 +11,11 @@ import torch
 
 from sigattn.cli import COMMANDS, main
 from sigattn.cli.bench import BENCHMARKS
+from sigattn.experiments.compare import Compare
 from sigattn.models.generation import Choice
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import build
 from sigattn.models.vision import VisionTransformerConfig
-from sigattn.recipes.compare import Compare
 from sigattn.recipes.registry import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig

@@ -10,7 +10,7 @@ import torch
 from sigattn.data.dataset import DataError
 from sigattn.data.stream import StreamedText, hub_documents
 from sigattn.data.tokens import END, documents, pack, train_tokenizer
-from sigattn.recipes import loading
+from sigattn.experiments import datasets
 from sigattn.recipes.registry import find
 
 pytest.importorskip("datasets")
@@ -72,32 +72,32 @@ def test_too_short():
 
 
 def test_a_data_set_by_name(hub, tmp_path):
-    hub_path = loading.Path(hub)
+    hub_path = datasets.Path(hub)
     assert list(documents(hub_path)) == DOCUMENTS
     tokenizer = train_tokenizer(hub_path, 280, tmp_path / "t.json")
     assert pack(hub_path, tokenizer, tmp_path / "p.bin", limit=100) < 130
     recipe = find("lm-1b-2k-tiny").with_transformer(context=16)
-    data = loading.load(recipe, hub_path)
+    data = datasets.load(recipe, hub_path)
     tokens, _ = data.batch(0, 2, seed=0)
     assert bytes(next(iter(data.validation(1)))[0][0].tolist()).decode() == (DOCUMENTS[0] + "\n\n" + DOCUMENTS[1])[:16]
     assert tokens.shape == (2, 16)
     wide = recipe.with_transformer(vocabulary=280)
-    data = loading.load(wide, hub_path, tokenizer=tmp_path / "t.json")
+    data = datasets.load(wide, hub_path, tokenizer=tmp_path / "t.json")
     whole = [t for tokens, _ in data.validation(64) for t in tokens.flatten().tolist()]
     assert tokenizer.decode(whole).startswith(DOCUMENTS[0] + DOCUMENTS[1])
     assert tokenizer.token_to_id(END) in whole
     with pytest.raises(DataError, match="the tokenizer has 280 tokens, and the model 256"):
-        loading.load(recipe, hub_path, tokenizer=tmp_path / "t.json")
+        datasets.load(recipe, hub_path, tokenizer=tmp_path / "t.json")
 
 
 def test_what_cannot_be_read(hub, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="cannot read the data set hf:nobody/nothing"):
-        list(hub_documents(loading.Path("hf:nobody/nothing")))
+        list(hub_documents(datasets.Path("hf:nobody/nothing")))
     with pytest.raises(DataError, match="cannot read the data set"):
-        list(hub_documents(loading.Path(hub + ":nosuch")))
+        list(hub_documents(datasets.Path(hub + ":nosuch")))
     (tmp_path / "hub" / "train.jsonl").write_text(json.dumps({"content": "x"}))
     with pytest.raises(DataError, match='no "text", but content'):
-        list(hub_documents(loading.Path(hub)))
+        list(hub_documents(datasets.Path(hub)))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'sigattn\[text\]'"):
-        list(hub_documents(loading.Path(hub)))
+        list(hub_documents(datasets.Path(hub)))

@@ -13,10 +13,19 @@ import pytest
 import torch
 
 from sigattn import cli
-from sigattn.experiments import dropped_keys, k_summation, kept, lr_sensitivity, pages, sigma_accuracy, speed, sweep
+from sigattn.experiments import (
+    cache,
+    dropped_keys,
+    intervals,
+    k_summation,
+    lr_sensitivity,
+    pages,
+    sigma_accuracy,
+    speed,
+    sweep,
+)
 from sigattn.experiments.experiment import SCALES, ExperimentError, Result, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find
-from sigattn.recipes import intervals
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
@@ -209,10 +218,10 @@ def test_what_was_measured_is_kept(tmp_path):
         return {"ms": len(counted)}
 
     path = tmp_path / "measured" / "x.json"
-    assert kept.once(path, {"n": 1}, measure) == kept.once(path, {"n": 1}, measure) == {"ms": 1}
-    assert kept.once(path, {"n": 2}, measure) == {"ms": 2}
+    assert cache.once(path, {"n": 1}, measure) == cache.once(path, {"n": 1}, measure) == {"ms": 1}
+    assert cache.once(path, {"n": 2}, measure) == {"ms": 2}
     path.write_text("{")
-    assert kept.once(path, {"n": 2}, measure) == {"ms": 3}
+    assert cache.once(path, {"n": 2}, measure) == {"ms": 3}
 
 
 def test_crossing_is_the_last_one():

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from sigattn.experiments.datasets import load as load_data
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.saving import build, load, save
@@ -13,7 +14,6 @@ from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import VisionTransformerConfig
 from sigattn.nn.guide import recommend
-from sigattn.recipes.loading import load as load_data
 from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.simclr import SimCLR

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sigattn.recipes import demo, report
+from sigattn.experiments import demo, report
 from sigattn.train.loop import Interrupted, Row
 
 

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.recipes import attention_norms, compare
+from sigattn.experiments import attention_norms, compare
 from sigattn.recipes.registry import RECIPES, find
 
 

@@ -19,15 +19,15 @@ from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
 from sigattn.data.tokens import END
 from sigattn.distributed.sharding import leave, processes
+from sigattn.experiments import datasets
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
-from sigattn.recipes import loading
-from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import refuse_second_run
 from sigattn.train.loop import Interrupted, Row
+from sigattn.train.probe import features, fine_tune, linear_probe
 from sigattn.validation import SettingsError, check_at_least, check_seed
 
 EVERY = 20  # steps between plain lines
@@ -86,7 +86,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     if not options.resume:
         refuse_second_run(folder)  # before the data is read, which can take long
     try:
-        data = loading.load(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
+        data = datasets.load(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
         with _Display(console, recipe, first) as display:
             loop.train(
                 recipe.task,
@@ -169,7 +169,7 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
         data: data to use instead of the run's own; TED-LIUM's root gives a speech model's errors by duration.
     """
     recipe, path, tokenizer = recall(folder)
-    for part, source in loading.held_out(recipe, data or path, tokenizer=tokenizer).items():
+    for part, source in datasets.held_out(recipe, data or path, tokenizer=tokenizer).items():
         found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
         for key, value in found.items():
             print(f"{part} {key} {value:.6g}".strip())

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import matplotlib.figure
 
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Finding, Result, Setting
-from sigattn.recipes import intervals
 from sigattn.recipes.recipe import Recipe
 
 SOFTMAX_COLOURS = ("#d55e00", "#e69f00", "#999999")

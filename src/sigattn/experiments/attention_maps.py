@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from sigattn.data.synthetic import KSummation
-from sigattn.experiments import drawing, k_summation
+from sigattn.experiments import drawing, intervals, k_summation
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models.sequence import SequenceModel
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
 from sigattn.nn.functional import Pattern
 from sigattn.ops import reference
-from sigattn.recipes import intervals
 
 SAMPLES = 8
 COLOUR_MAPS = {"softmax": "Greys", "sigmoid": "Blues"}

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from sigattn.data.text import ByteText, TextData, load_text
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.ablation import colours_of, shortened
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
-from sigattn.recipes import intervals
 from sigattn.recipes.registry import find
 from sigattn.tasks.language import LanguageModelling
 

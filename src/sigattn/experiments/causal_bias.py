@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.text import ByteText, load_text
-from sigattn.experiments import drawing, kept
+from sigattn.experiments import cache, drawing, intervals
 from sigattn.experiments.ablation import colours_of
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.recipes import intervals, workers
+from sigattn.train import workers
 
 SOFTMAX, LENGTH, VISIBLE, ZERO = "softmax", "-log n", "-log visible", "b = 0"
 RULES = (SOFTMAX, LENGTH, VISIBLE, ZERO)
@@ -156,7 +156,7 @@ def bits(model: nn.Module, data: ByteText, length: int, windows: int) -> float:
 def _train_job(path: Any, settings: dict[str, Any], text: bytes) -> dict[str, Any]:
     names = ("architecture", "rule", "seed", "context", "steps", "windows")
     job = {name: settings[name] for name in names}
-    found: dict[str, Any] = kept.once(path, settings, lambda: train(**job, text=text))
+    found: dict[str, Any] = cache.once(path, settings, lambda: train(**job, text=text))
     return found
 
 

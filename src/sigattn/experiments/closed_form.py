@@ -5,9 +5,8 @@ sigattn reproduce regularity | initial-norms | flops
 
 from __future__ import annotations
 
-from sigattn.experiments import drawing
+from sigattn.experiments import attention_norms, drawing, intervals
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
-from sigattn.recipes import attention_norms, intervals
 from sigattn.theory import flops
 from sigattn.theory import regularity as theory
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib.figure
 
-from sigattn.recipes.report import COLOURS
+from sigattn.experiments.report import COLOURS
 
 STYLE = {"softmax": COLOURS[1], "sigmoid": COLOURS[0], "mlp": COLOURS[2]}
 

@@ -21,16 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.data.text import ByteText, TextData, load_text
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.ablation import shortened
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
+from sigattn.experiments.intervals import Verdict
 from sigattn.models import saving
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
 from sigattn.nn.functional import Pattern
 from sigattn.ops import reference
-from sigattn.recipes import intervals
-from sigattn.recipes.intervals import Verdict
 from sigattn.recipes.registry import find
 from sigattn.tasks.language import LanguageModelling
 

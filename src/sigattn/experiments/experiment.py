@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import matplotlib.figure
 
-from sigattn.recipes.intervals import Verdict
+from sigattn.experiments.intervals import Verdict
 
 Scale = Literal["smoke", "small", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")

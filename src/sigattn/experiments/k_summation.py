@@ -20,15 +20,14 @@ from typing import Any
 import torch
 
 from sigattn.data.synthetic import KSummation
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
 from sigattn.models.sequence import SequenceModel
-from sigattn.recipes import intervals
-from sigattn.recipes.kept_run import finished
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 from sigattn.tasks.k_summation import KSummationTask
+from sigattn.train.run_cache import finished
 
 
 def base(setting: Setting, k: int, **model: Any) -> Recipe:

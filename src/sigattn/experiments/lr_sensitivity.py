@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
-from sigattn.recipes import intervals
+from sigattn.experiments.report import COLOURS
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
-from sigattn.recipes.report import COLOURS
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 BIASES = (-15.0, -10.0, -6.0, -4.0, -1.0)

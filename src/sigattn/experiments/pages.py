@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sigattn.experiments import report
 from sigattn.experiments.experiment import Experiment, Result, Setting
-from sigattn.recipes import report
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import replace
 import torch
 
 from sigattn.data.synthetic import PairRepeat
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
-from sigattn.recipes import intervals
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 from sigattn.tasks.pair_repeat import PairRepeatTask

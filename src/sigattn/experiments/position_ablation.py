@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
-from sigattn.recipes import intervals
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 

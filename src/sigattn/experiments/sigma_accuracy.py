@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.ablation import shortened
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models.language import LanguageModelConfig
@@ -27,7 +27,6 @@ from sigattn.nn import functional
 from sigattn.nn.attention import Attention
 from sigattn.nn.functional import Pattern
 from sigattn.ops import reference
-from sigattn.recipes import intervals
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 from sigattn.tasks.language import LanguageModelling

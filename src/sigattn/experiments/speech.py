@@ -19,12 +19,11 @@ import torch
 
 from sigattn.data.corpora import spoken_digits
 from sigattn.data.speech import Speech, Tokens, Utterance
-from sigattn.experiments import ablation, drawing, sweep
+from sigattn.experiments import ablation, drawing, intervals, sweep
 from sigattn.experiments.ablation import Claim
 from sigattn.experiments.experiment import Experiment, ExperimentError, Result, Setting
 from sigattn.models import saving
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.recipes import intervals
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 from sigattn.tasks.ctc import CTC

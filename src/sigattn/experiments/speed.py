@@ -23,10 +23,10 @@ from torch.nn import functional as F
 import sigattn
 from sigattn.bench import gpu
 from sigattn.bench.contestants import Options
-from sigattn.experiments import drawing, kept
+from sigattn.experiments import cache, drawing
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
+from sigattn.experiments.intervals import Verdict
 from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
-from sigattn.recipes.intervals import Verdict
 
 HEADS, HEAD_DIM = 12, 64  # the paper's
 Mechanism = Literal["softmax", "sigmoid"]
@@ -285,7 +285,7 @@ def run_vit(setting: Setting) -> Result:
 def _once(setting: Setting, name: str, measure: Callable[[], Any]) -> Any:
     setting.show(name)
     about = {"scale": setting.scale, "device": _device_name(setting), "torch": torch.__version__}
-    return kept.once(setting.folder / "measured" / f"{name}.json", about, measure)
+    return cache.once(setting.folder / "measured" / f"{name}.json", about, measure)
 
 
 def _device_name(setting: Setting) -> str:

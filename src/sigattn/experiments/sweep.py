@@ -13,16 +13,15 @@ from typing import Any
 import torch
 
 from sigattn.data.dataset import Data
-from sigattn.experiments import tones
+from sigattn.experiments import datasets, tones
 from sigattn.experiments.experiment import ExperimentError, Setting
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.recipes import loading, workers
-from sigattn.recipes.kept_run import begun, finish, finished
 from sigattn.recipes.recipe import Recipe
-from sigattn.train import loop, metrics
+from sigattn.train import loop, metrics, workers
 from sigattn.train.identity import identity
 from sigattn.train.loop import NonFiniteLossError
+from sigattn.train.run_cache import begun, finish, finished
 
 DONE = "done.json"
 
@@ -160,10 +159,10 @@ def train_one(folder: Path, job: Job, identity: str) -> None:
 def data_of(job: Job) -> Data:
     """Return the data of a run: the named data, CPython's documentation, or generated data of synthetic problems."""
     if isinstance(job.recipe.model, SpeechModelConfig):
-        return loading.load(job.recipe, job.data)
+        return datasets.load(job.recipe, job.data)
     if not isinstance(job.recipe.model, LanguageModelConfig):
-        return loading.load(job.recipe, None)
-    return loading.load(job.recipe, job.data, tokenizer=job.tokenizer)
+        return datasets.load(job.recipe, None)
+    return datasets.load(job.recipe, job.data, tokenizer=job.tokenizer)
 
 
 def folder_of(setting: Setting, job: Job) -> Path:

@@ -9,10 +9,9 @@ to the end of their small recipes and evaluates them on held-out data.
 
 from __future__ import annotations
 
-from sigattn.experiments import drawing, sweep
+from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.ablation import shortened
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
-from sigattn.recipes import intervals
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
 

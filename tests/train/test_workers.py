@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 
 CODE = """
 import os, sys, time
-from sigattn.recipes.workers import pool
+from sigattn.train.workers import pool
 
 def work(_):
     print(os.getpid(), flush=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import matplotlib.figure
 
-from sigattn.recipes import report
+from sigattn.experiments import report
 from sigattn.theory import regularity
 from sigattn.theory.statements import Statement, check_all
 from sigattn.validation import check_at_least

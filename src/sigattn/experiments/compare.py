@@ -24,16 +24,16 @@ import torch
 
 from sigattn.data.images import Digits
 from sigattn.data.text import ByteText, TextData
+from sigattn.experiments import datasets, intervals
 from sigattn.files import Kind, read_object
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
-from sigattn.recipes import intervals, loading, workers
-from sigattn.recipes.kept_run import begun, finish, finished
-from sigattn.recipes.probe import features, fine_tune, linear_probe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find
-from sigattn.train import loop, metrics
+from sigattn.train import loop, metrics, workers
 from sigattn.train.identity import identity
+from sigattn.train.probe import features, fine_tune, linear_probe
+from sigattn.train.run_cache import begun, finish, finished
 from sigattn.validation import SettingsError, check_at_least
 
 MECHANISMS = ("softmax", "sigmoid")
@@ -211,7 +211,7 @@ def _data(options: Compare, entry: Entry, recipe: Recipe) -> Any:
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
         return TextData(ByteText.split(sources, context), context)
-    return loading.load(recipe, options.speech if entry.needs == "speech" else None)
+    return datasets.load(recipe, options.speech if entry.needs == "speech" else None)
 
 
 def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:

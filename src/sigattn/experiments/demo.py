@@ -24,9 +24,9 @@ from torch import nn
 import sigattn
 from sigattn.data.dataset import DataError
 from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.experiments import report
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.recipes import report
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
 from sigattn.train.config import TrainConfig
