@@ -57,7 +57,7 @@ class Runner:
         self.environment = {
             **os.environ,
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins that happen to be installed
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the processes of sigattn.bench.trial are many already
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the processes of sigattn.bench.subprocesses are many already
         }
         for wheel in found:
             zipfile.ZipFile(wheel).extractall(self.work / "wheels")

@@ -55,16 +55,18 @@ class Step:
         return (0, *((1, 5) if self.pytest else ()), *((_SANITIZER_FOUND,) if self.under == _SANITIZER else ()))
 
 
-_RACE = ("n", "head_dim", "causal", "pass", "contestant", "batch", "ms", "graph_ms", "tflops")
+_RACE = ("n", "head_dim", "causal", "pass", "implementation", "batch", "ms", "graph_ms", "tflops")
 _RACE += ("fastest_softmax_time_over_this", "error", "gradient_error")
-_TUNE = ("kernel", "n", "head_dim", "causal", "config", "ms", "in_force_time_over_this", "faster", "error")
+_TUNE = ("kernel", "n", "head_dim", "causal", "config", "ms", "current_time_over_this", "faster", "error")
 _TUNE += ("rejected",)
-_DECODE = ("context", "batch", "layout", "contestant", "median_ms", "gigabytes_per_second", "copy_time_over_this")
+_DECODE = ("context", "batch", "layout", "implementation", "median_ms", "gigabytes_per_second", "copy_time_over_this")
 _MAIN = {"lengths": (1024, 4096, 16384), "alibi": False, "profile": False, "most_flops": 5e11, "draw": False}
 _MAIN |= {"seconds": 1e9}
 _EAGER = ("cuDNN softmax", "flash softmax", "naive sigmoid", "triton-sigmoid", "flash-attn 3 softmax", "FlashSigmoid")
 _COMPILED = ("cuDNN softmax", "Flex sigmoid", "compiled naive sigmoid")
-_TESTS = tuple(f"tests/ops/test_{name}.py" for name in ("triton", "repeats", "correctness", "dropout", "block_mask"))
+_TESTS = tuple(
+    f"tests/ops/test_{name}.py" for name in ("triton", "launch_cache", "correctness", "dropout", "block_mask")
+)
 _TESTS += ("tests/test_flash.py", "tests/test_flash_kvcache.py", "tests/flash/test_packing.py")
 _SANITIZER_FOUND = 9
 _SANITIZER = ("compute-sanitizer", "--error-exitcode", str(_SANITIZER_FOUND))
@@ -79,32 +81,32 @@ _NCU = (
 STEPS = (
     Step("machine", 20),
     Step("sweep", 110, pytest=("tests/ops/test_kernel_sweep.py",)),
-    Step("kernels", 110, ("kernels", "KernelBenchmark"), {**_MAIN, "contestants": _EAGER}, _TINY_KERNELS, _RACE),
-    Step("compiled", 120, ("kernels", "KernelBenchmark"), {**_MAIN, "contestants": _COMPILED},
-         {**_TINY_KERNELS, "contestants": ("SDPA on CPU",)}, _RACE),
+    Step("kernels", 110, ("kernels", "KernelBenchmark"), {**_MAIN, "baselines": _EAGER}, _TINY_KERNELS, _RACE),
+    Step("compiled", 120, ("kernels", "KernelBenchmark"), {**_MAIN, "baselines": _COMPILED},
+         {**_TINY_KERNELS, "baselines": ("SDPA softmax",)}, _RACE),
     Step("variants", 60, ("tune", "TuneBenchmark"), {"variants": True, "rounds": 7, "seconds": 1e9}, _TINY_TUNE, _TUNE),
     Step("overhead", 30, ("overhead", "OverheadBenchmark"), {},
          {"n": 20, "heads": 1, "head_dim": 16, "batches": (1,), "dtype": "float32", **_QUICK},
-         ("batch", "pass", "contestant", "microseconds", "graph_microseconds", "fastest_softmax_time_over_this")),
+         ("batch", "pass", "implementation", "microseconds", "graph_microseconds", "fastest_softmax_time_over_this")),
     Step("decode", 45, ("decode", "DecodeBenchmark"),
          {"most_gib": 40.0, "batches": (1, 32), "prompts": (1024,), "flex": False}, _TINY_DECODE, _DECODE),
     Step("hybridnorm", 35, ("hybridnorm", "HybridNormBenchmark"), {},
          {"lengths": (32, 64), "heads": 2, "head_dim": 16, "dtype": "float32", **_QUICK},
-         ("n", "causal", "contestant", "ms")),
+         ("n", "causal", "implementation", "ms")),
     Step("vit", 40, ("training", "TrainingBenchmark"), {"kappas": (), "seconds": 12.0}, _TINY_TRAINING, ("*",)),
     Step("training", 90, ("training", "TrainingBenchmark"), {"vision": False, "seconds": 18.0},
          {**_TINY_TRAINING, "kappas": (4,)}, ("*",)),
     Step("profile", 90, ("tune", "TuneBenchmark"), {"variants": True}, _TINY_TUNE, under=_NCU),
     Step("sanitizer", 60, pytest=("tests/ops/test_kernel_sweep.py",), under=_SANITIZER,
          environment={"SIGATTN_KERNEL_SWEEP": "12", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-    Step("tests", 110, pytest=(*_TESTS, "-k", "triton or repeat"),
+    Step("tests", 110, pytest=(*_TESTS, "-k", "triton or launch_cache"),
          environment={"SIGATTN_FUZZ_EXAMPLES": "3" if TINY else "12"}),
     Step("hopper_tests", 80, pytest=("tests/ops/test_hopper.py", "-k", "on_a_gpu")),
     Step("hopper_sanitizer", 60, pytest=("tests/ops/test_hopper.py", "-k", "tables_on_a_gpu and 64"),
          under=_SANITIZER, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     Step("accuracy", 80, ("accuracy", "AccuracyBenchmark"), {"draw": False},
          {"lengths": (64, 256), "queries": 8, "head_dim": 16},
-         ("dtype", "n", "contestant", "weights_mean", "weights_max", "output")),
+         ("dtype", "n", "implementation", "weights_mean", "weights_max", "output")),
     Step("decode_flex", 60, ("decode", "DecodeBenchmark"),  # FlexAttention is compiled for each of them
          {"contexts": (4096, 65_536), "batches": (1, 32), "prompts": ()}, _TINY_DECODE, _DECODE),
     Step("tune", 240, ("tune", "TuneBenchmark"), {"seconds": 1e9}, _TINY_TUNE, _TUNE),

@@ -22,7 +22,7 @@ def test_truth_is_what_autograd_says(name, causal):
         torch.testing.assert_close(ours, theirs[:, :, at])
 
 
-def test_a_wrong_contestant_is_not_timed():
+def test_a_wrong_implementation_is_not_timed():
     q, k, v, g = torch.randn(4, 1, 2, 37, 8).unbind()
     with pytest.raises(RuntimeError, match="forgetful is wrong at n=37"):
         cpu.check("forgetful", lambda q, k, v, b, c: cpu.naive(q, k, v, 0.0, c), cpu.Inputs((q, k, v), g, False))
@@ -44,12 +44,12 @@ def test_results_and_their_provenance(tmp_path):
     described = {"benchmark", "date", "commit", "source", "device", "versions", "configuration"}
     assert described | {"rows", "memory"} == report.keys()
     assert report["configuration"]["heads"] == 2
-    seen = {(r["n"], r["dtype"], r["causal"], r["pass"], r["contestant"]) for r in report["rows"]}
+    seen = {(r["n"], r["dtype"], r["causal"], r["pass"], r["implementation"]) for r in report["rows"]}
     assert len(seen) == len(report["rows"]) == 2 * 2 * 2 * 2 * 3
     for row in report["rows"]:
         assert row["median_ms"] > 0
         assert row["relative_error"] < 0.06
-        if row["contestant"] == cpu.SOFTMAX:
+        if row["implementation"] == cpu.SOFTMAX:
             assert row["softmax_time_over_this"] == 1
 
 
@@ -61,13 +61,13 @@ def test_the_compiled_formula_takes_part(tmp_path, monkeypatch):
         lengths=(16,), heads=1, dtypes=("float32",), rounds=1, memory=False, results=tmp_path / "r.json"
     )
     rows = cpu.run(config)["rows"]
-    assert {row["contestant"] for row in rows} == {cpu.SOFTMAX, cpu.OURS, cpu.NAIVE, cpu.COMPILED}
+    assert {row["implementation"] for row in rows} == {cpu.SOFTMAX, cpu.OURS, cpu.NAIVE, cpu.COMPILED}
 
 
 def test_naive_is_left_out_where_it_would_not_fit():
     config = cpu.CpuBenchmark(naive_limit_gib=1.0, compiled=False)
-    assert cpu.NAIVE in cpu.contestants(config, 2048)
-    assert cpu.NAIVE not in cpu.contestants(config, 16384)
+    assert cpu.NAIVE in cpu.implementations(config, 2048)
+    assert cpu.NAIVE not in cpu.implementations(config, 16384)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""The decoding benchmark at a tiny size: its rows, its check of the contestants, its results."""
+"""The decoding benchmark at a tiny size: its rows, its check of the implementations, its results."""
 
 import json
 
@@ -23,11 +23,11 @@ def test_rows_and_results(tmp_path, capsys):
     path = tmp_path / "decode.json"
     config = decode.DecodeBenchmark(**TINY, dtypes=("float32", "bfloat16"), round_seconds=0.0, results=path)
     rows = decode.run(config)["rows"]
-    found = {(r["context"], r["dtype"], r["layout"], r["contestant"]) for r in rows}
+    found = {(r["context"], r["dtype"], r["layout"], r["implementation"]) for r in rows}
     for dtype in ("float32", "bfloat16"):
         for context in (64, 128):
-            for contestant in (decode.OURS, decode.SOFTMAX, "copy"):
-                assert (context, dtype, "heads first", contestant) in found
+            for implementation in (decode.OURS, decode.SOFTMAX, "copy"):
+                assert (context, dtype, "heads first", implementation) in found
             assert (context, dtype, "length first", decode.PAGED) in found
     assert json.loads(path.read_text())["rows"] == rows
     assert "one token against a cache" in capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_caches_that_are_too_large_are_left_out(tmp_path):
     assert decode.run(config)["rows"] == []
 
 
-def test_a_wrong_contestant_is_not_timed():
+def test_a_wrong_implementation_is_not_timed():
     cache = decode.Cache(torch.randn(1, 1, 2, 8), *torch.randn(2, 1, 16, 2, 8).unbind())
     for value in (0.0, torch.nan):
         with pytest.raises(RuntimeError, match="sigattn is wrong"):

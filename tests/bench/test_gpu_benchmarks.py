@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigattn.bench import accuracy, contestants, gpu, hybridnorm, kernels, overhead, training, trial, tune
-from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, Options
+from sigattn.bench import accuracy, baselines, gpu, hybridnorm, kernels, overhead, subprocesses, training, tune
+from sigattn.bench.baselines import IMPLEMENTATIONS, OURS, Implementation, Options
 from sigattn.bench.provenance import BenchmarkError
 from sigattn.ops.triton import tuning
 
@@ -33,7 +33,7 @@ def test_kernels(tmp_path):
     )
     report = kernels.run(config)
     assert json.loads((tmp_path / "kernels.json").read_text())["rows"] == json.loads(json.dumps(report["rows"]))
-    assert {(r["n"], r["causal"], r["alibi"], r["pass"]) for r in report["rows"] if r["contestant"] == OURS} == {
+    assert {(r["n"], r["causal"], r["alibi"], r["pass"]) for r in report["rows"] if r["implementation"] == OURS} == {
         (n, causal, alibi, direction)
         for n in (16, 32)
         for causal, alibi in ((False, False), (True, False), (True, True))
@@ -41,7 +41,7 @@ def test_kernels(tmp_path):
     }
     assert all(r["error"] < 1e-5 and r["gradient_error"] < 1e-5 for r in report["rows"])
     assert any("it needs a GPU" in reason for reason in report["absent"].values())
-    assert {r["over"] for r in report["average_speed_up"]} == {"SDPA on CPU"}
+    assert {r["over"] for r in report["average_speed_up"]} == {"SDPA softmax"}
     assert "interpreted" in report["device"]
     assert {p.name for p in tmp_path.glob("*.png")} == {"d16.png", "d16_alibi.png"}
 
@@ -52,20 +52,20 @@ def test_kernels_stop_in_time(tmp_path):
     assert len(report["left_out_for_time"]) == 11 * 4 + 11
 
 
-def test_a_contestant_that_fails_in_its_own_process_is_not_timed(monkeypatch, tmp_path):
+def test_a_implementation_that_fails_in_its_own_process_is_not_timed(monkeypatch, tmp_path):
     config = kernels.KernelBenchmark(
         lengths=(16,), heads=1, head_dims=(16,), batch=1, dtype="float32", rounds=1, round_seconds=0.0, alibi=False,
-        profile=False, contestants=("naive sigmoid", "SDPA on CPU"), results=tmp_path,
+        profile=False, baselines=("naive sigmoid", "SDPA softmax"), results=tmp_path,
     )  # fmt: skip
 
     def failures(function, groups, **_):
         assert function == "sigattn.bench.kernels:try_once"
         kernels.try_once(groups["naive sigmoid", 16, True, False, 0][0])
-        return {key: {0: "no end after 30 s"} if key[0] == "SDPA on CPU" else {} for key in groups}
+        return {key: {0: "no end after 30 s"} if key[0] == "SDPA softmax" else {} for key in groups}
 
-    monkeypatch.setattr(trial, "failures", failures)
+    monkeypatch.setattr(subprocesses, "find_failures", failures)
     report = kernels.run(config)
-    assert {r["contestant"] for r in report["rows"]} == {OURS, "naive sigmoid"}
+    assert {r["implementation"] for r in report["rows"]} == {OURS, "naive sigmoid"}
     assert set(report["absent"].values()) == {"no end after 30 s"}
 
 
@@ -80,27 +80,27 @@ def test_lengths_take_turns():
     assert len(set(kernels._in_turn(range(4), range(6)))) == 24
 
 
-def test_what_runs_eagerly_is_no_compiled_contestant(monkeypatch):
+def test_what_runs_eagerly_is_no_compiled_implementation(monkeypatch):
     """Beyond the limit of recompilations, or with torch.compile switched off."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    call = contestants.compiled(lambda x: x + 1)
+    call = baselines.compiled(lambda x: x + 1)
     with torch._dynamo.config.patch(recompile_limit=2):
-        contestants.reset_compiled()
+        baselines.reset_compiled()
         for n in (1, 2):
             torch.testing.assert_close(call(torch.zeros(n)), torch.ones(n))
         with pytest.raises((BenchmarkError, torch._dynamo.exc.FailOnRecompileLimitHit)):
             call(torch.zeros(3))
-        contestants.reset_compiled()
+        baselines.reset_compiled()
         torch.testing.assert_close(call(torch.zeros(9)), torch.ones(9))
-    contestants.reset_compiled()
+    baselines.reset_compiled()
     # not by monkeypatch, which would delete the setting afterwards and break every later compilation
     with torch._dynamo.config.patch(disable=True), pytest.raises(BenchmarkError, match="eagerly"):
         call(torch.zeros(9))
 
 
-def test_a_wrong_contestant_is_not_timed(monkeypatch):
+def test_a_wrong_implementation_is_not_timed(monkeypatch):
     def wrong(q, k, v, o):
-        return CONTESTANTS[OURS].call(q, k, v, o) * 1.1
+        return IMPLEMENTATIONS[OURS].call(q, k, v, o) * 1.1
 
     def broken(q, k, v, o):
         raise RuntimeError("no kernel image")
@@ -109,15 +109,15 @@ def test_a_wrong_contestant_is_not_timed(monkeypatch):
         k = k * 1
         if k.requires_grad:
             k.register_hook(lambda grad: grad * math.nan)
-        return CONTESTANTS[OURS].call(q, k, v, o)
+        return IMPLEMENTATIONS[OURS].call(q, k, v, o)
 
-    monkeypatch.setitem(CONTESTANTS, "NaN", Contestant(False, nan_in_one_gradient, cpu=True))
-    monkeypatch.setitem(CONTESTANTS, "wrong", Contestant(False, wrong, cpu=True))
-    monkeypatch.setitem(CONTESTANTS, "broken", Contestant(False, broken, cpu=True))
+    monkeypatch.setitem(IMPLEMENTATIONS, "NaN", Implementation(False, nan_in_one_gradient, cpu=True))
+    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", Implementation(False, wrong, cpu=True))
+    monkeypatch.setitem(IMPLEMENTATIONS, "broken", Implementation(False, broken, cpu=True))
     absent = {}
     config = kernels.KernelBenchmark(heads=1, batch=1, dtype="float32", rounds=1, round_seconds=0.0)
     rows = kernels.measure(config, kernels.Setting(16, 16, False, False), absent)
-    assert {"wrong", "broken", "NaN"}.isdisjoint(r["contestant"] for r in rows)
+    assert {"wrong", "broken", "NaN"}.isdisjoint(r["implementation"] for r in rows)
     reasons = {name.split(",")[0]: reason for name, reason in absent.items()}
     assert "it is wrong" in reasons["wrong"]
     assert "it is wrong" in reasons["NaN"]
@@ -145,7 +145,7 @@ def test_accuracy_of_float16_at_65536_keys(tmp_path, monkeypatch):
         config = accuracy.AccuracyBenchmark(
             lengths=lengths, queries=16, head_dim=16, whole=False, dtypes=(dtype,), results=tmp_path
         )
-        rows += [r for r in accuracy.run(config)["rows"] if r["contestant"] == OURS]
+        rows += [r for r in accuracy.run(config)["rows"] if r["implementation"] == OURS]
     assert len(rows) == 4
     for r in rows:
         rounding = {"float16": 2**-11, "bfloat16": 2**-8}[r["dtype"]]
@@ -167,7 +167,7 @@ def test_hybridnorm(tmp_path):
 
 def test_crossing_is_the_last_one():
     def row(n, ratio):
-        return {"n": n, "causal": False, "contestant": "affine", "softmax_time_over_this": {"x": ratio}}
+        return {"n": n, "causal": False, "implementation": "affine", "softmax_time_over_this": {"x": ratio}}
 
     rows = [row(64, 1.2), row(128, 0.9), row(256, 1.25), row(512, 2.0)]
     found = hybridnorm.crossing(rows, False, "affine")["over"]["x"]
@@ -182,7 +182,7 @@ def test_overhead(tmp_path):
         results=tmp_path / "overhead.json",
     )  # fmt: skip
     report = overhead.run(config)
-    ours = {(r["contestant"], r["pass"]) for r in report["rows"]}
+    ours = {(r["implementation"], r["pass"]) for r in report["rows"]}
     assert {
         (name, direction) for name in (OURS, overhead.THROUGH_TRITON) for direction in ("forward", "training")
     } <= ours
@@ -257,11 +257,11 @@ def test_the_script_runs_a_step_once(tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.tar.gz", "summary.txt"]
 
 
-def test_contestants_compute_the_same():
+def test_implementations_compute_the_same():
     """Those that run here, with ALiBi too."""
     q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
     for slopes in (None, torch.tensor([0.25, 0.5])):
         options = Options(-1.0, True, slopes)
         torch.testing.assert_close(
-            CONTESTANTS[OURS].call(q, k, v, options), CONTESTANTS["naive sigmoid"].call(q, k, v, options)
+            IMPLEMENTATIONS[OURS].call(q, k, v, options), IMPLEMENTATIONS["naive sigmoid"].call(q, k, v, options)
         )

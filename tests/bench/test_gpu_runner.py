@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sigattn.bench.provenance import BenchmarkError
-from sigattn.bench.report import Report
+from sigattn.bench.results_file import Report
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -24,7 +24,7 @@ import os, signal, sys, time, types
 from pathlib import Path
 sys.modules |= {name: types.ModuleType(name) for name in ("torch", "sigattn")}
 sys.modules["sigattn"].__path__ = [SRC]
-from sigattn.bench.report import Report
+from sigattn.bench.results_file import Report
 folder, measured, behaviour = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 if behaviour == "ignores SIGINT":
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -18,8 +18,8 @@ from rich.table import Table
 from torch import Tensor
 
 from sigattn.bench import gpu
-from sigattn.bench.contestants import CONTESTANTS, Options, reset_compiled
-from sigattn.bench.report import Report
+from sigattn.bench.baselines import IMPLEMENTATIONS, Options, reset_compiled
+from sigattn.bench.results_file import Report
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
 
@@ -91,17 +91,17 @@ def measure(config: AccuracyBenchmark, n: int, dtype: str, absent: dict[str, str
         rows_at = torch.arange(len(rows_at), device=device)
     p = torch.sigmoid(q[0, 0, rows_at].double() @ k[0, 0].double().mT * config.head_dim**-0.5 + options.bias)
     rows = []
-    for name, contestant in CONTESTANTS.items():
-        if contestant.softmax or (contestant.quadratic and n > 20_000):
+    for name, implementation in IMPLEMENTATIONS.items():
+        if implementation.softmax or (implementation.quadratic and n > 20_000):
             continue
-        reason = contestant.unavailable(device, kind, options)
+        reason = implementation.unavailable(device, kind, options)
         if reason is not None:
             absent[f"{name}, {dtype}"] = reason
             continue
         try:
             with torch.no_grad():
-                weights = contestant.call(q, k, one_hot, options)[0, 0, rows_at, : len(chosen)].double() / unit
-                out = contestant.call(q, k, v, options)[0, 0, rows_at].double()
+                weights = implementation.call(q, k, one_hot, options)[0, 0, rows_at, : len(chosen)].double() / unit
+                out = implementation.call(q, k, v, options)[0, 0, rows_at].double()
         except Exception as error:  # a peer may fail in ways of its own: it is left out, and the results say why
             absent[f"{name}, {dtype}, n = {n}"] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
@@ -111,7 +111,7 @@ def measure(config: AccuracyBenchmark, n: int, dtype: str, absent: dict[str, str
             {
                 "n": n,
                 "dtype": dtype,
-                "contestant": name,
+                "implementation": name,
                 "weights_mean": relative.mean().item(),
                 "weights_max": relative.max().item(),
                 "output": ((out - expected).norm() / expected.norm()).item(),
@@ -127,7 +127,7 @@ def table(rows: list[dict[str, Any]], dtype: str) -> Table:
         result.add_column(column, justify="left" if not column else "right")
     for r in (r for r in rows if r["dtype"] == dtype):
         numbers = (f"{r[key]:.1e}" for key in ("weights_mean", "weights_max", "output"))
-        result.add_row(str(r["n"]), r["contestant"], *numbers)
+        result.add_row(str(r["n"]), r["implementation"], *numbers)
     return result
 
 
@@ -140,8 +140,8 @@ def plot(rows: list[dict[str, Any]], config: AccuracyBenchmark) -> None:
 
     figure, axes = plt.subplots(1, len(config.dtypes), figsize=(5 * len(config.dtypes), 4), layout="constrained")
     for axis, dtype in zip([axes] if len(config.dtypes) == 1 else axes, config.dtypes, strict=True):
-        for at, name in enumerate(CONTESTANTS):
-            own = [(r["n"], r["weights_mean"]) for r in rows if (r["dtype"], r["contestant"]) == (dtype, name)]
+        for at, name in enumerate(IMPLEMENTATIONS):
+            own = [(r["n"], r["weights_mean"]) for r in rows if (r["dtype"], r["implementation"]) == (dtype, name)]
             if own:
                 axis.plot(*zip(*own, strict=True), marker=".", color=f"C{at}", label=name)
         axis.set(xscale="log", yscale="log", xlabel="keys n", ylabel="mean relative error of P", title=dtype)

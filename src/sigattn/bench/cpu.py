@@ -2,7 +2,7 @@
 
 Peers: softmax by PyTorch's own ``scaled_dot_product_attention``, and sigmoid attention as a user would write it, plain
 and compiled. Each is checked against float64 first, and what is wrong is not timed. Machines are noisy, so look at the
-ratios: every round goes through all contestants in turn, and a ratio is the median of the rounds' own ratios.
+ratios: every round goes through all implementations in turn, and a ratio is the median of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sigattn
 from sigattn.bench import memory, provenance
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
-SOFTMAX, NAIVE, COMPILED, OURS = "softmax SDPA", "naive sigmoid", "compiled naive", "sigattn"
+SOFTMAX, NAIVE, COMPILED, OURS = "SDPA softmax", "naive sigmoid", "compiled naive sigmoid", "sigattn"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}  # of the largest value of the truth; a wrong formula exceeds it
 SAMPLES = 64  # queries and keys whose results are compared with float64
@@ -42,7 +42,7 @@ class CpuBenchmark:
         head_dim: features of a head.
         dtypes: "float32", "bfloat16".
         threads: PyTorch's threads.
-        rounds: how often each contestant is timed (fewer beyond 4096 tokens).
+        rounds: how often each implementation is timed (fewer beyond 4096 tokens).
         compiled: also time the compiled naive formula.
         memory: also measure peak memory, at 4096 tokens and, with one head, 65,536.
         naive_limit_gib: leave the naive formula out where its matrices would take more than this.
@@ -81,7 +81,7 @@ class Inputs:
         return sigattn.log_length_bias(self.grad_out.shape[2])
 
 
-Contestant = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+Implementation = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, _: float, causal: bool) -> Tensor:
@@ -100,9 +100,9 @@ def ours(q: Tensor, k: Tensor, v: Tensor, bias: float, causal: bool) -> Tensor:
     return sigattn.sigmoid_attention(q, k, v, is_causal=causal, bias=bias)
 
 
-def contestants(config: CpuBenchmark, n: int) -> dict[str, Contestant]:
+def implementations(config: CpuBenchmark, n: int) -> dict[str, Implementation]:
     """Who takes part at a length."""
-    result: dict[str, Contestant] = {SOFTMAX: softmax, OURS: ours}
+    result: dict[str, Implementation] = {SOFTMAX: softmax, OURS: ours}
     if 4 * config.heads * n * n / 2**30 <= config.naive_limit_gib / 4:  # logits, weights and two gradients in float32
         result[NAIVE] = naive
         if config.compiled:
@@ -136,14 +136,14 @@ def run(config: CpuBenchmark) -> dict[str, Any]:
 
 
 def measure(config: CpuBenchmark, n: int, dtype: torch.dtype, causal: bool) -> list[dict[str, Any]]:
-    """All contestants on one problem: a row for each contestant and pass."""
+    """All implementations on one problem: a row for each implementation and pass."""
     torch.manual_seed(n)
     q, k, v, g = torch.randn(4, 1, config.heads, n, config.head_dim).to(dtype).unbind()
     inputs = Inputs((q, k, v), g, causal)
     torch._dynamo.reset()  # each problem is compiled for its own sizes, as a user's would be
     passes: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
     errors: dict[str, tuple[float, float]] = {}
-    for name, function in contestants(config, n).items():
+    for name, function in implementations(config, n).items():
         errors[name] = check(name, function, inputs)
         passes["forward"][name] = _forward(function, inputs)
         passes["backward"][name] = _backward(function, inputs)
@@ -157,7 +157,7 @@ def measure(config: CpuBenchmark, n: int, dtype: torch.dtype, causal: bool) -> l
                     "dtype": str(dtype).removeprefix("torch."),
                     "causal": causal,
                     "pass": direction,
-                    "contestant": name,
+                    "implementation": name,
                     "median_ms": seconds * 1e3,
                     "softmax_time_over_this": ratios[SOFTMAX],
                     "naive_time_over_this": ratios.get(NAIVE),
@@ -167,11 +167,11 @@ def measure(config: CpuBenchmark, n: int, dtype: torch.dtype, causal: bool) -> l
     return rows
 
 
-def _forward(function: Contestant, inputs: Inputs) -> Callable[[], object]:
+def _forward(function: Implementation, inputs: Inputs) -> Callable[[], object]:
     return lambda: function(*inputs.tensors, inputs.bias, inputs.causal)
 
 
-def _backward(function: Contestant, inputs: Inputs) -> Callable[[], object]:
+def _backward(function: Implementation, inputs: Inputs) -> Callable[[], object]:
     leaves = q, k, v = _leaves(inputs)
     out = function(q, k, v, inputs.bias, inputs.causal)
     return lambda: torch.autograd.grad(out, leaves, inputs.grad_out, retain_graph=True)
@@ -183,7 +183,7 @@ def _leaves(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def race(calls: dict[str, Callable[[], object]], rounds: int) -> Iterator[tuple[str, float, dict[str, float]]]:
-    """Time the calls in turn; for each its median seconds and, by contestant, the median of their time over its own."""
+    """Time the calls in turn; yield name, median seconds and the ratios of the others' times to its own (medians)."""
     repeats = {}
     for name, call in calls.items():
         call()
@@ -205,11 +205,11 @@ def race(calls: dict[str, Callable[[], object]], rounds: int) -> Iterator[tuple[
 # -- correctness ------------------------------------------------------------------------------------------------------
 
 
-def check(name: str, function: Contestant, inputs: Inputs) -> tuple[float, float]:
+def check(name: str, function: Implementation, inputs: Inputs) -> tuple[float, float]:
     """The relative errors of output and gradients against float64, on some queries and keys.
 
     Raises:
-        RuntimeError: if an error is beyond what the dtype explains; a wrong contestant is not timed.
+        RuntimeError: if an error is beyond what the dtype explains; a wrong implementation is not timed.
     """
     leaves = q, k, v = _leaves(inputs)
     out = function(q, k, v, inputs.bias, inputs.causal)
@@ -276,11 +276,11 @@ def table(rows: Sequence[dict[str, Any]], n: int) -> Table:
             row["pass"],
             row["dtype"],
             "causal" if row["causal"] else "full",
-            row["contestant"],
+            row["implementation"],
             f"{row['median_ms']:.3f}",
             f"{row['softmax_time_over_this']:.2f}",
             "–" if over_naive is None else f"{over_naive:.2f}",
             f"{row['relative_error']:.1e}",
-            end_section=row["contestant"] == (COMPILED if over_naive is not None else OURS),
+            end_section=row["implementation"] == (COMPILED if over_naive is not None else OURS),
         )
     return result

@@ -1,7 +1,7 @@
 """``sigattn bench decode``: one new token against a cache, beside PyTorch's softmax, on a GPU or a CPU.
 
 Decoding reads the cache once and does little else, so what counts is bytes a second, beside those of a plain copy on
-the same machine. Each contestant is checked against float64 before it is timed, and what is wrong is not timed. Caches
+the same machine. Each implementation is checked against float64 before it is timed. Caches
 are (batch, length, heads, head_dim) as flash-attn has them, (batch, heads, length, head_dim), or pages.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.bench import gpu, provenance
-from sigattn.bench.contestants import compiled, reset_compiled
-from sigattn.bench.report import Report
+from sigattn.bench.baselines import compiled, reset_compiled
+from sigattn.bench.results_file import Report
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.kv_cache import LayerCache
@@ -36,7 +36,7 @@ from sigattn.validation import (
     check_positive,
 )
 
-OURS, PAGED, SOFTMAX, FLEX = "sigattn", "sigattn, pages of 64", "softmax SDPA", "softmax FlexAttention"
+OURS, PAGED, SOFTMAX, FLEX = "sigattn", "sigattn, pages of 64", "SDPA softmax", "Flex softmax"
 PAGE = 64
 LAYOUTS = ("length first", "heads first")
 
@@ -56,7 +56,7 @@ class DecodeBenchmark:
         threads: PyTorch's threads, on a CPU.
         flex: whether FlexAttention takes part, on a GPU.
         prompts: lengths after which a language model makes a token, sigmoid beside its softmax twin.
-        rounds: how often each contestant is timed.
+        rounds: how often each implementation is timed.
         round_seconds: the least time of a round.
         resume: continue the results in the file instead of replacing them.
         results: where to write the results as JSON.
@@ -145,7 +145,7 @@ def cases(config: DecodeBenchmark) -> list[tuple[str, int, int]]:
 def measure(
     config: DecodeBenchmark, context: int, batch: int, dtype: torch.dtype, device: torch.device, absent: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """All contestants on caches of one size: a row for each contestant and layout."""
+    """All implementations on caches of one size: a row for each implementation and layout."""
     generator = torch.Generator(device).manual_seed(context)
 
     def randn(*shape: int) -> Tensor:
@@ -164,7 +164,7 @@ def measure(
         cache = Cache(query, key, value)
         calls: dict[str, Callable[[], object]] = {}
         errors: dict[str, float] = {}
-        for name, call in contestants(config, cache, layout).items():
+        for name, call in implementations(config, cache, layout).items():
             try:
                 errors[name] = check(name, call, cache)
             except Exception as error:  # wrong, or failed in a way of its own: it is not timed, and the others are
@@ -183,7 +183,7 @@ def measure(
                         "batch": batch,
                         "dtype": str(dtype).removeprefix("torch."),
                         "layout": layout,
-                        "contestant": name,
+                        "implementation": name,
                         "median_ms": seconds * 1e3,
                         "gigabytes_per_second": moved / seconds / 1e9,
                         "softmax_time_over_this": ratios.get(SOFTMAX),
@@ -234,7 +234,7 @@ def _next_token(model: LanguageModel, cache: list[LayerCache], token: Tensor) ->
         layer.length -= 1
 
 
-def contestants(config: DecodeBenchmark, cache: Cache, layout: str) -> dict[str, Callable[[], Tensor]]:
+def implementations(config: DecodeBenchmark, cache: Cache, layout: str) -> dict[str, Callable[[], Tensor]]:
     """Who takes part: each gives (B, 1, Hq, D)."""
     q, k, v = cache.query, cache.key, cache.value
     bias = -math.log(k.shape[1])
@@ -281,7 +281,7 @@ def check(name: str, call: Callable[[], Tensor], cache: Cache) -> float:
     """The error of the first sample's first and last head against float64, relative to the largest value.
 
     Raises:
-        RuntimeError: if it is beyond what the dtype explains; a wrong contestant is not timed.
+        RuntimeError: if it is beyond what the dtype explains; a wrong implementation is not timed.
     """
     heads = cache.query.shape[2]
     group = heads // cache.key.shape[2]
@@ -312,12 +312,12 @@ def table(rows: list[dict[str, Any]], dtype: str) -> Table:
             f"{row['context']:,}",
             str(row["batch"]),
             row["layout"],
-            row["contestant"],
+            row["implementation"],
             f"{row['median_ms']:.3f}",
             f"{row['gigabytes_per_second']:.1f}",
             "–" if row["softmax_time_over_this"] is None else f"{row['softmax_time_over_this']:.2f}",
             f"{row['copy_time_over_this']:.2f}",
             "" if error is None else f"{error:.1e}",
-            end_section=row["contestant"] == "copy",
+            end_section=row["implementation"] == "copy",
         )
     return result

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sigattn.bench import provenance
-from sigattn.bench.contestants import Options
+from sigattn.bench.baselines import Options
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 6e-2, torch.float32: 1e-2}  # of the largest value; TF32 included
@@ -205,7 +205,7 @@ def captured(call: Callable[[], object]) -> Callable[[], None] | None:
 def race(
     calls: Mapping[str, Callable[[], object]], rounds: int, least_seconds: float
 ) -> Iterator[tuple[str, float, dict[str, float]]]:
-    """Time the calls in turn; for each its median seconds and, by contestant, the median of their time over its own.
+    """Time the calls in turn; yield name, median seconds and the ratios of the others' times to its own (medians).
 
     A round repeats a call until it fills ``least_seconds``. Of short calls this is the time that Python and PyTorch
     take to launch them (``captured`` leaves that out).

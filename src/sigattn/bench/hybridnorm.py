@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.bench import gpu
-from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, compiled
-from sigattn.bench.report import Report
+from sigattn.bench.baselines import IMPLEMENTATIONS, OURS, Implementation, compiled
+from sigattn.bench.results_file import Report
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
 
@@ -34,7 +34,7 @@ class HybridNormBenchmark:
         heads: of one sequence (batch 1).
         head_dim: features of a head.
         dtype: "bfloat16", "float16" or "float32".
-        rounds: how often each contestant is timed.
+        rounds: how often each implementation is timed.
         round_seconds: the least time of a round.
         compiled: whether torch.compile fuses the norm, as in the paper; without, PyTorch's own kernel does it.
         resume: continue the results in the folder instead of replacing them.
@@ -84,12 +84,12 @@ def measure(config: HybridNormBenchmark, n: int, causal: bool, absent: dict[str,
 
     norm = _compiled_norm() if config.compiled and torch.cuda.is_available() else _norm
     affine = {"affine": (weight, shift), "no affine": (None, None)}
-    ours = CONTESTANTS[OURS].call
+    ours = IMPLEMENTATIONS[OURS].call
     calls: dict[str, Callable[[], object]] = {}
-    for name, contestant in CONTESTANTS.items():
-        if name == "Flex softmax" or not (contestant.softmax or name == OURS):
+    for name, implementation in IMPLEMENTATIONS.items():
+        if name == "Flex softmax" or not (implementation.softmax or name == OURS):
             continue
-        reason = contestant.unavailable(gpu.device(), dtype, problem.options) or _wrong(contestant, problem)
+        reason = implementation.unavailable(gpu.device(), dtype, problem.options) or _wrong(implementation, problem)
         if reason is not None:
             absent[f"{name}, n = {n}"] = reason
         elif name == OURS:
@@ -98,13 +98,13 @@ def measure(config: HybridNormBenchmark, n: int, causal: bool, absent: dict[str,
                 for kind in NORMS
             }
         else:
-            calls[name] = lambda call=contestant.call: call(q, k, v, problem.options)  # type: ignore[misc]
+            calls[name] = lambda call=implementation.call: call(q, k, v, problem.options)  # type: ignore[misc]
     with torch.no_grad():
         return [
             {
                 "n": n,
                 "causal": causal,
-                "contestant": name,
+                "implementation": name,
                 "ms": seconds * 1e3,
                 "softmax_time_over_this": {o: r for o, r in ratios.items() if o not in NORMS},
             }
@@ -123,12 +123,12 @@ def _compiled_norm() -> Callable[..., Any]:
     return compiled(_norm, dynamic=True)  # once for all lengths
 
 
-def _wrong(contestant: Contestant, problem: gpu.Inputs) -> str | None:
-    """Why a contestant is not timed: it fails, or its output is not that of the formula."""
+def _wrong(implementation: Implementation, problem: gpu.Inputs) -> str | None:
+    """Why an implementation is not timed: it fails, or its output is not that of the formula."""
     try:
         with torch.no_grad():
-            out = contestant.call(problem.query, problem.key, problem.value, problem.options)
-        error, _ = gpu.errors(problem, contestant.softmax, out, None)
+            out = implementation.call(problem.query, problem.key, problem.value, problem.options)
+        error, _ = gpu.errors(problem, implementation.softmax, out, None)
     except Exception as failure:  # a peer may fail in ways of its own
         return f"{type(failure).__name__}: {failure}"[:300]
     return None if error <= gpu.TOLERANCE[out.dtype] else f"it is wrong: relative error {error}"
@@ -136,7 +136,7 @@ def _wrong(contestant: Contestant, problem: gpu.Inputs) -> str | None:
 
 def crossing(rows: list[dict[str, Any]], causal: bool, norm: str) -> dict[str, Any]:
     """T*: the least length from which on sigmoid with this norm is always faster; None if it is not at the longest."""
-    own = sorted((r for r in rows if r["causal"] == causal and r["contestant"] == norm), key=lambda r: r["n"])
+    own = sorted((r for r in rows if r["causal"] == causal and r["implementation"] == norm), key=lambda r: r["n"])
     result: dict[str, Any] = {"causal": causal, "norm": norm, "over": {}}
     for other in own[0]["softmax_time_over_this"] if own else ():
         ratios = [(r["n"], r["softmax_time_over_this"][other]) for r in own]

@@ -1,7 +1,7 @@
 """``sigattn bench kernels``: the GPU kernels beside every peer present, in the paper's set-up (App. F).
 
 12 heads, n from 64 to 78k, full and causal, inference (forward) and training (forward and backward), on random data;
-D = 64, and beyond the paper D = 128 and ALiBi. Every contestant is checked against float64 before it is timed, and
+D = 64, and beyond the paper D = 128 and ALiBi. Every implementation is checked against float64 before it is timed, and
 what is wrong is not timed. TFLOP/s count 4·B·H·n²·D for a forward pass, 2.5 times that for a backward, half when
 causal. A speed-up over a softmax is 1 - t / t_softmax, averaged over n as in the paper.
 """
@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from sigattn.bench import gpu, trial
-from sigattn.bench.contestants import CONTESTANTS, OURS, Contestant, Options, reset_compiled
-from sigattn.bench.report import Report
+from sigattn.bench import gpu, subprocesses
+from sigattn.bench.baselines import IMPLEMENTATIONS, OURS, Implementation, Options, reset_compiled
+from sigattn.bench.results_file import Report
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
 
 FORWARD, BACKWARD, TRAINING = "forward", "backward", "training"
@@ -43,12 +43,12 @@ class KernelBenchmark:
         dtype: "bfloat16", "float16" or "float32".
         alibi: also measure with ALiBi, for the first head_dim.
         most_flops: the largest forward pass; bounds the batch, and so the time that a length takes.
-        rounds: how often each contestant is timed.
+        rounds: how often each implementation is timed.
         round_seconds: the least time of a round.
         graphs_up_to: tokens up to which forward and training are also timed as CUDA graphs, without the launching.
-        contestants: names of the contestants that take part beside ours; empty for all.
-        precompile: first compile and run each contestant in processes of its own, several at a time; one that crashes
-            or hangs is left out.
+        baselines: names of the baselines compared with ours; empty for all.
+        precompile: first compile and run each implementation in processes of its own, several at a time; one that
+            crashes or hangs is left out.
         seconds: when to stop; settings that were not reached are named in the results.
         profile: also list the time of each of our kernels.
         draw: also draw plots.
@@ -66,7 +66,7 @@ class KernelBenchmark:
     rounds: int = 5
     round_seconds: float = 0.01
     graphs_up_to: int = 2048
-    contestants: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
     precompile: bool = True
     seconds: float = 240.0
     profile: bool = True
@@ -80,7 +80,7 @@ class KernelBenchmark:
         check_positive(self, "most_flops", "seconds")
         check_not_negative(self, "round_seconds")
         check_among(tuple(gpu.DTYPES), self, "dtype")
-        check_among(tuple(CONTESTANTS), self, "contestants")
+        check_among(tuple(IMPLEMENTATIONS), self, "baselines")
         check_not_empty(self, "lengths", "head_dims")
 
 
@@ -129,14 +129,14 @@ def run(config: KernelBenchmark) -> dict[str, Any]:
 
 
 def _failures(config: KernelBenchmark, report: Report) -> dict[tuple[str, Setting], str]:
-    """Compile and run each contestant on each problem once, in processes of its own; return why some failed."""
+    """Compile and run each implementation on each problem once, in processes of its own; return why some failed."""
     groups: dict[Hashable, list[Any]] = {}
     for s in settings(config):
         for name in names(config):
             if not report.has(s) and _absent(config, name, s) is None:
-                length = s.n if CONTESTANTS[name].recompiles else 0
+                length = s.n if IMPLEMENTATIONS[name].recompiles else 0
                 groups.setdefault((name, s.head_dim, s.causal, s.alibi, length), []).append((config, name, s))
-    found = trial.failures("sigattn.bench.kernels:try_once", groups, seconds=90)
+    found = subprocesses.find_failures("sigattn.bench.kernels:try_once", groups, seconds=90)
     return {
         groups[key][at][1:]: reason
         for key, reasons in found.items()
@@ -146,21 +146,21 @@ def _failures(config: KernelBenchmark, report: Report) -> dict[tuple[str, Settin
 
 
 def try_once(task: tuple[KernelBenchmark, str, Setting]) -> None:
-    """Compile and run a contestant; whether it is right is checked before it is timed."""
+    """Compile and run an implementation; whether it is right is checked before it is timed."""
     config, name, s = task
     problem = inputs(config, s)
     leaves = gpu.leaves(problem)
-    out = CONTESTANTS[name].call(*leaves, problem.options)
-    if CONTESTANTS[name].backward:
+    out = IMPLEMENTATIONS[name].call(*leaves, problem.options)
+    if IMPLEMENTATIONS[name].backward:
         torch.autograd.grad(out, leaves, problem.grad_out)
     with torch.no_grad():
-        CONTESTANTS[name].call(*leaves, problem.options)
+        IMPLEMENTATIONS[name].call(*leaves, problem.options)
     gpu.synchronize()
 
 
 def names(config: KernelBenchmark) -> list[str]:
-    """Ours and the contestants that were asked for."""
-    return [name for name in CONTESTANTS if not config.contestants or name in (OURS, *config.contestants)]
+    """Ours and the implementations that were asked for."""
+    return [name for name in IMPLEMENTATIONS if not config.baselines or name in (OURS, *config.baselines)]
 
 
 def inputs(config: KernelBenchmark, s: Setting) -> gpu.Inputs:
@@ -170,11 +170,11 @@ def inputs(config: KernelBenchmark, s: Setting) -> gpu.Inputs:
 
 
 def _absent(config: KernelBenchmark, name: str, s: Setting) -> str | None:
-    """Why a contestant cannot take part, or None."""
-    if CONTESTANTS[name].quadratic and 2 * batch_of(config, s) * config.heads * s.n**2 > gpu.memory() / 16:
+    """Why an implementation cannot take part, or None."""
+    if IMPLEMENTATIONS[name].quadratic and 2 * batch_of(config, s) * config.heads * s.n**2 > gpu.memory() / 16:
         return "it would hold all the weights"
     options = Options(0.0, s.causal, torch.ones(config.heads) if s.alibi else None)
-    return CONTESTANTS[name].unavailable(gpu.device(), gpu.DTYPES[config.dtype], options)
+    return IMPLEMENTATIONS[name].unavailable(gpu.device(), gpu.DTYPES[config.dtype], options)
 
 
 def batch_of(config: KernelBenchmark, s: Setting) -> int:
@@ -186,9 +186,9 @@ def batch_of(config: KernelBenchmark, s: Setting) -> int:
 def measure(
     config: KernelBenchmark, s: Setting, absent: dict[str, str], failed: Mapping[tuple[str, Setting], str] = _NONE
 ) -> list[dict[str, Any]]:
-    """Measure all contestants that there are on one problem; return a row for each contestant and pass.
+    """Measure all implementations that there are on one problem; return a row for each implementation and pass.
 
-    failed: contestants that are left out, with the reason.
+    failed: implementations that are left out, with the reason.
     """
     reset_compiled()
     gpu.free_memory()
@@ -198,7 +198,7 @@ def measure(
     for name in names(config):
         reason = failed.get((name, s)) or _absent(config, name, s)
         if reason is None:
-            reason = _enter(name, CONTESTANTS[name], problem, passes, errors)
+            reason = _enter(name, IMPLEMENTATIONS[name], problem, passes, errors)
         if reason is not None:
             absent[f"{name}, {s}"] = reason
     rows: list[dict[str, Any]] = []
@@ -215,7 +215,7 @@ def measure(
                     **s._asdict(),
                     "batch": batch,
                     "pass": direction,
-                    "contestant": name,
+                    "implementation": name,
                     "ms": seconds * 1e3,
                     "tflops": flops(config, s, direction, batch) / (graph_seconds or seconds) / 1e12,
                     "fastest_softmax_time_over_this": _over_softmax(ratios),
@@ -236,39 +236,39 @@ def _race(
 
 def _over_softmax(ratios: dict[str, float]) -> float | None:
     """How many times as long the fastest softmax takes."""
-    return min((ratio for other, ratio in ratios.items() if CONTESTANTS[other].softmax), default=None)
+    return min((ratio for other, ratio in ratios.items() if IMPLEMENTATIONS[other].softmax), default=None)
 
 
 def _enter(
     name: str,
-    contestant: Contestant,
+    implementation: Implementation,
     problem: gpu.Inputs,
     passes: dict[str, dict[str, Callable[[], object]]],
     errors: dict[str, tuple[float, float | None]],
 ) -> str | None:
-    """Check a contestant and enter it for the passes it has; or say why it is not entered."""
+    """Check an implementation and enter it for the passes it has; or say why it is not entered."""
     leaves = gpu.leaves(problem)
     q, k, v = (t.detach() for t in leaves)
     o, grad = problem.options, problem.grad_out
     try:
-        out = contestant.call(*leaves, o)
-        gradients = torch.autograd.grad(out, leaves, grad, retain_graph=True) if contestant.backward else None
-        found = gpu.errors(problem, contestant.softmax, out.detach(), gradients)
+        out = implementation.call(*leaves, o)
+        gradients = torch.autograd.grad(out, leaves, grad, retain_graph=True) if implementation.backward else None
+        found = gpu.errors(problem, implementation.softmax, out.detach(), gradients)
     except Exception as error:  # a peer may fail in ways of its own: it is left out, and the results say why
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if not gpu.largest(e for e in found if e is not None) <= gpu.TOLERANCE[problem.query.dtype]:
         return f"it is wrong: relative errors {found}"
     errors[name] = found
 
-    def training(call: Callable[..., Tensor] = contestant.call) -> object:
+    def training(call: Callable[..., Tensor] = implementation.call) -> object:
         return torch.autograd.grad(call(*leaves, o), leaves, grad)
 
     def inference() -> object:
         with torch.no_grad():
-            return contestant.call(q, k, v, o)
+            return implementation.call(q, k, v, o)
 
     passes[FORWARD][name] = inference
-    if contestant.backward:
+    if implementation.backward:
         passes[BACKWARD][name] = lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
         passes[TRAINING][name] = training
     return None
@@ -289,9 +289,9 @@ def speed_ups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     keys = sorted({(r["head_dim"], r["causal"], r["alibi"], r["pass"]) for r in rows})
     for key in keys:
         here = [r for r in rows if (r["head_dim"], r["causal"], r["alibi"], r["pass"]) == key]
-        own = {r["n"]: r for r in here if r["contestant"] == OURS}
-        for other in sorted({r["contestant"] for r in here if CONTESTANTS[r["contestant"]].softmax}):
-            theirs = {r["n"]: r for r in here if r["contestant"] == other}
+        own = {r["n"]: r for r in here if r["implementation"] == OURS}
+        for other in sorted({r["implementation"] for r in here if IMPLEMENTATIONS[r["implementation"]].softmax}):
+            theirs = {r["n"]: r for r in here if r["implementation"] == other}
             shared = sorted(own.keys() & theirs.keys())
             if shared:
                 gain = statistics.mean(1 - 1 / _ratio(theirs[n], own[n]) for n in shared)
@@ -319,7 +319,7 @@ def _profile(config: KernelBenchmark) -> list[dict[str, Any]]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
 
     def step() -> None:
-        out = CONTESTANTS[OURS].call(*leaves, problem.options)
+        out = IMPLEMENTATIONS[OURS].call(*leaves, problem.options)
         torch.autograd.grad(out, leaves, problem.grad_out)
         gpu.synchronize()
 
@@ -344,7 +344,7 @@ def table(rows: Iterable[dict[str, Any]], s: Setting) -> Table:
         error = r["error"] if r["pass"] == FORWARD else r["gradient_error"]
         result.add_row(
             r["pass"],
-            r["contestant"],
+            r["implementation"],
             f"{r['ms']:.3f}",
             "–" if r["graph_ms"] is None else f"{r['graph_ms']:.3f}",
             f"{r['tflops']:.1f}",
@@ -366,7 +366,7 @@ def plots(rows: list[dict[str, Any]], folder: Path) -> None:
         here = [r for r in rows if (r["head_dim"], r["alibi"]) == (head_dim, alibi)]
         masks = sorted({r["causal"] for r in here})
         figure, axes = plt.subplots(len(masks), 3, figsize=(15, 4 * len(masks)), squeeze=False, layout="constrained")
-        names = [name for name in CONTESTANTS if any(r["contestant"] == name for r in here)]
+        names = [name for name in IMPLEMENTATIONS if any(r["implementation"] == name for r in here)]
         for row, causal in zip(axes, masks, strict=True):
             for axis, direction in zip(row, (FORWARD, BACKWARD, TRAINING), strict=True):
                 _plot(axis, [r for r in here if r["causal"] == causal and r["pass"] == direction], names)
@@ -378,9 +378,9 @@ def plots(rows: list[dict[str, Any]], folder: Path) -> None:
 
 def _plot(axis: Any, rows: list[dict[str, Any]], names: list[str]) -> None:
     for at, name in enumerate(names):
-        own = sorted((r["n"], r["tflops"]) for r in rows if r["contestant"] == name)
+        own = sorted((r["n"], r["tflops"]) for r in rows if r["implementation"] == name)
         if own:
-            style = "-" if not CONTESTANTS[name].softmax else "--"
+            style = "-" if not IMPLEMENTATIONS[name].softmax else "--"
             x, y = zip(*own, strict=True)
             axis.plot(x, y, style, marker=".", color=f"C{at}", label=name, linewidth=2 if name == OURS else 1)
     axis.set_xscale("log", base=2)

@@ -20,8 +20,8 @@ import sigattn
 _UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
 
 
-CONTESTANTS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
-    "softmax SDPA": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
+    "SDPA softmax": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
     "sigattn": lambda q, k, v, causal: sigattn.sigmoid_attention(q, k, v, is_causal=causal),
     "naive sigmoid": lambda q, k, v, _: torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 - 8.0) @ v,
 }
@@ -30,11 +30,11 @@ CONTESTANTS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
 def cases(heads: int, head_dim: int, threads: int) -> list[dict[str, Any]]:
     """The peak memory of softmax and of our sigmoid, at 4096 tokens and, with one head, 65,536."""
     return [
-        in_own_process(contestant, n, h, head_dim, dtype, causal, threads)
+        in_own_process(implementation, n, h, head_dim, dtype, causal, threads)
         for n, h in ((4096, heads), (65_536, 1))
         for dtype in ("float32", "bfloat16")
         for causal in (False, True)
-        for contestant in ("softmax SDPA", "sigattn")
+        for implementation in ("SDPA softmax", "sigattn")
     ]
 
 
@@ -46,7 +46,7 @@ def in_own_process(*case: Any) -> dict[str, Any]:
     return result
 
 
-def report(contestant: str, n: int, heads: int, head_dim: int, dtype: str, causal: bool, threads: int) -> None:
+def report(implementation: str, n: int, heads: int, head_dim: int, dtype: str, causal: bool, threads: int) -> None:
     """Measure one case in this process and print it as JSON."""
     torch.set_num_threads(threads)
     kind: torch.dtype = getattr(torch, dtype)
@@ -56,7 +56,7 @@ def report(contestant: str, n: int, heads: int, head_dim: int, dtype: str, causa
         q, k, v, g = torch.randn(4, 1, heads, length, head_dim).to(kind).unbind()
         q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
         before = _peak()
-        out = CONTESTANTS[contestant](q, k, v, causal)
+        out = IMPLEMENTATIONS[implementation](q, k, v, causal)
         gradients = torch.autograd.grad(out, (q, k, v), g)
         outputs = sum(t.numel() * t.element_size() for t in (out, *gradients))
         return max(0, _peak() - before - outputs)
@@ -66,7 +66,7 @@ def report(contestant: str, n: int, heads: int, head_dim: int, dtype: str, causa
     print(
         json.dumps(
             {
-                "contestant": contestant,
+                "implementation": implementation,
                 "n": n,
                 "heads": heads,
                 "dtype": dtype,
@@ -99,6 +99,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
         result.add_column(column, justify="right" if column in ("n", "heads", "MiB") else "left")
     for row in rows:
         mask = "causal" if row["causal"] else "full"
-        cells = (row["n"], row["heads"], row["dtype"], mask, row["contestant"], f"{row['extra_mib']:.1f}")
+        cells = (row["n"], row["heads"], row["dtype"], mask, row["implementation"], f"{row['extra_mib']:.1f}")
         result.add_row(*map(str, cells))
     return result

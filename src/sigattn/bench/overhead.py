@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sigattn.bench import gpu, provenance
-from sigattn.bench.contestants import CONTESTANTS, OURS, reset_compiled
-from sigattn.bench.report import Report
+from sigattn.bench.baselines import IMPLEMENTATIONS, OURS, reset_compiled
+from sigattn.bench.results_file import Report
 from sigattn.ops.gradients import Needs
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, launch_cache, prepare, tuning
@@ -40,7 +40,7 @@ class OverheadBenchmark:
         head_dim: features of a head.
         batches: numbers of sequences.
         dtype: "bfloat16", "float16" or "float32".
-        rounds: how often each contestant is timed.
+        rounds: how often each implementation is timed.
         round_seconds: the least time of a round.
         resume: continue the results in the file instead of replacing them.
         results: where to write the results as JSON.
@@ -157,12 +157,12 @@ def measure(config: OverheadBenchmark, batch: int, absent: dict[str, str]) -> li
     reset_compiled()
     problem = gpu.inputs(batch, config.heads, config.n, config.head_dim, gpu.DTYPES[config.dtype], False)
     eager: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "training": {}}
-    for name in (*CONTESTANTS, THROUGH_TRITON):
-        contestant = CONTESTANTS[OURS if name == THROUGH_TRITON else name]
-        reason = contestant.unavailable(gpu.device(), problem.query.dtype, problem.options)
+    for name in (*IMPLEMENTATIONS, THROUGH_TRITON):
+        implementation = IMPLEMENTATIONS[OURS if name == THROUGH_TRITON else name]
+        reason = implementation.unavailable(gpu.device(), problem.query.dtype, problem.options)
         if reason is None:
-            calls = _calls(contestant.call, problem, contestant.backward, relaunch=name != THROUGH_TRITON)
-            reason = _wrong(calls, problem, contestant.softmax)
+            calls = _calls(implementation.call, problem, implementation.backward, relaunch=name != THROUGH_TRITON)
+            reason = _wrong(calls, problem, implementation.softmax)
         if reason is not None:
             absent[name] = reason
             continue
@@ -173,12 +173,14 @@ def measure(config: OverheadBenchmark, batch: int, absent: dict[str, str]) -> li
         graphs = {name: replay for name, call in calls.items() if (replay := gpu.captured(call)) is not None}
         bare = {name: t for name, t, _ in gpu.race(graphs, config.rounds, config.round_seconds)} if graphs else {}
         for name, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds):
-            softmax = [ratio for other, ratio in ratios.items() if other in CONTESTANTS and CONTESTANTS[other].softmax]
+            softmax = [
+                ratio for other, ratio in ratios.items() if other in IMPLEMENTATIONS and IMPLEMENTATIONS[other].softmax
+            ]
             rows.append(
                 {
                     "batch": batch,
                     "pass": direction,
-                    "contestant": name,
+                    "implementation": name,
                     "microseconds": seconds * 1e6,
                     "fastest_softmax_time_over_this": min(softmax, default=None),
                     "graph_microseconds": bare[name] * 1e6 if name in bare else None,
@@ -190,7 +192,7 @@ def measure(config: OverheadBenchmark, batch: int, absent: dict[str, str]) -> li
 def _calls(
     call: Callable[..., torch.Tensor], problem: gpu.Inputs, backward: bool, *, relaunch: bool
 ) -> dict[str, Callable[[], Any]]:
-    """The passes of a contestant."""
+    """The passes of an implementation."""
     leaves = gpu.leaves(problem)
     q, k, v = (t.detach() for t in leaves)
 
@@ -207,7 +209,7 @@ def _calls(
 
 
 def _wrong(calls: dict[str, Callable[[], Any]], problem: gpu.Inputs, softmax: bool) -> str | None:
-    """Why a contestant takes no part: it fails, or its second call (the first may have been kept) is wrong."""
+    """Why an implementation takes no part: it fails, or its second call (the first may have been kept) is wrong."""
     try:
         for call in calls.values():
             call()
@@ -228,7 +230,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         result.add_row(
             str(r["batch"]),
             r["pass"],
-            r["contestant"],
+            r["implementation"],
             f"{r['microseconds']:.1f}",
             "–" if ratio is None else f"{ratio:.2f}",
             "–" if graph is None else f"{graph:.1f}",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sigattn.bench import provenance
-from sigattn.bench.report import Report
+from sigattn.bench.results_file import Report
 from sigattn.data.dataset import Data
 from sigattn.data.images import Digits
 from sigattn.data.text import ByteText, TextData

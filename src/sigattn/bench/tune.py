@@ -1,9 +1,8 @@
 """``sigattn bench tune``: measures tile shapes on the GPU at hand, for the tables in ``ops/triton/tuning.py``.
 
-All candidates are first compiled and tried in processes of their own (trial.py). For each kernel, head size and mask,
-those that work are timed beside the configuration in force, in one race, after their results were compared with float64
-(a sample) and with one another (all). What the tables hold changes only by hand, with the measurement beside it: the
-result of this file is advice.
+All candidates are first compiled and run once in subprocesses. For each kernel, head size and mask, those that work are
+compared with float64 (a sample) and with one another (everything), then timed in turns with the current configuration.
+The result is advice: the tables are changed only by hand, together with the measurement.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.bench import gpu, provenance, trial
-from sigattn.bench.report import Report
+from sigattn.bench import gpu, provenance, subprocesses
+from sigattn.bench.results_file import Report
 from sigattn.ops.gradients import Needs
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
@@ -120,7 +119,7 @@ def run(config: TuneBenchmark) -> dict[str, Any]:
             in_time = time.perf_counter() - start <= config.seconds
             tasks = {case: [(config, case, c) for c in found] for case, found in candidates.items()}
             chunk = 2 if config.variants else 4
-            failed = trial.failures("sigattn.bench.tune:try_once", tasks, chunk=chunk) if in_time else {}
+            failed = subprocesses.find_failures("sigattn.bench.tune:try_once", tasks, chunk=chunk) if in_time else {}
             for case in report.remaining(cases, None if in_time else -1.0):
                 found = report.add(case, measure(config, case, candidates[case], failed[case]))
                 title = f"{case.kernel}, n = {case.n}, D = {case.head_dim}, {'causal' if case.causal else 'full'}"
@@ -219,8 +218,8 @@ def measure(
             **place,
             "config": name,
             "ms": seconds * 1e3,
-            "in_force_time_over_this": ratios[first],
-            "in_force": name == in_force,
+            "current_time_over_this": ratios[first],
+            "current": name == in_force,
             "faster": in_force in calls and ratios[first] > 1 + max(0.01, 2 * noise),
             "error": errors.get(name),
         }
@@ -288,6 +287,6 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     for column in ("tile, warps, stages, σ", "ms", "× in force"):
         result.add_column(column, justify="right")
     for r in [r for r in rows if "ms" in r][:10]:
-        mark = " (in force)" if r["in_force"] else " (faster: candidate for the default)" if r["faster"] else ""
-        result.add_row(r["config"] + mark, f"{r['ms']:.3f}", f"{r['in_force_time_over_this']:.2f}")
+        mark = " (in force)" if r["current"] else " (faster: candidate for the default)" if r["faster"] else ""
+        result.add_row(r["config"] + mark, f"{r['ms']:.3f}", f"{r['current_time_over_this']:.2f}")
     return result

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import sigattn
 from sigattn.bench import gpu
-from sigattn.bench.contestants import Options
+from sigattn.bench.baselines import Options
 from sigattn.experiments import cache, drawing
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
 from sigattn.experiments.intervals import Verdict

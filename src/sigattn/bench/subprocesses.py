@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
-_DONE = "sigattn trial: "
+_DONE = "sigattn call: "
 
 
-def failures(
+def find_failures(
     function: str,
     groups: Mapping[Key, Sequence[Any]],
     *,
@@ -64,7 +64,7 @@ def _group(function: str, things: list[Any], seconds: int, stop: threading.Event
     first = 0
     while first < len(things) and not stop.is_set():
         done = subprocess.run(
-            [sys.executable, "-m", "sigattn.bench.trial"],
+            [sys.executable, "-m", "sigattn.bench.subprocesses"],
             input=pickle.dumps((function, things[first:], seconds)),
             capture_output=True,
         )

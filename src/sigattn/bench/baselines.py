@@ -31,7 +31,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Implementation:
     """One way to compute attention.
 
     Attributes:
@@ -197,33 +197,33 @@ def _ours_dense(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
 
 _HALF = (torch.float16, torch.bfloat16)
 OURS = "sigattn"
-CONTESTANTS = {
-    OURS: Contestant(False, _ours_dense, "triton", cpu=True, alibi=True),
-    "sigattn fast": Contestant(False, _ours("triton", "fast"), "triton", alibi=True),
-    "cuDNN softmax": Contestant(True, _sdpa("CUDNN_ATTENTION"), dtypes=_HALF),
-    "flash softmax": Contestant(True, _sdpa("FLASH_ATTENTION"), dtypes=_HALF),
-    "SDPA on CPU": Contestant(True, _softmax_on_cpu, cpu=True),
-    "flash-attn 3 softmax": Contestant(
+IMPLEMENTATIONS = {
+    OURS: Implementation(False, _ours_dense, "triton", cpu=True, alibi=True),
+    "sigattn fast": Implementation(False, _ours("triton", "fast"), "triton", alibi=True),
+    "cuDNN softmax": Implementation(True, _sdpa("CUDNN_ATTENTION"), dtypes=_HALF),
+    "flash softmax": Implementation(True, _sdpa("FLASH_ATTENTION"), dtypes=_HALF),
+    "SDPA softmax": Implementation(True, _softmax_on_cpu, cpu=True),
+    "flash-attn 3 softmax": Implementation(
         True,
         _transposed("flash_attn_interface", "flash_attn_func", causal=lambda o: o.causal),
         "flash_attn_interface",
         dtypes=_HALF,
     ),
-    "flash-attn 2 softmax": Contestant(
+    "flash-attn 2 softmax": Implementation(
         True,
         _transposed("flash_attn", "flash_attn_func", causal=lambda o: o.causal, alibi_slopes=lambda o: o.slopes),
         "flash_attn",
         dtypes=_HALF,
         alibi=True,
     ),
-    "Flex softmax": Contestant(True, _flex_attention(True), alibi=True, recompiles=True),
-    "Flex sigmoid": Contestant(False, _flex_attention(False), alibi=True, recompiles=True),
-    "triton-sigmoid": Contestant(
+    "Flex softmax": Implementation(True, _flex_attention(True), alibi=True, recompiles=True),
+    "Flex sigmoid": Implementation(False, _flex_attention(False), alibi=True, recompiles=True),
+    "triton-sigmoid": Implementation(
         False,
         _transposed("triton_sigmoid", "sigmoid_attention", is_causal=lambda o: o.causal, sigmoid_bias=lambda o: o.bias),
         "triton_sigmoid",
     ),
-    "FlashSigmoid": Contestant(
+    "FlashSigmoid": Implementation(
         False,
         _transposed(
             "flash_sigmoid",
@@ -236,8 +236,8 @@ CONTESTANTS = {
         dtypes=_HALF,
         alibi=True,
     ),
-    "naive sigmoid": Contestant(False, _naive, cpu=True, alibi=True, quadratic=True),
-    "compiled naive sigmoid": Contestant(
+    "naive sigmoid": Implementation(False, _naive, cpu=True, alibi=True, quadratic=True),
+    "compiled naive sigmoid": Implementation(
         False, lambda q, k, v, o: _compiled_naive()(q, k, v, o), alibi=True, quadratic=True, recompiles=True
     ),
 }

@@ -1,6 +1,6 @@
 """Calls that may hang or take their process with them."""
 
-from sigattn.bench import trial
+from sigattn.bench import subprocesses
 
 
 def test_each_failure_is_one_call_s():
@@ -12,7 +12,7 @@ def test_each_failure_is_one_call_s():
         "faults": [1, "fault", 2, "fault"],
         "nothing": [],
     }
-    found = trial.failures("tests.bench.trial_cases:act", groups, seconds=2, workers=3)
+    found = subprocesses.find_failures("tests.bench.subprocess_calls:act", groups, seconds=2, workers=3)
     assert found["fine"] == found["nothing"] == {}
     assert found["raises"] == {0: "ValueError: a reason", 2: "ValueError: a reason"}
     assert found["hangs"] == {1: "no end after 2 s"}
@@ -23,6 +23,6 @@ def test_each_failure_is_one_call_s():
 
 
 def test_a_module_that_is_not_there():
-    found = trial.failures("tests.bench.no_such_module:act", {"a": [1, 2]})["a"]
+    found = subprocesses.find_failures("tests.bench.no_such_module:act", {"a": [1, 2]})["a"]
     assert list(found) == [0, 1]
     assert "no_such_module" in found[0]
