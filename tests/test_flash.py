@@ -340,9 +340,9 @@ def test_as_a_citizen_of_pytorch(backend):
         7,
     )
     args = (*args, None, 3, 0, 0.0, False, False, 2.5, backend)
-    torch.library.opcheck(torch.ops.sigattn.packed_forward.default, args)
+    torch.library.opcheck(torch.ops.sigattn.varlen_forward.default, args)
     torch.library.opcheck(
-        torch.ops.sigattn.packed_backward.default,
+        torch.ops.sigattn.varlen_backward.default,
         (torch.randn(12, 2, 8, device=device), *args, [True, False, True, True, True, True]),
     )
     with pytest.raises(RuntimeError, match='backend="reference"'):

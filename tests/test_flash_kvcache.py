@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sigattn import flash
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.ops import kvcache
+from sigattn.ops.problem import KVCacheProblem
 from tests.ops.cases import COMPILER_NOISE, device_of, head_dims
 from tests.ops.truth import assert_as_good_as_formula
 from tests.test_flash import one_sequence
@@ -253,7 +254,7 @@ def test_every_option(backend, case):
 @fuzz
 @given(case=cases())
 def test_one_token_and_few_keys(case):
-    """The plainest call on a CPU goes a shorter way, and gives the same."""
+    """The fast path on a CPU returns the same as the general path."""
     case |= {"n": 1, "new": min(case["new"], 1), "page": None, "picked": False, "leftpad": None, "window": (-1, -1)}
     case |= {
         "slopes": None,
@@ -382,8 +383,8 @@ def test_compiled():
 def test_ops_are_what_they_say():
     q, cache = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 16, 2, 8)
     lengths, bias = torch.tensor([3, 16]), torch.tensor(-2.0, dtype=torch.float64)
-    args = (q, cache[0], cache[1], lengths, bias, None, None, None, None, -1, 0, False, 0, None, 2.5, None, "blocked")
-    torch.library.opcheck(torch.ops.sigattn.cached_forward.default, args)
+    args = (*KVCacheProblem(q, cache[0], cache[1], lengths, bias, right=0, softcap=2.5), "blocked")
+    torch.library.opcheck(torch.ops.sigattn.kvcache_forward.default, args)
     new = torch.randn(2, 2, 1, 2, 8)
     args = (cache[0], cache[1], new[0], new[1], torch.tensor([3, 15]), None)
     torch.library.opcheck(torch.ops.sigattn.append_to_cache.default, args)

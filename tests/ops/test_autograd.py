@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sigattn import flash, sigmoid_attention
+from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 from tests.ops.cases import COMPILER_NOISE
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
@@ -47,21 +48,19 @@ def test_an_exported_model_trains(attend, backend):
 def arguments(op, backend):
     """Arguments of a registered op, of which the first requires grad."""
     torch.manual_seed(0)
-    rest = (None, -1, 0, 0.0)
+    options = {"right": 0, "softcap": 2.5}
     if op == "forward":
-        q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
-        return [q, k, v, *(None,) * 7, *rest, 0, False, False, 2.5, backend]
-    if op == "packed_forward":
-        q, k, v = torch.randn(3, 5, 2, 4).unbind()
-        starts = torch.tensor([0, 2, 5])
-        return [q, k, v, None, None, None, starts, starts, None, 3, 3, *rest, False, False, 2.5, backend]
+        return [*Problem(*torch.randn(3, 1, 2, 5, 4).unbind(), **options)[:-1], backend]
+    if op == "varlen_forward":
+        starts, tensors = torch.tensor([0, 2, 5]), torch.randn(3, 5, 2, 4).unbind()
+        return [*VarlenProblem(*tensors, None, None, None, starts, starts, None, 3, 3, **options), backend]
     q, k, v = torch.randn(1, 1, 2, 4), *torch.randn(2, 1, 8, 2, 4).unbind()
     bias = torch.tensor(-1.0, dtype=torch.float64)
-    return [q, k, v, torch.tensor([5]), bias, None, None, None, None, -1, 0, False, 0, None, 2.5, None, backend]
+    return [*KVCacheProblem(q, k, v, torch.tensor([5]), bias, **options), backend]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", ["forward", "packed_forward", "cached_forward"])
+@pytest.mark.parametrize("op", ["forward", "varlen_forward", "kvcache_forward"])
 def test_forward_mode_through_the_op_itself_raises(op, backend):
     args = arguments(op, backend)
     call = getattr(torch.ops.sigattn, op).default
@@ -74,7 +73,7 @@ def test_forward_mode_through_the_op_itself_raises(op, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", ["forward", "packed_forward"])
+@pytest.mark.parametrize("op", ["forward", "varlen_forward"])
 def test_levels_of_torch_func_each_record(op, backend):
     """The derivative by torch.func of a function that closes over a tensor which autograd follows."""
     q, k, *rest = arguments(op, backend)
@@ -94,7 +93,7 @@ def test_levels_of_torch_func_each_record(op, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", ["forward", "packed_forward"])
+@pytest.mark.parametrize("op", ["forward", "varlen_forward"])
 def test_second_derivatives_through_the_op_itself_raise(op, backend):
     q, *rest = arguments(op, backend)
     q.requires_grad_()
@@ -105,11 +104,11 @@ def test_second_derivatives_through_the_op_itself_raise(op, backend):
 
 
 def test_packed_sequences_are_mapped():
-    q, *rest = arguments("packed_forward", "blocked")
+    q, *rest = arguments("varlen_forward", "blocked")
     many = torch.stack([q, q + 1, q - 1])
 
     def gradient(q):
-        call = torch.ops.sigattn.packed_forward.default
+        call = torch.ops.sigattn.varlen_forward.default
         return torch.func.grad(lambda q: call(q, *rest).square().sum())(q)
 
     expected = torch.stack([gradient(one) for one in many])
@@ -118,9 +117,9 @@ def test_packed_sequences_are_mapped():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_cache_has_no_gradient_and_says_so(backend):
-    q, *rest = arguments("cached_forward", backend)
+    q, *rest = arguments("kvcache_forward", backend)
     q.requires_grad_()
-    out = torch.ops.sigattn.cached_forward.default(q, *rest)
+    out = torch.ops.sigattn.kvcache_forward.default(q, *rest)
     with pytest.raises(RuntimeError, match="cache has no gradient"):
         out.sum().backward()
     cache, new = torch.zeros(1, 8, 2, 4), torch.randn(1, 1, 2, 4, requires_grad=True)

@@ -233,7 +233,7 @@ def test_blocks_that_kernels_do_not_serve_are_refused_by_name():
     ):
         sigmoid_attention(q, k, v, block, backend="triton")
     table, tiles = block_mask.resolve(block, q, k)
-    assert custom_ops.choose(Problem(q, k, v, block_table=table, block_tiles=tiles), None) == "blocked"
+    assert custom_ops.choose(Problem(q, k, v, mask_table=table, mask_tiles=tiles), None) == "blocked"
 
 
 def test_what_does_not_fit_is_refused():

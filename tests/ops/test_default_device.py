@@ -6,7 +6,7 @@ import textwrap
 
 # Each way of the CPU backend that keeps constants, as a call; in a process of its own, because they are kept for good.
 CALLS = {
-    "plainest": "sigmoid_attention(p, p, p)",
+    "plain": "sigmoid_attention(p, p, p)",
     "short without gradient": "sigmoid_attention(p, p, p, window=(40, 0), bias=-1.5)",
     "short": "torch.autograd.grad(sigmoid_attention(q, q, q, is_causal=True, bias=-1.5).sum(), q)[0]",
     "short bfloat16": "sigmoid_attention(*[p.bfloat16()] * 3, window=(40, 0), bias=-1.5)",

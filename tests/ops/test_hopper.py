@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.hopper import backward as hopper_backward
 from sigattn.ops.hopper import backward_fused as hopper_fused
 from sigattn.ops.hopper import forward as hopper
@@ -59,16 +59,16 @@ def problem_of(n, keys, causal, dtype, d=64, heads=2, key_heads=1):
     q, grad = torch.randn(2, 1, heads, n, d, generator=g).to(dtype).unbind()
     # (B, M, H, D) in memory, as projections give them
     k, v = torch.randn(2, 1, keys, key_heads, d, generator=g).to(dtype).transpose(2, 3).unbind()
-    first_row = keys - n if causal and keys > n else 0
+    query_offset = keys - n if causal and keys > n else 0
     bias = torch.tensor(-math.log(keys), dtype=torch.float64)
-    return Problem(q, k, v, bias, right=0 if causal else UNLIMITED, first_row=first_row), grad
+    return Problem(q, k, v, bias, right=0 if causal else UNLIMITED, query_offset=query_offset), grad
 
 
 def formula(p, dtype):
     q, k, v = (t.to(dtype) for t in (p.query, p.key, p.value))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     weights = torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 + p.bias.item())
-    return (weights.tril(p.first_row) if p.right == 0 else weights) @ v
+    return (weights.tril(p.query_offset) if p.right == 0 else weights) @ v
 
 
 def gradients(p, grad, dtype):
@@ -137,7 +137,7 @@ def check_backward(simulated, monkeypatch, causal, size, config, dtype):
     p, grad = problem_of(*size, causal, dtype)
     truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
     for simulated.order in ORDERS:
-        found = launch.backward(p, grad, Needs(True, True, True))
+        found = launch.backward(p, grad, NeedsGrad(True, True, True))
         for name, t, r in zip(("query", "key", "value"), truth, rough, strict=True):
             own = getattr(found, name)
             assert_as_good_as_formula(own, t, r, max(1.0, t.abs().max().item()), name)
@@ -146,8 +146,8 @@ def check_backward(simulated, monkeypatch, causal, size, config, dtype):
 
 def test_repeatable_gradients_come_from_two_kernels(simulated):
     p, grad = problem_of(130, 130, True, torch.bfloat16)
-    launch.backward(p._replace(deterministic=True), grad, Needs(True, True, True))
-    launch.backward(p, grad, Needs(True, False, False))
+    launch.backward(p._replace(deterministic=True), grad, NeedsGrad(True, True, True))
+    launch.backward(p, grad, NeedsGrad(True, False, False))
     assert set(simulated.started) == {"hopper_keys_kernel", "hopper_queries_kernel"}
 
 
@@ -169,7 +169,7 @@ def test_the_tables(simulated, monkeypatch, kernels):
     for d in (64, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
         assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
-        found = launch.backward(p, grad, Needs(True, True, True))
+        found = launch.backward(p, grad, NeedsGrad(True, True, True))
         for mine, t, r in zip(
             found[:3], gradients(p, grad, torch.float64), gradients(p, grad, torch.bfloat16), strict=True
         ):
@@ -219,7 +219,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
         assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0, what)
         return
     both = kernel == tuning.FUSED
-    needs = Needs(both or kernel == tuning.QUERIES, both or kernel == tuning.KEYS, both or kernel == tuning.KEYS)
+    needs = NeedsGrad(both or kernel == tuning.QUERIES, both or kernel == tuning.KEYS, both or kernel == tuning.KEYS)
     found = launch.backward(p, grad, needs)
     truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, p.query.dtype)
     for mine, t, r in zip(found[:3], truth, rough, strict=True):
@@ -275,7 +275,9 @@ class TestTheSimulator:
         truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
         count = 0
         for simulated.order in ORDERS:
-            found = [launch.forward(p)] if module is hopper else launch.backward(p, grad, Needs(True, True, True))[:3]
+            found = (
+                [launch.forward(p)] if module is hopper else launch.backward(p, grad, NeedsGrad(True, True, True))[:3]
+            )
             count += not all(torch.allclose(f.double(), t, atol=0.05) for f, t in zip(found, truth, strict=True))
         return count
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from sigattn.bench import gpu, provenance
 from sigattn.bench.baselines import IMPLEMENTATIONS, OURS, reset_compiled
 from sigattn.bench.results_file import Report
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, launch_cache, prepare, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
@@ -128,8 +128,8 @@ def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
     passes: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "forward": (lambda: launch.forward(problem), lambda: launch._forward(prepare.arguments_of(problem))),
         "backward": (
-            lambda: launch.backward(problem, grad, Needs()),
-            lambda: launch._backward(prepare.arguments_of(problem), grad, Needs()),
+            lambda: launch.backward(problem, grad, NeedsGrad()),
+            lambda: launch._backward(prepare.arguments_of(problem), grad, NeedsGrad()),
         ),
     }
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from sigattn.bench import gpu, provenance, subprocesses
 from sigattn.bench.results_file import Report
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import launch, prepare, tuning
@@ -41,9 +41,9 @@ AGAIN = "in force, again"  # how far its time is from that of the same in force 
 Candidate = tuning.Config | tuning.HopperConfig | str | None
 PASSES = {
     tuning.FORWARD: None,
-    tuning.KEYS: Needs(False, True, True),
-    tuning.QUERIES: Needs(True, False, False),
-    tuning.FUSED: Needs(),  # against both kernels of the backward together
+    tuning.KEYS: NeedsGrad(False, True, True),
+    tuning.QUERIES: NeedsGrad(True, False, False),
+    tuning.FUSED: NeedsGrad(),  # against both kernels of the backward together
 }
 
 

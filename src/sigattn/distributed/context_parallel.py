@@ -28,7 +28,7 @@ from sigattn.distributed import collectives
 from sigattn.distributed.placement import Placement, Segment, placement_of
 from sigattn.ops import custom_ops, validation
 from sigattn.ops.attention import autocast, bias_operand, sides, two_sided
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem, log_length_bias
 from sigattn.ops.settings import is_fast
 
@@ -84,7 +84,7 @@ def context_parallel_attention(
         TypeError: arguments of the wrong type.
         RuntimeError: if another process has ended, or the group's timeout has expired.
     """
-    if isinstance(query, Tensor) and custom_ops.autocasting(query.device.type):
+    if isinstance(query, Tensor) and custom_ops.is_autocast_enabled(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     validation.operands(query, key, value, enable_gqa)
     if strategy not in get_args(Strategy):
@@ -311,7 +311,7 @@ def _problem(shared: _Shared, t: _Tensors, rows: slice, columns: slice, q: Segme
         scale=shared.scale,
         left=shared.left,
         right=shared.right,
-        first_row=q.start - k.start,
+        query_offset=q.start - k.start,
         fast=shared.fast,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         softcap=shared.softcap,
@@ -338,11 +338,11 @@ class _Sums(NamedTuple):
 
 def _accumulate_gradients(shared: _Shared, sums: _Sums, t: _Tensors, grad_out: Tensor, queries: int, keys: int) -> None:
     """Add to sums the partial gradients of process ``queries``'s queries and process ``keys``'s keys."""
-    needs = Needs(True, True, True, sums.bias is not None, alibi_slopes=sums.slopes is not None)
+    needs_grad = NeedsGrad(True, True, True, sums.bias is not None, alibi_slopes=sums.slopes is not None)
     for rows, columns, q, k in _pairs(shared, queries, keys):
         problem = _problem(shared, t, rows, columns, q, k)
         kernels = custom_ops.KERNELS[custom_ops.choose(problem, shared.backend)]
-        g = kernels.backward(problem, grad_out[:, :, rows], needs)
+        g = kernels.backward(problem, grad_out[:, :, rows], needs_grad)
         for total, part, segment in (
             (sums.query, g.query, rows),
             (sums.key, g.key, columns),
@@ -393,10 +393,10 @@ def _forward(shared: _Shared, t: _Tensors) -> Tensor:
     return out
 
 
-def _backward(shared: _Shared, t: _Tensors, grad_out: Tensor, needs: Sequence[bool]) -> _Sums:
+def _backward(shared: _Shared, t: _Tensors, grad_out: Tensor, needs_grad: Sequence[bool]) -> _Sums:
     ranks, rank = shared.placement.ranks, shared.rank
-    bias = torch.zeros(t.bias.shape, dtype=_wide(t.query), device=t.bias.device) if needs[3] else None
-    slopes = torch.zeros_like(t.slopes, dtype=_wide(t.query)) if t.slopes is not None and needs[4] else None
+    bias = torch.zeros(t.bias.shape, dtype=_wide(t.query), device=t.bias.device) if needs_grad[3] else None
+    slopes = torch.zeros_like(t.slopes, dtype=_wide(t.query)) if t.slopes is not None and needs_grad[4] else None
     sums = _Sums(_zeros(t.query), _zeros(t.key), _zeros(t.value), bias, slopes)
     if shared.strategy == "reduce":
         queries = collectives.gather(t.query, shared.shapes(t.query), shared.group)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sigattn.distributed import collectives
 from sigattn.ops import flash_checks, kvcache, validation
 from sigattn.ops.attention import bias_operand, sides, two_sided
-from sigattn.ops.kvcache import CachedProblem
+from sigattn.ops.problem import KVCacheProblem
 from sigattn.ops.settings import is_fast
 
 _NAME = "sharded_cache_attention"
@@ -69,30 +69,27 @@ def sharded_cache_attention(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise RuntimeError(f"{_NAME} has no gradient: call it under torch.no_grad() or torch.inference_mode()")
     capacity, rank, new = k_cache.shape[1], mesh.get_local_rank(), 0 if k is None else k.shape[1]
-    kvcache.check_places(cache_seqlens, None, None, len(k_cache), capacity * mesh.size())
-    kvcache.check_places(cache_seqlens + new, None, None, len(k_cache), capacity * mesh.size())
+    kvcache.check_cache_bounds(cache_seqlens, None, None, len(k_cache), capacity * mesh.size())
+    kvcache.check_cache_bounds(cache_seqlens + new, None, None, len(k_cache), capacity * mesh.size())
     start = rank * capacity
     if k is not None and v is not None:
         for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
             _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     ends = cache_seqlens + new - start  # end of each sample, relative to this process's first position
     left, right = sides(window, causal)
-    problem = CachedProblem(
+    problem = KVCacheProblem(
         q,
         k_cache,
         v_cache,
         ends.clamp(0, capacity),
         _bias(sigmoid_bias, q),
-        None,
-        None,
-        None if alibi_slopes is None else two_sided(alibi_slopes),
-        softmax_scale,
-        left,
-        right,
-        is_fast(None),
-        0,
-        ends,
-        softcap,
+        alibi_slopes=None if alibi_slopes is None else two_sided(alibi_slopes),
+        query_ends=ends,
+        scale=softmax_scale,
+        left=left,
+        right=right,
+        fast=is_fast(None),
+        softcap=softcap,
     )
     out = kvcache.call(problem, kvcache.choose(problem, backend)).to(torch.promote_types(q.dtype, torch.float32))
     collectives.count(out)

@@ -165,7 +165,7 @@ def attend(
         options.dense_bias(sigmoid_bias),
         window,
         alibi_slopes,
-        first_row=k.shape[1] - q.shape[1],
+        query_offset=k.shape[1] - q.shape[1],
         fast=is_fast(sigmoid_precision),
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         softcap=softcap,

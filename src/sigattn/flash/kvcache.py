@@ -12,8 +12,7 @@ from sigattn.flash import chunks, options, packing
 from sigattn.ops import flash_checks, kvcache, scalars, validation
 from sigattn.ops.attention import bias_operand, four_dimensional, sides, two_sided
 from sigattn.ops.cpu import decode
-from sigattn.ops.kvcache import CachedProblem
-from sigattn.ops.problem import UNLIMITED
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem
 from sigattn.ops.settings import is_fast
 
 _NAME = "flash_attn_with_kvcache"
@@ -191,8 +190,8 @@ def attend(
     new = keys.counts if keys is not None else 0 if k is None else k.shape[1]
     if not torch.compiler.is_compiling():
         try:
-            kvcache.check_places(lengths, None, None, len(k_cache), capacity)
-            kvcache.check_places(lengths + new, cache_leftpad, table, len(k_cache), capacity)
+            kvcache.check_cache_bounds(lengths, None, None, len(k_cache), capacity)
+            kvcache.check_cache_bounds(lengths + new, cache_leftpad, table, len(k_cache), capacity)
         except ValueError as error:
             raise ValueError(f"{_NAME}: {error}") from None
     left, right = sides(window, causal)
@@ -217,23 +216,23 @@ def attend(
     elif attention_chunk:
         last = lengths if ends is None else ends
         attn_mask = chunks.cached(lengths, cache_leftpad, last, n, capacity, attention_chunk)
-    problem = CachedProblem(
+    problem = KVCacheProblem(
         q,
         k_cache,
         v_cache,
         lengths,
         _bias(sigmoid_bias, q),
-        cache_leftpad,
-        table,
+        attn_mask,
         None if alibi_slopes is None else two_sided(alibi_slopes),
-        softmax_scale,
-        left,
-        right,
-        is_fast(sigmoid_precision),
-        num_splits,
-        ends=ends,
+        left_padding=cache_leftpad,
+        block_table=table,
+        query_ends=ends,
+        scale=softmax_scale,
+        left=left,
+        right=right,
+        fast=is_fast(sigmoid_precision),
         softcap=softcap,
-        attn_mask=attn_mask,
+        num_splits=num_splits,
     )
     out = kvcache.call(problem, kvcache.choose(problem, backend))
     return out if queries is None else queries.packed(out)

@@ -54,7 +54,7 @@ def numbers(name: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, 
 
 def cast(t: Tensor) -> Tensor:
     """Return t in autocast's dtype if autocast is enabled for its device."""
-    return autocast(t) if custom_ops.autocasting(t.device.type) else t
+    return autocast(t) if custom_ops.is_autocast_enabled(t.device.type) else t
 
 
 def packed_bias(bias: float | str | Tensor, q: Tensor) -> Tensor | None:

@@ -125,7 +125,7 @@ def check_pages(caller: str, q: Any, k: Any, v: Any, table: Any, lengths: Tensor
     if torch.compiler.is_compiling():
         return
     try:
-        kvcache.check_places(lengths, None, table, len(k), k.shape[1] * table.shape[1])
+        kvcache.check_cache_bounds(lengths, None, table, len(k), k.shape[1] * table.shape[1])
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sigattn.flash import chunks, options, packing
 from sigattn.ops import custom_ops, flash_checks, validation, varlen
 from sigattn.ops.attention import four_dimensional, new_seed, sides, two_sided
-from sigattn.ops.problem import PackedProblem
+from sigattn.ops.problem import VarlenProblem
 from sigattn.ops.settings import is_fast
 
 
@@ -195,7 +195,7 @@ def attend(
         chunk_mask = chunks.packed(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), attention_chunk)
         attn_mask = chunks.combined(chunk_mask, attn_mask)
     left, right = sides(window, causal)
-    problem = PackedProblem(
+    problem = VarlenProblem(
         q,
         k,
         v,

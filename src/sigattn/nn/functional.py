@@ -17,8 +17,7 @@ from sigattn.nn.documents import Documents
 from sigattn.ops import custom_ops, kvcache, reference, settings, varlen
 from sigattn.ops.attention import autocast, bias_operand, canonical, new_seed, sides, sigmoid_attention, two_sided
 from sigattn.ops.cpu import decode
-from sigattn.ops.kvcache import CachedProblem
-from sigattn.ops.problem import PackedProblem, Problem
+from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 
 Activation = Literal["sigmoid", "softmax", "relu", "relu2", "gelu", "tanh", "identity", "performer"]
@@ -135,7 +134,7 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
 
 def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
-    if custom_ops.autocasting(query.device.type):
+    if custom_ops.is_autocast_enabled(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     unmasked = p.slopes is None and p.first_key is None and (p.window is None or p.window >= key.shape[2] - 1)
     if unmasked and query.shape[2] == 1 and isinstance(p.bias, float):
@@ -147,19 +146,17 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> 
     assert bias is not None
     lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
     left, right = sides(p.sides, p.causal)
-    problem = CachedProblem(
+    problem = KVCacheProblem(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         lengths,
         bias.squeeze(-1) if bias.dim() else bias,
-        p.first_key,
-        None,
-        None if p.slopes is None else two_sided(p.slopes),
-        None,
-        left,
-        right,
-        settings.is_fast(None),
+        alibi_slopes=None if p.slopes is None else two_sided(p.slopes),
+        left_padding=p.first_key,
+        left=left,
+        right=right,
+        fast=settings.is_fast(None),
     )
     return kvcache.call(problem, kvcache.choose(problem, None)).transpose(1, 2)
 
@@ -171,10 +168,10 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern,
     if bias is not None and bias.dim():
         bias = bias.flatten(1)  # (1, Hq or 1, 1, 1): ``Attention`` refuses other shapes
     left, right = sides(p.sides, p.causal)
-    if custom_ops.autocasting(query.device.type):
+    if custom_ops.is_autocast_enabled(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # (B · N, H, D)
-    problem = PackedProblem(
+    problem = VarlenProblem(
         q,
         k,
         v,
@@ -208,7 +205,7 @@ def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: 
 
 def problem_of(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem:
     """Return the operator's canonical form of the call, in autocast's dtype if autocast is on."""
-    if custom_ops.autocasting(query.device.type):
+    if custom_ops.is_autocast_enabled(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     return canonical(
         query,
@@ -221,7 +218,7 @@ def problem_of(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem
         window=p.sides,
         alibi_slopes=p.slopes,
         key_lengths=p.key_lengths,
-        first_row=p.first_query,
+        query_offset=p.first_query,
     )
 
 

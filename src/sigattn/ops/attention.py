@@ -10,7 +10,7 @@ from torch import Tensor
 from sigattn.ops import block_mask, broadcasting, custom_ops, mask, nested, reference, settings, validation, varlen
 from sigattn.ops.block_mask import Blocks
 from sigattn.ops.cpu import short
-from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
+from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem
 
 BACKENDS = ("reference", *custom_ops.KERNELS)
 
@@ -91,10 +91,10 @@ def sigmoid_attention(
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
     unusual = attn_mask, blocks, window, alibi_slopes, key_lengths, backend
     if all(x is None for x in unusual) and dropout_p == softcap == 0.0 and not isinstance(bias, Tensor):
-        plain = short.plainest(query, key, value, is_causal, scale, bias)
+        plain = short.fast_path(query, key, value, is_causal, scale, bias)
         if plain is not None:
             return plain
-    if isinstance(query, Tensor) and custom_ops.autocasting(query.device.type):
+    if isinstance(query, Tensor) and custom_ops.is_autocast_enabled(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
     if nested.is_nested(query, key, value):
         return _on_nested(
@@ -176,7 +176,7 @@ def _on_nested(
             "sigmoid_attention: is_causal, window and alibi_slopes need nested query and key of the same lengths: make "
             "both with the same offsets tensor, or use sigattn.flash.flash_attn_varlen_func, which aligns their ends"
         )
-    problem = PackedProblem(
+    problem = VarlenProblem(
         *parts[:3],
         bias_operand(bias, query, 2),
         None,
@@ -207,7 +207,7 @@ def canonical(
     window: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
     key_lengths: Tensor | None = None,
-    first_row: int = 0,
+    query_offset: int = 0,
     fast: bool | None = None,
     deterministic: bool | None = None,
     softcap: float = 0.0,
@@ -234,7 +234,7 @@ def canonical(
         left,
         right,
         dropout_p,
-        first_row,
+        query_offset,
         settings.is_fast(None) if fast is None else fast,
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         softcap,

@@ -37,8 +37,9 @@ def register(
     Args:
         library: the library that defines both ops.
         forward: an op whose leading arguments are tensors, with a single output.
-        backward: its derivative, with arguments (grad_out, arguments of the forward op, needs), where ``needs`` holds a
-            bool for each gradient. It returns one tensor per differentiable argument. Its own derivative raises.
+        backward: its derivative, with arguments (grad_out, arguments of the forward op, needs_grad), where
+            needs_grad holds a bool for each gradient. It returns one tensor per differentiable argument. Its own
+            derivative raises.
         differentiable: the number of leading arguments that have a gradient.
         onnx_formula: called instead of the forward op while exporting to ONNX; None raises there.
     """
@@ -49,9 +50,9 @@ def register(
         ctx.rest = args[tensors:]
 
     def derivative(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        needs = list(ctx.needs_input_grad[:differentiable])
-        gradients = backward(grad_out, *ctx.saved_tensors, *ctx.rest, needs)
-        own = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
+        needs_grad = list(ctx.needs_input_grad[:differentiable])
+        gradients = backward(grad_out, *ctx.saved_tensors, *ctx.rest, needs_grad)
+        own = (g if needed else None for g, needed in zip(gradients, needs_grad, strict=True))
         return (*own, *(None,) * (tensors - differentiable + len(ctx.rest)))
 
     _register(library, forward, setup, derivative, onnx_formula)

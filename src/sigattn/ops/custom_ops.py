@@ -18,24 +18,24 @@ from torch.autograd import forward_ad
 
 from sigattn.ops import autograd, flops, onnx, triton
 from sigattn.ops.cpu import blocked
-from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.problem import PackedProblem, Problem, new_output
+from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.problem import Problem, VarlenProblem, new_output
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
 _REST = (
-    "Tensor? key_lengths, Tensor? seed, Tensor? block_table, Tensor? block_tiles, float? scale, int left, int right, "
+    "Tensor? key_lengths, Tensor? seed, Tensor? mask_table, Tensor? mask_tiles, float? scale, int left, int right, "
     "float dropout_p"
 )
-_OPTIONS = "SymInt first_row, bool fast, bool deterministic, float softcap, str backend"
+_OPTIONS = "SymInt query_offset, bool fast, bool deterministic, float softcap, str backend"
 
 _library = torch.library.Library("sigattn", "DEF")
 _library.define(f"forward({_TENSORS}, {_REST}, {_OPTIONS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"backward(Tensor grad_out, {_TENSORS}, {_REST}, {_OPTIONS}, bool[] needs) -> "
+    f"backward(Tensor grad_out, {_TENSORS}, {_REST}, {_OPTIONS}, bool[] needs_grad) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_DIFFERENTIABLE = 6  # the leading tensors of both ops, in the order of Needs
+_DIFFERENTIABLE = 6  # the leading tensors of both ops, in the order of NeedsGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Kernels:
     """
 
     forward: Callable[[Any], Tensor]
-    backward: Callable[[Any, Tensor, Needs], Gradients]
+    backward: Callable[[Any, Tensor, NeedsGrad], Gradients]
     unavailable: Callable[[Any], str | None]
     device_types: tuple[str, ...] | None = None
 
-    def is_default_for(self, problem: Problem | PackedProblem) -> bool:
+    def is_default_for(self, problem: Problem | VarlenProblem) -> bool:
         """Return True if the backend supports the problem and can be the default on its device."""
         of_device = self.device_types is None or problem.query.device.type in self.device_types
         return of_device and self.unavailable(problem) is None
@@ -93,7 +93,7 @@ def _forward(*args: Any) -> Tensor:
 
 
 def _run_forward(problem: Problem, kernels: Kernels) -> Tensor:
-    if not autocasting(problem.query.device.type):
+    if not is_autocast_enabled(problem.query.device.type):
         return kernels.forward(problem)
     with without_autocast(problem):
         return kernels.forward(problem)
@@ -102,21 +102,21 @@ def _run_forward(problem: Problem, kernels: Kernels) -> Tensor:
 def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     problem, kernels = _problem(args[:-1])
     with without_autocast(problem):
-        gradients = kernels.backward(problem, grad_out, Needs(*args[-1]))
+        gradients = kernels.backward(problem, grad_out, NeedsGrad(*args[-1]))
     return tuple(g if g is not None else absent(grad_out) for g in gradients)
 
 
-def autocasting(device_type: str) -> bool:
+def is_autocast_enabled(device_type: str) -> bool:
     """Return True if autocast is enabled for a device type; False for devices that do not support it."""
     if torch.compiler.is_compiling():  # torch.compile of PyTorch 2.11 cannot trace is_autocast_available
         return device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-def without_autocast(problem: Problem | PackedProblem) -> Any:
+def without_autocast(problem: Problem | VarlenProblem) -> Any:
     """Return a context that disables autocast, because the operands have been cast before."""
     device = problem.query.device.type
-    return torch.autocast(device, enabled=False) if autocasting(device) else contextlib.nullcontext()
+    return torch.autocast(device, enabled=False) if is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 def absent(like: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ autograd.register(
 flops.register("forward", "backward")
 
 
-def choose(problem: Problem | PackedProblem, backend: str | None) -> str:
+def choose(problem: Problem | VarlenProblem, backend: str | None) -> str:
     """Return ``backend``, or if it is None the fastest backend that supports the problem.
 
     Raises:
@@ -172,11 +172,11 @@ def call(problem: Problem, backend: str) -> Tensor:
     """Return the output of a problem, computed by a fast backend; differentiable."""
     p = problem
     differentiable = (p.query, p.key, p.value, p.bias, p.attn_mask, p.alibi_slopes)
-    tensors = (*differentiable, p.key_lengths, p.seed, p.block_table, p.block_tiles)
+    tensors = (*differentiable, p.key_lengths, p.seed, p.mask_table, p.mask_tiles)
     if can_bypass_dispatcher(tensors):
         check_lengths(problem)
         return _run_forward(problem, KERNELS[backend])
-    numbers = (p.scale, p.left, p.right, p.dropout_p, p.first_row, p.fast, p.deterministic, p.softcap)
+    numbers = (p.scale, p.left, p.right, p.dropout_p, p.query_offset, p.fast, p.deterministic, p.softcap)
     out: Tensor = torch.ops.sigattn.forward.default(*tensors, *numbers, backend)
     return out
 

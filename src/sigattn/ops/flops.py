@@ -75,13 +75,13 @@ def backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *_: Any, *
     return _products(query, key[2], value, 3, 2)
 
 
-def packed_forward(query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
+def varlen_forward(query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
     """Return the FLOPs for max_seqlen_k keys per query, an upper bound, because a counter does not know lengths."""
     total, heads, d = query
     return _products((1, heads, total, d), rest[7], value, 1, 1)
 
 
-def packed_backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
+def varlen_backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
     """Return the FLOPs of the five products of the backward pass, for max_seqlen_k keys per query."""
     total, heads, d = query
     return _products((1, heads, total, d), rest[7], value, 3, 2)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Needs(NamedTuple):
+class NeedsGrad(NamedTuple):
     """Flags of the gradients to compute."""
 
     query: bool = True

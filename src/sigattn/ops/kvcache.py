@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from sigattn.ops import autograd, custom_ops, triton
 from sigattn.ops.cpu import blocked
 from sigattn.ops.cpu.matmul import fused_unavailable
-from sigattn.ops.problem import UNLIMITED, Problem
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem
 
 # measured on a CPU (docs/log.md)
 TOGETHER = 1 << 20  # elements of K up to which samples are batched; more would exceed the processor's cache
@@ -25,66 +25,19 @@ PIECE = 1 << 19  # elements of K processed at a time, so that converted keys are
 BY_HEAD_FROM = 2048  # number of keys from which bfloat16 products are computed without conversion, one head at a time
 
 
-class CachedProblem(NamedTuple):
-    """Canonical arguments for B samples with N new queries each, and P pages of ``page`` keys.
-
-    Attributes:
-        query: (B, N, Hq, D). key: (P, page, Hkv, D). value: (P, page, Hkv, Dv).
-        lengths: (B,) integers, one past the index of each sample's last key.
-        bias: 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1).
-        first: (B,) integers, the index of each sample's first key; None for 0.
-        table: (B, pages) integers, the pages of each sample, in order; None if page b is the only page of sample b.
-        alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
-        scale, left, right, fast: as in ``Problem``.
-        splits: number of parts into which GPU kernels split the keys; 0 for automatic.
-        ends: (B,) integers, one past the position of each sample's last query, relative to the keys and not limited to
-            their range; None for ``lengths``, which aligns the last query with the last key.
-        softcap: as in ``Problem``.
-        attn_mask: (B or 1, Hq or 1, N or 1, K), bool or floating point as in ``Problem``, for the last K keys of each
-            sample; earlier keys are not masked. Or None.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    lengths: Tensor
-    bias: Tensor
-    first: Tensor | None = None
-    table: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    scale: float | None = None
-    left: int = UNLIMITED
-    right: int = UNLIMITED
-    fast: bool = False
-    splits: int = 0
-    ends: Tensor | None = None
-    softcap: float = 0.0
-    attn_mask: Tensor | None = None
-
-    @property
-    def scale_value(self) -> float:
-        """Factor of Q Kᵀ."""
-        return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
-
-    @property
-    def capacity(self) -> int:
-        """Largest number of keys of a sample."""
-        return self.key.shape[1] * (1 if self.table is None else self.table.shape[1])
-
-
 # -- the implementation in PyTorch, for a CPU and for devices without a kernel -----------------------------------------
 
 
-def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
+def blocked_forward(problem: KVCacheProblem) -> Tensor:  # (B, N, Hq, Dv)
     """Return the output of sigmoid attention."""
     p = problem
     (batch, n, heads, _), dv = p.query.shape, p.value.shape[3]
     out = p.query.new_empty(batch, n, heads, dv)
     if not out.numel():
         return out
-    lengths = p.lengths.tolist()
-    firsts = [0] * batch if p.first is None else p.first.tolist()
-    ends = lengths if p.ends is None else p.ends.tolist()
+    lengths = p.seqlens.tolist()
+    firsts = [0] * batch if p.left_padding is None else p.left_padding.tolist()
+    ends = lengths if p.query_ends is None else p.query_ends.tolist()
     together = (
         n == 1
         and p.attn_mask is None
@@ -104,22 +57,22 @@ def blocked_forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
     return out
 
 
-def _is_folded(p: CachedProblem) -> bool:
+def _is_folded(p: KVCacheProblem) -> bool:
     """Return True if samples and key heads can be viewed as one dimension (memory order (B, H, M, D), as in layers)."""
     _, _, key_heads, _ = p.key.shape
     apart = all(t.stride(0) == key_heads * t.stride(2) for t in (p.key, p.value))
-    return p.table is None and apart and len(p.key) == len(p.query)
+    return p.block_table is None and apart and len(p.key) == len(p.query)
 
 
-def _keys(p: CachedProblem, cache: Tensor, b: int, first: int, stop: int) -> Tensor:  # (stop - first, Hkv, E)
+def _keys(p: KVCacheProblem, cache: Tensor, b: int, first: int, stop: int) -> Tensor:  # (stop - first, Hkv, E)
     """Return a sample's keys or values, as a view if they are in one page, else as a copy."""
     page = cache.shape[1]
     if stop <= first:
         return cache[0, :0]
-    if p.table is None:
+    if p.block_table is None:
         return cache[b, first:stop]
     start = first // page
-    named = p.table[b, start : -(-stop // page)]
+    named = p.block_table[b, start : -(-stop // page)]
     inside = slice(first - start * page, stop - start * page)
     if len(named) == 1:
         return cache[int(named), inside]
@@ -130,7 +83,7 @@ def _of(t: Tensor, samples: slice) -> Tensor:
     return t if len(t) == 1 else t[samples]
 
 
-def _dense(p: CachedProblem, b: int, first: int, length: int, end: int) -> Problem:
+def _dense(p: KVCacheProblem, b: int, first: int, length: int, end: int) -> Problem:
     """Return a sample as a problem without a cache."""
     key, value = (_keys(p, cache, b, first, length).transpose(0, 1).unsqueeze(0) for cache in (p.key, p.value))
     bias = p.bias if p.bias.dim() == 0 else _of(p.bias, slice(b, b + 1)).unsqueeze(-1)
@@ -144,12 +97,12 @@ def _dense(p: CachedProblem, b: int, first: int, length: int, end: int) -> Probl
         scale=p.scale,
         left=p.left,
         right=p.right,
-        first_row=end - p.query.shape[1] - first,
+        query_offset=end - p.query.shape[1] - first,
         softcap=p.softcap,
     )
 
 
-def _mask_of(p: CachedProblem, b: int, keys: int) -> Tensor | None:  # (1, Hq or 1, N or 1, keys)
+def _mask_of(p: KVCacheProblem, b: int, keys: int) -> Tensor | None:  # (1, Hq or 1, N or 1, keys)
     """Return the mask of all keys of a sample, given that of its last keys."""
     if p.attn_mask is None:
         return None
@@ -158,7 +111,7 @@ def _mask_of(p: CachedProblem, b: int, keys: int) -> Tensor | None:  # (1, Hq or
     return torch.nn.functional.pad(mask, (max(keys, 0) - mask.shape[3], 0), value=visible)
 
 
-def _one_query(p: CachedProblem, samples: slice, first: int, length: int, position: int, out: Tensor) -> None:
+def _one_query(p: KVCacheProblem, samples: slice, first: int, length: int, position: int, out: Tensor) -> None:
     """Compute the outputs of samples of one length with a single query each, the case of decoding, into ``out``."""
     begin = first if p.left == UNLIMITED else max(first, position - p.left)
     stop = length if p.right == UNLIMITED else min(length, position + p.right + 1)
@@ -191,19 +144,19 @@ def _one_query(p: CachedProblem, samples: slice, first: int, length: int, positi
     out[samples] = total.view(out[samples].shape)
 
 
-def _paged(p: CachedProblem) -> bool:
-    return p.table is not None and p.table.shape[1] > 1
+def _paged(p: KVCacheProblem) -> bool:
+    return p.block_table is not None and p.block_table.shape[1] > 1
 
 
 def _pieces(
-    p: CachedProblem, samples: slice, begin: int, stop: int, *, whole: bool
+    p: KVCacheProblem, samples: slice, begin: int, stop: int, *, whole: bool
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the first key of each piece, and its keys and values (H, C, ·); a single piece if ``whole``."""
     size = max(PIECE // max(p.key.shape[2] * p.key.shape[3] * (samples.stop - samples.start), 1), 64)
     paged = _paged(p)
     if whole:
         size = stop - begin
-    if p.table is None and samples.stop - samples.start > 1:
+    if p.block_table is None and samples.stop - samples.start > 1:
         everything = [cache[samples, begin:stop].transpose(1, 2).flatten(0, 1) for cache in (p.key, p.value)]
     elif not paged:
         everything = [_keys(p, cache, samples.start, begin, stop).transpose(0, 1) for cache in (p.key, p.value)]
@@ -231,21 +184,21 @@ def _product(a: Tensor, b: Tensor, alpha: float, bias: float, by_head: bool) -> 
 class CachedKernels:
     """Implementation of cached attention by a backend; attributes as in ``library.Kernels``."""
 
-    forward: Callable[[CachedProblem], Tensor]
+    forward: Callable[[KVCacheProblem], Tensor]
     unavailable: Callable[[Any], str | None]
     device_types: tuple[str, ...] | None = None
 
 
 KERNELS = {
-    "triton": CachedKernels(triton.cached_forward, triton.unavailable, device_types=("cuda",)),
+    "triton": CachedKernels(triton.kvcache_forward, triton.unavailable, device_types=("cuda",)),
     "blocked": CachedKernels(blocked_forward, lambda _: None),
 }
 
 _library = torch.library.Library("sigattn", "FRAGMENT")
 _library.define(
-    "cached_forward(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor bias, Tensor? first, "
-    "Tensor? table, Tensor? alibi_slopes, float? scale, int left, int right, bool fast, SymInt splits, Tensor? ends, "
-    "float softcap, Tensor? attn_mask, str backend) -> Tensor",
+    "kvcache_forward(Tensor query, Tensor key, Tensor value, Tensor seqlens, Tensor bias, Tensor? attn_mask, "
+    "Tensor? alibi_slopes, Tensor? left_padding, Tensor? block_table, Tensor? query_ends, float? scale, int left, "
+    "int right, bool fast, float softcap, SymInt num_splits, str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -255,7 +208,7 @@ _library.define(
 )
 
 
-def check_places(lengths: Tensor, first: Tensor | None, table: Tensor | None, pages: int, capacity: int) -> None:
+def check_cache_bounds(lengths: Tensor, first: Tensor | None, table: Tensor | None, pages: int, capacity: int) -> None:
     """Raise unless all keys lie within the cache. Tensors on an accelerator are not checked, to avoid synchronising.
 
     Raises:
@@ -281,9 +234,9 @@ def check_places(lengths: Tensor, first: Tensor | None, table: Tensor | None, pa
 
 
 def _forward(*args: Any) -> Tensor:
-    problem, kernels = CachedProblem(*args[:-1]), KERNELS[args[-1]]
+    problem, kernels = KVCacheProblem(*args[:-1]), KERNELS[args[-1]]
     p = problem
-    check_places(p.lengths, p.first, p.table, len(p.key), p.capacity)
+    check_cache_bounds(p.seqlens, p.left_padding, p.block_table, len(p.key), p.capacity)
     return kernels.forward(problem)
 
 
@@ -293,7 +246,7 @@ def _append(
     batch, new = key.shape[:2]
     page = key_cache.shape[1]
     capacity = page * (1 if table is None else table.shape[1])
-    check_places(starts + new, starts if len(starts) else None, table, len(key_cache), capacity)
+    check_cache_bounds(starts + new, starts if len(starts) else None, table, len(key_cache), capacity)
     if table is None and starts.device.type == "cpu" and batch * new:
         for b, start in enumerate(starts.tolist()):
             key_cache[b, start : start + new] = key[b]
@@ -315,11 +268,11 @@ def _fake_append(*_: Any) -> None:
     return None
 
 
-_library.impl("cached_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("kvcache_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
-torch.library.register_fake("sigattn::cached_forward", _fake_forward, lib=_library)
+torch.library.register_fake("sigattn::kvcache_forward", _fake_forward, lib=_library)
 torch.library.register_fake("sigattn::append_to_cache", _fake_append, lib=_library)
-for _op in (torch.ops.sigattn.cached_forward.default, torch.ops.sigattn.append_to_cache.default):
+for _op in (torch.ops.sigattn.kvcache_forward.default, torch.ops.sigattn.append_to_cache.default):
     autograd.register_without(
         _library,
         _op,
@@ -338,7 +291,7 @@ def append(
     torch.ops.sigattn.append_to_cache.default(key_cache, value_cache, key, value, starts, table)
 
 
-def choose(problem: CachedProblem, backend: str | None) -> str:
+def choose(problem: KVCacheProblem, backend: str | None) -> str:
     """Return ``backend``, or if it is None the fastest backend that supports the problem.
 
     Raises:
@@ -354,9 +307,9 @@ def choose(problem: CachedProblem, backend: str | None) -> str:
     return backend
 
 
-def call(problem: CachedProblem, backend: str) -> Tensor:
+def call(problem: KVCacheProblem, backend: str) -> Tensor:
     """Run a problem on a backend."""
     if custom_ops.can_bypass_dispatcher([t for t in problem if isinstance(t, Tensor)]):
         return _forward(*problem, backend)  # saves the 20 µs of the op
-    out: Tensor = torch.ops.sigattn.cached_forward.default(*problem, backend)
+    out: Tensor = torch.ops.sigattn.kvcache_forward.default(*problem, backend)
     return out

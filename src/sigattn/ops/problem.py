@@ -60,12 +60,12 @@ class Problem(NamedTuple):
         key_lengths: (B,) integers; or None.
         seed: 0-d int64 on the query's device, so that kernels need no synchronisation and a CUDA graph draws a new seed
             at each replay; None without dropout.
-        block_table, block_tiles: the blocks of a ``BlockMask`` (``block_mask.Blocks``), equivalent to a bool mask; or
+        mask_table, mask_tiles: the blocks of a ``BlockMask`` (``block_mask.Blocks``), equivalent to a bool mask; or
             both None.
         scale: factor of Q Kᵀ; None for D^-1/2.
         left, right: query i attends to keys i - left ≤ j ≤ i + right; -1 is unlimited. Causal is right = 0.
         dropout_p: probability of dropping a weight.
-        first_row: position of the first query relative to the keys; M - N aligns the last query with the last key.
+        query_offset: position of the first query relative to the keys; M - N aligns the last query with the last key.
         fast: if True, the error of σ may be small relative to 1 only, not relative to P.
         deterministic: if True, results must repeat bitwise.
         softcap: c > 0 replaces scale · Q Kᵀ by c · tanh(scale · Q Kᵀ / c), before anything is added; 0 does not.
@@ -80,13 +80,13 @@ class Problem(NamedTuple):
     alibi_slopes: Tensor | None = None
     key_lengths: Tensor | None = None
     seed: Tensor | None = None
-    block_table: Tensor | None = None
-    block_tiles: Tensor | None = None
+    mask_table: Tensor | None = None
+    mask_tiles: Tensor | None = None
     scale: float | None = None
     left: int = UNLIMITED
     right: int = UNLIMITED
     dropout_p: float = 0.0
-    first_row: int = 0
+    query_offset: int = 0
     fast: bool = False
     deterministic: bool = False
     softcap: float = 0.0
@@ -95,9 +95,9 @@ class Problem(NamedTuple):
     @property
     def blocks(self) -> Blocks | None:
         """Blocks of a ``BlockMask``, or None."""
-        if self.block_table is None or self.block_tiles is None:
+        if self.mask_table is None or self.mask_tiles is None:
             return None
-        return Blocks(self.block_table, self.block_tiles)
+        return Blocks(self.mask_table, self.mask_tiles)
 
     @property
     def scale_value(self) -> float:
@@ -121,7 +121,7 @@ class Problem(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Problem:
         """Return the problem restricted to the queries start … stop - 1; it must not have a ``BlockMask``."""
-        assert self.block_table is None
+        assert self.mask_table is None
 
         def cut(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.dim() < 4 or t.shape[2] == 1 else t[:, :, start:stop]
@@ -130,11 +130,11 @@ class Problem(NamedTuple):
             query=self.query[:, :, start:stop],
             bias=cut(self.bias),
             attn_mask=cut(self.attn_mask),
-            first_row=self.first_row + start,
+            query_offset=self.query_offset + start,
         )
 
 
-class PackedProblem(NamedTuple):
+class VarlenProblem(NamedTuple):
     """Canonical arguments for B packed sequences; s has the rows cu_seqlens[s] … cu_seqlens[s + 1] - 1.
 
     The last query of a sequence is aligned with its last key (bottom-right alignment).
@@ -207,7 +207,7 @@ class PackedProblem(NamedTuple):
             left=self.left,
             right=self.right,
             dropout_p=self.dropout_p,
-            first_row=key.shape[2] - query.shape[2],
+            query_offset=key.shape[2] - query.shape[2],
             fast=self.fast,
             deterministic=self.deterministic,
             softcap=self.softcap,
@@ -224,6 +224,53 @@ class PackedProblem(NamedTuple):
         """Sum values per query over each sequence."""
         offsets = self.cu_seqlens_q.to(per_row.device, torch.int64)
         return torch.segment_reduce(per_row.contiguous(), "sum", offsets=offsets, axis=0, initial=0.0, unsafe=True)
+
+
+class KVCacheProblem(NamedTuple):
+    """Canonical arguments for B samples with N new queries each, against a cache of P pages of ``page`` keys.
+
+    Attributes:
+        query: (B, N, Hq, D). key: (P, page, Hkv, D). value: (P, page, Hkv, Dv).
+        seqlens: (B,) integers, one past the index of each sample's last key.
+        bias: 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1).
+        attn_mask: (B or 1, Hq or 1, N or 1, K), bool or floating point as in ``Problem``, for the last K keys of each
+            sample; earlier keys are not masked. Or None.
+        alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
+        left_padding: (B,) integers, the index of each sample's first key; None for 0.
+        block_table: (B, pages) integers, the pages of each sample, in order; None if page b is the only page of sample
+            b.
+        query_ends: (B,) integers, one past the position of each sample's last query, relative to the keys and not
+            limited to their range; None for ``seqlens``, which aligns the last query with the last key.
+        scale, left, right, fast, softcap: as in ``Problem``.
+        num_splits: number of parts into which GPU kernels split the keys; 0 for automatic.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seqlens: Tensor
+    bias: Tensor
+    attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    left_padding: Tensor | None = None
+    block_table: Tensor | None = None
+    query_ends: Tensor | None = None
+    scale: float | None = None
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    fast: bool = False
+    softcap: float = 0.0
+    num_splits: int = 0
+
+    @property
+    def scale_value(self) -> float:
+        """Factor of Q Kᵀ."""
+        return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
+
+    @property
+    def capacity(self) -> int:
+        """Largest number of keys of a sample."""
+        return self.key.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
 
 
 def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width)

@@ -61,7 +61,7 @@ def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor
     if activation != "sigmoid" and p.bias is None:  # the paper's rule applies to the sigmoid only
         p = p._replace(bias=torch.zeros((), dtype=wide, device="cpu"))
     key = _repeat(p, _existing(p, p.key).to(wide))  # (B, Hq, M, D)
-    rows = (p.first_row, p.first_row + p.query.shape[2])
+    rows = (p.query_offset, p.query_offset + p.query.shape[2])
     columns = (0, p.key.shape[2])
     logits = p.scale_value * p.query.to(wide) @ key.mT
     visible = band(p.left, p.right, rows, columns, logits.device).expand(logits.shape)
@@ -103,5 +103,5 @@ def _drop(p: Problem, weights: Tensor) -> Tensor:
         return weights
     batch, heads, n, m = weights.shape
     at = (torch.arange(batch * heads, device=weights.device) + p.first_head).view(batch, heads)
-    i, j = torch.arange(p.first_row, p.first_row + n, device=at.device), torch.arange(m, device=at.device)
+    i, j = torch.arange(p.query_offset, p.query_offset + n, device=at.device), torch.arange(m, device=at.device)
     return weights * keep_mask(p.seed, at, i, j, p.dropout_p) * p.keep_scale

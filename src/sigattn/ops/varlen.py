@@ -14,8 +14,8 @@ from torch import Tensor
 from sigattn.ops import autograd, custom_ops, flops, triton
 from sigattn.ops.cpu import blocked
 from sigattn.ops.custom_ops import Kernels, absent
-from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.problem import PackedProblem
+from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.problem import VarlenProblem
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
 _REST = (
@@ -25,9 +25,9 @@ _REST = (
 _DIFFERENTIABLE = 6  # the leading tensors of both ops
 
 _library = torch.library.Library("sigattn", "FRAGMENT")
-_library.define(f"packed_forward({_TENSORS}, {_REST}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"varlen_forward({_TENSORS}, {_REST}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"packed_backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs) -> "
+    f"varlen_backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs_grad) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -36,13 +36,13 @@ _library.define(
 # -- the "blocked" implementation: one sequence after another ---------------------------------------------------------
 
 
-def _sequences(problem: PackedProblem) -> Iterator[tuple[int, slice, slice]]:
+def _sequences(problem: VarlenProblem) -> Iterator[tuple[int, slice, slice]]:
     starts_q, starts_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
     for s in range(problem.sequences):
         yield s, slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
 
 
-def blocked_forward(problem: PackedProblem) -> Tensor:  # (Tq, Hq, Dv)
+def blocked_forward(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)
     """Return the output of sigmoid attention; rows that belong to no sequence are 0."""
     p = problem
     out = p.query.new_zeros(*p.query.shape[:2], p.value.shape[2])
@@ -51,20 +51,25 @@ def blocked_forward(problem: PackedProblem) -> Tensor:  # (Tq, Hq, Dv)
     return out
 
 
-def blocked_backward(problem: PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:
-    """Return the gradients in ``needs``; rows that belong to no sequence are 0."""
+def blocked_backward(problem: VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    """Return the gradients in ``needs_grad``; rows that belong to no sequence are 0."""
     p = problem
     query, key, value = (
-        torch.zeros_like(t) if needed else None for t, needed in zip((p.query, p.key, p.value), needs[:3], strict=True)
+        torch.zeros_like(t) if needed else None
+        for t, needed in zip((p.query, p.key, p.value), needs_grad[:3], strict=True)
     )
     wide = torch.promote_types(p.query.dtype, torch.float32)
     bias, mask, slopes = (
         torch.zeros(t.shape, dtype=wide, device=t.device) if needed and t is not None else None
-        for t, needed in ((p.bias, needs.bias), (p.attn_mask, needs.attn_mask), (p.alibi_slopes, needs.alibi_slopes))
+        for t, needed in (
+            (p.bias, needs_grad.bias),
+            (p.attn_mask, needs_grad.attn_mask),
+            (p.alibi_slopes, needs_grad.alibi_slopes),
+        )
     )
     for s, rows, keys in _sequences(p):
         sequence = p.sequence(s, rows, keys)
-        g = blocked.backward(sequence, grad_out[rows].transpose(0, 1).unsqueeze(0), needs)
+        g = blocked.backward(sequence, grad_out[rows].transpose(0, 1).unsqueeze(0), needs_grad)
         for total, part, at in ((query, g.query, rows), (key, g.key, keys), (value, g.value, keys)):
             if total is not None and part is not None:
                 total[at] = part[0].transpose(0, 1)
@@ -94,7 +99,7 @@ KERNELS = {
 # -- the ops ----------------------------------------------------------------------------------------------------------
 
 
-def check_mask(problem: PackedProblem) -> None:
+def check_mask(problem: VarlenProblem) -> None:
     """Raise ValueError unless the mask fits the longest sequences; called when the op runs and lengths are numbers."""
     p = problem
     longest = (p.max_seqlen_q, p.max_seqlen_k)
@@ -105,7 +110,7 @@ def check_mask(problem: PackedProblem) -> None:
         )
 
 
-def check_starts(problem: PackedProblem) -> None:
+def check_starts(problem: VarlenProblem) -> None:
     """Raise ValueError unless cu_seqlens, if on a CPU, ascend from 0 and fit the rows and the longest sequence.
 
     Called when the op runs, because a traced graph has no values. On an accelerator reading them would synchronise.
@@ -127,8 +132,8 @@ def check_starts(problem: PackedProblem) -> None:
             raise ValueError(f"max_seqlen_{side} is {most}, but cu_seqlens_{side} has a sequence of {lengths.max()}")
 
 
-def _problem(args: Sequence[Any]) -> tuple[PackedProblem, Kernels]:
-    problem = PackedProblem(*args[:-1])
+def _problem(args: Sequence[Any]) -> tuple[VarlenProblem, Kernels]:
+    problem = VarlenProblem(*args[:-1])
     check_mask(problem)
     check_starts(problem)
     return problem, KERNELS[args[-1]]
@@ -143,7 +148,7 @@ def _forward(*args: Any) -> Tensor:
 def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     problem, kernels = _problem(args[:-1])
     with custom_ops.without_autocast(problem):
-        gradients = kernels.backward(problem, grad_out, Needs(*args[-1]))
+        gradients = kernels.backward(problem, grad_out, NeedsGrad(*args[-1]))
     return tuple(t if t is not None else absent(grad_out) for t in gradients)
 
 
@@ -158,22 +163,22 @@ def _fake_backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     )
 
 
-_library.impl("packed_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("packed_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("sigattn::packed_forward", _fake_forward, lib=_library)
-torch.library.register_fake("sigattn::packed_backward", _fake_backward, lib=_library)
+_library.impl("varlen_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("varlen_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("sigattn::varlen_forward", _fake_forward, lib=_library)
+torch.library.register_fake("sigattn::varlen_backward", _fake_backward, lib=_library)
 autograd.register(
     _library,
-    torch.ops.sigattn.packed_forward.default,
-    torch.ops.sigattn.packed_backward.default,
+    torch.ops.sigattn.varlen_forward.default,
+    torch.ops.sigattn.varlen_backward.default,
     differentiable=_DIFFERENTIABLE,
 )
-for _op in (torch.ops.sigattn.packed_forward.default, torch.ops.sigattn.packed_backward.default):
+for _op in (torch.ops.sigattn.varlen_forward.default, torch.ops.sigattn.varlen_backward.default):
     custom_ops.register_vmap_by_slices(_library, _op)
-flops.register("packed_forward", "packed_backward")
+flops.register("varlen_forward", "varlen_backward")
 
 
-def call(problem: PackedProblem, backend: str) -> Tensor:
+def call(problem: VarlenProblem, backend: str) -> Tensor:
     """Return the output of a packed problem, computed by a backend; differentiable."""
-    out: Tensor = torch.ops.sigattn.packed_forward.default(*problem, backend)
+    out: Tensor = torch.ops.sigattn.varlen_forward.default(*problem, backend)
     return out

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch
 from tests.ops import standin_driver
@@ -30,7 +30,7 @@ def start(d, dtype, kernel, shift=0):
     if kernel == "forward":
         launch.forward(Problem(q, q, q))
     else:
-        needs = Needs(False, True, True) if kernel == "keys" else Needs(True, False, False)
+        needs = NeedsGrad(False, True, True) if kernel == "keys" else NeedsGrad(True, False, False)
         launch.backward(Problem(q, q, q), g, needs)
 
 

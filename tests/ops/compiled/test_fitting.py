@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import fitting, launch, launch_cache, tuning
 from tests.ops import standin_driver
@@ -120,12 +120,12 @@ def test_the_backward_pass_and_repeated_calls(options):
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=40_000) as launched:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            launch.backward(problem(**options), grad, Needs())
+            launch.backward(problem(**options), grad, NeedsGrad())
         assert {str(w.message).split()[1] for w in said} == {"keys_kernel", "queries_kernel"}
         first = [shape(x) for x in launched]
         for _ in range(4):
             launched.clear()
-            launch.backward(problem(**options), grad, Needs())
+            launch.backward(problem(**options), grad, NeedsGrad())
             assert [shape(x) for x in launched] == first
 
 

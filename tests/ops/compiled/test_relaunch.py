@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, launch_cache, tuning
 from sigattn.ops.triton.tuning import FORWARD, FUSED, KEYS, QUERIES
@@ -51,7 +51,7 @@ def call(options, dtype=torch.bfloat16):
     q, k, v, g = (torch.zeros(2, 130, 4, d, dtype=dtype).transpose(1, 2) for _ in range(4))
     p = Problem(q, k, v, **options)
     out = launch.forward(p)
-    found = launch.backward(p, g, Needs())
+    found = launch.backward(p, g, NeedsGrad())
     return {"query": q, "key": k, "value": v, "grad_out": g, "out": out, "grad_query": found[0]} | {
         "grad_key": found[1],
         "grad_value": found[2],

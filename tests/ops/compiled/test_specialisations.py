@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sigattn.flash import flash_attn_with_kvcache
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch
 from tests.ops import standin_driver
@@ -50,7 +50,7 @@ PAIRS = [(option, layout) for option in OPTIONS for layout in LAYOUTS]
 @pytest.mark.parametrize(("option", "layout"), PAIRS if EVERYTHING else PAIRS[::4])
 def test_lengths_are_not_compiled_for(option, layout):
     given, needed, expected = OPTIONS[option]
-    needs = Needs(True, True, True, *(name in needed for name in Needs._fields[3:]))
+    needs = NeedsGrad(True, True, True, *(name in needed for name in NeedsGrad._fields[3:]))
     with standin_driver.gpu(90, compiles=False) as launched:
         for n in LENGTHS:
             t = LAYOUTS[layout](n, 64)
@@ -67,7 +67,7 @@ def test_head_dims_that_are_no_multiples_of_16(layout):
         for n in LENGTHS:
             t = LAYOUTS[layout](n, 40)
             launch.forward(Problem(t, t, t))
-            launch.backward(Problem(t, t, t), t, Needs())
+            launch.backward(Problem(t, t, t), t, NeedsGrad())
         assert max(counts(launched).values()) <= 2
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sigattn.ops.gradients import Needs
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, tuning
 from tests.ops import standin_driver
@@ -13,7 +13,7 @@ def launched_with(d, dtype=torch.bfloat16, needs=None, **options):
     """Launch a backward pass without compiling; return its kernels by name."""
     q, g = (torch.zeros(1, 2, 64, d, dtype=dtype) for _ in range(2))
     with standin_driver.gpu(90, compiles=False) as launched:
-        launch.backward(Problem(q, q, q, **options), g, needs or Needs())
+        launch.backward(Problem(q, q, q, **options), g, needs or NeedsGrad())
     return {x.name: x.arguments for x in launched}
 
 
@@ -29,7 +29,7 @@ def test_dq_is_added_atomically_only_where_its_product_is_one_for_wgmma(monkeypa
 def test_options_that_need_registers_have_lighter_tiles():
     mask = torch.zeros(1, 1, 64, 64)
     plain, masked = launched_with(128), launched_with(128, attn_mask=mask)
-    gradient = launched_with(128, attn_mask=mask, needs=Needs(True, True, True, False, True, False))
+    gradient = launched_with(128, attn_mask=mask, needs=NeedsGrad(True, True, True, False, True, False))
     slopes = launched_with(128, alibi_slopes=torch.ones(1, 2, 2))
     assert [x["queries_kernel"]["BLOCK_N"] for x in (plain, masked, slopes, gradient)] == [64, 32, 32, 16]
     assert [x["keys_kernel"]["BLOCK_N"] for x in (plain, slopes)] == [64, 128]

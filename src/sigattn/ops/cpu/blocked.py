@@ -14,11 +14,11 @@ from torch import Tensor
 from sigattn.ops.cpu import short
 from sigattn.ops.cpu.matmul import Capped, Fused, fold, linear
 from sigattn.ops.cpu.tiles import Group, Span, groups
-from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
+from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem
 
 
-def unavailable(_: Problem | PackedProblem) -> None:
+def unavailable(_: Problem | VarlenProblem) -> None:
     """Support every problem; always returns None."""
 
 
@@ -45,7 +45,7 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
     """
     products = group.products
     assert isinstance(products, Fused)
-    left, right, first_row = group.problem.left, group.problem.right, group.problem.first_row
+    left, right, query_offset = group.problem.left, group.problem.right, group.problem.query_offset
     key, value = products.key[0], group.value[0].t()  # (M, E), (Dv, M)
     for query, head_out in zip(products.query[0], out[0, 0], strict=True):  # (N, E), (N, Dv)
         for i, stop in group.short_blocks(Span(0, group.queries), long_side=group.keys):
@@ -54,7 +54,7 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
             for j in range(first, last, group.long_side):
                 end = min(j + group.long_side, last)
                 p = linear(query[i:stop], key[j:end], "sigmoid")  # (R, C)
-                first_k, last_k = i + first_row - left, i + first_row + right  # window of the block's first query
+                first_k, last_k = i + query_offset - left, i + query_offset + right  # window of the block's first query
                 if right != UNLIMITED and end > last_k + 1:
                     edge = max(j, last_k + 1)
                     p[:, edge - j :].tril_(last_k - edge)
@@ -73,7 +73,7 @@ def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, 
             p = group.tile(rows, columns, transposed=False)  # (G, rep·R, C)
             dropped = group.dropped(rows, columns)
             if dropped is not None:
-                group.by_place(p, rows, transposed=False).masked_fill_(dropped, 0)
+                group.split_heads(p, rows, transposed=False).masked_fill_(dropped, 0)
             part = group.products.combine(p, group.value[:, columns.slice])  # (G, rep·R, Dv)
             total = part if total is None else total.to(group.accumulator).add_(part)
         if total is None:
@@ -81,17 +81,17 @@ def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, 
             continue
         if group.problem.seed is not None:
             total *= group.problem.keep_scale
-        out[..., rows.slice, :] = group.by_place(total, rows, transposed=False)
+        out[..., rows.slice, :] = group.split_heads(total, rows, transposed=False)
 
 
-def backward(problem: Problem, grad_out: Tensor, needs: Needs) -> Gradients:
-    """Return the gradients in ``needs``, by the table of App. F with corrections (docs/paper-notes.md).
+def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    """Return the gradients in ``needs_grad``, by the table of App. F with corrections (docs/paper-notes.md).
 
     grad_out: (B, Hq, N, Dv).
     """
     if (dtype := short.plan(problem)) is not None:
-        return short.backward(problem, dtype, grad_out, needs)
-    sums = _Sums(problem, needs)
+        return short.backward(problem, dtype, grad_out, needs_grad)
+    sums = _Sums(problem, needs_grad)
     if grad_out.numel() and problem.key.shape[2]:
         for group in groups(problem):
             _backward_group(group, group.queries_of(grad_out), sums)
@@ -101,18 +101,20 @@ def backward(problem: Problem, grad_out: Tensor, needs: Needs) -> Gradients:
 class _Sums:
     """Buffers of the gradients; those of bias, mask and slopes are summed over tiles in float32 or better."""
 
-    def __init__(self, problem: Problem, needs: Needs) -> None:
+    def __init__(self, problem: Problem, needs_grad: NeedsGrad) -> None:
         def zeros(t: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
             return torch.zeros(t.shape, dtype=dtype, device=problem.query.device) if needed and t is not None else None
 
         own, wide = problem.query.dtype, torch.promote_types(problem.query.dtype, torch.float32)
-        self.query = zeros(problem.query, needs.query, own)
-        self.key = zeros(problem.key, needs.key, own)
-        self.value = zeros(problem.value, needs.value, own)
-        self.bias = zeros(problem.bias, needs.bias, wide)
-        self.attn_mask = zeros(problem.attn_mask, needs.attn_mask, wide)
-        self.alibi_slopes = zeros(problem.alibi_slopes, needs.alibi_slopes, wide)
-        self.only_value = not (needs.query or needs.key or needs.bias or needs.attn_mask or needs.alibi_slopes)
+        self.query = zeros(problem.query, needs_grad.query, own)
+        self.key = zeros(problem.key, needs_grad.key, own)
+        self.value = zeros(problem.value, needs_grad.value, own)
+        self.bias = zeros(problem.bias, needs_grad.bias, wide)
+        self.attn_mask = zeros(problem.attn_mask, needs_grad.attn_mask, wide)
+        self.alibi_slopes = zeros(problem.alibi_slopes, needs_grad.alibi_slopes, wide)
+        self.only_value = not (
+            needs_grad.query or needs_grad.key or needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
+        )
 
     def result(self, problem: Problem) -> Gradients:
         def cast(t: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -163,10 +165,10 @@ def _backward_tile(group: Group, grad_out: Tensor, rows: Span, columns: Span, su
     if dropped is None:
         torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)  # dS = dP ∘ P ∘ (1 − P), in one pass
     else:
-        group.by_place(d, rows, transposed=True).masked_fill_(dropped, 0)
+        group.split_heads(d, rows, transposed=True).masked_fill_(dropped, 0)
         torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)
-        group.by_place(p, rows, transposed=True).masked_fill_(dropped, 0)
-    _add_small_gradients(group, group.by_place(d, rows, transposed=True), rows, columns, sums)
+        group.split_heads(p, rows, transposed=True).masked_fill_(dropped, 0)
+    _add_small_gradients(group, group.split_heads(d, rows, transposed=True), rows, columns, sums)
     if isinstance(group.products, Capped):  # bias, mask and slopes are added after the cap
         d.mul_(group.products.slope(rows.slice, columns.slice, transposed=True))
     return p, d

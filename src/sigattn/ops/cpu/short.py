@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from sigattn.ops.cpu.matmul import Fused, fused_unavailable, keep_memory_warm
 from sigattn.ops.cpu.tiles import FUSED_FROM, TILE_BYTES, WIDE_UP_TO, arithmetic
-from sigattn.ops.gradients import Gradients, Needs
+from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem
 
 
@@ -45,11 +45,11 @@ def plan(problem: Problem) -> torch.dtype | None:
     p = problem
     if p.attn_mask is not None or p.alibi_slopes is not None or p.key_lengths is not None or p.seed is not None:
         return None
-    if p.softcap or p.block_table is not None:
+    if p.softcap or p.mask_table is not None:
         return None
     _, heads, n, d = p.query.shape
     _, key_heads, m, _ = p.key.shape
-    if p.query.device.type != "cpu" or p.first_row or not (len(p.query) and key_heads and n and m and d):
+    if p.query.device.type != "cpu" or p.query_offset or not (len(p.query) and key_heads and n and m and d):
         return None
     dtype, products = arithmetic(p)
     if dtype is torch.bfloat16 and p.bias is not None and p.bias.dim():
@@ -58,7 +58,7 @@ def plan(problem: Problem) -> torch.dtype | None:
     return dtype if fits and products is not Fused else None
 
 
-def plainest(
+def fast_path(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, bias: float | None
 ) -> Tensor | None:
     """Return the self-attention of short plain tensors, or None if this fast path does not apply (saves 25 µs).
@@ -105,13 +105,13 @@ def forward(problem: Problem, dtype: torch.dtype) -> Tensor:  # (B, Hq, N, Dv)
     return _to_dtype(out, p.query.dtype).view(*p.query.shape[:3], -1)
 
 
-def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs: Needs) -> Gradients:
-    """Return the gradients in ``needs``, computed in ``dtype``."""
+def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    """Return the gradients in ``needs_grad``, computed in ``dtype``."""
     p = problem
     o = _operands(p, dtype)
     grad = _to_dtype(grad_out, dtype).reshape(*o.query.shape[:2], grad_out.shape[-1])  # (G, R, Dv)
     size = _group_size(o)
-    parts = [_backward(o, g, p, needs) for o, g in zip(_parts(o), grad.split(size), strict=True)]
+    parts = [_backward(o, g, p, needs_grad) for o, g in zip(_parts(o), grad.split(size), strict=True)]
     query, key, value, bias = parts[0] if len(parts) == 1 else map(_cat, zip(*parts, strict=True))
     return Gradients(
         _restore(query, p.query),
@@ -174,18 +174,18 @@ def _weights(o: Operands, p: Problem) -> Tensor:  # (G, R, M)
     return weights
 
 
-def _backward(o: Operands, grad: Tensor, p: Problem, needs: Needs) -> tuple[Tensor | None, ...]:
+def _backward(o: Operands, grad: Tensor, p: Problem, needs_grad: NeedsGrad) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value and, for each query, bias; None if not needed."""
     weights = _weights(o, p)  # (G, R, M)
-    value = torch.bmm(weights.mT, grad) if needs.value else None
-    if not (needs.query or needs.key or needs.bias):
+    value = torch.bmm(weights.mT, grad) if needs_grad.value else None
+    if not (needs_grad.query or needs_grad.key or needs_grad.bias):
         return None, None, value, None
     d = torch.bmm(grad, o.value.mT)
     torch.ops.aten.sigmoid_backward.grad_input(d, weights, grad_input=d)  # dS = dP ∘ P ∘ (1 − P), in one pass
     zero = _one(d.dtype)  # beta = 0: not read
-    query = torch.baddbmm(zero, d, o.key, beta=0, alpha=o.scale) if needs.query else None
-    key = torch.baddbmm(zero, d.mT, o.query, beta=0, alpha=o.scale) if needs.key else None
-    bias = d.sum(-1, dtype=torch.promote_types(d.dtype, torch.float32)) if needs.bias else None
+    query = torch.baddbmm(zero, d, o.key, beta=0, alpha=o.scale) if needs_grad.query else None
+    key = torch.baddbmm(zero, d.mT, o.query, beta=0, alpha=o.scale) if needs_grad.key else None
+    bias = d.sum(-1, dtype=torch.promote_types(d.dtype, torch.float32)) if needs_grad.bias else None
     return query, key, value, bias
 
 

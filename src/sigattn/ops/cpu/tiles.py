@@ -131,14 +131,14 @@ class Group:
 
     def row_range(self, columns: Span) -> Span:
         """Return the range of queries to which any of these keys is visible."""
-        left, right, first = self.problem.left, self.problem.right, self.problem.first_row
+        left, right, first = self.problem.left, self.problem.right, self.problem.query_offset
         start = 0 if right == UNLIMITED else columns.start - right - first
         stop = self.queries if left == UNLIMITED else columns.stop + left - first
         return Span(max(start, 0), min(stop, self.queries))
 
     def column_range(self, rows: Span) -> Span:
         """Return the range of keys visible to any of these queries."""
-        left, right, first = self.problem.left, self.problem.right, self.problem.first_row
+        left, right, first = self.problem.left, self.problem.right, self.problem.query_offset
         start = 0 if left == UNLIMITED else rows.start + first - left
         stop = self.keys if right == UNLIMITED else rows.stop + first + right
         return Span(max(start, 0), min(stop, self.keys))
@@ -192,21 +192,21 @@ class Group:
         """Return the weights P of a tile before dropout: (G, rep·R, C), or (G, C, rep·R) if transposed."""
         if self.additive:
             p = self.products.logits(rows.slice, columns.slice, transposed)
-            self._add_terms(self.by_place(p, rows, transposed), rows, columns)
+            self._add_terms(self.split_heads(p, rows, transposed), rows, columns)
             p.sigmoid_()
             self._mask_minus_infinity(p, rows, columns, transposed)
         else:
             p = self.products.weights(rows.slice, columns.slice, transposed)
         self._apply_window_mask(p, rows, columns, transposed)
         if self.ragged:
-            self.by_place(p, rows, transposed).masked_fill_(~self.exists(columns), 0)
+            self.split_heads(p, rows, transposed).masked_fill_(~self.exists(columns), 0)
         if self.blocks is not None and not self.blocks.are_visible(rows.slice, columns.slice):
             hidden = self.blocks.dense(rows.slice, columns.slice).logical_not_()
-            self.by_place(p, rows, transposed).masked_fill_(hidden, 0)
+            self.split_heads(p, rows, transposed).masked_fill_(hidden, 0)
         if self.hidden:
             assert self.problem.attn_mask is not None
             visible = self.part(self.problem.attn_mask, rows, columns)
-            self.by_place(p, rows, transposed).masked_fill_(~visible, 0)
+            self.split_heads(p, rows, transposed).masked_fill_(~visible, 0)
         return p
 
     def _mask_minus_infinity(self, p: Tensor, rows: Span, columns: Span, transposed: bool) -> None:
@@ -216,9 +216,9 @@ class Group:
             return
         added = self.part(mask, rows, columns)
         if mask.device.type != "cpu" or not added.amin() > -torch.inf:  # on an accelerator, reading would synchronise
-            self.by_place(p, rows, transposed).masked_fill_(added == -torch.inf, 0)
+            self.split_heads(p, rows, transposed).masked_fill_(added == -torch.inf, 0)
 
-    def by_place(self, tile: Tensor, rows: Span, transposed: bool) -> Tensor:
+    def split_heads(self, tile: Tensor, rows: Span, transposed: bool) -> Tensor:
         """View a tile as (nb, nh, rep, R, C)."""
         nb, nh, rep = self.shape
         if transposed:
@@ -263,7 +263,7 @@ class Group:
         return self.heads_of(slopes.unsqueeze(-1)).squeeze(-1)
 
     def _positions(self, rows: Span) -> Span:
-        return Span(rows.start + self.problem.first_row, rows.stop + self.problem.first_row)
+        return Span(rows.start + self.problem.query_offset, rows.stop + self.problem.query_offset)
 
     def dropped(self, rows: Span, columns: Span) -> Tensor | None:
         """Return the mask of dropped weights, (nb, nh, rep, R, C), or None without dropout."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.problem import UNLIMITED, PackedProblem
+from sigattn.ops.problem import UNLIMITED, VarlenProblem
 from sigattn.ops.triton import descriptors, launch_cache, prepare, tuning
 from sigattn.ops.triton.prepare import Launch
 
@@ -20,7 +20,7 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
     p, s, a = prepared.problem, prepared.shape, prepared.arguments
     if prepare.architecture(p.query.device) != 90:
         return "they are for compute capability 9.0"
-    if isinstance(p, PackedProblem) or a["MASK"] != "none" or a["SLOPES"] or a["LENGTHS"] or a["DROPOUT"]:
+    if isinstance(p, VarlenProblem) or a["MASK"] != "none" or a["SLOPES"] or a["LENGTHS"] or a["DROPOUT"]:
         return "they take neither packed sequences nor masks, ALiBi, key lengths or dropout"
     if a["BIAS"] != "number" or p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
         return "they take a number as bias, and no window but the causal"
@@ -28,7 +28,7 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "they have neither softcap nor the blocks of a mask"
     if p.query.dtype not in (torch.float16, torch.bfloat16) or s.d != s.dv or s.d not in tuning.HOPPER[tuning.FORWARD]:
         return "they are for 16 bits and heads of 64 or 128, values included"
-    if not (s.n and s.m) or p.first_row < 0:
+    if not (s.n and s.m) or p.query_offset < 0:
         return "there is nothing to do, or nothing to see"
     if p.query.dtype is torch.float16 and a["SIGMOID"] == "fast":
         return "their fast form has no powers of two for float16"

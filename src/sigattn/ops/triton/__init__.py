@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.problem import PackedProblem, Problem
-
-if TYPE_CHECKING:
-    from sigattn.ops.kvcache import CachedProblem
+from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 256
@@ -21,7 +17,7 @@ _LARGEST_TILE = 128  # rows or columns of any tile in tuning's tables
 _INSTALLED = importlib.util.find_spec("triton") is not None  # looked for, not imported
 
 
-def unavailable(problem: Problem | PackedProblem | CachedProblem) -> str | None:
+def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None:
     """Why the kernels cannot serve a problem, or None."""
     q, v = problem.query, problem.value
     if (reason := _no_machine(q.device)) is not None:
@@ -49,21 +45,21 @@ def _no_machine(device: torch.device) -> str | None:
     return None if gpu.major >= 8 else f"it needs compute capability 8.0, and this GPU has {gpu.major}.{gpu.minor}"
 
 
-def forward(problem: Problem | PackedProblem) -> Tensor:
+def forward(problem: Problem | VarlenProblem) -> Tensor:
     """The output of sigmoid attention."""
     from sigattn.ops.triton import launch
 
     return launch.forward(problem)
 
 
-def cached_forward(problem: CachedProblem) -> Tensor:
+def kvcache_forward(problem: KVCacheProblem) -> Tensor:
     """The output of queries against a cache."""
     from sigattn.ops.triton import launch_decode
 
     return launch_decode.forward(problem)
 
 
-def backward(problem: Problem | PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:
+def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
     """The gradients that are asked for."""
     from sigattn.ops.triton import launch
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.gradients import Gradients, Needs
-from sigattn.ops.problem import PackedProblem, Problem, new_output
+from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.problem import Problem, VarlenProblem, new_output
 from sigattn.ops.triton import descriptors, fitting, launch_cache, prepare, tuning
 from sigattn.ops.triton.backward import keys_kernel, queries_kernel
 from sigattn.ops.triton.forward import forward_kernel
@@ -59,7 +59,7 @@ def _tiles(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def forward(problem: Problem | PackedProblem) -> Tensor:
+def forward(problem: Problem | VarlenProblem) -> Tensor:
     """The output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
     kind = launch_cache.kind(problem)
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
@@ -92,7 +92,7 @@ def _forward(launch: Launch) -> Tensor:
     return out
 
 
-def backward(problem: Problem | PackedProblem, grad_out: Tensor, needs: Needs) -> Gradients:
+def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
     """The gradients that are asked for."""
     kind = launch_cache.kind(problem, grad_out) if not any(needs[3:]) else None
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
@@ -107,7 +107,7 @@ def backward(problem: Problem | PackedProblem, grad_out: Tensor, needs: Needs) -
     return found
 
 
-def _backward(launch: Launch, grad_out: Tensor, needs: Needs) -> Gradients:
+def _backward(launch: Launch, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
     p, s = launch.problem, launch.shape
     launch.arguments |= {
         "grad_out": grad_out,
@@ -151,7 +151,7 @@ def _specialised(launch: Launch, kernel: str, grad_out: Tensor | None = None) ->
     return launch_hopper.unavailable(launch, grad_out) is None
 
 
-def _of_keys(launch: Launch, needs: Needs, query: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _of_keys(launch: Launch, needs: NeedsGrad, query: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """DK and dV, and dQ added to ``query`` where it is given."""
     p, s = launch.problem, launch.shape
     some = s.packed or launch.arguments["LENGTHS"]  # keys that belong to no sequence have gradient 0
@@ -181,7 +181,7 @@ def _of_keys(launch: Launch, needs: Needs, query: Tensor | None) -> tuple[Tensor
     return key, value
 
 
-def _of_queries(launch: Launch, needs: Needs) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _of_queries(launch: Launch, needs: NeedsGrad) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """dQ, and the gradients of bias, mask and slopes."""
     p, s = launch.problem, launch.shape
     if not (needs.query or needs.bias or needs.attn_mask or needs.alibi_slopes):
@@ -224,7 +224,7 @@ def _of_queries(launch: Launch, needs: Needs) -> tuple[Tensor | None, Tensor | N
 def _summed(launch: Launch, per_row: Tensor, like: Tensor) -> Tensor:
     """Sum what was gathered per row into the gradient of a bias or of slopes."""
     p, s = launch.problem, launch.shape
-    if isinstance(p, PackedProblem):  # (Hq, T) or (Hq, T, 2) → (B, Hq) or (B, Hq, 2)
+    if isinstance(p, VarlenProblem):  # (Hq, T) or (Hq, T, 2) → (B, Hq) or (B, Hq, 2)
         per_row = p.sum_rows(per_row.transpose(0, 1))
         if like.dim() == 0:
             return per_row.sum().to(like.device, like.dtype)
@@ -240,7 +240,7 @@ def _like(full: Tensor, like: Tensor) -> Tensor:
     return full.sum_to_size(like.shape).to(like.dtype).contiguous()
 
 
-def _mask_gradient(launch: Launch, needs: Needs) -> tuple[Tensor | None, dict[str, Any]]:
+def _mask_gradient(launch: Launch, needs: NeedsGrad) -> tuple[Tensor | None, dict[str, Any]]:
     """Where the mask's gradient goes: a matrix of its own for each head where sums must repeat bitwise."""
     p, s = launch.problem, launch.shape
     if not needs.attn_mask or p.attn_mask is None:

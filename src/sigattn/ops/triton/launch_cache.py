@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sigattn.ops.problem import PackedProblem, Problem
+from sigattn.ops.problem import Problem, VarlenProblem
 from sigattn.ops.triton import tuning
 
 _MOST = 512
@@ -188,17 +188,17 @@ class Repeat(NamedTuple):
         return new
 
 
-def kind(problem: Problem | PackedProblem, *more: Tensor) -> Hashable:
+def kind(problem: Problem | VarlenProblem, *more: Tensor) -> Hashable:
     """What decides how a plain problem's kernels are started; None if it is not plain.
 
     more: tensors beside Q, K and V.
     """
     p = problem
-    if isinstance(p, PackedProblem) or p.attn_mask is not None or p.alibi_slopes is not None:
+    if isinstance(p, VarlenProblem) or p.attn_mask is not None or p.alibi_slopes is not None:
         return None
     if (
         p.key_lengths is not None
-        or p.block_table is not None
+        or p.mask_table is not None
         or p.seed is not None
         or (p.bias is not None and p.bias.dim())
     ):
@@ -206,7 +206,7 @@ def kind(problem: Problem | PackedProblem, *more: Tensor) -> Hashable:
     q = p.query
     # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
     tensors = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *more))
-    numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.first_row, p.fast, p.softcap)
+    numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.query_offset, p.fast, p.softcap)
     tables = (tuning.configuration, tuple(tuning.ADD_QUERY_FROM.items()), tuning.SPECIALISED)
     special = tuple(tuning.HOPPER[kernel].get(q.shape[-1]) for kernel in tuning.SPECIALISED)
     precision = None

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.kvcache import CachedProblem
-from sigattn.ops.problem import UNLIMITED
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem
 from sigattn.ops.triton import fitting, prepare, tuning
 from sigattn.ops.triton.decode import decode_kernel
 from sigattn.ops.triton.prepare import LOG2E, named, precision, scales, sigmoid_form, single, within_reach
@@ -20,7 +19,7 @@ _MOST_PROGRAMS = 65535  # of a grid's second dimension
 _INTERPRETED_PROCESSORS = 4  # so that the interpreter has parts to add as well
 
 
-def forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
+def forward(problem: KVCacheProblem) -> Tensor:  # (B, N, Hq, Dv)
     """The output."""
     p = problem._replace(query=within_reach(problem.query))
     (batch, n, heads, d), (kv_heads, dv) = p.query.shape, p.value.shape[2:]
@@ -28,7 +27,7 @@ def forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
     if not out.numel():
         return out
     group = heads // kv_heads
-    kind = (p.query.dtype, d, dv, group, p.table is None, None if p.attn_mask is None else p.attn_mask.dtype)
+    kind = (p.query.dtype, d, dv, group, p.block_table is None, None if p.attn_mask is None else p.attn_mask.dtype)
     config = tuning.decoding(max(d, dv), p.query.element_size(), n * group)
     if architecture := prepare.architecture(p.query.device):
         mask = 0 if p.attn_mask is None else p.attn_mask.element_size()
@@ -37,12 +36,12 @@ def forward(problem: CachedProblem) -> Tensor:  # (B, N, Hq, Dv)
     return fitting.start(decode_kernel.__name__, lambda: (p.query.device, *kind), config, lambda c: _run(p, out, c))
 
 
-def _run(p: CachedProblem, out: Tensor, config: tuning.Config) -> Tensor:
+def _run(p: KVCacheProblem, out: Tensor, config: tuning.Config) -> Tensor:
     """Launch the kernel and return the output, which is ``out`` unless the keys were split."""
     batch, n, heads, _ = p.query.shape
     kv_heads = p.value.shape[2]
     programs = batch * kv_heads * -(-n * (heads // kv_heads) // config.block_m)
-    splits = min(p.splits or _splits(p, programs), _MOST_PROGRAMS, max(1, -(-_keys(p) // config.block_n)))
+    splits = min(p.num_splits or _splits(p, programs), _MOST_PROGRAMS, max(1, -(-_keys(p) // config.block_n)))
     parts = out.new_empty(splits, *out.shape, dtype=torch.float32) if splits > 1 else out.unsqueeze(0)
     device = p.query.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -59,12 +58,12 @@ def _run(p: CachedProblem, out: Tensor, config: tuning.Config) -> Tensor:
     return parts.sum(0).to(out.dtype) if splits > 1 else out
 
 
-def _keys(p: CachedProblem) -> int:
+def _keys(p: KVCacheProblem) -> int:
     """Return the most keys that a query may see. Lengths are not read, because that would synchronise with the GPU."""
     return p.capacity if p.left == UNLIMITED else min(p.capacity, p.left + p.query.shape[1])
 
 
-def _splits(p: CachedProblem, programs: int) -> int:
+def _splits(p: KVCacheProblem, programs: int) -> int:
     """Return into how many parts keys are cut so that every multiprocessor has two programs."""
     processors = _INTERPRETED_PROCESSORS
     if p.query.device.type == "cuda":
@@ -72,26 +71,26 @@ def _splits(p: CachedProblem, programs: int) -> int:
     return max(1, min(2 * processors // programs, _MOST_SPLITS))
 
 
-def arguments(p: CachedProblem) -> dict[str, Any]:
+def arguments(p: KVCacheProblem) -> dict[str, Any]:
     """Everything but the output and the tile shapes."""
     (n, heads, d), (pages, page, kv_heads, dv) = p.query.shape[1:], p.value.shape
     return {
         "query": p.query,
         "key": p.key,
         "value": p.value,
-        "lengths": p.lengths,
-        "ends": p.lengths if p.ends is None else p.ends,
-        "first": p.lengths if p.first is None else p.first,
-        "table": p.lengths if p.table is None else p.table,
+        "lengths": p.seqlens,
+        "ends": p.seqlens if p.query_ends is None else p.query_ends,
+        "first": p.seqlens if p.left_padding is None else p.left_padding,
+        "table": p.seqlens if p.block_table is None else p.block_table,
         **named("q", "bnhd", p.query.stride()),
         **named("k", "pnhd", p.key.stride()),
         **named("v", "pnhd", p.value.stride()),
-        "table_b": 0 if p.table is None else p.table.stride(0),
+        "table_b": 0 if p.block_table is None else p.block_table.stride(0),
         "n": n,
         "kv_heads": kv_heads,
         "pages": pages,
         "page_size": page,
-        "table_width": 1 if p.table is None else p.table.shape[1],
+        "table_width": 1 if p.block_table is None else p.block_table.shape[1],
         "left": p.left,
         "right": p.right,
         **scales(p),
@@ -100,9 +99,9 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
         "DV": dv,
         "BLOCK_D": tuning.padded(d),
         "BLOCK_DV": tuning.padded(dv),
-        "FIRST": p.first is not None,
-        "ENDS": p.ends is not None,
-        "TABLE": p.table is not None,
+        "FIRST": p.left_padding is not None,
+        "ENDS": p.query_ends is not None,
+        "TABLE": p.block_table is not None,
         "HAS_LEFT": p.left != UNLIMITED,
         "HAS_RIGHT": p.right != UNLIMITED,
         "SIGMOID": sigmoid_form(p),
@@ -115,7 +114,7 @@ def arguments(p: CachedProblem) -> dict[str, Any]:
     }
 
 
-def _bias(p: CachedProblem) -> dict[str, Any]:
+def _bias(p: KVCacheProblem) -> dict[str, Any]:
     """Return the arguments of the bias, and of the power of two that float16 weights need for it (activation.py)."""
     batch, n, heads, _ = p.query.shape
     half = p.query.dtype is torch.float16
@@ -143,7 +142,7 @@ def _bias(p: CachedProblem) -> dict[str, Any]:
     }
 
 
-def _mask(p: CachedProblem) -> dict[str, Any]:
+def _mask(p: KVCacheProblem) -> dict[str, Any]:
     mask = p.attn_mask
     if mask is None:
         return {"mask": p.query, "MASK": "none", "mask_keys": 0, **named("mask", "bhnm", (0, 0, 0, 0))}
@@ -157,7 +156,7 @@ def _mask(p: CachedProblem) -> dict[str, Any]:
     }
 
 
-def _slopes(p: CachedProblem) -> dict[str, Any]:
+def _slopes(p: KVCacheProblem) -> dict[str, Any]:
     if p.alibi_slopes is None:
         return {"slopes": p.query, "SLOPES": False, **named("slopes", "bhs", (0, 0, 0))}
     strides = p.alibi_slopes.expand(p.query.shape[0], p.query.shape[2], 2).stride()

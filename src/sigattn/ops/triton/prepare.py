@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.problem import UNLIMITED, PackedProblem, Problem
+from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem
 from sigattn.ops.triton import fitting, launch_cache, tuning
 from sigattn.ops.triton.forward import forward_kernel
 
@@ -49,7 +49,7 @@ class Shape:
 class Launch:
     """What all kernels of a problem are told."""
 
-    problem: Problem | PackedProblem
+    problem: Problem | VarlenProblem
     shape: Shape
     arguments: dict[str, Any] = field(default_factory=dict)
     starts: list[launch_cache.Start] = field(default_factory=list)
@@ -77,12 +77,12 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def arguments_of(problem: Problem | PackedProblem) -> Launch:
+def arguments_of(problem: Problem | VarlenProblem) -> Launch:
     """Everything but the outputs and the tile shapes."""
     query, key, value = (within_reach(t) for t in (problem.query, problem.key, problem.value))
     p = problem._replace(query=query, key=key, value=value)
-    packed = isinstance(p, PackedProblem)
-    if isinstance(p, PackedProblem):
+    packed = isinstance(p, VarlenProblem)
+    if isinstance(p, VarlenProblem):
         (_, heads, d), (_, kv_heads, dv) = p.query.shape, p.value.shape
         shape = Shape(p.sequences, heads, kv_heads, p.max_seqlen_q, p.max_seqlen_k, d, dv, True)
     else:
@@ -119,7 +119,7 @@ def arguments_of(problem: Problem | PackedProblem) -> Launch:
         "WGMMA": architecture(p.query.device) == 90,
     }
     arguments |= _bias(p, shape) | _mask(p, shape) | _slopes(p, shape) | _blocks(p, shape)
-    if isinstance(p, PackedProblem):
+    if isinstance(p, VarlenProblem):
         arguments |= {
             "starts_q": p.cu_seqlens_q,
             "starts_k": p.cu_seqlens_k,
@@ -135,7 +135,7 @@ def arguments_of(problem: Problem | PackedProblem) -> Launch:
             "starts_k": p.query,
             "key_lengths": p.query if lengths is None else lengths.to(p.query.device),
             "LENGTHS": lengths is not None,
-            "first_row": p.first_row,
+            "first_row": p.query_offset,
             "BOTTOM_RIGHT": False,
         }
     return Launch(p, shape, arguments)
@@ -199,7 +199,7 @@ def tf32_is_allowed() -> bool:
     return (everywhere if own == "none" else own) == "tf32"
 
 
-def _bias(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
+def _bias(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
     """Return the arguments of the bias, and of the power of two that float16 weights need for it (activation.py)."""
     kind, tensor, number = "number", p.query, 0.0
     strides: tuple[int, ...] = (0, 0, 0)
@@ -235,7 +235,7 @@ def _bias(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _mask(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
+def _mask(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
     mask = p.attn_mask
     if mask is None:
         return {"mask": p.query, "MASK": "none", **named("mask", "bhnm", (0, 0, 0, 0))}
@@ -248,7 +248,7 @@ def _mask(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _blocks(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
+def _blocks(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
     blocks = p.blocks if isinstance(p, Problem) else None
     if blocks is None:
         off = {"block_table": p.query, "block_tiles": p.query, "BLOCKS": False, "BLOCK_Q": 1, "BLOCK_K": 1}
@@ -264,7 +264,7 @@ def _blocks(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _slopes(p: Problem | PackedProblem, shape: Shape) -> dict[str, Any]:
+def _slopes(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
     if p.alibi_slopes is None:
         return {"slopes": p.query, "SLOPES": False, **named("slopes", "bhs", (0, 0, 0))}
     strides = p.alibi_slopes.expand(shape.batch, shape.heads, 2).stride()
