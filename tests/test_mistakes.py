@@ -17,8 +17,8 @@ from sigattn.data.dataset import DataError
 from sigattn.data.tokens import packed
 from sigattn.experiments import compare
 from sigattn.models import saving
-from sigattn.recipes.registry import find
-from sigattn.train.run_cache import finish
+from sigattn.recipes.registry import find_recipe
+from sigattn.train.run_cache import store_result
 from tests.test_cli import failure
 
 TINY = ["lm-1b-2k", "--tiny", "--training.steps", "1", "--training.batch", "2", "--model.context", "16"]
@@ -28,7 +28,7 @@ USAGE, DATA = 2, 1
 @pytest.fixture
 def run(tmp_path):
     """A run folder of a language model of bytes, as sigattn train leaves it."""
-    recipe = find("lm-1b-2k-tiny").with_transformer(layers=1, width=16, heads=2, context=16)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(layers=1, width=16, heads=2, context=16)
     options = type("Options", (), {"data": None, "tokenizer": None})()
     remember(tmp_path / "run", recipe, "lm-1b-2k-tiny", options)
     saving.save(saving.build(recipe.model), tmp_path / "run" / "model")
@@ -347,11 +347,11 @@ def test_what_a_worker_process_cannot_read(tmp_path, capfd):
 def test_results_of_compare_that_do_not_parse(tmp_path, capsys):
     options = compare.Compare(folder=tmp_path, seeds=1, only="MAE")
     for entry in options.entries:
-        data = compare._data(options, entry, find(entry.recipe)).fingerprint
-        for mechanism in compare.MECHANISMS:
+        data = compare._data(options, entry, find_recipe(entry.recipe)).fingerprint
+        for mechanism in compare.ACTIVATIONS:
             file = compare._result_file(options, entry, mechanism, 0)
             file.parent.mkdir(parents=True, exist_ok=True)
-            finish(file, compare._identity(options, entry, mechanism, 0, data), {})
+            store_result(file, compare._identity(options, entry, mechanism, 0, data), {})
     mistake(["compare", "--folder", tmp_path, "--seeds", "1", "--only", "MAE"], DATA, "result.json lacks ", capsys)
 
 

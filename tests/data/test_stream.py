@@ -11,7 +11,7 @@ from sigattn.data.dataset import DataError
 from sigattn.data.stream import StreamedText, hub_documents
 from sigattn.data.tokens import END, documents, pack, train_tokenizer
 from sigattn.experiments import datasets
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 
 pytest.importorskip("datasets")
 DOCUMENTS = [f"document {i}: " + "abc " * (i % 5) for i in range(60)]
@@ -76,18 +76,18 @@ def test_a_data_set_by_name(hub, tmp_path):
     assert list(documents(hub_path)) == DOCUMENTS
     tokenizer = train_tokenizer(hub_path, 280, tmp_path / "t.json")
     assert pack(hub_path, tokenizer, tmp_path / "p.bin", limit=100) < 130
-    recipe = find("lm-1b-2k-tiny").with_transformer(context=16)
-    data = datasets.load(recipe, hub_path)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=16)
+    data = datasets.load_dataset(recipe, hub_path)
     tokens, _ = data.batch(0, 2, seed=0)
     assert bytes(next(iter(data.validation(1)))[0][0].tolist()).decode() == (DOCUMENTS[0] + "\n\n" + DOCUMENTS[1])[:16]
     assert tokens.shape == (2, 16)
     wide = recipe.with_transformer(vocabulary=280)
-    data = datasets.load(wide, hub_path, tokenizer=tmp_path / "t.json")
+    data = datasets.load_dataset(wide, hub_path, tokenizer=tmp_path / "t.json")
     whole = [t for tokens, _ in data.validation(64) for t in tokens.flatten().tolist()]
     assert tokenizer.decode(whole).startswith(DOCUMENTS[0] + DOCUMENTS[1])
     assert tokenizer.token_to_id(END) in whole
     with pytest.raises(DataError, match="the tokenizer has 280 tokens, and the model 256"):
-        datasets.load(recipe, hub_path, tokenizer=tmp_path / "t.json")
+        datasets.load_dataset(recipe, hub_path, tokenizer=tmp_path / "t.json")
 
 
 def test_what_cannot_be_read(hub, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from sigattn.experiments import (
     sweep,
 )
 from sigattn.experiments.experiment import SCALES, ExperimentError, Result, Setting
-from sigattn.experiments.registry import EXPERIMENTS, find
+from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
@@ -37,12 +37,12 @@ def test_smoke(name, tmp_path):
     """It runs, says something of each claim, and leaves a page with picture and data; again, it trains nothing."""
     lines = []
     setting = Setting("smoke", 2, tmp_path / name, lines.append)
-    result = find(name).run(setting)
+    result = find_experiment(name).run(setting)
     assert result.findings
-    assert all(f.verdict in ("agrees", "differs", "not shown") and f.seen for f in result.findings)
+    assert all(f.verdict in ("agrees", "differs", "not shown") and f.evidence for f in result.findings)
     assert all(len(row) == len(result.columns) for row in result.rows)
-    written = pages.write(tmp_path / name, find(name), setting, result, ABOUT)
-    assert pages.read(tmp_path) == [written]
+    written = pages.write_page(tmp_path / name, find_experiment(name), setting, result, ABOUT)
+    assert pages.read_pages(tmp_path) == [written]
     text = (tmp_path / name / "page.md").read_text()
     assert all(f.claim in text for f in result.findings)
     if result.figure is not None:
@@ -50,11 +50,11 @@ def test_smoke(name, tmp_path):
         assert (tmp_path / name / "figure.png").stat().st_size > 1000
     rows = [json.loads(line) for line in (tmp_path / name / "data.jsonl").read_text().splitlines()]
     assert rows == json.loads(json.dumps(list(result.data)))
-    index = pages.index(tmp_path, [written]).read_text()
+    index = pages.write_index(tmp_path, [written]).read_text()
     assert html.escape(written.title) in index
-    assert pages.counts([written]).split(",")[0] in index
+    assert pages.count_verdicts([written]).split(",")[0] in index
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / name).rglob("metrics.jsonl")}
-    again = find(name).run(setting)
+    again = find_experiment(name).run(setting)
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert list(again.data) == list(result.data)
 
@@ -87,17 +87,17 @@ class TestStatistics:
         assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
 
     def test_verdicts_of_differences(self):
-        assert intervals.equal(0.1, 0.2, 0.3) == "agrees"
-        assert intervals.equal(0.1, 0.5, 0.3) == "not shown"
-        assert intervals.equal(-0.3, 0.2, 0.3) == "differs"
-        assert intervals.equal(0.3, 0.2, 0.3) == "differs"
-        assert intervals.beyond(0.3, 0.2) == "agrees"
-        assert intervals.beyond(0.1, 0.2) == intervals.beyond(-0.1, 0.2) == "not shown"
-        assert intervals.beyond(-0.3, 0.2) == "differs"
-        assert intervals.beyond(-0.3, math.inf) == "not shown"
-        assert intervals.worst(["agrees", "agrees"]) == "agrees"
-        assert intervals.worst(["agrees", "not shown"]) == "not shown"
-        assert intervals.worst(["differs", "not shown"]) == "differs"
+        assert intervals.verdict_equal(0.1, 0.2, 0.3) == "agrees"
+        assert intervals.verdict_equal(0.1, 0.5, 0.3) == "not shown"
+        assert intervals.verdict_equal(-0.3, 0.2, 0.3) == "differs"
+        assert intervals.verdict_equal(0.3, 0.2, 0.3) == "differs"
+        assert intervals.verdict_positive(0.3, 0.2) == "agrees"
+        assert intervals.verdict_positive(0.1, 0.2) == intervals.verdict_positive(-0.1, 0.2) == "not shown"
+        assert intervals.verdict_positive(-0.3, 0.2) == "differs"
+        assert intervals.verdict_positive(-0.3, math.inf) == "not shown"
+        assert intervals.verdict_all(["agrees", "agrees"]) == "agrees"
+        assert intervals.verdict_all(["agrees", "not shown"]) == "not shown"
+        assert intervals.verdict_all(["differs", "not shown"]) == "differs"
 
     def test_sensitivity(self):
         """By hand: losses above the start count as the start, and so do those that diverged."""
@@ -108,7 +108,7 @@ class TestStatistics:
 def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = lr_sensitivity.base(setting, 1).with_transformer(qk_norm="none")
-    (job,) = sweep.jobs(lr_sensitivity.at_rates(recipe, "wild", [1e30]), setting)
+    (job,) = sweep.make_jobs(lr_sensitivity.at_rates(recipe, "wild", [1e30]), setting)
     (outcome,) = sweep.train_all(setting, [job])[job.name]
     assert outcome.diverged
     assert lr_sensitivity.losses_of([outcome]) == [math.inf]
@@ -133,12 +133,12 @@ def test_a_run_on_other_data_is_done_again_and_the_page_names_it(tmp_path):
 
     def losses(path, lines):
         setting = Setting("smoke", 1, tmp_path, lines.append, workers=1, data=path)
-        (outcome,) = sweep.train_all(setting, sweep.jobs({"same name": recipe}, setting))["same name"]
+        (outcome,) = sweep.train_all(setting, sweep.make_jobs({"same name": recipe}, setting))["same name"]
         result = experiment_result()
-        written = pages.write(tmp_path / "page", find("lr-sensitivity"), setting, result, ABOUT)
+        written = pages.write_page(tmp_path / "page", find_experiment("lr-sensitivity"), setting, result, ABOUT)
         assert [line.split(" (")[0] for line in written.data] == [str(path)]
         assert f"--data {path}" in (tmp_path / "page" / "page.md").read_text()
-        assert str(path) in pages.index(tmp_path, pages.read(tmp_path)).read_text()
+        assert str(path) in pages.write_index(tmp_path, pages.read_pages(tmp_path)).read_text()
         return [row["loss"] for row in outcome.rows], written.data
 
     lines = []
@@ -160,22 +160,22 @@ def experiment_result():
 def test_the_papers_scale_does_not_train_on_other_text(tmp_path):
     for name in ("position-ablation", "lr-sensitivity", "constant-bias", "length-power", "bias-rules", "dropped-keys"):
         with pytest.raises(ExperimentError, match="C4's realnews"):
-            find(name).run(Setting("paper", 1, tmp_path))
+            find_experiment(name).run(Setting("paper", 1, tmp_path))
     for name in ("vision-ablations", "norm-structure", "layerscale-free", "speech-bias", "train-losses"):
         with pytest.raises(ExperimentError, match="run sigattn train"):
-            find(name).run(Setting("paper", 1, tmp_path))
+            find_experiment(name).run(Setting("paper", 1, tmp_path))
 
 
 def test_recordings_are_asked_for(tmp_path):
     with pytest.raises(ExperimentError, match="--speech"):
-        find("speech-structure").run(Setting("small", 1, tmp_path))
+        find_experiment("speech-structure").run(Setting("small", 1, tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_speed_at_the_papers_scale_needs_a_gpu(tmp_path):
     for name in ("attention-times", "norm-crossing", "vit-times"):
         with pytest.raises(ExperimentError, match="on a GPU"):
-            find(name).run(Setting("paper", 1, tmp_path))
+            find_experiment(name).run(Setting("paper", 1, tmp_path))
 
 
 class _Page(html.parser.HTMLParser):
@@ -194,15 +194,15 @@ def test_no_field_of_a_page_becomes_markup(tmp_path):
     evil = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>"
     (tmp_path / "x").mkdir()
     fields = {
-        "name": evil, "title": evil, "place": evil, "scale": evil, "seeds": 1, "differs": evil, "columns": [evil],
-        "rows": [[evil], [evil]], "findings": [{"verdict": evil, "claim": evil, "seen": evil}], "picture": True,
+        "name": evil, "title": evil, "source": evil, "scale": evil, "seeds": 1, "differs": evil, "columns": [evil],
+        "rows": [[evil], [evil]], "findings": [{"verdict": evil, "claim": evil, "evidence": evil}], "has_figure": True,
         "provenance": {evil: evil}, "data": [evil], "command": evil,
     }  # fmt: skip
-    names = {f.name for f in dataclass_fields(pages.Written)}
+    names = {f.name for f in dataclass_fields(pages.Page)}
     assert names <= set(fields)
     (tmp_path / "x" / "page.json").write_text(json.dumps({n: fields[n] for n in names}))
     page = _Page()
-    page.feed(pages.index(tmp_path, pages.read(tmp_path)).read_text())
+    page.feed(pages.write_index(tmp_path, pages.read_pages(tmp_path)).read_text())
     assert "script" not in {tag for tag, _ in page.tags}
     images = [attributes for tag, attributes in page.tags if tag == "img"]
     assert [set(attributes) for attributes in images] == [{"src", "alt", "width"}]
@@ -218,10 +218,10 @@ def test_what_was_measured_is_kept(tmp_path):
         return {"ms": len(counted)}
 
     path = tmp_path / "measured" / "x.json"
-    assert cache.once(path, {"n": 1}, measure) == cache.once(path, {"n": 1}, measure) == {"ms": 1}
-    assert cache.once(path, {"n": 2}, measure) == {"ms": 2}
+    assert cache.memoize(path, {"n": 1}, measure) == cache.memoize(path, {"n": 1}, measure) == {"ms": 1}
+    assert cache.memoize(path, {"n": 2}, measure) == {"ms": 2}
     path.write_text("{")
-    assert cache.once(path, {"n": 2}, measure) == {"ms": 3}
+    assert cache.memoize(path, {"n": 2}, measure) == {"ms": 3}
 
 
 def test_crossing_is_the_last_one():
@@ -242,10 +242,10 @@ def test_coarse_sigmoid():
 def test_the_largest_contributions_are_kept():
     contribution = torch.tensor([[[0.1, 0.5, 0.3, 0.2], [0.4, 0.4, 0.9, 0.1]]])
     visible = torch.tensor([[[True, True, True, True], [True, True, False, False]]])
-    assert dropped_keys.kept(contribution, visible, 0.5).tolist() == [
+    assert dropped_keys.keep_mask(contribution, visible, 0.5).tolist() == [
         [[False, True, True, False], [True, False, False, False]]
     ]
-    assert dropped_keys.kept(contribution, visible, 1.0).equal(visible)
+    assert dropped_keys.keep_mask(contribution, visible, 1.0).equal(visible)
 
 
 class TestCommand:
@@ -263,7 +263,7 @@ class TestCommand:
 
     def test_all_leaves_out_what_it_cannot_do(self, capsys, tmp_path, monkeypatch):
         command = importlib.import_module("sigattn.cli.reproduce")
-        monkeypatch.setattr(command, "EXPERIMENTS", {name: find(name) for name in ("speech-bias", "flops")})
+        monkeypatch.setattr(command, "EXPERIMENTS", {name: find_experiment(name) for name in ("speech-bias", "flops")})
         cli.main(["reproduce", "--all", "--scale", "small", "--folder", str(tmp_path)])
         said = capsys.readouterr().out
         assert "left out: this experiment needs recordings" in said
@@ -278,4 +278,4 @@ class TestCommand:
 
     def test_names(self):
         with pytest.raises(ExperimentError, match="no experiment is called 'x'"):
-            find("x")
+            find_experiment("x")

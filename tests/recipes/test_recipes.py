@@ -14,7 +14,7 @@ from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import VisionTransformerConfig
 from sigattn.nn.guide import recommend
-from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find
+from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find_recipe
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.simclr import SimCLR
 
@@ -61,14 +61,14 @@ def example(recipe):
 
 @pytest.fixture(params=RECIPES)
 def recipe(request):
-    return find(request.param)
+    return find_recipe(request.param)
 
 
 def distinct_tiny_forms():
     """The names of all recipes but those whose tiny form is another's."""
     known, names = [], []
     for name in RECIPES:
-        form = (find(name).tiny().model, find(name).tiny().task)
+        form = (find_recipe(name).tiny().model, find_recipe(name).tiny().task)
         if form not in known:
             known.append(form)
             names.append(name)
@@ -110,7 +110,7 @@ def test_twins_differ_in_the_attention_alone(recipe):
 @pytest.mark.parametrize("form", ["tiny", "tiny-softmax"])
 @pytest.mark.parametrize("name", TINY)
 def test_the_tiny_form_learns_and_comes_back_from_disk(name, form, tmp_path):
-    recipe, small = find(name), find(f"{name}-{form}")
+    recipe, small = find_recipe(name), find_recipe(f"{name}-{form}")
     whole = recipe if form == "tiny" else recipe.softmax()
     for what in ("position", "structure", "qk_norm", "feed_forward", "norm", "activation", "bias"):
         assert getattr(small.transformer, what, None) == getattr(whole.transformer, what, None)
@@ -151,7 +151,7 @@ def test_the_tiny_form_learns_and_comes_back_from_disk(name, form, tmp_path):
 @pytest.mark.parametrize("name", TINY)
 def test_compiled_is_the_same(name):
     torch._dynamo.reset()
-    small = find(f"{name}-tiny")
+    small = find_recipe(f"{name}-tiny")
     module = small.task.build(small.with_transformer(dropout=0.0, drop_branch=0.0).model)
     module.train(not isinstance(small.model, SpeechModelConfig))  # whose CAPE draws
     batch = example(small)
@@ -167,13 +167,15 @@ def test_compiled_is_the_same(name):
 
 
 def test_the_guide_is_the_paper_s_table():
-    rows = [tuple(find(name).guide_row().values()) for name in GUIDE]
+    rows = [tuple(find_recipe(name).guide_row().values()) for name in GUIDE]
     for ours, paper in zip(rows, PAPER, strict=True):
         assert ours[:2] == paper[:2]
         assert paper[3] in (ours[3], "S/C/A/R")
         assert ours[4:] == paper[4:]
     assert rows[0][2] == "87M"
-    assert find("vit-mae").transformer.layers == 24  # with its decoder 330M, the encoder being the 304M of the table
+    assert (
+        find_recipe("vit-mae").transformer.layers == 24
+    )  # with its decoder 330M, the encoder being the 304M of the table
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_the_guide_is_the_paper_s_table():
     ],
 )
 def test_recipes_are_what_the_guide_recommends(name, arguments):
-    advice, t = recommend(*arguments), find(name).transformer
+    advice, t = recommend(*arguments), find_recipe(name).transformer
     assert advice.recipe == name
     assert advice.qk_norm == (t.qk_norm != "none")
     assert advice.layer_scale == (t.layer_scale is not None)
@@ -206,21 +208,21 @@ def test_only_what_the_paper_found_unstable_warns():
         stability._warned.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            build(find(name).model, "meta")
+            build(find_recipe(name).model, "meta")
         if caught:
             warned.add(name)
     assert warned == {"asr-ls100-36", "asr-ls100-24", "asr-ls100-12", "asr-ls100-post", "lm-realnews"}
 
 
 def test_names():
-    assert find("vit-mae-tiny").model.encoder.width == 64
-    assert find("lm-1b-2k-softmax").name == "lm-1b-2k-softmax"
+    assert find_recipe("vit-mae-tiny").model.encoder.width == 64
+    assert find_recipe("lm-1b-2k-softmax").name == "lm-1b-2k-softmax"
     with pytest.raises(RecipeError, match="no recipe is called 'lm-2b'; sigattn recipes lists them: vit-supervised"):
-        find("lm-2b")
+        find_recipe("lm-2b")
 
 
 def test_shared_key_heads_stay_shared():
-    recipe = replace(find("lm-1b-2k"))
+    recipe = replace(find_recipe("lm-1b-2k"))
     small = recipe.with_transformer(kv_heads=8).tiny()
     assert small.transformer.kv_heads == 1
-    assert isinstance(find("vit-simclr-tiny").model, VisionTransformerConfig)
+    assert isinstance(find_recipe("vit-simclr-tiny").model, VisionTransformerConfig)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from sigattn.data import synthetic
 from sigattn.data.speech import Tokens
-from sigattn.data.synthetic import KSummation, PairRepeat
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
@@ -16,10 +16,10 @@ from sigattn.models.vision import VisionTransformerConfig
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.ctc import CTC
-from sigattn.tasks.k_summation import KSummationTask
+from sigattn.tasks.k_summation import KSummation
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.mae import MaskedAutoencoding
-from sigattn.tasks.pair_repeat import PairRepeatTask
+from sigattn.tasks.pair_repeat import PairRepeat
 from sigattn.tasks.simclr import SimCLR
 from tests.models.test_models import MAE, VISION
 
@@ -221,7 +221,7 @@ class TestCTC:
 
 class TestSynthetic:
     def test_k_summation(self):
-        data = KSummation(10, 3)
+        data = synthetic.KSummation(10, 3)
         inputs, sums = data.batch(0, 200, seed=0)
         values, chosen = inputs.chunk(2, 1)
         assert (chosen.sum(1) == 3).all()
@@ -232,15 +232,15 @@ class TestSynthetic:
         parts = [data.batch(0, 200, seed=0, shard=(rank, 3)) for rank in range(3)]
         assert torch.equal(parts[1][0], inputs[1::3])
         assert not torch.equal(data.batch(1, 200, seed=0)[0], inputs)
-        task = KSummationTask()
+        task = KSummation()
         model = task.build(SequenceModelConfig(width=16, heads=2, length=10))
         expected = (model(inputs) - sums).square().mean()
         torch.testing.assert_close(task.loss(model, (inputs, sums)), expected)
         with pytest.raises(ValueError, match="length must be even and k within"):
-            KSummation(10, 6)
+            synthetic.KSummation(10, 6)
 
     def test_pair_repeat(self):
-        data = PairRepeat(symbols=3, longest=12, lengths=(6, 9))
+        data = synthetic.PairRepeat(symbols=3, longest=12, lengths=(6, 9))
         symbols, answers = data.batch(0, 400, seed=0)
         lengths = (symbols < 3).sum(1)
         assert set(lengths.tolist()) == {6, 9}
@@ -256,7 +256,7 @@ class TestSynthetic:
         assert ((held < 3).sum(1) == 11).all()
         assert len(held) == 1024
         with pytest.raises(ValueError, match="lengths within 4"):
-            PairRepeat(lengths=(3,))
+            synthetic.PairRepeat(lengths=(3,))
 
     def test_pair_repeat_metrics(self):
         class Fixed(torch.nn.Module):
@@ -264,7 +264,7 @@ class TestSynthetic:
                 return symbols[:, :1].float() - 0.5
 
         batch = (torch.tensor([[0], [1], [1], [0]]), torch.tensor([0, 1, 0, 1]))
-        found = PairRepeatTask().evaluate(Fixed(), [batch])
+        found = PairRepeat().evaluate(Fixed(), [batch])
         assert found["accuracy"] == 0.5
         expected = (math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(0.5))) / 2
         assert found["loss"] == pytest.approx(expected)

@@ -12,11 +12,11 @@ from tests.ops.cases import COMPILER_NOISE
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]  # PyTorch's, of forward mode
 
 NOT_PLAIN = {
-    "l̃ after the selective shifts is given by binomials": statements.MENDED,
-    "|l̃_i - l̃'_j| < c^n δ, as the last proof says": statements.MENDED,
-    "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …": statements.MENDED,
-    "b_q of the fourth head of a selective shift is i + ½": statements.MENDED,
-    "‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²": statements.MENDED,
+    "l̃ after the selective shifts is given by binomials": statements.CORRECTED,
+    "|l̃_i - l̃'_j| < c^n δ, as the last proof says": statements.CORRECTED,
+    "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …": statements.CORRECTED,
+    "b_q of the fourth head of a selective shift is i + ½": statements.CORRECTED,
+    "‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²": statements.CORRECTED,
     "sigmoid's Jacobian norm lies below softmax's": statements.DEPENDS,
     "b ≈ -(M + log n) ≈ -max(M, log n)": statements.DEPENDS,
 }
@@ -36,7 +36,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(regularity, "norms_over_length", norms)
     made = [
         statements.Statement("1 < 2", "App. A", 3, statements.HOLDS, ""),
-        statements.Statement("x [sic]", "App. B", 4, statements.MENDED, "y"),
+        statements.Statement("x [sic]", "App. B", 4, statements.CORRECTED, "y"),
     ]
     monkeypatch.setattr(theory_report, "check_all", lambda limit, longest: iter(made[: longest - 2]))
     cli.main(["theory", "--limit", "60", "--longest", "4", "--report", str(tmp_path / "new/t.html"), "--trials", "1"])

@@ -25,7 +25,7 @@ from sigattn.data.images import Digits
 from sigattn.data.text import ByteText, TextData
 from sigattn.models.vision import SIZES
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 from sigattn.train import loop, metrics
 from sigattn.validation import check_at_least, check_positive
 
@@ -92,7 +92,7 @@ def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
     layers = {} if options.layers is None else {"layers": options.layers}
     jobs: list[tuple[str, Recipe, Data]] = []
     for kappa in options.kappas:
-        recipe = find(f"lm-kappa-{kappa}").with_transformer(vocabulary=256, **layers)
+        recipe = find_recipe(f"lm-kappa-{kappa}").with_transformer(vocabulary=256, **layers)
         jobs.append((f"language, kappa {kappa}, 512 bytes", recipe, TextData(text, 512)))
     if not options.vision:
         return jobs
@@ -104,7 +104,7 @@ def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
         "classes": 10,
         "drop_branch": 0.0,
     }
-    vision = find("vit-supervised").with_transformer(**{**size, **layers})
+    vision = find_recipe("vit-supervised").with_transformer(**{**size, **layers})
     vision = replace(vision, training=replace(vision.training, learning_rate=1e-3))
     jobs.append((f"ViT-S, digits of {8 * options.upscale} pixels", vision, Digits(upscale=options.upscale)))
     return jobs

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sigattn.experiments import attention_norms, compare
-from sigattn.recipes.registry import RECIPES, find
+from sigattn.recipes.registry import RECIPES, find_recipe
 
 
 def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) -> None:
@@ -33,7 +33,7 @@ def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) ->
 
 
 def _table(console: Console) -> None:
-    rows = {name: find(name).guide_row() for name in RECIPES}
+    rows = {name: find_recipe(name).guide_row() for name in RECIPES}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("recipe", "domain", "objective", "size", "position", "QK", "LS", "bias", "norm"):
         table.add_column(column, no_wrap=True)
@@ -47,7 +47,7 @@ def _table(console: Console) -> None:
 
 
 def _one(console: Console, name: str) -> None:
-    recipe = find(name)
+    recipe = find_recipe(name)
     base = next(n for n in sorted(RECIPES, key=len, reverse=True) if name.startswith(n))
     print(inspect.cleandoc(RECIPES[base].__doc__ or ""))
     facts = {

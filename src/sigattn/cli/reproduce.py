@@ -14,7 +14,7 @@ from rich.table import Table
 from sigattn.bench import provenance
 from sigattn.experiments import pages
 from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting
-from sigattn.experiments.registry import EXPERIMENTS, find
+from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.validation import check_at_least
 
 
@@ -51,8 +51,8 @@ def reproduce(
         return
     check_at_least(1, {"seeds": seeds, "workers": workers})
     results = folder / scale
-    for experiment in EXPERIMENTS.values() if all else (find(name or ""),):
-        console.print(f"{experiment.name}: {experiment.title} ({experiment.place})", highlight=False)
+    for experiment in EXPERIMENTS.values() if all else (find_experiment(name or ""),):
+        console.print(f"{experiment.name}: {experiment.title} ({experiment.source})", highlight=False)
         start = time.perf_counter()
         own = results / experiment.name
         own.mkdir(parents=True, exist_ok=True)
@@ -67,14 +67,16 @@ def reproduce(
             console.print(f"  left out: {error}", soft_wrap=True, highlight=False)
             continue
         about = provenance.describe("reproduce", {"scale": scale, "seeds": seeds})
-        pages.write(own, experiment, setting, result, about)
+        pages.write_page(own, experiment, setting, result, about)
         for finding in result.findings:
-            console.print(f"  {finding.verdict}: {finding.claim} ({finding.seen})", soft_wrap=True, highlight=False)
+            console.print(f"  {finding.verdict}: {finding.claim} ({finding.evidence})", soft_wrap=True, highlight=False)
         console.print(
             f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", soft_wrap=True, highlight=False
         )
-    written = pages.read(results)
-    console.print(f"{pages.index(results, written)}: {pages.counts(written)}", soft_wrap=True, highlight=False)
+    written = pages.read_pages(results)
+    console.print(
+        f"{pages.write_index(results, written)}: {pages.count_verdicts(written)}", soft_wrap=True, highlight=False
+    )
 
 
 def _list(console: Console) -> None:
@@ -84,6 +86,6 @@ def _list(console: Console) -> None:
     for e in EXPERIMENTS.values():
         minutes = (e.minutes.get(s) for s in SCALES)
         table.add_row(
-            e.name, e.title, e.place, *("not known" if m is None else f"{m:g} min" for m in minutes), e.hardware
+            e.name, e.title, e.source, *("not known" if m is None else f"{m:g} min" for m in minutes), e.hardware
         )
     console.print(table)

@@ -14,7 +14,7 @@ from sigattn.files import TEXT_OR_NONE, FileFormatError, naming, read_object
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import RecipeError, find
+from sigattn.recipes.registry import RecipeError, find_recipe
 from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError
 
@@ -55,7 +55,7 @@ def recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
             task=dict,
             training=dict,
         )
-        recipe = find(about["recipe"])
+        recipe = find_recipe(about["recipe"])
         training = TrainConfig(**{**about["training"], "betas": tuple(about["training"]["betas"])})
         model, task = saving.from_dict(type(recipe.model), about["model"]), type(recipe.task)(**about["task"])
     except (OSError, FileFormatError, RecipeError, SettingsError, KeyError, TypeError) as error:

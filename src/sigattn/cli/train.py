@@ -23,7 +23,7 @@ from sigattn.experiments import datasets
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import RECIPES, find
+from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import refuse_second_run
 from sigattn.train.loop import Interrupted, Row
@@ -45,8 +45,8 @@ def run_train(arguments: list[str]) -> None:
         if f"--{form}" in rest:
             rest.remove(f"--{form}")
             name = f"{name}-{form}"
-    options = _options(find(name), rest)
-    recipe = dataclasses.replace(find(name), model=options.model, task=options.task, training=options.training)
+    options = _options(find_recipe(name), rest)
+    recipe = dataclasses.replace(find_recipe(name), model=options.model, task=options.task, training=options.training)
     try:
         _train(recipe, name, options)
     finally:
@@ -86,7 +86,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     if not options.resume:
         refuse_second_run(folder)  # before the data is read, which can take long
     try:
-        data = datasets.load(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
+        data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
         with _Display(console, recipe, first) as display:
             loop.train(
                 recipe.task,
@@ -169,7 +169,7 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
         data: data to use instead of the run's own; TED-LIUM's root gives a speech model's errors by duration.
     """
     recipe, path, tokenizer = recall(folder)
-    for part, source in datasets.held_out(recipe, data or path, tokenizer=tokenizer).items():
+    for part, source in datasets.load_held_out(recipe, data or path, tokenizer=tokenizer).items():
         found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
         for key, value in found.items():
             print(f"{part} {key} {value:.6g}".strip())

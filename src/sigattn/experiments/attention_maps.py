@@ -70,8 +70,8 @@ def run(setting: Setting) -> Result:
                     maps[name, step] = weights[:SAMPLES]
                 blocks = {"upper_left": hoyer(weights[:, :half, :half]), "whole": hoyer(weights)}
                 data.append({"mechanism": name, "seed": seed, "step": step, **blocks})
-            setting.show(f"{name}, seed {seed}")
-    picture, axes = drawing.figure(2 * SAMPLES, len(at), width=0.9, height=1.0)
+            setting.log(f"{name}, seed {seed}")
+    picture, axes = drawing.axes_grid(2 * SAMPLES, len(at), width=0.9, height=1.0)
     for i, step in enumerate(at):
         for j in range(SAMPLES):
             for k, (name, colours) in enumerate(COLOUR_MAPS.items()):
@@ -92,7 +92,7 @@ def run(setting: Setting) -> Result:
     findings = [
         Finding(
             "At the end, where numbers attend to numbers, sigmoid attention is less sparse than softmax.",
-            "not shown" if idle else intervals.beyond(-delta, margin),
+            "not shown" if idle else intervals.verdict_positive(-delta, margin),
             f"Hoyer sparsity of the upper left block, sigmoid - softmax: {intervals.interval(delta, margin)}"
             + ("; the problem has not been learned" if idle else ""),
         )
@@ -101,7 +101,7 @@ def run(setting: Setting) -> Result:
         (
             name,
             *(
-                intervals.spread([r["upper_left"] for r in data if (r["mechanism"], r["step"]) == (name, s)])
+                intervals.mean_std([r["upper_left"] for r in data if (r["mechanism"], r["step"]) == (name, s)])
                 for s in at
             ),
         )

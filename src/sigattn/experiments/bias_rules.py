@@ -17,11 +17,11 @@ import torch
 
 from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.ablation import colours_of, shortened
+from sigattn.experiments.ablation import shortened, variant_colours
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.language import LanguageModelling
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -34,30 +34,30 @@ SOFTMAX, FIXED, VISIBLE = VARIANTS
 
 def run(setting: Setting) -> Result:
     """Train all variants with ALiBi and evaluate them at other lengths."""
-    context = setting.of(32, 128, 2048)
-    recipe = find("lm-1b-2k-tiny").with_transformer(context=context)
-    recipe = shortened(recipe, setting.of(4, 400, 3000), setting.of(2, 16, 16))
-    wanted = sweep.jobs({n: recipe.with_transformer(**VARIANTS[n]) for n in VARIANTS}, setting)
+    context = setting.scaled(32, 128, 2048)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=context)
+    recipe = shortened(recipe, setting.scaled(4, 400, 3000), setting.scaled(2, 16, 16))
+    wanted = sweep.make_jobs({n: recipe.with_transformer(**VARIANTS[n]) for n in VARIANTS}, setting)
     sweep.train_all(setting, wanted)
     lengths = [context // 4, context, 2 * context, 4 * context, 8 * context]
     if setting.scale == "smoke":
         lengths = lengths[1:3]
     data = []
     for job in wanted:
-        model = saving.load(sweep.model_of(setting, job))
+        model = saving.load(sweep.model_folder(setting, job))
         assert isinstance(model, LanguageModel)
         for length in lengths:
             bits = bits_at(model, setting, context, length)
             data.append({"variant": job.name, "seed": job.seed, "length": length, "bits": bits})
-            setting.show(f"{job.name}, seed {job.seed}, {length} tokens: {bits:.3f}")
+            setting.log(f"{job.name}, seed {job.seed}, {length} tokens: {bits:.3f}")
     values = {
         (name, n): [r["bits"] for r in data if (r["variant"], r["length"]) == (name, n)]
         for name in VARIANTS
         for n in lengths
     }
-    picture, (axis,) = drawing.figure(1, width=6.4, height=4.0)
-    for name, colour in colours_of(VARIANTS).items():
-        drawing.band(axis, lengths, [values[name, n] for n in lengths], name, colour)
+    picture, (axis,) = drawing.axes_grid(1, width=6.4, height=4.0)
+    for name, colour in variant_colours(VARIANTS).items():
+        drawing.plot_band(axis, lengths, [values[name, n] for n in lengths], name, colour)
     axis.axvline(context, color="#999999", linestyle=":", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set(xlabel=f"tokens (trained on {context})", ylabel="held-out bits per byte")
@@ -68,22 +68,24 @@ def run(setting: Setting) -> Result:
     findings = [
         Finding(
             "At the training length both rules are equally good.",
-            intervals.equal(*here, 0.05),
+            intervals.verdict_equal(*here, 0.05),
             f"bits, visible keys less fixed: {intervals.interval(*here)}",
         ),
         Finding(
             f"At {longest // context} times the training length the fixed bias is as good as -log of the visible keys.",
-            intervals.equal(*there, 0.05),
+            intervals.verdict_equal(*there, 0.05),
             f"bits, visible keys less fixed: {intervals.interval(*there)}",
         ),
         Finding(
             "With ALiBi and a fixed bias, sigmoid extrapolates to longer texts as softmax does.",
-            intervals.equal(grown[FIXED][0] - grown[SOFTMAX][0], math.hypot(grown[FIXED][1], grown[SOFTMAX][1]), 0.1),
+            intervals.verdict_equal(
+                grown[FIXED][0] - grown[SOFTMAX][0], math.hypot(grown[FIXED][1], grown[SOFTMAX][1]), 0.1
+            ),
             ", ".join(f"{name}: {intervals.interval(*grown[name])}" for name in VARIANTS)
             + f" bits from {context} to {longest} tokens",
         ),
     ]
-    rows = [(name, *(intervals.spread(values[name, n]) for n in lengths)) for name in VARIANTS]
+    rows = [(name, *(intervals.mean_std(values[name, n]) for n in lengths)) for name in VARIANTS]
     return Result(("variant", *(f"n = {n}" for n in lengths)), rows, findings, data, picture)
 
 
@@ -94,7 +96,7 @@ def bits_at(model: LanguageModel, setting: Setting, context: int, length: int) -
         config = replace(config, bias=-math.log(context))
     longer = saving.build(replace(config, context=length))
     longer.load_state_dict(model.state_dict())
-    text = TextData(ByteText.split(load_text(setting.data), length), length, held_out=setting.of(2, 16, 64))
+    text = TextData(ByteText.split(load_text(setting.data), length), length, held_out=setting.scaled(2, 16, 64))
     with torch.no_grad():
         return LanguageModelling().evaluate(longer.eval(), text.validation(4))["bits"]
 

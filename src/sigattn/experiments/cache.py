@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def once(path: Path, settings: dict[str, Any], measure: Callable[[], Any]) -> Any:
+def memoize(path: Path, settings: dict[str, Any], measure: Callable[[], Any]) -> Any:
     """Return the value of ``measure()``, converted by JSON; read from ``path`` if stored there with these settings."""
     try:
         found = json.loads(path.read_text())

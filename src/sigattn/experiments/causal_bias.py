@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from sigattn.data.text import ByteText, load_text
 from sigattn.experiments import cache, drawing, intervals
-from sigattn.experiments.ablation import colours_of
+from sigattn.experiments.ablation import variant_colours
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.train import workers
@@ -156,7 +156,7 @@ def bits(model: nn.Module, data: ByteText, length: int, windows: int) -> float:
 def _train_job(path: Any, settings: dict[str, Any], text: bytes) -> dict[str, Any]:
     names = ("architecture", "rule", "seed", "context", "steps", "windows")
     job = {name: settings[name] for name in names}
-    found: dict[str, Any] = cache.once(path, settings, lambda: train(**job, text=text))
+    found: dict[str, Any] = cache.memoize(path, settings, lambda: train(**job, text=text))
     return found
 
 
@@ -171,11 +171,11 @@ def run(setting: Setting) -> Result:
         import transformers  # noqa: F401
     except ImportError as error:
         raise ExperimentError("causal-bias needs transformers: pip install 'sigattn[transformers]'") from error
-    context, steps = setting.of(16, 128, 1024), setting.of(2, 2000, 20000)
+    context, steps = setting.scaled(16, 128, 1024), setting.scaled(2, 2000, 20000)
     text = load_text(setting.data)
     sha256 = ByteText.split(text, context).sha256
     names = tuple(ARCHITECTURES) if setting.scale != "smoke" else ("GPT-2", "ALiBi")
-    common = {"context": context, "steps": steps, "windows": setting.of(8, 128, 512), "sha256": sha256}
+    common = {"context": context, "steps": steps, "windows": setting.scaled(8, 128, 512), "sha256": sha256}
     common |= {"batch": BATCH, "width": WIDTH, "layers": LAYERS, "heads": HEADS}
     calls = {}
     for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
@@ -194,7 +194,7 @@ def run(setting: Setting) -> Result:
             job = waiting[done]
             found[job] = done.result()
             last = next(iter(found[job]["final"].values()))
-            setting.show(f"{job[0]}, {job[1]}, seed {job[2]}: {last:.3f} bits per byte")
+            setting.log(f"{job[0]}, {job[1]}, seed {job[2]}: {last:.3f} bits per byte")
     return _report(setting, names, found, context)
 
 
@@ -212,12 +212,12 @@ def _report(setting: Setting, names: tuple[str, ...], found: dict[Any, dict[str,
         for c in columns
         for s, v in zip(seeds, values(a, c), strict=True)
     ]
-    picture, axes = drawing.figure(len(names), width=3.6)
+    picture, axes = drawing.axes_grid(len(names), width=3.6)
     for axis, architecture in zip(axes, names, strict=True):
-        for rule, colour in colours_of(RULES).items():
+        for rule, colour in variant_colours(RULES).items():
             curves = [found[architecture, rule, s]["curve"] for s in seeds]
             steps = sorted(curves[0], key=int)
-            drawing.band(axis, [int(s) for s in steps], [[c[s] for c in curves] for s in steps], rule, colour)
+            drawing.plot_band(axis, [int(s) for s in steps], [[c[s] for c in curves] for s in steps], rule, colour)
         axis.set(title=architecture, xlabel="step", ylabel="held-out bits per byte")
     axes[0].legend(frameon=False, fontsize=8)
     findings = []
@@ -228,12 +228,12 @@ def _report(setting: Setting, names: tuple[str, ...], found: dict[Any, dict[str,
         findings.append(
             Finding(
                 f"At {length} bytes, trained at {context}: {rule} is not better than the default, -log n.",
-                intervals.worst([_no_better(*d) for d in differences]),
+                intervals.verdict_all([_no_better(*d) for d in differences]),
                 "bits less those of -log n: "
                 + ", ".join(f"{a} {intervals.interval(*d)}" for a, d in zip(names, differences, strict=True)),
             )
         )
-    rows = [(a, *(intervals.spread(values(a, c)) for c in columns)) for a in names]
+    rows = [(a, *(intervals.mean_std(values(a, c)) for c in columns)) for a in names]
     return Result(("architecture", *columns), rows, findings, data, picture)
 
 

@@ -13,23 +13,23 @@ from sigattn.theory import regularity as theory
 
 def run_regularity(setting: Setting) -> Result:
     """Measure Jacobian norms over n, in ten trials each."""
-    lengths = setting.of((8, 16), (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 256, 512, 1024))
-    data = theory.norms_over_length(lengths, setting.of(2, 10, 10), std=0.02)
+    lengths = setting.scaled((8, 16), (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 256, 512, 1024))
+    data = theory.norms_over_length(lengths, setting.scaled(2, 10, 10), std=0.02)
 
     def norms(mechanism: str, hybrid: bool, n: int) -> list[float]:
         return [r["norm"] for r in data if (r["activation"], r["hybrid_norm"], r["n"]) == (mechanism, hybrid, n)]
 
-    picture, axes = drawing.figure(2)
+    picture, axes = drawing.axes_grid(2)
     rows = []
     for axis, hybrid in zip(axes, (False, True), strict=True):
         for mechanism in ("softmax", "sigmoid"):
             values = [norms(mechanism, hybrid, n) for n in lengths]
-            drawing.band(axis, lengths, values, mechanism, drawing.STYLE[mechanism])
-            rows.append((mechanism, "hybrid-norm" if hybrid else "alone", *(intervals.spread(v) for v in values)))
+            drawing.plot_band(axis, lengths, values, mechanism, drawing.COLOUR_OF[mechanism])
+            rows.append((mechanism, "hybrid-norm" if hybrid else "alone", *(intervals.mean_std(v) for v in values)))
         if not hybrid:
             bounds = [max(r["bound"] for r in data if r["n"] == n and r["activation"] == "sigmoid" and r["bound"])
                       for n in lengths]  # fmt: skip
-            axis.plot(lengths, bounds, "--", color=drawing.STYLE["sigmoid"], linewidth=1, label="sigmoid, bound")
+            axis.plot(lengths, bounds, "--", color=drawing.COLOUR_OF["sigmoid"], linewidth=1, label="sigmoid, bound")
         axis.set(xscale="log", yscale="log", xlabel="tokens n", title="with hybrid-norm" if hybrid else "alone")
     axes[0].set_ylabel("spectral norm of the Jacobian")
     axes[0].legend(frameon=False, loc="lower right")
@@ -57,9 +57,11 @@ def run_regularity(setting: Setting) -> Result:
 def run_norms(setting: Setting) -> Result:
     """Measure the attention norms that App. ASR, "Results and Ablations", gives in its text."""
     options = attention_norms.AttentionNorms(
-        layers=setting.of(1, 36, 36), width=setting.of(64, 768, 768), seconds=setting.of(1.0, 15.0, 15.0)
+        layers=setting.scaled(1, 36, 36),
+        width=setting.scaled(64, 768, 768),
+        seconds=setting.scaled(1.0, 15.0, 15.0),
     )
-    found = attention_norms.run(options, lambda position, kind, norm: setting.show(f"{position}, {kind}: {norm:,.0f}"))
+    found = attention_norms.run(options, lambda position, kind, norm: setting.log(f"{position}, {kind}: {norm:,.0f}"))
     rows = [(p, *(f"{found[p, kind]:,.0f}" for kind in attention_norms.KINDS)) for p in attention_norms.POSITIONS]
     zero = [found[p, "sigmoid, b = 0"] for p in ("cape", "rope", "alibi")]
     soft = max(found[p, "softmax"] for p in attention_norms.POSITIONS)

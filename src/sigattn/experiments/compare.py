@@ -29,14 +29,14 @@ from sigattn.files import Kind, read_object
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 from sigattn.train import loop, metrics, workers
 from sigattn.train.identity import identity
 from sigattn.train.probe import features, fine_tune, linear_probe
-from sigattn.train.run_cache import begun, finish, finished
+from sigattn.train.run_cache import load_result, prepared_folder, store_result
 from sigattn.validation import SettingsError, check_at_least
 
-MECHANISMS = ("softmax", "sigmoid")
+ACTIVATIONS = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,17 @@ def run(options: Compare, show: Callable[[str], None]) -> str:
     Writes table.md and results.json into ``options.folder``; ``show`` is called with one line per finished run.
     """
     entries = options.entries
-    fingerprints = {e: _data(options, e, find(e.recipe)).fingerprint for e in entries}
+    fingerprints = {e: _data(options, e, find_recipe(e.recipe)).fingerprint for e in entries}
     identities = {
         (e, m, s): _identity(options, e, m, s, fingerprints[e])
-        for e in entries for m in MECHANISMS for s in range(options.seeds)
+        for e in entries for m in ACTIVATIONS for s in range(options.seeds)
     }  # fmt: skip
-    jobs = sorted((job for job in identities if finished(_result_file(options, *job), identities[job]) is None),
+    jobs = sorted((job for job in identities if load_result(_result_file(options, *job), identities[job]) is None),
                   key=lambda job: (entries.index(job[0]), job[2]))  # fmt: skip
     with workers.pool(options.workers) as processes:
         futures = {
-            processes.submit(workers.until_stopped, partial(_one, options, *job, identities[job])): job for job in jobs
+            processes.submit(workers.train_in_worker, partial(_one, options, *job, identities[job])): job
+            for job in jobs
         }
         for i, future in enumerate(as_completed(futures), 1):
             entry, mechanism, seed = futures[future]
@@ -148,14 +149,14 @@ def run(options: Compare, show: Callable[[str], None]) -> str:
 def sources(options: Compare, fingerprints: dict[Entry, str]) -> str:
     """Return seeds, steps and data sets with their fingerprints as one line of Markdown."""
     names = {"speech": str(options.speech), "sources": "the standard library's *.py files"}
-    data = {names.get(e.needs, find(e.recipe).data): fingerprint for e, fingerprint in fingerprints.items()}
+    data = {names.get(e.needs, find_recipe(e.recipe).data): fingerprint for e, fingerprint in fingerprints.items()}
     steps = "each recipe's own steps" if options.steps is None else f"{options.steps} steps"
     return f"{options.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
 
 
 def _configured(options: Compare, entry: Entry, mechanism: str, seed: int) -> Recipe:
     """Return the recipe of a run: sigmoid or its softmax twin, with the entry's changes, the seed and the steps."""
-    recipe = find(entry.recipe).with_transformer(**dict(entry.changes))
+    recipe = find_recipe(entry.recipe).with_transformer(**dict(entry.changes))
     recipe = recipe if mechanism == "sigmoid" else recipe.softmax()
     training = replace(recipe.training, seed=seed)
     if options.steps is not None:
@@ -183,7 +184,7 @@ def _one(options: Compare, entry: Entry, mechanism: str, seed: int, identity: st
     warnings.filterwarnings("ignore", ".*Ramapuram")
     recipe = _configured(options, entry, mechanism, seed)
     folder = _run_folder(options, entry, mechanism, seed)
-    with begun(folder, identity):
+    with prepared_folder(folder, identity):
         data = _data(options, entry, recipe)
         loop.train(recipe.task, recipe.model, recipe.training, data, folder, resume=True)
         rows = metrics.read(folder / "metrics.jsonl")
@@ -201,7 +202,7 @@ def _one(options: Compare, entry: Entry, mechanism: str, seed: int, identity: st
             "steps_per_second": statistics.median(r["samples_per_second"] for r in rows) / recipe.training.batch,
             "data": data.fingerprint,
         }
-        finish(folder / "result.json", identity, result)
+        store_result(folder / "result.json", identity, result)
     return result
 
 
@@ -211,7 +212,7 @@ def _data(options: Compare, entry: Entry, recipe: Recipe) -> Any:
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
         return TextData(ByteText.split(sources, context), context)
-    return datasets.load(recipe, options.speech if entry.needs == "speech" else None)
+    return datasets.load_dataset(recipe, options.speech if entry.needs == "speech" else None)
 
 
 def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
@@ -233,9 +234,9 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     )
     lines = [head, "|---|---|---|---|---|---|---|"]
     for title in dict.fromkeys(r["entry"] for r in results):
-        pair = [[r for r in results if r["entry"] == title and r["mechanism"] == m] for m in MECHANISMS]
+        pair = [[r for r in results if r["entry"] == title and r["mechanism"] == m] for m in ACTIVATIONS]
         values = [[r["value"] for r in runs] for runs in pair]
-        cells = [title, *(intervals.spread(v) for v in values), difference(*values)]
+        cells = [title, *(intervals.mean_std(v) for v in values), difference(*values)]
         for keys in (("gradient_spikes", "loss_spikes"), ("first_attention_norm", "last_attention_norm")):
             arrow = " → " if "norm" in keys[0] else ", "
             both = [arrow.join(f"{statistics.mean(r[k] for r in runs):,.3g}" for k in keys) for runs in pair]

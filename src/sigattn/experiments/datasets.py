@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from sigattn.data import synthetic
 from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Data, DataError
 from sigattn.data.hashing import file_sha256, files_sha256
 from sigattn.data.images import Augmentation, Digits, ImageFolder
 from sigattn.data.speech import Speech, Tokens
 from sigattn.data.stream import StreamedText, hub_documents, is_streamed
-from sigattn.data.synthetic import KSummation, PairRepeat
 from sigattn.data.text import ByteText, TextData, load_text
 from sigattn.data.tokens import encode, encoder, load_tokenizer, packed, packed_tokenizer
 from sigattn.data.unreadable import Unreadable
@@ -22,7 +22,7 @@ from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.ctc import CTC
-from sigattn.tasks.k_summation import KSummationTask
+from sigattn.tasks.k_summation import KSummation
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
 from sigattn.validation import SettingsError
@@ -33,7 +33,7 @@ _LIBRISPEECH: dict[str, tuple[str, ...]] = {
 }
 
 
-def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, workers: int = 0) -> Data:
+def load_dataset(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, workers: int = 0) -> Data:
     """Load the training data of a recipe.
 
     Args:
@@ -60,18 +60,18 @@ def load(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, wo
     return _images(recipe, path, workers)
 
 
-def held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None) -> dict[str, Data]:
+def load_held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None) -> dict[str, Data]:
     """Load the evaluation data of a trained model as named parts.
 
     If ``path`` is TED-LIUM, the parts are its joint validation and test sets by duration, as in the paper's tables;
-    otherwise there is one part with an empty name, as loaded by ``load``.
+    otherwise there is one part with an empty name, as loaded by ``load_dataset``.
 
     Raises:
         DataError: if the data is missing, or not of the kind that the recipe needs.
         SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
     """
     if path is None or not isinstance(recipe.model, SpeechModelConfig) or not (path / "legacy").is_dir():
-        return {"": load(recipe, path, tokenizer=tokenizer)}
+        return {"": load_dataset(recipe, path, tokenizer=tokenizer)}
     assert isinstance(recipe.task, CTC)
     tokens, mels = Tokens(recipe.task.alphabet), recipe.model.mels
     parts = by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
@@ -122,9 +122,9 @@ def _bytes(document: str) -> list[int]:
 def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Data:
     if path is not None:
         raise SettingsError(f"{recipe.name} generates its data: leave out --data")
-    if isinstance(recipe.task, KSummationTask):
-        return KSummation(model.length, recipe.task.k)
-    return PairRepeat(model.symbols, model.length)
+    if isinstance(recipe.task, KSummation):
+        return synthetic.KSummation(model.length, recipe.task.k)
+    return synthetic.PairRepeat(model.symbols, model.length)
 
 
 def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:

@@ -30,7 +30,7 @@ from sigattn.nn import functional
 from sigattn.nn.attention import Attention
 from sigattn.nn.functional import Pattern
 from sigattn.ops import reference
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.language import LanguageModelling
 
 WAYS = ("softmax, not rescaled", "softmax, rescaled", "sigmoid")
@@ -51,7 +51,7 @@ class Dropped:
     beyond: float = 0.0
 
 
-def kept(contribution: Tensor, visible: Tensor, share: float) -> Tensor:
+def keep_mask(contribution: Tensor, visible: Tensor, share: float) -> Tensor:
     """Return the mask of kept keys: for each query, the share of visible keys (at least one) that contribute most."""
     budget = (visible.sum(-1, keepdim=True) * share).ceil().clamp(min=1)  # (…, N, 1)
     order = contribution.masked_fill(~visible, -1).argsort(dim=-1, descending=True, stable=True)
@@ -68,7 +68,7 @@ def attend(
     visible = reference.masked_logits(problem, activation)[1]
     norms = value.norm(dim=-1).repeat_interleave(query.shape[1] // value.shape[1], 1)  # (B, H, M)
     contribution = weights * norms.unsqueeze(-2)
-    keep = kept(contribution, visible, share)
+    keep = keep_mask(contribution, visible, share)
     whole = reference.combine(problem, weights)
     some = weights.masked_fill(~keep, 0)
     bound = contribution.masked_fill(keep, 0).sum(-1)
@@ -99,24 +99,24 @@ def dropping(model: nn.Module, share: float, *, rescaled: bool) -> Iterator[Drop
 
 def run(setting: Setting) -> Result:
     """Train both models, and measure errors and bits per byte with dropped keys."""
-    context = setting.of(32, 256, 2048)
-    recipe = find("lm-1b-2k-tiny").with_transformer(context=context)
-    recipe = shortened(recipe, setting.of(4, 400, 3000), setting.of(2, 16, 16))
-    wanted = sweep.jobs({"sigmoid": recipe, "softmax": recipe.softmax()}, setting)
+    context = setting.scaled(32, 256, 2048)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=context)
+    recipe = shortened(recipe, setting.scaled(4, 400, 3000), setting.scaled(2, 16, 16))
+    wanted = sweep.make_jobs({"sigmoid": recipe, "softmax": recipe.softmax()}, setting)
     sweep.train_all(setting, wanted)
-    text = TextData(ByteText.split(load_text(setting.data), context), context, held_out=setting.of(2, 16, 32))
+    text = TextData(ByteText.split(load_text(setting.data), context), context, held_out=setting.scaled(2, 16, 32))
     data: list[dict[str, Any]] = []
     for job in wanted:
-        model = saving.load(sweep.model_of(setting, job)).eval()
+        model = saving.load(sweep.model_folder(setting, job)).eval()
         for way in (w for w in WAYS if w.startswith(job.name)):
-            for share in setting.of((1.0, 0.1), SHARES, SHARES):
+            for share in setting.scaled((1.0, 0.1), SHARES, SHARES):
                 with dropping(model, share, rescaled=way.endswith(", rescaled")) as seen, torch.no_grad():
                     bits = LanguageModelling().evaluate(model, text.validation(8))["bits"]
                 data.append(
                     {"way": way, "seed": job.seed, "share": share, "bits": bits,
                      "error": (seen.error / seen.output) ** 0.5, "beyond_bound": seen.beyond}
                 )  # fmt: skip
-            setting.show(f"{way}, seed {job.seed}")
+            setting.log(f"{way}, seed {job.seed}")
     return _result(setting, data)
 
 
@@ -126,11 +126,11 @@ def _result(setting: Setting, data: list[dict[str, Any]]) -> Result:
     def of(way: str, share: float, key: str) -> list[float]:
         return [r[key] for r in data if (r["way"], r["share"]) == (way, share)]
 
-    picture, axes = drawing.figure(2, width=5.0, height=3.8)
-    colours = dict(zip(WAYS, ("#e69f00", drawing.STYLE["softmax"], drawing.STYLE["sigmoid"]), strict=True))
+    picture, axes = drawing.axes_grid(2, width=5.0, height=3.8)
+    colours = dict(zip(WAYS, ("#e69f00", drawing.COLOUR_OF["softmax"], drawing.COLOUR_OF["sigmoid"]), strict=True))
     for axis, key in zip(axes, ("error", "bits"), strict=True):
         for way in WAYS:
-            drawing.band(axis, shares, [of(way, s, key) for s in shares], way, colours[way])
+            drawing.plot_band(axis, shares, [of(way, s, key) for s in shares], way, colours[way])
         axis.set(xscale="log", xlabel="share of the visible keys that is kept")
     axes[0].set_ylabel("relative error of the outputs")
     axes[1].set_ylabel("held-out bits per byte")
@@ -155,7 +155,7 @@ def _result(setting: Setting, data: list[dict[str, Any]]) -> Result:
         ),
     ]
     rows = [
-        (way, key, *(intervals.spread(of(way, s, k)) for s in shares))
+        (way, key, *(intervals.mean_std(of(way, s, k)) for s in shares))
         for way in WAYS
         for key, k in (("error", "error"), ("bits", "bits"))
     ]

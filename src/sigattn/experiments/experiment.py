@@ -27,24 +27,24 @@ class Setting:
         scale: "smoke" (seconds), "small" (at most 8 minutes on 2 cores) or "paper".
         seeds: number of seeds of each training run.
         folder: folder of runs and data, from which an interrupted command continues.
-        show: called with a line of progress. workers: number of runs at a time, each with one thread.
+        log: called with a line of progress. workers: number of runs at a time, each with one thread.
         data: tokens or text for the language models (as ``sigattn train --data``); None for CPython's documentation as
             bytes, which the paper's scale does not accept. tokenizer: tokenizer, if the data is text.
         speech: recordings, the spoken digits as a folder or .tar.gz; None is possible at scale "smoke" only.
-        used: fingerprints of the data that runs were trained on, by name; filled in by the experiment.
+        fingerprints: fingerprints of the data that runs were trained on, by name; filled in by the experiment.
     """
 
     scale: Scale
     seeds: int
     folder: Path
-    show: Callable[[str], None] = lambda _: None
+    log: Callable[[str], None] = lambda _: None
     workers: int = 2
     data: Path | None = None
     tokenizer: Path | None = None
     speech: Path | None = None
-    used: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
-    def of(self, smoke: Any, small: Any, paper: Any) -> Any:
+    def scaled(self, smoke: Any, small: Any, paper: Any) -> Any:
         """Return the value for the scale."""
         return {"smoke": smoke, "small": small, "paper": paper}[self.scale]
 
@@ -55,12 +55,13 @@ class Finding:
 
     Attributes:
         claim: the statement in our words.
-        verdict: "agrees", "differs", or "not shown" if scale and seeds do not decide it. seen: the evidence.
+        verdict: "agrees", "differs", or "not shown" if scale and seeds do not decide it.
+        evidence: measured values behind the verdict.
     """
 
     claim: str
     verdict: Verdict
-    seen: str
+    evidence: str
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,14 @@ class Experiment:
     """Experiment that reproduces a figure or table of the paper.
 
     Attributes:
-        name: name on the command line. title: short description. place: figure, table or section of the paper.
+        name: name on the command line. title: short description. source: figure, table or section of the paper.
         run: runs the experiment. minutes: approximate minutes on 2 cores, by scale; None if unknown.
         hardware: hardware for the paper's scale. differs: difference of "small" from the paper's set-up.
     """
 
     name: str
     title: str
-    place: str
+    source: str
     run: Callable[[Setting], Result]
     minutes: dict[Scale, float | None] = field(default_factory=dict)
     hardware: str = "2 CPU cores"

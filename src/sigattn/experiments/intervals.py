@@ -12,7 +12,7 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 _NORMAL = 1.960
 
 
-def student(freedom: float) -> float:
+def student_quantile(freedom: float) -> float:
     """Return the 95 % point for ``freedom`` ≥ 1 degrees of freedom, interpolated linearly in 1 / freedom."""
     whole = min(math.floor(freedom), len(_STUDENT))
     low = _STUDENT[whole - 1]
@@ -31,13 +31,13 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
     if not sum(parts):
         return delta, 0.0
     freedom = sum(parts) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True))
-    return delta, student(max(freedom, 1.0)) * math.sqrt(sum(parts))
+    return delta, student_quantile(max(freedom, 1.0)) * math.sqrt(sum(parts))
 
 
 Verdict = Literal["agrees", "differs", "not shown"]
 
 
-def equal(delta: float, margin: float, within: float) -> Verdict:
+def verdict_equal(delta: float, margin: float, within: float) -> Verdict:
     """Return the verdict on a claim of equality.
 
     Args:
@@ -50,17 +50,17 @@ def equal(delta: float, margin: float, within: float) -> Verdict:
     return "agrees" if margin <= within else "not shown"
 
 
-def beyond(delta: float, margin: float) -> Verdict:
+def verdict_positive(delta: float, margin: float) -> Verdict:
     """Return the verdict on the claim that delta is positive; ``margin`` is half the width of its 95 % interval."""
     return "agrees" if delta > margin else "differs" if -delta > margin else "not shown"
 
 
-def worst(verdicts: Sequence[Verdict]) -> Verdict:
+def verdict_all(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict on the conjunction of several claims."""
     return "differs" if "differs" in verdicts else "not shown" if "not shown" in verdicts else "agrees"
 
 
-def spread(values: Sequence[float]) -> str:
+def mean_std(values: Sequence[float]) -> str:
     """Format mean ± standard deviation."""
     mean = f"{statistics.mean(values):.4g}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"

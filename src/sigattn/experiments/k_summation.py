@@ -19,46 +19,50 @@ from typing import Any
 
 import torch
 
-from sigattn.data.synthetic import KSummation
+from sigattn.data import synthetic
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
 from sigattn.models.sequence import SequenceModel
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
-from sigattn.tasks.k_summation import KSummationTask
-from sigattn.train.run_cache import finished
+from sigattn.recipes.registry import find_recipe
+from sigattn.tasks.k_summation import KSummation
+from sigattn.train.run_cache import load_result
 
 
 def base(setting: Setting, k: int, **model: Any) -> Recipe:
     """Return the recipe, with fewer steps below the paper's scale."""
-    recipe = find("k-summation")
-    recipe = replace(recipe.with_transformer(**model), task=KSummationTask(k=k))
-    steps = setting.of(6, 400, recipe.training.steps)
+    recipe = find_recipe("k-summation")
+    recipe = replace(recipe.with_transformer(**model), task=KSummation(k=k))
+    steps = setting.scaled(6, 400, recipe.training.steps)
     return replace(
         recipe,
         training=replace(
-            recipe.training, steps=steps, batch=setting.of(8, 64, 256), validate_every=steps, checkpoint_every=steps
+            recipe.training,
+            steps=steps,
+            batch=setting.scaled(8, 64, 256),
+            validate_every=steps,
+            checkpoint_every=steps,
         ),
     )
 
 
 def run(setting: Setting) -> Result:
     """Compare three architectures over k."""
-    ks = setting.of((1, 2), (1, 4, 16), (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20))
+    ks = setting.scaled((1, 2), (1, 4, 16), (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20))
     wanted = {}
     for k in ks:
         wanted[f"sigmoid, {k}"] = base(setting, k)
         wanted[f"softmax, {k}"] = base(setting, k).softmax()
         wanted[f"mlp, {k}"] = base(setting, k, kind="mlp")
-    found = sweep.train_all(setting, sweep.jobs(wanted, setting))
+    found = sweep.train_all(setting, sweep.make_jobs(wanted, setting))
     losses = {n: [[o.final["loss"] for o in found[f"{n}, {k}"]] for k in ks] for n in ("softmax", "sigmoid", "mlp")}
-    picture, axes = drawing.figure(1, width=6.0, height=4.0)
+    picture, axes = drawing.axes_grid(1, width=6.0, height=4.0)
     for name, values in losses.items():
-        drawing.band(axes[0], ks, values, name, drawing.STYLE[name])
+        drawing.plot_band(axes[0], ks, values, name, drawing.COLOUR_OF[name])
     axes[0].set(yscale="log", xlabel="k of n = 40", ylabel="held-out squared error")
     axes[0].legend(frameon=False)
-    rows = [(str(k), *(intervals.spread(losses[n][i]) for n in losses)) for i, k in enumerate(ks)]
+    rows = [(str(k), *(intervals.mean_std(losses[n][i]) for n in losses)) for i, k in enumerate(ks)]
     apart = [intervals.welch([math.log(x) for x in losses["softmax"][i]], [math.log(x) for x in losses["sigmoid"][i]])
              for i in range(len(ks))]  # fmt: skip
     same = sum(abs(delta) <= margin for delta, margin in apart)
@@ -69,12 +73,12 @@ def run(setting: Setting) -> Result:
     findings = [
         Finding(
             "The loss grows with k.",
-            "not shown" if idle else intervals.beyond(grow, margin),
+            "not shown" if idle else intervals.verdict_positive(grow, margin),
             f"sigmoid, k = {ks[-1]} less k = {ks[0]}: {intervals.interval(grow, margin)}{but}",
         ),
         Finding(
             "Sigmoid scales with k as softmax does.",
-            "not shown" if idle else intervals.worst([intervals.equal(*a, 0.5) for a in apart]),
+            "not shown" if idle else intervals.verdict_all([intervals.verdict_equal(*a, 0.5) for a in apart]),
             f"within the 95 % interval of log loss at {same} of {len(ks)} values of k; log(sigmoid / softmax) "
             + ", ".join(intervals.interval(*a) for a in apart)
             + but,
@@ -88,8 +92,8 @@ def run_evolution(setting: Setting) -> Result:
     """Measure norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
     recipe = base(setting, 1, heads=1)
     steps = recipe.training.steps
-    every = max(1, steps // setting.of(2, 5, 10))
-    samples = next(iter(KSummation(held_out=40).validation(40)))[0]
+    every = max(1, steps // setting.scaled(2, 5, 10))
+    samples = next(iter(synthetic.KSummation(held_out=40).validation(40)))[0]
     data: list[dict[str, Any]] = []
     for mechanism in ("softmax", "sigmoid"):
         own = recipe if mechanism == "sigmoid" else recipe.softmax()
@@ -107,13 +111,13 @@ def run_evolution(setting: Setting) -> Result:
                         "row_mass": report.row_mass_mean.mean().item(),
                     }
                 )
-            setting.show(f"{mechanism}, seed {seed}")
-    picture, axes = drawing.figure(3)
+            setting.log(f"{mechanism}, seed {seed}")
+    picture, axes = drawing.axes_grid(3)
     for axis, key in zip(axes, ("norm", "sparsity", "row_mass"), strict=True):
         for mechanism in ("softmax", "sigmoid"):
             at = sorted({r["step"] for r in data})
             values = [[r[key] for r in data if (r["mechanism"], r["step"]) == (mechanism, s)] for s in at]
-            drawing.band(axis, at, values, mechanism, drawing.STYLE[mechanism])
+            drawing.plot_band(axis, at, values, mechanism, drawing.COLOUR_OF[mechanism])
         axis.set(xlabel="step", title={"norm": "‖P V‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}[key])
     axes[0].legend(frameon=False)
     last = max(r["step"] for r in data)
@@ -126,13 +130,13 @@ def run_evolution(setting: Setting) -> Result:
     findings = [
         Finding(
             "At the end of training sigmoid attention is less sparse than softmax.",
-            "not shown" if idle else intervals.beyond(-delta, margin),
+            "not shown" if idle else intervals.verdict_positive(-delta, margin),
             f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}; squared error "
             f"{error:.2g}" + (", so the problem has not been learned" if idle else ""),
         )
     ]
-    rows = [(m, intervals.spread([r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, 0)]),
-             intervals.spread(ends[m])) for m in ends]  # fmt: skip
+    rows = [(m, intervals.mean_std([r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, 0)]),
+             intervals.mean_std(ends[m])) for m in ends]  # fmt: skip
     return Result(("", "sparsity, first", "sparsity, last"), rows, findings, data, picture)
 
 
@@ -156,8 +160,8 @@ def model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, ste
     part = replace(recipe, training=replace(recipe.training, steps=steps))
     folder = _evolution_folder(setting, mechanism, seed, steps)
     job = sweep.Job(mechanism, part, seed)
-    own = sweep.identity_of(setting, job, {})
-    if finished(folder / sweep.DONE, own) is None:
+    own = sweep.run_identity(setting, job, {})
+    if load_result(folder / sweep.DONE, own) is None:
         sweep.train_one(folder, job, own)
     model = saving.load(folder / "model")
     assert isinstance(model, SequenceModel)

@@ -16,7 +16,7 @@ from typing import Any
 from sigattn.experiments.ablation import Ablation, Claim, shortened
 from sigattn.experiments.experiment import Experiment, ExperimentError, Setting
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 
 NORMS: dict[str, dict[str, Any]] = {
     "softmax, pre, ALiBi": {"activation": "softmax"},
@@ -47,16 +47,16 @@ def of_norms(setting: Setting) -> Recipe:
             "norm-structure at the paper's scale trains six models of 1B parameters: run sigattn train lm-1b-2k --data "
             "REDPAJAMA with --model.structure, --model.position and --model.bias, then sigattn lm-eval"
         )
-    recipe = find("lm-1b-2k-tiny").with_transformer(context=setting.of(32, 256, None))
-    return shortened(recipe, setting.of(4, 300, None), setting.of(2, 16, None))
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=setting.scaled(32, 256, None))
+    return shortened(recipe, setting.scaled(4, 300, None), setting.scaled(2, 16, None))
 
 
 def of_one_block(setting: Setting) -> Recipe:
     """Return the one-block model of Figs. 4-7, with ALiBi."""
-    recipe = find("lm-realnews").with_transformer(position="alibi", bias="log_context")
+    recipe = find_recipe("lm-realnews").with_transformer(position="alibi", bias="log_context")
     if setting.scale == "paper":
         return recipe
-    context, steps = setting.of((32, 6), (256, 300), None)
+    context, steps = setting.scaled((32, 6), (256, 300), None)
     small = shortened(
         recipe.with_transformer(vocabulary=256, context=context, width=128, heads=4, hidden=512), steps, 8
     )

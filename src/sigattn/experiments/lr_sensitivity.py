@@ -17,7 +17,7 @@ from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.experiments.report import COLOURS
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 BIASES = (-15.0, -10.0, -6.0, -4.0, -1.0)
@@ -25,10 +25,10 @@ BIASES = (-15.0, -10.0, -6.0, -4.0, -1.0)
 
 def base(setting: Setting, kappa: int) -> Recipe:
     """Return the recipe with κ heads, 2κ layers and width 64κ, smaller below the paper's scale."""
-    recipe = find(f"lm-kappa-{kappa}")
+    recipe = find_recipe(f"lm-kappa-{kappa}")
     if setting.scale == "paper":
         return recipe
-    context, steps, batch = setting.of((32, 6, 4), (64, 150, 8), None)
+    context, steps, batch = setting.scaled((32, 6, 4), (64, 150, 8), None)
     training = replace(
         recipe.training, steps=steps, batch=batch, precision="float32", warmup_steps=steps // 16,
         validate_every=steps, checkpoint_every=steps, watch_every=0,
@@ -56,9 +56,9 @@ def measure(
     setting: Setting, variants: dict[str, Recipe]
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[float]], tuple[float, ...]]:
     """Return each variant's losses, by rate and seed, its sensitivity for each seed, and the rates."""
-    rates = setting.of((1e-3, 1e-1), RATES, RATES)
+    rates = setting.scaled((1e-3, 1e-1), RATES, RATES)
     wanted = {k: v for name, recipe in variants.items() for k, v in at_rates(recipe, name, rates).items()}
-    found = sweep.train_all(setting, sweep.jobs(wanted, setting))
+    found = sweep.train_all(setting, sweep.make_jobs(wanted, setting))
     losses = {name: [losses_of(found[f"{name}, {r:g}"]) for r in rates] for name in variants}
     # the first loss of a variant and seed does not depend on the rate
     starts = {name: [o.rows[0]["loss"] for o in found[f"{name}, {rates[0]:g}"]] for name in variants}
@@ -71,7 +71,7 @@ def measure(
 
 def run(setting: Setting) -> Result:
     """Compare both mechanisms with and without QK-norm and LayerScale."""
-    kappas = setting.of((1,), (1,), (1, 2, 4, 8, 16))
+    kappas = setting.scaled((1,), (1,), (1, 2, 4, 8, 16))
     changes: dict[str, dict[str, Any]] = {"both": {}, "no QK-norm": {"qk_norm": "none"}}
     changes["no LayerScale"] = {"layer_scale": None}
     variants = {}
@@ -82,16 +82,16 @@ def run(setting: Setting) -> Result:
                 named = recipe if mechanism == "sigmoid" else recipe.softmax()
                 variants[f"{mechanism}, {change}, κ = {kappa}"] = named
     losses, sensitive, rates = measure(setting, variants)
-    picture, axes = drawing.figure(len(changes))
+    picture, axes = drawing.axes_grid(len(changes))
     for axis, change in zip(axes, changes, strict=True):
         for mechanism in ("softmax", "sigmoid"):
             values = [[min(x, 8.0) for x in at] for at in losses[f"{mechanism}, {change}, κ = {kappas[-1]}"]]
-            drawing.band(axis, rates, values, mechanism, drawing.STYLE[mechanism])
+            drawing.plot_band(axis, rates, values, mechanism, drawing.COLOUR_OF[mechanism])
         axis.set(xscale="log", title=f"QK-norm and LayerScale: {change}", xlabel="learning rate")
     axes[0].set_ylabel(f"held-out loss, κ = {kappas[-1]}")
     axes[0].legend(frameon=False)
     rows = [
-        (name, f"{min(min(at) for at in losses[name]):.4g}", intervals.spread(sensitive[name])) for name in variants
+        (name, f"{min(min(at) for at in losses[name]):.4g}", intervals.mean_std(sensitive[name])) for name in variants
     ]
     last = kappas[-1]
     findings = [
@@ -106,7 +106,7 @@ def run(setting: Setting) -> Result:
     findings.append(
         Finding(
             "LayerScale hardly changes sigmoid's sensitivity in language.",
-            intervals.equal(delta, margin, 0.1),
+            intervals.verdict_equal(delta, margin, 0.1),
             f"with - without {intervals.interval(delta, margin)} nats",
         )
     )
@@ -116,30 +116,35 @@ def run(setting: Setting) -> Result:
 
 def _lower(sensitive: dict[str, list[float]], without: str, having: str, claim: str) -> Finding:
     delta, margin = intervals.welch(sensitive[without], sensitive[having])
-    return Finding(claim, intervals.beyond(-delta, margin), f"with - without {intervals.interval(delta, margin)} nats")
+    return Finding(
+        claim,
+        intervals.verdict_positive(-delta, margin),
+        f"with - without {intervals.interval(delta, margin)} nats",
+    )
 
 
 def run_bias(setting: Setting) -> Result:
     """Compare constant biases of sigmoid attention."""
-    kappa = setting.of(1, 1, 4)
+    kappa = setting.scaled(1, 1, 4)
     recipe = base(setting, kappa)
     losses, sensitive, rates = measure(
-        setting, {f"b = {b:g}": recipe.with_transformer(bias=b) for b in setting.of((-10.0, -1.0), BIASES, BIASES)}
+        setting,
+        {f"b = {b:g}": recipe.with_transformer(bias=b) for b in setting.scaled((-10.0, -1.0), BIASES, BIASES)},
     )
-    picture, axes = drawing.figure(1, width=6.0, height=4.0)
+    picture, axes = drawing.axes_grid(1, width=6.0, height=4.0)
     colours = (*COLOURS, "#56b4e9")
     for (name, at), colour in zip(losses.items(), colours, strict=False):
-        drawing.band(axes[0], rates, [[min(x, 8.0) for x in v] for v in at], name, colour)
+        drawing.plot_band(axes[0], rates, [[min(x, 8.0) for x in v] for v in at], name, colour)
     axes[0].set(xscale="log", xlabel="learning rate", ylabel="held-out loss")
     axes[0].legend(frameon=False)
-    rows = [(n, f"{min(min(at) for at in losses[n]):.4g}", intervals.spread(sensitive[n])) for n in losses]
+    rows = [(n, f"{min(min(at) for at in losses[n]):.4g}", intervals.mean_std(sensitive[n])) for n in losses]
     findings = []
     best = {name: [min(at[s] for at in losses[name]) for s in range(setting.seeds)] for name in losses}
     delta, margin = intervals.welch(best["b = -1"], best["b = -10"])
     findings.append(
         Finding(
             "A bias of -10 reaches a lower loss than one of -1.",
-            intervals.beyond(-delta, margin),
+            intervals.verdict_positive(-delta, margin),
             f"b = -10 less b = -1: {intervals.interval(delta, margin)} nats at the best rate of each",
         )
     )
@@ -148,7 +153,7 @@ def run_bias(setting: Setting) -> Result:
         findings.append(
             Finding(
                 "A bias of -15 regularises too much.",
-                intervals.beyond(delta, margin),
+                intervals.verdict_positive(delta, margin),
                 f"b = -15 less b = -10: {intervals.interval(delta, margin)} nats",
             )
         )

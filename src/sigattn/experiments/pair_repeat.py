@@ -11,21 +11,21 @@ from dataclasses import replace
 
 import torch
 
-from sigattn.data.synthetic import PairRepeat
+from sigattn.data import synthetic
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models import saving
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
-from sigattn.tasks.pair_repeat import PairRepeatTask
+from sigattn.recipes.registry import find_recipe
+from sigattn.tasks.pair_repeat import PairRepeat
 
 
 def base(setting: Setting) -> Recipe:
     """Return the recipe, with fewer steps below the paper's scale."""
-    recipe = find("pair-repeat")
-    steps = setting.of(6, 1000, recipe.training.steps)
+    recipe = find_recipe("pair-repeat")
+    steps = setting.scaled(6, 1000, recipe.training.steps)
     training = replace(
-        recipe.training, steps=steps, batch=setting.of(8, 128, 256), warmup_steps=steps // 20, validate_every=steps,
+        recipe.training, steps=steps, batch=setting.scaled(8, 128, 256), warmup_steps=steps // 20, validate_every=steps,
         checkpoint_every=steps,
     )  # fmt: skip
     return replace(recipe, training=training)
@@ -39,20 +39,20 @@ def run(setting: Setting) -> Result:
         "softmax": recipe.softmax(),
         "mlp": recipe.with_transformer(kind="mlp"),
     }
-    jobs = sweep.jobs(wanted, setting)
+    jobs = sweep.make_jobs(wanted, setting)
     found = sweep.train_all(setting, jobs)
-    lengths = setting.of((5, 14), tuple(range(5, 23)), tuple(range(5, 23)))
+    lengths = setting.scaled((5, 14), tuple(range(5, 23)), tuple(range(5, 23)))
     data = []
     for job in jobs:
         model = saving.load(setting.folder / "runs" / job.name / str(job.seed) / "model")
         for length in lengths:
             with torch.no_grad():
-                accuracy = PairRepeatTask().evaluate(model, PairRepeat().of_length(length, 1024))["accuracy"]
+                accuracy = PairRepeat().evaluate(model, synthetic.PairRepeat().of_length(length, 1024))["accuracy"]
             data.append({"model": job.name, "seed": job.seed, "length": length, "accuracy": accuracy})
-    picture, axes = drawing.figure(1, width=6.0, height=4.0)
+    picture, axes = drawing.axes_grid(1, width=6.0, height=4.0)
     for name in wanted:
         values = [[r["accuracy"] for r in data if (r["model"], r["length"]) == (name, n)] for n in lengths]
-        drawing.band(axes[0], lengths, values, name, drawing.STYLE[name])
+        drawing.plot_band(axes[0], lengths, values, name, drawing.COLOUR_OF[name])
     for n in (14, 15):
         axes[0].axvline(n, color="#999", linewidth=0.8, linestyle=":")
     axes[0].set(xlabel="length (trained on 14 and 15)", ylabel="accuracy")
@@ -68,7 +68,7 @@ def run(setting: Setting) -> Result:
             + ("" if learned else "; no model has learned the problem"),
         )
     ]
-    rows = [(name, intervals.spread(trained[name])) for name in wanted]
+    rows = [(name, intervals.mean_std(trained[name])) for name in wanted]
     return Result(("model", "accuracy, lengths 14 and 15"), rows, findings, data, picture)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 
 POSITIONS: dict[str, dict[str, Any]] = {
     "SinCos": {"position": "sincos", "bias": 0.0},
@@ -27,9 +27,9 @@ POSITIONS: dict[str, dict[str, Any]] = {
 
 def recipes(setting: Setting) -> dict[str, Recipe]:
     """Return recipes of sigmoid with each position and bias, and of softmax with each position."""
-    base = find("lm-realnews")
+    base = find_recipe("lm-realnews")
     if setting.scale != "paper":
-        context, steps = setting.of((32, 6), (256, 300), None)
+        context, steps = setting.scaled((32, 6), (256, 300), None)
         training = replace(
             base.training, steps=steps, batch=8, precision="float32", learning_rate=2e-3, warmup_steps=steps // 10,
             final_learning_rate=0.05, validate_every=steps, checkpoint_every=steps,
@@ -39,7 +39,7 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
     made = {}
     for name, settings in POSITIONS.items():
         # the paper's b = -10 is somewhat below -log n = -8.3 of its 4096 tokens; scaled here to the shorter contexts
-        bias = settings.get("bias", -10.0 if setting.scale == "paper" else setting.of(-4.0, -7.0, -10.0))
+        bias = settings.get("bias", -10.0 if setting.scale == "paper" else setting.scaled(-4.0, -7.0, -10.0))
         made[f"sigmoid, {name}"] = base.with_transformer(**{**settings, "bias": bias})
         if name != "RoPE, b":
             made[f"softmax, {name}"] = base.with_transformer(position=settings["position"]).softmax()
@@ -48,20 +48,20 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
 
 def run(setting: Setting) -> Result:
     """Train all recipes and compare their losses and attention norms."""
-    found = sweep.train_all(setting, sweep.jobs(recipes(setting), setting))
-    picture, axes = drawing.figure(len(POSITIONS), 2)
+    found = sweep.train_all(setting, sweep.make_jobs(recipes(setting), setting))
+    picture, axes = drawing.axes_grid(len(POSITIONS), 2)
     rows, findings, data = [], [], []
     for i, name in enumerate(POSITIONS):
         pair = {"softmax": found[f"softmax, {name.partition(',')[0]}"], "sigmoid": found[f"sigmoid, {name}"]}
         for mechanism, outcomes in pair.items():
-            drawing.curves(
-                axes[i], [[r["loss"] for r in o.rows] for o in outcomes], mechanism, drawing.STYLE[mechanism]
+            drawing.plot_curves(
+                axes[i], [[r["loss"] for r in o.rows] for o in outcomes], mechanism, drawing.COLOUR_OF[mechanism]
             )
             norms = [[r["attention_norm"] for r in o.rows] for o in outcomes]
-            drawing.curves(axes[len(POSITIONS) + i], norms, mechanism, drawing.STYLE[mechanism], window=1)
+            drawing.plot_curves(axes[len(POSITIONS) + i], norms, mechanism, drawing.COLOUR_OF[mechanism], window=1)
             first, last = ([n[at] for n in norms] for at in (0, -1))
             finals = [o.mean_of_last() for o in outcomes]
-            rows.append((name, mechanism, *(intervals.spread(v) for v in (finals, first, last))))
+            rows.append((name, mechanism, *(intervals.mean_std(v) for v in (finals, first, last))))
             data += [
                 {"position": name, "mechanism": mechanism, "seed": s, "loss": loss, "first_norm": a, "last_norm": b}
                 for s, (loss, a, b) in enumerate(zip(finals, first, last, strict=True))
@@ -83,9 +83,9 @@ def _finding(name: str, pair: dict[str, list[sweep.Outcome]]) -> Finding:
     seen = f"sigmoid - softmax {intervals.interval(delta, margin)} nats"
     if name in ("SinCos", "RoPE"):
         claim = f"With {name} and no bias, sigmoid falls behind softmax."
-        return Finding(claim, intervals.beyond(delta, margin), seen)
+        return Finding(claim, intervals.verdict_positive(delta, margin), seen)
     claim = f"With {name if name == 'ALiBi' else 'RoPE and a negative bias'}, sigmoid equals softmax."
-    return Finding(claim, intervals.equal(delta, margin, 0.15), seen)
+    return Finding(claim, intervals.verdict_equal(delta, margin, 0.15), seen)
 
 
 EXPERIMENT = Experiment(

@@ -53,7 +53,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 
-def find(name: str) -> Experiment:
+def find_experiment(name: str) -> Experiment:
     """Return the experiment of a name.
 
     Raises:

@@ -28,7 +28,7 @@ from sigattn.nn.attention import Attention
 from sigattn.nn.functional import Pattern
 from sigattn.ops import reference
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.language import LanguageModelling
 
 HARDWARE_BITS = 17
@@ -94,27 +94,27 @@ def relative_errors(n: int, bits: int, generator: torch.Generator) -> dict[str, 
 
 def run(setting: Setting) -> Result:
     """Train with decreasing numbers of bits; compute the error of a single call over n."""
-    bits = setting.of((17, 8), BITS, BITS)
-    recipe = find("lm-1b-2k-tiny").with_transformer(context=setting.of(32, CONTEXT, CONTEXT))
-    recipe = shortened(recipe, setting.of(4, 200, 600), setting.of(2, 8, 16))
+    bits = setting.scaled((17, 8), BITS, BITS)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=setting.scaled(32, CONTEXT, CONTEXT))
+    recipe = shortened(recipe, setting.scaled(4, 200, 600), setting.scaled(2, 8, 16))
     wanted: dict[str, Recipe] = {"exact": recipe}
     for b in bits:
         wanted[f"{b} bits"] = Recipe(**{**vars(recipe), "task": CoarseLanguageModelling(bits=b)})
-    found = sweep.train_all(setting, sweep.jobs(wanted, setting))
+    found = sweep.train_all(setting, sweep.make_jobs(wanted, setting))
     final = {name: [o.final["bits"] for o in found[name]] for name in wanted}
     generator = torch.Generator().manual_seed(0)
-    lengths = setting.of((256, 1024), tuple(4**i for i in range(4, 10)), tuple(4**i for i in range(4, 10)))
+    lengths = setting.scaled((256, 1024), tuple(4**i for i in range(4, 10)), tuple(4**i for i in range(4, 10)))
     errors = [{"n": n, **relative_errors(n, HARDWARE_BITS, generator)} for n in lengths]
-    picture, axes = drawing.figure(2, width=5.2, height=3.8)
+    picture, axes = drawing.axes_grid(2, width=5.2, height=3.8)
     for tensor, style in (("output", "-"), ("dQ", "--")):
-        for variant, colour in (("coarse", drawing.STYLE["sigmoid"]), ("bfloat16", "#999999")):
+        for variant, colour in (("coarse", drawing.COLOUR_OF["sigmoid"]), ("bfloat16", "#999999")):
             label = f"{tensor}, {'tanh of 17 bits' if variant == 'coarse' else 'weights in bfloat16'}"
             axes[0].plot(lengths, [e[f"{variant} {tensor}"] for e in errors], style, color=colour, label=label)
     axes[0].set(xscale="log", yscale="log", xlabel="tokens n", ylabel="relative error of one call")
     axes[0].legend(frameon=False, fontsize=8)
-    context = setting.of(32, CONTEXT, CONTEXT)
+    context = setting.scaled(32, CONTEXT, CONTEXT)
     emulated = [context * 2.0 ** (HARDWARE_BITS - b) for b in bits]
-    drawing.band(axes[1], emulated, [final[f"{b} bits"] for b in bits], "coarse σ", drawing.STYLE["sigmoid"])
+    drawing.plot_band(axes[1], emulated, [final[f"{b} bits"] for b in bits], "coarse σ", drawing.COLOUR_OF["sigmoid"])
     mean = sum(final["exact"]) / len(final["exact"])
     axes[1].axhline(mean, color="#999999", linestyle=":", label="accurate σ")
     axes[1].set(xscale="log", xlabel="emulated length, tokens", ylabel="held-out bits per byte")
@@ -125,7 +125,7 @@ def run(setting: Setting) -> Result:
     findings = [
         Finding(
             "At the paper's lengths (4,096 and below) the kernel's error has no measurable effect on training.",
-            intervals.equal(*worse[13 if 13 in worse else bits[0]], 0.05),
+            intervals.verdict_equal(*worse[13 if 13 in worse else bits[0]], 0.05),
             f"13 bits at {context} tokens emulate {context * 16:,}: held-out bits less those of an accurate σ "
             f"{intervals.interval(*worse[13 if 13 in worse else bits[0]])}",
         ),
@@ -143,8 +143,8 @@ def run(setting: Setting) -> Result:
             "at no length measured" if beyond is None else f"in dQ from n = {beyond:,} on",
         ),
     ]
-    rows = [("accurate", "–", intervals.spread(final["exact"]), "")] + [
-        (f"{b} bits", f"{n:,.0f}", intervals.spread(final[f"{b} bits"]), intervals.interval(*worse[b]))
+    rows = [("accurate", "–", intervals.mean_std(final["exact"]), "")] + [
+        (f"{b} bits", f"{n:,.0f}", intervals.mean_std(final[f"{b} bits"]), intervals.interval(*worse[b]))
         for b, n in zip(bits, emulated, strict=True)
     ]
     data: list[dict[str, Any]] = [{"sigma": name, "bits_a_byte": final[name]} for name in wanted]

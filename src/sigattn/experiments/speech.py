@@ -25,7 +25,7 @@ from sigattn.experiments.experiment import Experiment, ExperimentError, Result, 
 from sigattn.models import saving
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.ctc import CTC
 from sigattn.train import metrics
 
@@ -69,8 +69,8 @@ def base(setting: Setting) -> Recipe:
             "--data LIBRISPEECH (or asr-ls100-12, -24, -36, -post, asr-conformer-ls960, asr-ls960-hybrid), and "
             "sigattn evaluate RUN --data TEDLIUM for the errors by duration"
         )
-    recipe = find("asr-ls960-tiny").with_transformer(position="rope")
-    return ablation.shortened(recipe, setting.of(4, 400, None), setting.of(4, 20, None))
+    recipe = find_recipe("asr-ls960-tiny").with_transformer(position="rope")
+    return ablation.shortened(recipe, setting.scaled(4, 400, None), setting.scaled(4, 20, None))
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class SpeechTable:
         """Train all variants and evaluate them on strings of every length."""
         names = self.smoke if setting.scale == "smoke" else tuple(self.variants)
         recipe = base(setting)
-        wanted = sweep.jobs({n: recipe.with_transformer(**self.variants[n]) for n in names}, setting)
+        wanted = sweep.make_jobs({n: recipe.with_transformer(**self.variants[n]) for n in names}, setting)
         found = sweep.train_all(setting, wanted)
         parts = buckets(setting, recipe)
         data: list[dict[str, Any]] = []
         for job in wanted:
             outcome = found[job.name][job.seed]
             spikes = metrics.count_spikes([r["gradient_norm"] for r in outcome.rows], 3.0)
-            model = saving.load(sweep.model_of(setting, job))
+            model = saving.load(sweep.model_folder(setting, job))
             for part, speech in parts.items():
                 with torch.no_grad():
                     errors = CTC().evaluate(model.eval(), speech.validation(60))
@@ -108,18 +108,18 @@ class SpeechTable:
         last = f"{DIGITS[-2] + 1}-{DIGITS[-1]} digits"
         longest = {n: [r["cer"] for r in data if (r["variant"], r["part"]) == (n, last)] for n in names}
         findings = [
-            ablation.judge(c, values)
+            ablation.evaluate_claim(c, values)
             for claims, values in ((self.claims, trained), (self.longer, longest))
             for c in claims
-            if {c.name, c.beside} <= set(names)
+            if {c.name, c.baseline} <= set(names)
         ]
         rows = []
         for n in names:
             own = [r for r in data if r["variant"] == n]
-            cells = [intervals.spread([r["cer"] for r in own if r["part"] == part]) for part in parts]
-            words = intervals.spread([o.final["wer"] for o in found[n]])
+            cells = [intervals.mean_std([r["cer"] for r in own if r["part"] == part]) for part in parts]
+            words = intervals.mean_std([o.final["wer"] for o in found[n]])
             norm = statistics.mean(r["gradient_spikes"] for r in own)
-            rows.append((n, words, intervals.spread(trained[n]), *cells, f"{norm:.0f}"))
+            rows.append((n, words, intervals.mean_std(trained[n]), *cells, f"{norm:.0f}"))
         columns = ("variant", "WER %", "CER %", *(f"CER %, {part}" for part in parts), "gradient spikes")
         return Result(columns, rows, findings, data, _picture(data, list(parts), names))
 
@@ -127,7 +127,7 @@ class SpeechTable:
 def buckets(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
     """Return held-out strings grouped by number of digits; the last group is longer than any string in training."""
     _, strings, archive = spoken_digits(
-        sweep.speech_of(setting), training=1, held_out=setting.of(24, 160, 160), longest=DIGITS[-1]
+        sweep.recordings_path(setting), training=1, held_out=setting.scaled(24, 160, 160), longest=DIGITS[-1]
     )
     assert isinstance(recipe.model, SpeechModelConfig)
     found: dict[str, list[Utterance]] = {}
@@ -138,7 +138,7 @@ def buckets(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
 
 
 def _picture(data: list[dict[str, Any]], parts: list[str], names: Sequence[str]) -> Any:
-    picture, (axis,) = drawing.figure(1, width=8.0, height=4.6)
+    picture, (axis,) = drawing.axes_grid(1, width=8.0, height=4.6)
     for i, name in enumerate(names):
         values = [[r["cer"] for r in data if (r["variant"], r["part"]) == (name, part)] for part in parts]
         style = "-" if name.startswith("sigmoid") else "--"

@@ -29,8 +29,8 @@ from sigattn.experiments.intervals import Verdict
 from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
 
 HEADS, HEAD_DIM = 12, 64  # the paper's
-Mechanism = Literal["softmax", "sigmoid"]
-MECHANISMS: tuple[Mechanism, ...] = ("softmax", "sigmoid")
+Activation = Literal["softmax", "sigmoid"]
+ACTIVATIONS: tuple[Activation, ...] = ("softmax", "sigmoid")
 PASSES = ("forward", "forward and backward")
 TOKENS = {4096: 64, 8100: 90, 10_000: 100}  # side of the images, in patches of one pixel
 
@@ -48,7 +48,7 @@ def device_and_dtype(setting: Setting) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), torch.float32
 
 
-def attend(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def attend(mechanism: Activation, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Return the attention output; all tensors are (B, H, n, D)."""
     if mechanism == "softmax":
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -63,7 +63,7 @@ def problem_of(setting: Setting, n: int, causal: bool, heads: int = HEADS) -> gp
     return gpu.Inputs(made[0], made[1], made[2], made[3], Options(-math.log(n), causal, None))
 
 
-def check(mechanism: Mechanism, problem: gpu.Inputs) -> None:
+def check(mechanism: Activation, problem: gpu.Inputs) -> None:
     """Compare outputs and gradients with float64, before timing.
 
     Raises:
@@ -81,23 +81,23 @@ def check(mechanism: Mechanism, problem: gpu.Inputs) -> None:
 def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, layers: int = 1) -> list[dict[str, Any]]:
     """Measure times of both mechanisms in ms, forward, and forward and backward."""
     problem = problem_of(setting, n, causal, heads)
-    for mechanism in MECHANISMS:
+    for mechanism in ACTIVATIONS:
         check(mechanism, problem)
 
-    def forward(mechanism: Mechanism) -> None:
+    def forward(mechanism: Activation) -> None:
         with torch.no_grad():
             for _ in range(layers):
                 attend(mechanism, problem.query, problem.key, problem.value, causal)
 
-    def both(mechanism: Mechanism) -> None:
+    def both(mechanism: Activation) -> None:
         for _ in range(layers):
             q, k, v = gpu.leaves(problem)
             torch.autograd.grad(attend(mechanism, q, k, v, causal), (q, k, v), problem.grad_out)
 
     found = []
     for which, call in zip(PASSES, (forward, both), strict=True):
-        calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in MECHANISMS}
-        for name, seconds, ratios in gpu.race(calls, setting.of(1, 5, 9), setting.of(0.0, 0.02, 0.02)):
+        calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in ACTIVATIONS}
+        for name, seconds, ratios in gpu.race(calls, setting.scaled(1, 5, 9), setting.scaled(0.0, 0.02, 0.02)):
             found.append(
                 {"n": n, "causal": causal, "pass": which, "mechanism": name, "ms": seconds * 1e3,
                  "time_over_softmax": 1 / ratios["softmax"]}
@@ -107,17 +107,17 @@ def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, l
 
 def run_attention(setting: Setting) -> Result:
     """Measure both passes, full and causal, over the length."""
-    lengths = setting.of((32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096, 16_384, 32_768, 78_000))
+    lengths = setting.scaled((32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096, 16_384, 32_768, 78_000))
     rows = [
         r
         for n in lengths
         for causal in (False, True)
         for r in _once(setting, f"attention-{n}-{causal}", functools.partial(time_attention, setting, n, causal))
     ]
-    picture, axes = drawing.figure(2, width=5.0, height=3.8)
+    picture, axes = drawing.axes_grid(2, width=5.0, height=3.8)
     cells, findings = [], []
     for axis, causal in zip(axes, (False, True), strict=True):
-        for which, colour in zip(PASSES, (drawing.STYLE["sigmoid"], drawing.STYLE["softmax"]), strict=True):
+        for which, colour in zip(PASSES, (drawing.COLOUR_OF["sigmoid"], drawing.COLOUR_OF["softmax"]), strict=True):
             gains = [100 * (1 - _ratio(rows, n, causal, which)) for n in lengths]
             axis.plot(lengths, gains, marker="o", ms=4, color=colour, label=which)
             cells.append(("causal" if causal else "full", which, *(f"{g:+.0f} %" for g in gains)))
@@ -154,7 +154,9 @@ def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[di
         attend("softmax", q, problem.key, problem.value, causal)
 
     with torch.no_grad():
-        raced = list(gpu.race({"softmax": softmax, "normed": normed}, setting.of(1, 5, 9), setting.of(0.0, 0.02, 0.02)))
+        raced = list(
+            gpu.race({"softmax": softmax, "normed": normed}, setting.scaled(1, 5, 9), setting.scaled(0.0, 0.02, 0.02))
+        )
     return [
         {"n": n, "causal": causal, "affine": affine, "ms": seconds * 1e3, "time_over_softmax": 1 / ratios["softmax"]}
         for name, seconds, ratios in raced
@@ -164,7 +166,7 @@ def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[di
 
 def run_crossing(setting: Setting) -> Result:
     """Measure T*, the length from which on sigmoid followed by a norm is faster than softmax."""
-    lengths = setting.of(
+    lengths = setting.scaled(
         (32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 576, 1024, 2048, 5184, 10_000, 16_384, 60_000)
     )
     rows, cells, found = [], [], {}
@@ -212,9 +214,9 @@ def crossing(ratios: list[tuple[int, float]]) -> int | None:
 def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
     """Measure times of both mechanisms in ms: the model's inference and training step, and attention alone."""
     device, dtype = device_and_dtype(setting)
-    layers, heads = setting.of((1, 1), (2, 3), (12, 12))
+    layers, heads = setting.scaled((1, 1), (2, 3), (12, 12))
     models = {}
-    for mechanism in MECHANISMS:
+    for mechanism in ACTIVATIONS:
         torch.manual_seed(0)
         config = VisionTransformerConfig(
             image_size=side, patch=1, layers=layers, width=heads * HEAD_DIM, heads=heads, activation=mechanism
@@ -223,11 +225,11 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
     image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
     label = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def inference(mechanism: Mechanism) -> None:
+    def inference(mechanism: Activation) -> None:
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
             models[mechanism](image)
 
-    def training(mechanism: Mechanism) -> None:
+    def training(mechanism: Activation) -> None:
         with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
             loss = F.cross_entropy(models[mechanism](image), label)
         loss.backward()
@@ -237,8 +239,8 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": tokens, "n": n, "layers": layers}
     alone = time_attention(setting, n, False, heads, layers)
     for name, call, which in (("inference", inference, PASSES[0]), ("training", training, PASSES[1])):
-        calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in MECHANISMS}
-        for key, seconds, ratios in gpu.race(calls, setting.of(1, 5, 9), 0.0):
+        calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in ACTIVATIONS}
+        for key, seconds, ratios in gpu.race(calls, setting.scaled(1, 5, 9), 0.0):
             found[f"{name}_{key}_ms"] = seconds * 1e3
             if key == "sigmoid":
                 found[f"{name}_saved"] = 1 - 1 / ratios["softmax"]
@@ -249,7 +251,7 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
 
 def run_vit(setting: Setting) -> Result:
     """Compare measured gains with those predicted from the attention's share, s = (τ_sm - τ_σ) / (τ_sm + τ)."""
-    sides = setting.of({16: 4}, TOKENS, TOKENS)
+    sides = setting.scaled({16: 4}, TOKENS, TOKENS)
     data = [
         _once(setting, f"vit-{tokens}", functools.partial(time_vit, setting, tokens, side))
         for tokens, side in sides.items()
@@ -258,7 +260,7 @@ def run_vit(setting: Setting) -> Result:
     faster = True
     for r in data:
         for name in ("inference", "training"):
-            soft, sigm = (r[f"{name}_{m}_attention_ms"] for m in MECHANISMS)
+            soft, sigm = (r[f"{name}_{m}_attention_ms"] for m in ACTIVATIONS)
             whole = r[f"{name}_softmax_ms"]
             predicted = (soft - sigm) / whole
             saved = r[f"{name}_saved"]
@@ -283,9 +285,9 @@ def run_vit(setting: Setting) -> Result:
 
 
 def _once(setting: Setting, name: str, measure: Callable[[], Any]) -> Any:
-    setting.show(name)
+    setting.log(name)
     about = {"scale": setting.scale, "device": _device_name(setting), "torch": torch.__version__}
-    return cache.once(setting.folder / "measured" / f"{name}.json", about, measure)
+    return cache.memoize(setting.folder / "measured" / f"{name}.json", about, measure)
 
 
 def _device_name(setting: Setting) -> str:

@@ -21,7 +21,7 @@ from sigattn.recipes.recipe import Recipe
 from sigattn.train import loop, metrics, workers
 from sigattn.train.identity import identity
 from sigattn.train.loop import NonFiniteLossError
-from sigattn.train.run_cache import begun, finish, finished
+from sigattn.train.run_cache import load_result, prepared_folder, store_result
 
 DONE = "done.json"
 
@@ -62,7 +62,7 @@ class Outcome:
         return float(sum(values) / len(values))
 
 
-def jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
+def make_jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
     """Return a job for each recipe and seed.
 
     Raises:
@@ -75,7 +75,7 @@ def jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
             "hf:allenai/c4:realnewslike make a file of tokens; name it with --data"
         )
     speech = any(isinstance(r.model, SpeechModelConfig) for r in recipes.values())
-    recordings = speech_of(setting) if speech else None
+    recordings = recordings_path(setting) if speech else None
     return [
         Job(name, recipe, seed, recordings)
         if isinstance(recipe.model, SpeechModelConfig)
@@ -85,7 +85,7 @@ def jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
     ]
 
 
-def speech_of(setting: Setting) -> Path:
+def recordings_path(setting: Setting) -> Path:
     """Return the path of the recordings; at scale "smoke" without ``setting.speech``, generated tones.
 
     Raises:
@@ -94,7 +94,7 @@ def speech_of(setting: Setting) -> Path:
     if setting.speech is not None:
         return setting.speech
     if setting.scale == "smoke":
-        return tones.write(setting.folder / "tones")
+        return tones.write_tones(setting.folder / "tones")
     raise ExperimentError(
         "this experiment needs recordings: name the Free Spoken Digit Dataset (a folder, or its .tar.gz) with --speech"
     )
@@ -103,26 +103,26 @@ def speech_of(setting: Setting) -> Path:
 def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome]]:
     """Run all jobs, and return the outcomes by name and seed. Runs with other settings or data are repeated."""
     prints: dict[str, str] = {}
-    runs = [(job, folder_of(setting, job), identity_of(setting, job, prints)) for job in wanted]
-    todo = [run for run in runs if finished(run[1] / DONE, run[2]) is None]
+    runs = [(job, run_folder(setting, job), run_identity(setting, job, prints)) for job in wanted]
+    todo = [run for run in runs if load_result(run[1] / DONE, run[2]) is None]
     if todo:
         with workers.pool(min(setting.workers, len(todo))) as processes:
-            start = partial(workers.until_stopped, train_one)
+            start = partial(workers.train_in_worker, train_one)
             futures = {processes.submit(start, folder, job, own): job for job, folder, own in todo}
             for i, future in enumerate(as_completed(futures), 1):
                 future.result()
-                setting.show(f"{i} of {len(todo)} runs: {futures[future].name}, seed {futures[future].seed}")
+                setting.log(f"{i} of {len(todo)} runs: {futures[future].name}, seed {futures[future].seed}")
     found: dict[str, list[Outcome]] = {}
     for job, folder, own in runs:
-        about = finished(folder / DONE, own)
+        about = load_result(folder / DONE, own)
         assert about is not None
         rows = metrics.read(folder / "metrics.jsonl")
         found.setdefault(job.name, []).append(Outcome(rows, about["final"], about["diverged"]))
     return found
 
 
-def identity_of(setting: Setting, job: Job, prints: dict[str, str]) -> str:
-    """Return the identity of a run, and record its data in ``setting.used``.
+def run_identity(setting: Setting, job: Job, prints: dict[str, str]) -> str:
+    """Return the identity of a run, and record its data in ``setting.fingerprints``.
 
     Args:
         setting: setting of the experiment. job: the run.
@@ -133,9 +133,9 @@ def identity_of(setting: Setting, job: Job, prints: dict[str, str]) -> str:
     own = (model.vocabulary, model.context) if isinstance(model, LanguageModelConfig) else (model, recipe.task)
     key = repr((type(model), own, recipe.data, recipe.augmentation, job.data, job.tokenizer))
     if key not in prints:
-        prints[key] = data_of(job).fingerprint
+        prints[key] = load_job_data(job).fingerprint
     used = recipe.data if job.data is None else str(job.data)
-    setting.used[used if job.tokenizer is None else f"{used}, {job.tokenizer}"] = prints[key]
+    setting.fingerprints[used if job.tokenizer is None else f"{used}, {job.tokenizer}"] = prints[key]
     return identity(recipe.task, model, replace(recipe.training, seed=job.seed), prints[key])
 
 
@@ -145,32 +145,32 @@ def train_one(folder: Path, job: Job, identity: str) -> None:
     warnings.filterwarnings("ignore", ".*Ramapuram")
     training = replace(job.recipe.training, seed=job.seed)
     diverged = False
-    with begun(folder, identity):
+    with prepared_folder(folder, identity):
         try:
-            loop.train(job.recipe.task, job.recipe.model, training, data_of(job), folder, resume=True)
+            loop.train(job.recipe.task, job.recipe.model, training, load_job_data(job), folder, resume=True)
         except NonFiniteLossError:
             diverged = True
         rows = metrics.read(folder / "metrics.jsonl")
         last = rows[-1] if rows else {}
         final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
-        finish(folder / DONE, identity, {"final": final, "diverged": diverged})
+        store_result(folder / DONE, identity, {"final": final, "diverged": diverged})
 
 
-def data_of(job: Job) -> Data:
+def load_job_data(job: Job) -> Data:
     """Return the data of a run: the named data, CPython's documentation, or generated data of synthetic problems."""
     if isinstance(job.recipe.model, SpeechModelConfig):
-        return datasets.load(job.recipe, job.data)
+        return datasets.load_dataset(job.recipe, job.data)
     if not isinstance(job.recipe.model, LanguageModelConfig):
-        return datasets.load(job.recipe, None)
-    return datasets.load(job.recipe, job.data, tokenizer=job.tokenizer)
+        return datasets.load_dataset(job.recipe, None)
+    return datasets.load_dataset(job.recipe, job.data, tokenizer=job.tokenizer)
 
 
-def folder_of(setting: Setting, job: Job) -> Path:
+def run_folder(setting: Setting, job: Job) -> Path:
     """Return the folder of a run."""
     name = "".join(c if c.isalnum() or c in ".-" else "-" for c in job.name)
     return setting.folder / "runs" / name / str(job.seed)
 
 
-def model_of(setting: Setting, job: Job) -> Path:
+def model_folder(setting: Setting, job: Job) -> Path:
     """Return the folder of the trained model."""
-    return folder_of(setting, job) / "model"
+    return run_folder(setting, job) / "model"

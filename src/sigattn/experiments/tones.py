@@ -14,7 +14,7 @@ SECONDS = 0.3
 SPEAKERS = ("low", "high")
 
 
-def write(folder: Path) -> Path:
+def write_tones(folder: Path) -> Path:
     """Write eight recordings of each digit by each of two speakers, unless they exist; returns the folder.
 
     Raises:

@@ -13,7 +13,7 @@ from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.ablation import shortened
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 
 # by task: recipe, steps and batch of the small scale
 TASKS: dict[str, tuple[str, int, int]] = {
@@ -42,7 +42,7 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
     for task, (name, steps, batch) in TASKS.items():
         if task == "speech" and setting.speech is None and setting.scale != "smoke":
             continue
-        recipe = shortened(find(name), setting.of(4, steps, None), setting.of(4, batch, None))
+        recipe = shortened(find_recipe(name), setting.scaled(4, steps, None), setting.scaled(4, batch, None))
         made |= {f"sigmoid, {task}": recipe, f"softmax, {task}": recipe.softmax()}
     return made
 
@@ -50,16 +50,16 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
 def run(setting: Setting) -> Result:
     """Train all pairs, plot their losses, and compare the losses at the end."""
     wanted = recipes(setting)
-    found = sweep.train_all(setting, sweep.jobs(wanted, setting))
+    found = sweep.train_all(setting, sweep.make_jobs(wanted, setting))
     tasks = [task for task in TASKS if f"sigmoid, {task}" in wanted]
-    picture, axes = drawing.figure(3, (len(tasks) + 2) // 3)
+    picture, axes = drawing.axes_grid(3, (len(tasks) + 2) // 3)
     rows, findings, data = [], [], []
     for axis, task in zip(axes, tasks, strict=False):
         ends = {}
         for mechanism in ("softmax", "sigmoid"):
             outcomes = found[f"{mechanism}, {task}"]
             losses = [[r["loss"] for r in o.rows] for o in outcomes]
-            drawing.curves(axis, losses, mechanism, drawing.STYLE[mechanism])
+            drawing.plot_curves(axis, losses, mechanism, drawing.COLOUR_OF[mechanism])
             ends[mechanism] = [o.mean_of_last() for o in outcomes]
             data += [
                 {"task": task, "mechanism": mechanism, "seed": s, "loss": loss}
@@ -68,11 +68,11 @@ def run(setting: Setting) -> Result:
         axis.set(title=task, xlabel="step")
         delta, margin = intervals.welch(ends["softmax"], ends["sigmoid"])
         usual = abs(sum(ends["softmax"]) / len(ends["softmax"]))
-        rows.append((task, *(intervals.spread(ends[m]) for m in ends), intervals.interval(delta, margin)))
+        rows.append((task, *(intervals.mean_std(ends[m]) for m in ends), intervals.interval(delta, margin)))
         findings.append(
             Finding(
                 f"Sigmoid's training loss matches softmax's: {task}.",
-                intervals.equal(delta, margin, WITHIN * usual),
+                intervals.verdict_equal(delta, margin, WITHIN * usual),
                 f"sigmoid - softmax at the end: {intervals.interval(delta, margin)}, of {usual:.3g}",
             )
         )

@@ -15,7 +15,7 @@ from typing import Any
 from sigattn.experiments.ablation import Ablation, Claim, shortened
 from sigattn.experiments.experiment import Experiment, ExperimentError, Setting
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find
+from sigattn.recipes.registry import find_recipe
 
 NEITHER: dict[str, Any] = {"qk_norm": "none", "layer_scale": None}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def base(setting: Setting) -> Recipe:
             "IMAGENET with --model.qk-norm, --model.layer-scale, --model.kv-heads, --model.activation, "
             "--model.temperature, --model.bias and --model.learn-bias set as in this experiment"
         )
-    return shortened(find("vit-supervised-tiny"), setting.of(4, 400, None), setting.of(8, 128, None))
+    return shortened(find_recipe("vit-supervised-tiny"), setting.scaled(4, 400, None), setting.scaled(8, 128, None))
 
 
 _HARDWARE = "8 GPUs of 80 GB"

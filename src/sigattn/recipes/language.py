@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sigattn.models.language import LanguageModelConfig
-from sigattn.recipes.recipe import Recipe, nearest_multiple
+from sigattn.recipes.recipe import Recipe, round_up
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
 
@@ -90,7 +90,7 @@ def _language(
             layers=layers,
             width=width,
             heads=heads,
-            hidden=nearest_multiple(8 * width / 3, 256),
+            hidden=round_up(8 * width / 3, 256),
             position="alibi",
             qk_norm="rms",
             **model,

@@ -36,7 +36,7 @@ class Recipe:
         data: name of the data set.
         augmentation: name of the augmentation.
         paper: results that the paper reports.
-        twin: fields of the model that the softmax twin changes in addition to activation and bias.
+        softmax_changes: fields of the model that the softmax twin changes in addition to activation and bias.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Recipe:
     data: str
     augmentation: str = "none"
     paper: str = ""
-    twin: dict[str, Any] = field(default_factory=dict)
+    softmax_changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -63,7 +63,7 @@ class Recipe:
 
     def softmax(self) -> Recipe:
         """Return the softmax twin, which differs in the attention only."""
-        twin = self.with_transformer(activation="softmax", bias=None, learn_bias="no", **self.twin)
+        twin = self.with_transformer(activation="softmax", bias=None, learn_bias="no", **self.softmax_changes)
         return replace(twin, name=f"{self.name}-softmax")
 
     def parameters(self) -> int:
@@ -203,6 +203,6 @@ _TINY: dict[type, Callable[[Recipe], tuple[ModelConfig, TrainConfig, str]]] = {
 }
 
 
-def nearest_multiple(value: float, of: int) -> int:
+def round_up(value: float, of: int) -> int:
     """Round up to a multiple of ``of``."""
     return of * math.ceil(value / of)

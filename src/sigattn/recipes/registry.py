@@ -31,7 +31,7 @@ GUIDE = (
 )
 
 
-def find(name: str) -> Recipe:
+def find_recipe(name: str) -> Recipe:
     """Return the recipe of a name; NAME-tiny, NAME-softmax and NAME-tiny-softmax are its variants.
 
     Raises:

@@ -137,7 +137,7 @@ def _speech(
         data=data,
         augmentation=augmentation,
         paper=paper,
-        twin={"qk_norm": "none"},
+        softmax_changes={"qk_norm": "none"},
     )
 
 

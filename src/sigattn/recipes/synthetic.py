@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sigattn.models.sequence import SequenceModelConfig
 from sigattn.recipes.recipe import Recipe
-from sigattn.tasks.k_summation import KSummationTask
-from sigattn.tasks.pair_repeat import PairRepeatTask
+from sigattn.tasks.k_summation import KSummation
+from sigattn.tasks.pair_repeat import PairRepeat
 from sigattn.train.config import TrainConfig
 
 
@@ -22,7 +22,7 @@ def k_summation() -> Recipe:
         domain="Synthetic",
         objective="k-summation",
         model=SequenceModelConfig(),
-        task=KSummationTask(),
+        task=KSummation(),
         training=_training(steps=20_000, batch=256, schedule="constant"),
         data="drawn",
         paper="final loss grows with k as softmax's does",
@@ -43,7 +43,7 @@ def pair_repeat() -> Recipe:
         domain="Synthetic",
         objective="pair repeat",
         model=model,
-        task=PairRepeatTask(),
+        task=PairRepeat(),
         training=_training(steps=19_531, batch=256, schedule="cosine"),
         data="drawn",
         paper="sigmoid learns from fewer samples than softmax",

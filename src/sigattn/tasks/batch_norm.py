@@ -9,7 +9,7 @@ from torch import distributed as dist
 from sigattn.nn.norm import BatchNorm
 
 
-class SharedBatchNorm(BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """``BatchNorm1d`` of (B, C) whose mean and variance in training are those of the samples of all processes.
 
     The result does not depend on the number of processes that share a batch. With one process it is ``BatchNorm``.

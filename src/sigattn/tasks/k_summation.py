@@ -15,7 +15,7 @@ from sigattn.validation import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class KSummationTask(Task):
+class KSummation(Task):
     """Mean squared error of the sum. A batch is sequences (B, n) and sums (B, 1). Metrics: ``loss``.
 
     Attributes:

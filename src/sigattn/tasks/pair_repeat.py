@@ -14,7 +14,7 @@ from sigattn.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairRepeatTask(Task):
+class PairRepeat(Task):
     """Binary cross-entropy of the answer. A batch is symbols (B, n) and answers (B,).
 
     Metrics: ``loss``, ``accuracy``.

@@ -6,7 +6,7 @@ import itertools
 
 from torch import nn
 
-from sigattn.tasks.batch_norm import SharedBatchNorm
+from sigattn.tasks.batch_norm import SyncBatchNorm
 
 
 def projector(widths: list[int]) -> nn.Sequential:
@@ -19,7 +19,7 @@ def projector(widths: list[int]) -> nn.Sequential:
     last = len(widths) - 2
     for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
         parts.append(nn.Linear(inputs, outputs, bias=False))
-        parts.append(SharedBatchNorm(outputs, affine=i < last))
+        parts.append(SyncBatchNorm(outputs, affine=i < last))
         if i < last:
             parts.append(nn.ReLU())
     return nn.Sequential(*parts)

@@ -181,7 +181,7 @@ class ContextualMapping:
     def all_selectively_shifted(self) -> list[list[int]]:
         """Return l̃ of every input, computed layer by layer from the definition of the attention."""
         if 8 * self.n * (self.c + 1) ** (self.n + 2) < 2**62:
-            shifted: list[list[int]] = self.shift_together(self.inputs_together()).tolist()
+            shifted: list[list[int]] = self.batched_selective_shifts(self.all_inputs_tensor()).tolist()
             return shifted
         result = []
         for given in self.all_inputs():
@@ -193,11 +193,11 @@ class ContextualMapping:
 
     # The same layers for all inputs in one batch of 64-bit integers; l is (inputs, n).
 
-    def inputs_together(self) -> Tensor:
+    def all_inputs_tensor(self) -> Tensor:
         """Return every input as one tensor, (inputs, n)."""
         return torch.tensor(list(self.all_inputs()), dtype=torch.int64)
 
-    def shift_together(self, l: Tensor) -> Tensor:
+    def batched_selective_shifts(self, l: Tensor) -> Tensor:
         """Apply all selective shifts in order."""
         for i in range(self.first_layer, self.grid):
             low, high = 2 * i - 1, 2 * i + 1
@@ -206,7 +206,7 @@ class ContextualMapping:
             l = l + self.c * heads // 8
         return l
 
-    def global_shift_together(self, l: Tensor) -> Tensor:
+    def batched_global_shift(self, l: Tensor) -> Tensor:
         """Apply the global shift; valid only if no index is 0."""
         return l + self.c ** (self.n + 1) * (_batched_attention(l, 2 * self.c**self.n + 1, 0) // 4)
 
@@ -230,9 +230,9 @@ class ContextualMapping:
     def is_contextual(self) -> bool:
         """Return True if all tokens of all inputs end with different numbers."""
         if self.fits_int64:
-            l = self.shift_together(self.inputs_together())
+            l = self.batched_selective_shifts(self.all_inputs_tensor())
             if (l > 0).all():
-                return len(self.global_shift_together(l).unique()) == l.numel()
+                return len(self.batched_global_shift(l).unique()) == l.numel()
         final = [x for l in self.all_selectively_shifted() for x in self.global_shift(l)]
         return len(set(final)) == len(final)
 
@@ -270,7 +270,7 @@ class Verification:
     WITHIN = "(i) a sequence's numbers differ"
     BETWEEN = "(ii) different sequences have no number in common"
     AS_PRINTED = "|l̃_i - l̃'_j| < c^n δ, as the last proof says"
-    MENDED = "l̃_n < c^(n+1) δ, with which the last proof can be corrected"
+    LAST_INDEX_BOUND = "l̃_n < c^(n+1) δ, with which the last proof can be corrected"
 
     @classmethod
     def of(cls, m: ContextualMapping) -> Verification:
@@ -280,9 +280,9 @@ class Verification:
     @classmethod
     def _of_tensors(cls, m: ContextualMapping) -> Verification:
         result, n, unit = cls(m.inputs), m.n, m.c**m.n
-        given = m.inputs_together()
-        l = m.shift_together(given)
-        q = m.global_shift_together(l)
+        given = m.all_inputs_tensor()
+        l = m.batched_selective_shifts(given)
+        q = m.batched_global_shift(l)
         columns, before = l.unbind(1), given.unbind(1)
         for statement, formula in ((cls.FORMULA, m.closed_form), (cls.PRINTED, m.closed_form_as_printed)):
             result._count(statement, (torch.stack(formula(before), 1) == l).all(1))
@@ -292,7 +292,7 @@ class Verification:
             if j < n:
                 result._count(cls.UPPER, columns[j - 1] < m.c ** (j + 1))
         result._count(cls.LAST, (l[:, :-1] <= unit).all(1) & (l[:, -1] > unit))
-        result._count(cls.MENDED, l[:, -1] < m.c ** (n + 1))
+        result._count(cls.LAST_INDEX_BOUND, l[:, -1] < m.c ** (n + 1))
         result._count(cls.SHIFT, (q == l + m.c ** (n + 1) * l[:, -1:]).all(1))
         result._count(cls.WITHIN, (q.sort(1).values.diff(dim=1) > 0).all(1))
         result._between(cls.ONE_TO_ONE, m.inputs, len(l[:, -1].unique()))
@@ -314,7 +314,7 @@ class Verification:
                 if j < n:
                     result._count(cls.UPPER, l[j - 1] < m.c ** (j + 1))
             result._count(cls.LAST, max(l[:-1]) <= unit < l[-1])
-            result._count(cls.MENDED, l[-1] < m.c ** (n + 1))
+            result._count(cls.LAST_INDEX_BOUND, l[-1] < m.c ** (n + 1))
             q = m.global_shift(l)
             result._count(cls.SHIFT, q == [x + m.c ** (n + 1) * l[-1] for x in l])
             result._count(cls.WITHIN, len(set(q)) == n)

@@ -20,7 +20,7 @@ import sigattn.ops.attention as operator
 from sigattn.theory import approximation, bias, flops, regularity
 from sigattn.theory.contextual_mapping import ContextualMapping, Verification, modified_attention
 
-HOLDS, MENDED, FAILS, DEPENDS = "holds", "holds corrected", "fails", "depends"
+HOLDS, CORRECTED, FAILS, DEPENDS = "holds", "holds corrected", "fails", "depends"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def contextual_mappings(limit: int, longest: int) -> Iterator[Statement]:
         "l̃ after the selective shifts is given by binomials",
         "App. B, Eq. for l̃_j",
         checked[v.PRINTED],
-        MENDED if failed[v.PRINTED] and not failed[v.FORMULA] else FAILS,
+        CORRECTED if failed[v.PRINTED] and not failed[v.FORMULA] else FAILS,
         f"s_(k-i+1) must be s_(j-1-k): as printed it is wrong in {failed[v.PRINTED]:,} cases, all with n ≥ 4",
     )
     for key, where in (
@@ -117,8 +117,10 @@ def contextual_mappings(limit: int, longest: int) -> Iterator[Statement]:
     ):
         yield _verdict(key, where, checked[key], failed[key], "")
     note = "l̃_n itself exceeds c^n δ. By cases: i = n, j < n needs l̃_n < c^(n+1) δ, which holds"
-    corrected = failed[v.AS_PRINTED] and not failed[v.MENDED]
-    yield Statement(v.AS_PRINTED, "App. B, last proof", checked[v.MENDED], MENDED if corrected else FAILS, note)
+    corrected = failed[v.AS_PRINTED] and not failed[v.LAST_INDEX_BOUND]
+    yield Statement(
+        v.AS_PRINTED, "App. B, last proof", checked[v.LAST_INDEX_BOUND], CORRECTED if corrected else FAILS, note
+    )
     yield _first_layer()
     yield _missing_delta()
 
@@ -143,7 +145,7 @@ def _first_layer() -> Statement:
     note = "from i = 0: without Ψ⁽⁰⁾ a token of index 0 is not shifted, and the lemmas fail for "
     note += f"{broken} of {found.inputs} inputs"
     return Statement(
-        "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …", "App. B, composition", found.inputs, MENDED if broken else HOLDS, note
+        "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …", "App. B, composition", found.inputs, CORRECTED if broken else HOLDS, note
     )
 
 
@@ -160,7 +162,7 @@ def _missing_delta() -> Statement:
         "b_q of the fourth head of a selective shift is i + ½",
         "App. B, Eq. selective shift",
         cases,
-        MENDED if wrong else HOLDS,
+        CORRECTED if wrong else HOLDS,
         f"(i + ½) δ: as printed the head gives another result in {wrong} of {cases} cases",
     )
 
@@ -229,7 +231,7 @@ def _frobenius_step() -> Statement:
         factors = x.square().sum() ** 2 * a.square().sum() / 64
         printed += bool(square > sigma_slope * factors)
         corrected += bool(square > sigma_slope**2 * factors * (1 + 1e-12))
-    verdict = FAILS if corrected else MENDED if printed else HOLDS
+    verdict = FAILS if corrected else CORRECTED if printed else HOLDS
     note = f"σ'∞² instead of σ'∞; as printed it is exceeded in {printed} cases. (The theorem uses σ'∞².)"
     return Statement("‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²", "App. C", cases, verdict, note)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from sigattn.train.folder_lock import LOCK_FILE, locked
 
-BEGUN = "settings.txt"
+IDENTITY_FILE = "settings.txt"
 
 
-def finished(file: Path, identity: str) -> dict[str, Any] | None:
+def load_result(file: Path, identity: str) -> dict[str, Any] | None:
     """Return the result in a file, or None if there is none or it belongs to a run of another identity."""
     try:
         result: dict[str, Any] = json.loads(file.read_text())
@@ -23,20 +23,20 @@ def finished(file: Path, identity: str) -> dict[str, Any] | None:
         return None
 
 
-def finish(file: Path, identity: str, result: dict[str, Any]) -> None:
+def store_result(file: Path, identity: str, result: dict[str, Any]) -> None:
     """Write the result of a finished run and its identity."""
     file.write_text(json.dumps({**result, "identity": identity}) + "\n")
 
 
 @contextmanager
-def begun(folder: Path, identity: str) -> Iterator[None]:
+def prepared_folder(folder: Path, identity: str) -> Iterator[None]:
     """Lock a run's folder; if it contains a run of another identity, empty it first.
 
     Raises:
         FolderInUseError: if another process is training in it.
     """
     with locked(folder):
-        mark = folder / BEGUN
+        mark = folder / IDENTITY_FILE
         if not mark.exists() or mark.read_text() != identity:
             for path in folder.iterdir():
                 if path.is_dir():

@@ -19,7 +19,7 @@ def pool(workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_watch_parent)
 
 
-def until_stopped(function: Callable[..., T], *args: object) -> T:
+def train_in_worker(function: Callable[..., T], *args: object) -> T:
     """Call a function that trains; after SIGINT or SIGTERM and the checkpoint, end the worker process.
 
     An exception would return to the pool, which would start the next job in this worker.
