@@ -12,7 +12,7 @@ from sigattn.tasks.language import LanguageModelling
 
 SMALL = [
     "--context", "32", "--layers", "1", "--width", "16", "--heads", "2",
-    "--steps", "6", "--batch", "2", "--validate-every", "3",
+    "--max-steps", "6", "--batch-size", "2", "--validate-every", "3",
 ]  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_unwritable_run_folder(tmp_path, capsys):
     [
         (["--heads", "3"], "width must be a multiple of heads, got width=16, heads=3"),
         (["--heads", "16"], "head_dim must be even, got 1"),
-        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--max-steps", "0"], "max_steps must be at least 1, got 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_one_line(tmp_path, capsys, wrong, message):
@@ -131,7 +131,7 @@ def test_bench_cpu(tmp_path, capsys):
     assert (tmp_path / "r.json").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--steps", "many"], ["bench"]])
+@pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--max-steps", "many"], ["bench"]])
 def test_a_wrong_command_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

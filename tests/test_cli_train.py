@@ -18,7 +18,7 @@ from sigattn.train import metrics
 from tests.integrations.tasks import TASK
 from tests.test_cli import failure
 
-QUICK = ["--training.steps", "6", "--training.batch", "8", "--training.validate-every", "6"]
+QUICK = ["--training.max-steps", "6", "--training.batch-size", "8", "--training.validate-every", "6"]
 
 
 def said(capsys, *arguments):
@@ -180,7 +180,7 @@ class TestTrain:
             (["train", "asr-ls960", "--data", "/nowhere"], 1, "no such file or folder: /nowhere"),
             (["train", "lm-1b-2k"], 2, "needs --tokenizer FILE"),
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
-            (["train", "lm-1b-2k", "--tiny", "--training.steps", "0"], 2, "steps must be at least 1"),
+            (["train", "lm-1b-2k", "--tiny", "--training.max-steps", "0"], 2, "max_steps must be at least 1"),
             (["train", "lm-1b-2k", "--tiny", "--model.heads", "5"], 2, "multiple of heads, got width=64, heads=5"),
             (["evaluate", "/nowhere"], 1, "/nowhere holds no run of sigattn train"),
             (["recipes", "lm-2b"], 2, "no recipe is called"),
@@ -281,7 +281,7 @@ def test_a_speech_model_is_judged_by_duration_on_ted_lium(tmp_path, capsys):
         lines = "bob 1 bob 0.0 2.0 <o,f0,male> one two\nbob 1 bob 2.0 13.5 <o,f0,male> three four\n"
         (talk / part / "stm" / "bob.stm").write_text(lines)
     run = str(tmp_path / "run")
-    sizes = ["--model.width", "16", "--training.batch", "20", "--training.steps", "2"]
+    sizes = ["--model.width", "16", "--training.batch-size", "20", "--training.max-steps", "2"]
     cli.main(["train", "asr-ls960", "--tiny", "--data", str(recordings), "--folder", run, *sizes])
     capsys.readouterr()
     out = said(capsys, "evaluate", run, "--data", str(tmp_path / "ted"))

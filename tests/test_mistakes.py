@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sigattn import cli
-from sigattn.cli.runs import remember
+from sigattn.cli.runs import write_run
 from sigattn.data.dataset import DataError
 from sigattn.data.tokens import packed
 from sigattn.experiments import compare
@@ -21,7 +21,7 @@ from sigattn.recipes.registry import find_recipe
 from sigattn.train.run_cache import store_result
 from tests.test_cli import failure
 
-TINY = ["lm-1b-2k", "--tiny", "--training.steps", "1", "--training.batch", "2", "--model.context", "16"]
+TINY = ["lm-1b-2k", "--tiny", "--training.max-steps", "1", "--training.batch-size", "2", "--model.context", "16"]
 USAGE, DATA = 2, 1
 
 
@@ -30,7 +30,7 @@ def run(tmp_path):
     """A run folder of a language model of bytes, as sigattn train leaves it."""
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(layers=1, width=16, heads=2, context=16)
     options = type("Options", (), {"data": None, "tokenizer": None})()
-    remember(tmp_path / "run", recipe, "lm-1b-2k-tiny", options)
+    write_run(tmp_path / "run", recipe, "lm-1b-2k-tiny", options)
     saving.save(saving.build(recipe.model), tmp_path / "run" / "model")
     return tmp_path / "run"
 
@@ -60,7 +60,7 @@ SETTINGS = [
     (["train", *TINY, "--model.hidden", "0"], "hidden must be at least 1, got 0"),
     (["train", *TINY, "--model.layers", "-1"], "layers must be at least 1, got -1"),
     (["train", *TINY, "--model.bias", "inf"], "bias must be a finite number, got inf"),
-    (["train", *TINY, "--training.clip", "-1"], "clip must be a finite number above 0, got -1.0"),
+    (["train", *TINY, "--training.max-grad-norm", "-1"], "max_grad_norm must be a finite number above 0, got -1.0"),
     (
         ["train", *TINY, "--training.learning-rate", "nan"],
         "learning_rate must be a finite number of at least 0, got nan",
@@ -73,7 +73,7 @@ SETTINGS = [
     ),
     (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
     (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocabulary=3"),
-    (["demo", "--steps", "-1"], "steps must be at least 1, got -1"),
+    (["demo", "--max-steps", "-1"], "max_steps must be at least 1, got -1"),
     (["norms", "--layers", "0"], "layers must be at least 1, got 0"),
     (["norms", "--seconds", "nan"], "seconds must be a finite number above 0, got nan"),
     (["norms", "--seconds", "0.001"], "seconds must be at least 0.01, one frame, got 0.001"),
@@ -134,7 +134,7 @@ def test_generating(arguments, message, run, capsys):
         ({"recipe": "nosuch"}, "no recipe is called 'nosuch'"),
         ({"recipe": 5}, "run.json has a wrong value for recipe: '5'"),
         ({"training": {}}, "'betas'"),
-        ({"training": {"betas": [0.9, 0.95], "steps": 0}}, "steps must be at least 1, got 0"),
+        ({"training": {"betas": [0.9, 0.95], "max_steps": 0}}, "max_steps must be at least 1, got 0"),
         ({"training": {"betas": [0.9, 0.95], "nosuch": 0}}, "unexpected keyword argument 'nosuch'"),
         ({"model": {"width": "wide"}}, "width must be a whole number, got 'wide'"),
         ({"task": {"end_token": -1}}, "end_token must be at least 0, got -1"),

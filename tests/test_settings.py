@@ -41,7 +41,7 @@ ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mea
     "TrainConfig.seed": {0},
     "TrainConfig.statistics_every": {0},  # never
     "TrainConfig.warmup_steps": {0},
-    "TrainConfig.watch_every": {0},  # never
+    "TrainConfig.log_attention_every": {0},  # never
     "TrainConfig.weight_decay": {0},
     "VisionTransformerConfig.classes": {0},  # features
 }

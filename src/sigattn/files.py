@@ -39,7 +39,7 @@ def read_object(path: Path, **keys: Kind) -> dict[str, Any]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Add ``path`` to every OSError raised in the context, because those of a write (full disk) name no file."""
     try:
         yield

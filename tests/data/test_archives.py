@@ -56,7 +56,7 @@ def header_bomb(path, size):
 
 @pytest.mark.parametrize("kind", ["member", "other member", "header"])
 def test_a_bomb_is_refused_before_it_is_in_memory(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(archives, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 20)
     if kind == "header":
         archive = header_bomb(tmp_path / "bomb.tar.gz", 64 << 20)
     else:
@@ -71,7 +71,7 @@ def test_a_bomb_is_refused_before_it_is_in_memory(tmp_path, monkeypatch, kind):
 
 
 def test_too_many_members(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "MOST_MEMBERS", 3)
+    monkeypatch.setattr(archives, "MAX_MEMBERS", 3)
     archive = write(tmp_path / "many.tar.gz", {f"{i}.wav": b"" for i in range(4)})
     with pytest.raises(DataError, match="more than 3 members"):
         archives.members(archive, ".wav")

@@ -27,7 +27,7 @@ def test_files(tmp_path, monkeypatch):
     assert hashing.files_sha256(files) == before
     changed(files[0][1])
     assert hashing.files_sha256(files) != before
-    monkeypatch.setattr(hashing, "MOST_BYTES", 10)  # names and sizes alone
+    monkeypatch.setattr(hashing, "MAX_BYTES", 10)  # names and sizes alone
     large = hashing.files_sha256(files)
     changed(files[0][1])
     assert hashing.files_sha256(files) == large

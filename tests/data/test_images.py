@@ -27,7 +27,7 @@ class TestOrder:
 
 class TestDigits:
     def test_the_held_out_part_is_apart(self):
-        (images, labels), (held, held_labels) = Digits().everything()
+        (images, labels), (held, held_labels) = Digits().train_and_held_out()
         assert (len(images), len(held)) == (1437, 360)
         assert len(labels) == 1437
         assert {tuple(i.flatten().tolist()) for i in held}.isdisjoint(tuple(i.flatten().tolist()) for i in images)
@@ -117,8 +117,8 @@ class TestImageFolder:
         assert set(data.unreadable.errors) == set(map(str, broken))
         said = capfd.readouterr().out
         assert all(said.count(f"unreadable image {file}: ") == 1 for file in broken)
-        assert data.left_out().startswith(f"5 of {len(list(folder.rglob('*.png')))} images could not be read")
-        assert all(str(file) in data.left_out() for file in broken)
+        assert data.unreadable_summary().startswith(f"5 of {len(list(folder.rglob('*.png')))} images could not be read")
+        assert all(str(file) in data.unreadable_summary() for file in broken)
 
     def test_a_decompression_bomb_is_a_broken_image(self, folder, monkeypatch, capsys):
         image = pytest.importorskip("PIL.Image")

@@ -136,8 +136,8 @@ class TestBatches:
         assert set(data.unreadable.errors) == {str(broken), str(missing)}
         said = capsys.readouterr().out
         assert said.count(f"unreadable recording {broken}: ") == 1
-        assert data.left_out().startswith("2 of ")
-        assert str(broken) in data.left_out()
+        assert data.unreadable_summary().startswith("2 of ")
+        assert str(broken) in data.unreadable_summary()
 
     def test_a_batch_of_one_broken_recording_is_another_one(self, digits, capsys):
         data = self.data(digits)

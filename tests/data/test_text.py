@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from sigattn.data.text import ByteText, DataError, load_text
+from sigattn.data.text import DataError, TokenText, load_text
 
 
 def test_cpython_s_documentation_is_always_there():
@@ -38,18 +38,18 @@ def test_unusable_text(tmp_path):
 
 def test_text_shorter_than_the_context():
     with pytest.raises(DataError, match="too short for a context of 256"):
-        ByteText.split(b"x" * 2000, 256)
-    ByteText.split(b"x" * 2600, 256)
+        TokenText.split(b"x" * 2000, 256)
+    TokenText.split(b"x" * 2600, 256)
 
 
 def test_the_end_is_held_out():
-    text = ByteText.split(bytes(range(200)) * 5, 8)
+    text = TokenText.split(bytes(range(200)) * 5, 8)
     assert len(text.validation) == 100
     assert bytes(text.training.tolist()) + bytes(text.validation.tolist()) == bytes(range(200)) * 5
 
 
 def test_batches_are_windows_and_their_successors():
-    text = ByteText.split(bytes(range(250)), 8)
+    text = TokenText.split(bytes(range(250)), 8)
     tokens, targets = text.batch(3, 5, 8, seed=0)
     assert tokens.shape == targets.shape == (5, 8)
     assert torch.equal(targets, tokens + 1)
@@ -57,7 +57,7 @@ def test_batches_are_windows_and_their_successors():
 
 
 def test_a_batch_depends_on_seed_and_step_alone():
-    text = ByteText.split(bytes(range(250)) * 10, 8)
+    text = TokenText.split(bytes(range(250)) * 10, 8)
     first = text.batch(3, 5, 8, seed=0)[0]
     torch.manual_seed(99)
     assert torch.equal(text.batch(3, 5, 8, seed=0)[0], first)
@@ -66,6 +66,6 @@ def test_a_batch_depends_on_seed_and_step_alone():
 
 
 def test_every_training_byte_can_be_drawn():
-    text = ByteText.split(bytes(range(100)), 4)
+    text = TokenText.split(bytes(range(100)), 4)
     seen = {int(t) for step in range(200) for batch in text.batch(step, 8, 4, seed=0) for t in batch.flatten()}
     assert seen == set(range(90))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sigattn.data.dataset import DataError
-from sigattn.data.text import ByteText, TextData
+from sigattn.data.text import TextData, TokenText
 from sigattn.data.tokens import END, documents, encode, load_tokenizer, pack, packed, packed_tokenizer, train_tokenizer
 
 pytest.importorskip("tokenizers")
@@ -72,8 +72,8 @@ def test_text_that_is_not_utf_8(tmp_path):
 
 def test_a_training_part_that_is_too_short():
     with pytest.raises(DataError, match="at least 91 tokens are needed"):
-        ByteText.split_tokens(torch.arange(60), 8, 0.9, "")
-    assert len(ByteText.split_tokens(torch.arange(91), 8, 0.9, "").training) == 10
+        TokenText.split_tokens(torch.arange(60), 8, 0.9, "")
+    assert len(TokenText.split_tokens(torch.arange(91), 8, 0.9, "").training) == 10
 
 
 @pytest.fixture

@@ -15,8 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sigattn import sigmoid_attention
 from sigattn.distributed import collectives
-from sigattn.distributed.context_parallel import Share, context_parallel_attention, shared, traffic
-from sigattn.distributed.placement import Placement
+from sigattn.distributed.context_parallel import (
+    ContextParallelShard,
+    context_parallel,
+    context_parallel_attention,
+    traffic,
+)
+from sigattn.distributed.placement import SequenceSharding
 from sigattn.distributed.sharded_cache import sharded_cache_attention
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
@@ -52,7 +57,7 @@ def check(mesh, case, strategy):
         return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
 
     causal = case.get("is_causal", False)
-    placement = Placement(n, ranks, case.get("balanced", causal))
+    placement = SequenceSharding(n, ranks, case.get("balanced", causal))
     q, k, v, grad = randn(2, hq, n, 8), randn(2, hkv, n, 8), randn(2, hkv, n, 6), randn(2, hq, n, 6)
     bias = case.get("bias")
     per_query = bias == "query"
@@ -137,8 +142,8 @@ def models(mesh):
             tokens = torch.randint(13, (2, 29))
             whole = model(tokens)
             expected = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
-            share = Share(mesh, Placement(29, mesh.size(), balanced=True), strategy)
-            with shared(model, share), model.watching():
+            share = ContextParallelShard(mesh, SequenceSharding(29, mesh.size(), balanced=True), strategy)
+            with context_parallel(model, share), model.watching():
                 part = model(share.part(tokens))
                 gradients = torch.autograd.grad(part.square().sum(), list(model.parameters()))
             torch.testing.assert_close(part, share.part(whole), rtol=1e-5, atol=1e-6)
@@ -147,7 +152,10 @@ def models(mesh):
                 dist.all_reduce(total)
                 torch.testing.assert_close(total, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
             assert torch.equal(model(tokens), whole)
-    with shared(model, share), pytest.raises(ValueError, match="context parallelism needs sigmoid self-attention"):
+    with (
+        context_parallel(model, share),
+        pytest.raises(ValueError, match="context parallelism needs sigmoid self-attention"),
+    ):
         model(share.part(tokens), cache=model.new_cache())
 
 
@@ -192,7 +200,7 @@ def refused(mesh):
     """What does not fit is refused on every process, before anything is sent."""
     q = torch.randn(1, 2, 6, 4)
     for change, message in [
-        ({"length": 100}, "shard the sequence by Placement.shard and pass length"),
+        ({"length": 100}, "shard the sequence by SequenceSharding.shard and pass length"),
         ({"strategy": "star"}, "strategy must be one of"),
         ({"bias": torch.ones(3, 1, 1, 1)}, "bias"),
     ]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sigattn.distributed.context_parallel import _pairs, _Shared
-from sigattn.distributed.placement import Placement
+from sigattn.distributed.placement import SequenceSharding
 from tests.distributed import context_worker
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
@@ -49,7 +49,7 @@ def test_a_process_that_dies_is_missed():
 def test_pairs_are_those_of_which_something_is_seen(balanced, length):
     """Against every query and key: no pair is left out of which a single key is seen, and none is visited in vain."""
     for ranks in (1, 2, 3):
-        placement = Placement(length, ranks, balanced)
+        placement = SequenceSharding(length, ranks, balanced)
         for left, right in itertools.product((-1, 0, 1, 2, 4), repeat=2):
             shared = _Shared(placement, None, 0, "ring", None, None, left, right, None, False, 0.0)
             for queries, keys in itertools.product(range(ranks), repeat=2):
@@ -74,7 +74,7 @@ def test_pairs_are_those_of_which_something_is_seen(balanced, length):
 def test_every_position_is_someones(balanced):
     for length in (1, 5, 16, 37):
         for ranks in (1, 2, 3, 4, 7):
-            placement = Placement(length, ranks, balanced)
+            placement = SequenceSharding(length, ranks, balanced)
             sizes = [placement.size(r) for r in range(ranks)]
             everything = torch.cat([placement.positions(r) for r in range(ranks)])
             assert sorted(everything.tolist()) == list(range(length))
@@ -86,8 +86,8 @@ def test_every_position_is_someones(balanced):
 
 def test_balanced_shares_have_the_same_to_do():
     """Pairs that a causal mask lets be seen."""
-    placement = Placement(64, 4, True)
+    placement = SequenceSharding(64, 4, True)
     work = [int((placement.positions(r) + 1).sum()) for r in range(4)]
     assert max(work) == min(work)
-    plain = Placement(64, 4, False)
+    plain = SequenceSharding(64, 4, False)
     assert int((plain.positions(3) + 1).sum()) > 6 * int((plain.positions(0) + 1).sum())

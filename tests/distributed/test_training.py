@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="ne
 WAYS = {
     "ddp": {"parallel": "ddp"},
     "fsdp": {"parallel": "fsdp"},
-    "accumulated": {"parallel": "ddp", "accumulate": 2},
-    "accumulated-fsdp": {"parallel": "fsdp", "accumulate": 2},
+    "accumulated": {"parallel": "ddp", "grad_accum_steps": 2},
+    "accumulated-fsdp": {"parallel": "fsdp", "grad_accum_steps": 2},
     "tensor": {"tensor_parallel": 2},
     "context": {"context_parallel": 2},
     "context-fsdp": {"context_parallel": 2, "parallel": "fsdp", "context_strategy": "gather"},
@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
     worker.run([job(f"one-{kind}", kind) for kind in ("language", "rope", "vision", "contrast", "teacher")])
     shared = [job(f"2-{way}", training=training) for way, training in WAYS.items()]
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
-    again = {"context_parallel": 2, "accumulate": 2, "checkpoint_activations": True}
+    again = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
     shared += [job("2-rope-context", "rope", training=again)]
     shared += [job("2-closely", training={**closely, "parallel": "fsdp"})]
     shared += [job("2-vision-context", "vision", training={"context_parallel": 2})]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from sigattn.data.images import Digits
-from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.vision import VisionTransformerConfig
 from sigattn.tasks.byol import BYOL
@@ -24,7 +24,9 @@ from sigattn.train import loop
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError
 
-TRAINING = TrainConfig(steps=5, batch=8, warmup_steps=2, validate_every=5, checkpoint_every=5, learning_rate=1e-2)
+TRAINING = TrainConfig(
+    max_steps=5, batch_size=8, warmup_steps=2, validate_every=5, checkpoint_every=5, learning_rate=1e-2
+)
 LANGUAGE = LanguageModelConfig(
     context=32, layers=2, width=32, heads=4, kv_heads=4, position="alibi", learn_bias="layer"
 )
@@ -36,10 +38,10 @@ VISION = VisionTransformerConfig(
 def setting(kind):
     """Task, model and data."""
     if kind == "language":
-        return LanguageModelling(), LANGUAGE, TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=4)
+        return LanguageModelling(), LANGUAGE, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
     if kind == "rope":
         model = replace(LANGUAGE, position="rope", structure="hybrid", kv_heads=2, temperature=0.1)
-        return LanguageModelling(), model, TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=4)
+        return LanguageModelling(), model, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
     if kind == "vision":
         return Classification(), VISION, Digits()
     task = SimCLR(hidden=16, outputs=8) if kind == "contrast" else BYOL(hidden=16, outputs=8)

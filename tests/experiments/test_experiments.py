@@ -117,10 +117,10 @@ def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
 def test_a_run_with_other_settings_is_done_again(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = k_summation.base(setting, 1)
-    shorter = replace(recipe, training=replace(recipe.training, steps=2))
+    shorter = replace(recipe, training=replace(recipe.training, max_steps=2))
     (first,) = sweep.train_all(setting, [sweep.Job("same name", shorter, 0)])["same name"]
     (second,) = sweep.train_all(setting, [sweep.Job("same name", recipe, 0)])["same name"]
-    assert (len(first.rows), len(second.rows)) == (2, recipe.training.steps)
+    assert (len(first.rows), len(second.rows)) == (2, recipe.training.max_steps)
 
 
 @pytest.mark.usefixtures("in_this_process")

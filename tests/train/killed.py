@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
-from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, loop
 from sigattn.train.config import TrainConfig
 
 MODEL = LanguageModelConfig(context=32, layers=2, width=32, heads=2)
-TRAIN = TrainConfig(steps=14, batch=4, warmup_steps=3, validate_every=5, checkpoint_every=1, seed=3)
+TRAIN = TrainConfig(max_steps=14, batch_size=4, warmup_steps=3, validate_every=5, checkpoint_every=1, seed=3)
 
 
 def train(folder):
     """The run, or the rest of it."""
-    data = TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=8)
+    data = TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=8)
     loop.train(LanguageModelling(), MODEL, TRAIN, data, Path(folder), resume=True)
 
 

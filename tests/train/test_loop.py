@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import load as load_model
 from sigattn.tasks.language import LanguageModelling
@@ -24,12 +24,12 @@ from sigattn.train.schedule import factor
 from sigattn.validation import SettingsError
 
 MODEL = LanguageModelConfig(context=32, layers=2, width=32, heads=2)
-TRAIN = TrainConfig(steps=12, batch=4, warmup_steps=3, validate_every=5, checkpoint_every=4, seed=3)
+TRAIN = TrainConfig(max_steps=12, batch_size=4, warmup_steps=3, validate_every=5, checkpoint_every=4, seed=3)
 
 
 @pytest.fixture(scope="module")
 def text():
-    return TextData(ByteText.split(load_text()[:40_000], 32), 32, held_out=8)
+    return TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=8)
 
 
 def train(model, config, data, folder, **options):
@@ -43,7 +43,7 @@ def numbers(folder):
 
 
 def test_it_learns_and_leaves_its_results(tmp_path, text):
-    train(MODEL, replace(TRAIN, steps=60), text, tmp_path)
+    train(MODEL, replace(TRAIN, max_steps=60), text, tmp_path)
     rows = metrics.read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(60))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
@@ -100,8 +100,8 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, text):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, text):
     train(MODEL, TRAIN, text, tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="differs in batch, width;"):
-        train(replace(MODEL, width=16), replace(TRAIN, batch=2), text, tmp_path, resume=True)
+    with pytest.raises(checkpoint.CheckpointError, match="differs in batch_size, width;"):
+        train(replace(MODEL, width=16), replace(TRAIN, batch_size=2), text, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("damage", ["about.json", ".metadata", "__0_0.distcp"])
@@ -114,13 +114,13 @@ def test_a_broken_checkpoint_is_refused(tmp_path, text, damage):
 
 
 def test_rows_are_json_lines(tmp_path, text):
-    train(MODEL, replace(TRAIN, steps=2), text, tmp_path)
+    train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
 
 
 def test_schedules():
-    cosine = TrainConfig(steps=100, warmup_steps=10, final_learning_rate=0.1)
+    cosine = TrainConfig(max_steps=100, warmup_steps=10, final_learning_rate=0.1)
     assert [factor(cosine, s) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
     assert factor(cosine, 10) == 1.0
     assert abs(factor(cosine, 99) - 0.1) < 1e-12
@@ -144,7 +144,7 @@ def test_only_matrices_decay_and_mup_simple_slows_them():
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 def test_other_optimizers_learn_and_resume(tmp_path, text, optimizer):
-    config = replace(TRAIN, optimizer=optimizer, steps=8, schedule="constant")
+    config = replace(TRAIN, optimizer=optimizer, max_steps=8, schedule="constant")
     train(MODEL, config, text, tmp_path / "whole")
     rows = numbers(tmp_path / "whole")
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -160,7 +160,7 @@ def test_other_optimizers_learn_and_resume(tmp_path, text, optimizer):
 
 
 def test_an_average_of_weights_is_what_is_evaluated_and_kept(tmp_path, text):
-    config = replace(TRAIN, ema=0.5, steps=3, validate_every=1)
+    config = replace(TRAIN, ema=0.5, max_steps=3, validate_every=1)
     plain = train(MODEL, replace(config, ema=None, schedule="constant"), text, tmp_path / "plain")
     model = train(MODEL, replace(config, schedule="constant"), text, tmp_path / "average")
     assert not torch.equal(model.norm.weight, plain.norm.weight)
@@ -171,7 +171,9 @@ def test_an_average_of_weights_is_what_is_evaluated_and_kept(tmp_path, text):
     assert numbers(tmp_path / "average")[-1]["validation_bits"] == pytest.approx(bits, rel=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 3}, {"checkpoint_activations": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"grad_accum_steps": 2}, {"grad_accum_steps": 3}, {"checkpoint_activations": True}], ids=str
+)
 def test_what_must_not_change_the_numbers(tmp_path, text, settings):
     train(MODEL, TRAIN, text, tmp_path / "plain")
     train(MODEL, replace(TRAIN, **settings), text, tmp_path / "other")
@@ -193,8 +195,8 @@ def test_half_precision(tmp_path, text):
 @pytest.mark.usefixtures("unchecked")
 def test_compiled(tmp_path, text):
     model = replace(MODEL, layers=1)  # each kernel takes two seconds to compile
-    train(model, replace(TRAIN, steps=3), text, tmp_path / "plain")
-    train(model, replace(TRAIN, steps=3, compile=True), text, tmp_path / "compiled")
+    train(model, replace(TRAIN, max_steps=3), text, tmp_path / "plain")
+    train(model, replace(TRAIN, max_steps=3, compile=True), text, tmp_path / "compiled")
     plain, compiled = (numbers(tmp_path / name)[-1]["loss"] for name in ("plain", "compiled"))
     assert compiled == pytest.approx(plain, rel=1e-4)
 
@@ -222,7 +224,7 @@ def test_before_the_first_checkpoint_there_is_none_to_name(tmp_path, text, monke
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "steps must be at least 1"),
+        ({"max_steps": 0}, "max_steps must be at least 1"),
         ({"ema": 1.0}, "between 0 and 1"),
         ({"warmup_steps": -1}, "at least 0"),
         ({"schedule": "steps", "decay_every": 0}, "decay_every"),
@@ -246,14 +248,14 @@ def test_what_a_killed_process_left_half_done_is_swept_away(tmp_path, text):
     (folder / "step-00000006.unfinished").mkdir(parents=True)
     (folder / "step-00000002.old").mkdir()
     assert checkpoint.complete(folder) == []
-    train(MODEL, replace(TRAIN, steps=4, checkpoint_every=2, seed=3), text, tmp_path)
+    train(MODEL, replace(TRAIN, max_steps=4, checkpoint_every=2, seed=3), text, tmp_path)
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
 
 
 def test_a_run_is_not_started_over_another(tmp_path, text):
-    train(MODEL, replace(TRAIN, steps=2), text, tmp_path)
+    train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
     with pytest.raises(SettingsError, match="holds a run already"):
-        train(MODEL, replace(TRAIN, steps=2), text, tmp_path)
+        train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
 
 
 def test_random_numbers_differ_from_step_to_step_and_seed_to_seed(tmp_path, text, monkeypatch):
@@ -272,7 +274,7 @@ def test_random_numbers_differ_from_step_to_step_and_seed_to_seed(tmp_path, text
         return list(drawn)
 
     whole = draws("whole", TRAIN)
-    assert len(set(whole)) == TRAIN.steps
+    assert len(set(whole)) == TRAIN.max_steps
     assert not set(draws("other", replace(TRAIN, seed=4))) & set(whole)
 
     def stop(row):
@@ -297,7 +299,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path, text, m
 
     monkeypatch.setattr(LanguageModelling, "loss", bad)
     with pytest.raises(NonFiniteLossError, match=r"step 9: loss \d.*, gradient norm nan; .*step-00000008"):
-        train(MODEL, replace(TRAIN, clip=None), text, tmp_path)
+        train(MODEL, replace(TRAIN, max_grad_norm=None), text, tmp_path)
     ((module, before),) = weights
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
 
@@ -349,7 +351,7 @@ def test_statistics_of_the_weights_every_few_steps(tmp_path, text):
     plain = [{k: v for k, v in r.items() if k not in names} for r in numbers(tmp_path / "closely")]
     assert plain == numbers(tmp_path / "plainly")
     torch.manual_seed(TRAIN.seed)
-    report = LanguageModel(MODEL).attention_report(text.batch(0, TRAIN.batch, TRAIN.seed)[0])
+    report = LanguageModel(MODEL).attention_report(text.batch(0, TRAIN.batch_size, TRAIN.seed)[0])
     for name, key in (("row_mass", "row_mass_mean"), ("hoyer_sparsity", "hoyer_sparsity")):
         expected = torch.stack([getattr(r, key).mean() for r in report]).mean().item()
         assert rows[0][name] == pytest.approx(expected, rel=1e-4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sigattn import cli
-from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, folder_lock, loop, metrics
@@ -21,13 +21,13 @@ from sigattn.train.loop import NonFiniteLossError
 from tests.test_cli import failure
 
 MODEL = LanguageModelConfig(context=16, layers=1, width=16, heads=2)
-TRAIN = TrainConfig(steps=6, batch=2, warmup_steps=0, validate_every=3, checkpoint_every=2)
-QUICK = ["--training.steps", "2", "--training.batch", "4", "--model.context", "16", "--model.width", "32"]
+TRAIN = TrainConfig(max_steps=6, batch_size=2, warmup_steps=0, validate_every=3, checkpoint_every=2)
+QUICK = ["--training.max-steps", "2", "--training.batch-size", "4", "--model.context", "16", "--model.width", "32"]
 
 
 @pytest.fixture(scope="module")
 def text():
-    return TextData(ByteText.split(load_text()[:20_000], 16), 16, held_out=4)
+    return TextData(TokenText.split(load_text()[:20_000], 16), 16, held_out=4)
 
 
 def train(data, folder, config=TRAIN, **options):
@@ -126,7 +126,7 @@ class TestRefusedResume:
 
     def test_the_demo(self, tmp_path, capsys):
         run = ["demo", "--run-folder", str(tmp_path), "--context", "16", "--layers", "1", "--width", "16"]
-        run += ["--heads", "2", "--steps", "2", "--batch", "2"]
+        run += ["--heads", "2", "--max-steps", "2", "--batch-size", "2"]
         cli.main(run)
         capsys.readouterr()
         before = contents(tmp_path)

@@ -17,7 +17,17 @@ from sigattn import cli
 from sigattn.train import checkpoint
 from tests.test_cli import failure
 
-TRAIN = ["train", "lm-1b-2k", "--tiny", "--training.steps", "2", "--training.batch", "4", "--model.context", "16"]
+TRAIN = [
+    "train",
+    "lm-1b-2k",
+    "--tiny",
+    "--training.max-steps",
+    "2",
+    "--training.batch-size",
+    "4",
+    "--model.context",
+    "16",
+]
 
 
 @dataclass

@@ -22,7 +22,7 @@ from sigattn.bench import provenance
 from sigattn.bench.results_file import Report
 from sigattn.data.dataset import Data
 from sigattn.data.images import Digits
-from sigattn.data.text import ByteText, TextData
+from sigattn.data.text import TextData, TokenText
 from sigattn.models.vision import SIZES
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
@@ -88,7 +88,7 @@ def run(options: TrainingBenchmark) -> None:
 
 def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
     library = Path(sysconfig.get_paths()["stdlib"])
-    text = ByteText.split(b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py"))), 512)
+    text = TokenText.split(b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py"))), 512)
     layers = {} if options.layers is None else {"layers": options.layers}
     jobs: list[tuple[str, Recipe, Data]] = []
     for kappa in options.kappas:
@@ -113,9 +113,10 @@ def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
 def _measure(recipe: Recipe, data: Data, options: TrainingBenchmark) -> dict[str, Any]:
     batch = options.batch * (10 if "vit" in recipe.name else 1)
     training = replace(
-        recipe.training, steps=options.steps, batch=batch, warmup_steps=options.steps // 20, watch_every=50,
-        validate_every=options.steps, checkpoint_every=options.steps, learning_rate=min(recipe.training.learning_rate,
-    1e-3), )  # fmt: skip
+        recipe.training, max_steps=options.steps, batch_size=batch, warmup_steps=options.steps // 20,
+        log_attention_every=50, validate_every=options.steps, checkpoint_every=options.steps,
+        learning_rate=min(recipe.training.learning_rate, 1e-3),
+    )  # fmt: skip
     start = time.perf_counter()
 
     def enough(_: loop.Row) -> None:

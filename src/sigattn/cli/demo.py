@@ -39,7 +39,7 @@ class _Display:
     EVERY = 50  # steps between plain lines
 
     def __init__(self, console: Console, options: demo.Demo) -> None:
-        self.console, self.steps = console, options.training.steps
+        self.console, self.steps = console, options.training.max_steps
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -10,7 +10,7 @@ from typing import Any
 from sigattn.data.dataset import DataError
 from sigattn.data.hashing import file_sha256
 from sigattn.data.tokens import load_tokenizer, packed_tokenizer
-from sigattn.files import TEXT_OR_NONE, FileFormatError, naming, read_object
+from sigattn.files import TEXT_OR_NONE, FileFormatError, add_path_to_errors, read_object
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.recipe import Recipe
@@ -21,7 +21,7 @@ from sigattn.validation import SettingsError
 TOKENIZER = "tokenizer.json"
 
 
-def remember(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
+def write_run(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
     """Write run.json (recipe, settings and path of the data) and a copy of the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     data, tokenizer = options.data, options.tokenizer
@@ -35,11 +35,11 @@ def remember(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
         kept.write_bytes(tokenizer.read_bytes())
         about |= {"tokenizer": TOKENIZER, "tokenizer_sha256": file_sha256(kept)}
     about |= {"model": model, "task": task, "training": training}
-    with naming(folder / "run.json"):
+    with add_path_to_errors(folder / "run.json"):
         (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
-def recall(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
+def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
     """Return the recipe of a run, and the paths of its data and its tokenizer.
 
     Raises:
@@ -90,7 +90,7 @@ def language_model(folder: Path, named: Path | None = None) -> tuple[LanguageMod
 
 def language_model_files(folder: Path, named: Path | None = None) -> tuple[LanguageModel, Path | None]:
     """Return the language model of a run and the path of its tokenizer; see ``language_model``."""
-    recipe, data, path = recall(folder)
+    recipe, data, path = read_run(folder)
     model = saving.load(folder / "model")
     if not isinstance(model, LanguageModel):
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no language model")

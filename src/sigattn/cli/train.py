@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sigattn.cli.parsing import parse
-from sigattn.cli.runs import language_model, recall, remember
+from sigattn.cli.runs import language_model, read_run, write_run
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
 from sigattn.data.tokens import END
-from sigattn.distributed.sharding import leave, processes
+from sigattn.distributed.sharding import init_process_mesh, shutdown
 from sigattn.experiments import datasets
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer
@@ -50,7 +50,7 @@ def run_train(arguments: list[str]) -> None:
     try:
         _train(recipe, name, options)
     finally:
-        leave()
+        shutdown()
 
 
 def _options(recipe: Recipe, arguments: list[str]) -> Any:
@@ -81,7 +81,7 @@ def _options(recipe: Recipe, arguments: list[str]) -> Any:
 
 def _train(recipe: Recipe, name: str, options: Any) -> None:
     folder, console = options.folder, Console()
-    first = processes().first
+    first = init_process_mesh().is_main_process
     _check(recipe)
     if not options.resume:
         refuse_second_run(folder)  # before the data is read, which can take long
@@ -96,7 +96,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
                 folder,
                 resume=options.resume,
                 on_row=display.update,
-                on_start=lambda _: remember(folder, recipe, name, options),
+                on_start=lambda _: write_run(folder, recipe, name, options),
             )
     except Interrupted as stop:
         console.print(f"\n{stop}\nTo resume: the same command with --resume", highlight=False)
@@ -106,7 +106,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
         final = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
         spikes = {n: metrics.count_spikes([r[n] for r in rows], f) for n, f in (("gradient_norm", 3.0), ("loss", 1.2))}
         console.print(", ".join(f"{k} {v:.4g}" for k, v in final.items()), highlight=False)
-        if left_out := data.left_out():
+        if left_out := data.unreadable_summary():
             console.print(left_out, soft_wrap=True, highlight=False)
         console.print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")
         console.print(f"model: {folder / 'model'}", soft_wrap=True, highlight=False)
@@ -129,7 +129,7 @@ class _Display:
     """Progress bar with the latest measurements; plain lines if the output is not a terminal."""
 
     def __init__(self, console: Console, recipe: Recipe, first: bool) -> None:
-        self.console, self.steps, self.quiet = console, recipe.training.steps, not first
+        self.console, self.steps, self.quiet = console, recipe.training.max_steps, not first
         self.progress = Progress(
             TextColumn(recipe.name),
             BarColumn(),
@@ -168,12 +168,12 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
         folder: folder of the run.
         data: data to use instead of the run's own; TED-LIUM's root gives a speech model's errors by duration.
     """
-    recipe, path, tokenizer = recall(folder)
+    recipe, path, tokenizer = read_run(folder)
     for part, source in datasets.load_held_out(recipe, data or path, tokenizer=tokenizer).items():
         found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
         for key, value in found.items():
             print(f"{part} {key} {value:.6g}".strip())
-        if left_out := source.left_out():
+        if left_out := source.unreadable_summary():
             print(f"{part} {left_out}".strip())
 
 
@@ -243,13 +243,13 @@ def probe(
         data: a folder with train/CLASS and val/CLASS. Default: the run's own data, or handwritten digits.
         fine_tuning: also fine-tune the whole model (on the handwritten digits).
     """
-    recipe, path, _ = recall(folder)
+    recipe, path, _ = read_run(folder)
     model = saving.load(folder / "model")
     if not isinstance(model, VisionTransformer):
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no vision transformer")
     path = data or path
     if path is None:
-        digits = Digits(strength=0.0).everything()
+        digits = Digits(strength=0.0).train_and_held_out()
         found = [features(model, [part]) for part in digits]
     else:
         images = ImageFolder(path, model.config.image_size, "none")

@@ -15,8 +15,8 @@ from sigattn.data.dataset import DataError
 
 # The Free Spoken Digit Dataset has 3,000 recordings, 20 MB in all. Without limits a small archive could fill the
 # memory: compression reduces zeros to a thousandth of their size.
-MOST_BYTES = 512 << 20
-MOST_MEMBERS = 100_000
+MAX_BYTES = 512 << 20
+MAX_MEMBERS = 100_000
 
 _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
@@ -25,8 +25,8 @@ def members(archive: Path, suffix: str) -> dict[str, bytes]:
     """Return the contents of an archive's files whose names end in ``suffix``, by name.
 
     Raises:
-        DataError: if the archive cannot be read, unpacks to more than ``MOST_BYTES`` (headers and other files
-            included), or has more than ``MOST_MEMBERS`` members.
+        DataError: if the archive cannot be read, unpacks to more than ``MAX_BYTES`` (headers and other files
+            included), or has more than ``MAX_MEMBERS`` members.
     """
     found: dict[str, bytes] = {}
     try:
@@ -36,9 +36,9 @@ def members(archive: Path, suffix: str) -> dict[str, bytes]:
             # "r|" reads in order without seeking, so that _Limited counts all unpacked bytes
             with opener(raw) as content, tarfile.open(fileobj=_Limited(content, archive), mode="r|") as tar:
                 for count, member in enumerate(tar):
-                    if count >= MOST_MEMBERS:
+                    if count >= MAX_MEMBERS:
                         raise DataError(
-                            f"{archive} has more than {MOST_MEMBERS:,} members: unpack it, and name the folder instead"
+                            f"{archive} has more than {MAX_MEMBERS:,} members: unpack it, and name the folder instead"
                         )
                     if member.isreg() and not member.issparse() and member.name.endswith(suffix):
                         file = tar.extractfile(member)
@@ -50,10 +50,10 @@ def members(archive: Path, suffix: str) -> dict[str, bytes]:
 
 
 class _Limited(io.RawIOBase):
-    """Stream that raises ``DataError`` once more than ``MOST_BYTES`` are read from it."""
+    """Stream that raises ``DataError`` once more than ``MAX_BYTES`` are read from it."""
 
     def __init__(self, content: Any, archive: Path) -> None:
-        self.content, self.archive, self.left = content, archive, MOST_BYTES
+        self.content, self.archive, self.left = content, archive, MAX_BYTES
 
     def read(self, size: int = -1, /) -> bytes:
         """Return at most ``size`` bytes."""
@@ -62,6 +62,6 @@ class _Limited(io.RawIOBase):
         self.left -= len(data)
         if self.left < 0:
             raise DataError(
-                f"{self.archive} unpacks to more than {MOST_BYTES >> 20} MB: unpack it, and name the folder instead"
+                f"{self.archive} unpacks to more than {MAX_BYTES >> 20} MB: unpack it, and name the folder instead"
             )
         return data

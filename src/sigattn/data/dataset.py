@@ -43,7 +43,7 @@ class Data(ABC):
     def validation(self, size: int) -> Iterable[Batch]:
         """Return the held-out batches of at most ``size`` samples, the same at every call."""
 
-    def left_out(self) -> str:
+    def unreadable_summary(self) -> str:
         """Return one line about samples that could not be read; empty if there are none."""
         return ""
 

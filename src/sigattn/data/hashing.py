@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # Collections up to this size are hashed with contents (a few seconds), larger ones (ImageNet: 150 GB) without.
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
 
 def file_sha256(path: Path) -> str:
@@ -24,12 +24,12 @@ def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
 
 
 def files_sha256(files: Iterable[tuple[str, Path]]) -> str:
-    """Return a hash of named files: of names and sizes, and also of contents if all sizes sum to ≤ ``MOST_BYTES``.
+    """Return a hash of named files: of names and sizes, and also of contents if all sizes sum to ≤ ``MAX_BYTES``.
 
     Missing and unreadable files do not raise; they enter the hash as missing or unreadable.
     """
     sizes = [(name, path, path.stat().st_size if path.is_file() else None) for name, path in files]
-    with_contents = sum(size or 0 for _, _, size in sizes) <= MOST_BYTES
+    with_contents = sum(size or 0 for _, _, size in sizes) <= MAX_BYTES
     digest = hashlib.sha256()
     for name, path, size in sizes:
         content = _readable_sha256(path) if with_contents and size is not None else ""

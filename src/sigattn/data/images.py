@@ -76,7 +76,7 @@ class Digits(Data):
                 batches.append((images, self._labels[index]) if self.labels else (images,))
         return batches
 
-    def everything(self) -> tuple[Batch, Batch]:
+    def train_and_held_out(self) -> tuple[Batch, Batch]:
         """Return images and labels of the training part and of the held-out part."""
         parts = [(self._images[index], self._labels[index]) for index in (self._train, self._held)]
         return parts[0], parts[1]
@@ -200,7 +200,7 @@ class ImageFolder(Data):
         if not read:
             raise DataError(f"no held-out image of {self.root} can be read")
 
-    def left_out(self) -> str:
+    def unreadable_summary(self) -> str:
         return self.unreadable.summary()
 
     @functools.cached_property

@@ -114,7 +114,7 @@ class Speech(Data):
         if self.held_out and not read:
             raise DataError("no held-out recording can be read")
 
-    def left_out(self) -> str:
+    def unreadable_summary(self) -> str:
         return self.unreadable.summary()
 
     @functools.cached_property
@@ -276,6 +276,6 @@ def unpacked(archive: Path) -> dict[str, bytes]:
     """Return the recordings (.wav) of a .tar file, compressed or not, by name.
 
     Raises:
-        DataError: if the archive cannot be read, or unpacks to more than ``archives.MOST_BYTES``.
+        DataError: if the archive cannot be read, or unpacks to more than ``archives.MAX_BYTES``.
     """
     return archives.members(archive, ".wav")

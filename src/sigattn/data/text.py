@@ -51,7 +51,7 @@ def _documentation() -> bytes:
 
 
 @dataclass(frozen=True)
-class ByteText:
+class TokenText:
     """Text as tokens, bytes by default; its last part is held out for validation.
 
     The windows of a step depend on the seed and the step only, so that a resumed run continues as an uninterrupted one.
@@ -69,7 +69,7 @@ class ByteText:
     vocabulary: int = 256
 
     @classmethod
-    def split(cls, text: bytes, context: int, held_out: float = 0.1) -> ByteText:
+    def split(cls, text: bytes, context: int, held_out: float = 0.1) -> TokenText:
         """Split a text into bytes and hold out its last part, a fraction ``held_out``.
 
         Raises:
@@ -87,7 +87,7 @@ class ByteText:
         sha256: str,
         unit: str = "tokens",
         vocabulary: int = 256,
-    ) -> ByteText:
+    ) -> TokenText:
         """Hold out the last part of tokens of any vocabulary, as ``split`` does for bytes."""
         cut = len(tokens) - int(held_out * len(tokens))
         smaller = min(held_out, 1 - held_out)
@@ -124,7 +124,7 @@ class TextData(Data):
         tokenizer: hash of the tokenizer's file; None for bytes, or if it is unknown.
     """
 
-    def __init__(self, text: ByteText, context: int, held_out: int = 64, *, tokenizer: str | None = None) -> None:
+    def __init__(self, text: TokenText, context: int, held_out: int = 64, *, tokenizer: str | None = None) -> None:
         self.text, self.context, self.held_out, self.tokenizer = text, context, held_out, tokenizer
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:

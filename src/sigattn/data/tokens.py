@@ -21,8 +21,8 @@ import torch
 from sigattn.data.dataset import DataError
 from sigattn.data.hashing import file_sha256
 from sigattn.data.stream import hub_documents, is_streamed
-from sigattn.data.text import ByteText
-from sigattn.files import FileFormatError, naming, read_object
+from sigattn.data.text import TokenText
+from sigattn.files import FileFormatError, add_path_to_errors, read_object
 from sigattn.validation import SettingsError, check_at_least
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".parquet")
@@ -145,7 +145,7 @@ def train_tokenizer(path: Path, vocabulary: int, save: Path, on_progress: Progre
 
     tokenizer.train_from_iterator(counted(), trainer)
     save.parent.mkdir(parents=True, exist_ok=True)
-    with naming(save):
+    with add_path_to_errors(save):
         save.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     return tokenizer
 
@@ -155,7 +155,7 @@ def _check_save(save: Path) -> None:
         raise SettingsError(f"name a file to write, got the folder {save}")
 
 
-def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: float = 0.05) -> ByteText:
+def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: float = 0.05) -> TokenText:
     """Tokenise all documents into one row in memory and hold out its last part, a fraction ``held_out``.
 
     Each document is followed by the end token if the tokenizer has one.
@@ -169,7 +169,7 @@ def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: 
     parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in documents(path)]
     tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    return ByteText.split_tokens(tokens.long(), context, held_out, digest, vocabulary=vocabulary)
+    return TokenText.split_tokens(tokens.long(), context, held_out, digest, vocabulary=vocabulary)
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
@@ -207,7 +207,7 @@ def pack(
     save.parent.mkdir(parents=True, exist_ok=True)
     unfinished = save.with_name(save.name + ".unfinished")
     try:
-        with naming(unfinished), unfinished.open("wb") as file:
+        with add_path_to_errors(unfinished), unfinished.open("wb") as file:
             for number, text in enumerate(documents(path), 1):
                 row = array.array("i", encoded(text)).tobytes()
                 file.write(row)
@@ -234,7 +234,7 @@ def pack(
     return count
 
 
-def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -> ByteText:
+def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -> TokenText:
     """Return the memory-mapped text of a file that ``pack`` wrote, with its last part held out.
 
     If the file's modification time differs from the recorded one, its hash is computed and compared.
@@ -254,7 +254,7 @@ def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -
             f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that in {path.name}.json): pack again"
         )
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
-    return ByteText.split_tokens(tokens, context, held_out, about["sha256"], vocabulary=vocabulary)
+    return TokenText.split_tokens(tokens, context, held_out, about["sha256"], vocabulary=vocabulary)
 
 
 def packed_tokenizer(path: Path, named: Path | None = None) -> Path | None:

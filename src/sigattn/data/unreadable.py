@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sigattn.data.dataset import DataError
 
-MOST_SHARE = 0.5  # a larger fraction indicates a systematic problem
+MAX_FRACTION = 0.5  # a larger fraction indicates a systematic problem
 NAMED = 5  # files listed by name in the summary
 
 
@@ -14,11 +14,11 @@ class Unreadable:
     Args:
         kind: "image" or "recording".
         total: number of files of the data set.
-        most_share: largest tolerated fraction of unreadable files.
+        max_fraction: largest tolerated fraction of unreadable files.
     """
 
-    def __init__(self, kind: str, total: int = 0, most_share: float = MOST_SHARE) -> None:
-        self.kind, self.total, self.most_share = kind, total, most_share
+    def __init__(self, kind: str, total: int = 0, max_fraction: float = MAX_FRACTION) -> None:
+        self.kind, self.total, self.max_fraction = kind, total, max_fraction
         self.errors: dict[str, str] = {}  # by name
 
     def __len__(self) -> int:
@@ -28,7 +28,7 @@ class Unreadable:
         """Record a file and print a line about it, unless it is recorded already.
 
         Raises:
-            DataError: if more than ``most_share`` of all files cannot be read.
+            DataError: if more than ``max_fraction`` of all files cannot be read.
         """
         if name not in self.errors:
             print(f"unreadable {self.kind} {name}: {error} ({len(self) + 1} so far)", flush=True)
@@ -38,10 +38,10 @@ class Unreadable:
         """Add files that another process has reported.
 
         Raises:
-            DataError: if more than ``most_share`` of all files cannot be read.
+            DataError: if more than ``max_fraction`` of all files cannot be read.
         """
         self.errors |= errors
-        if errors and len(self) > self.most_share * self.total:
+        if errors and len(self) > self.max_fraction * self.total:
             name, error = next(reversed(self.errors.items()))
             raise DataError(f"{len(self)} of {self.total} {self.kind}s cannot be read, the last {name}: {error}")
 

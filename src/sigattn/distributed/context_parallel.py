@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sigattn.distributed import collectives
-from sigattn.distributed.placement import Placement, Segment, placement_of
+from sigattn.distributed.placement import Segment, SequenceSharding, infer_sequence_sharding
 from sigattn.ops import custom_ops, validation
 from sigattn.ops.attention import autocast, bias_operand, sides, two_sided
 from sigattn.ops.gradients import NeedsGrad
@@ -60,7 +60,7 @@ def context_parallel_attention(
     This is a collective: all processes of the mesh must call it, each with its own part.
 
     Args:
-        query: (B, Hq, n, D), this process's positions (``Placement.shard``).
+        query: (B, Hq, n, D), this process's positions (``SequenceSharding.shard``).
         key: (B, Hkv, n, D). value: (B, Hkv, n, Dv).
         mesh: one-dimensional mesh of the processes that share the sequence.
         is_causal, scale, enable_gqa, window: as in ``sigattn.sigmoid_attention``, over the whole sequence.
@@ -70,8 +70,8 @@ def context_parallel_attention(
             and keys: for values that are equal on all processes they must be summed, as for any parameter.
         key_lengths: (B,), number of keys of each padded sample, over the whole sequence.
         length: length of the whole sequence; None if all processes have the same number of positions.
-        balanced: True if each process has one segment of the first and one of the second half (``Placement``); None for
-            is_causal.
+        balanced: True if each process has one segment of the first and one of the second half
+            (``SequenceSharding``); None for is_causal.
         strategy: "ring", "gather" or "reduce".
         softcap: as in ``sigmoid_attention``.
         backend: as in ``sigmoid_attention``, but not "reference".
@@ -95,7 +95,7 @@ def context_parallel_attention(
         raise ValueError(f"{_NAME}: query and key must have the same number of positions; got "
                          f"{validation.describe(query=query, key=key)}")  # fmt: skip
     group = mesh.get_group()
-    placement = placement_of(query.shape[2], length, group, is_causal if balanced is None else balanced)
+    placement = infer_sequence_sharding(query.shape[2], length, group, is_causal if balanced is None else balanced)
     whole = key.new_empty(()).expand(*key.shape[:2], placement.length, key.shape[3])  # only its shape is checked
     _, scale, window = validation.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
     if key_lengths is not None:
@@ -129,15 +129,15 @@ def context_parallel_attention(
 
 
 @dataclass(frozen=True)
-class Share:
-    """Part of each sequence that this process holds: a ``SequenceShare`` of ``sigattn.nn.Attention``.
+class ContextParallelShard:
+    """Part of each sequence that this process holds: a ``SequenceShard`` of ``sigattn.nn.Attention``.
 
     Attributes:
         mesh: processes that share the sequences. placement: distribution of the positions. strategy: see the module.
     """
 
     mesh: DeviceMesh
-    placement: Placement
+    placement: SequenceSharding
     strategy: Strategy = "ring"
 
     @property
@@ -182,7 +182,7 @@ class Share:
 
 
 @contextmanager
-def shared(module: nn.Module, share: Share | None) -> Iterator[None]:
+def context_parallel(module: nn.Module, share: ContextParallelShard | None) -> Iterator[None]:
     """Set the attribute ``share`` of all layers of a module that have one, within the context."""
     layers: list[Any] = [m for m in module.modules() if share is not None and "share" in vars(m)]
     try:
@@ -195,7 +195,7 @@ def shared(module: nn.Module, share: Share | None) -> Iterator[None]:
 
 
 def traffic(
-    strategy: Strategy, placement: Placement, rank: int, elements: tuple[int, int, int], itemsize: int
+    strategy: Strategy, placement: SequenceSharding, rank: int, elements: tuple[int, int, int], itemsize: int
 ) -> tuple[int, int]:
     """Return the number of bytes that a process sends in the forward and in the backward pass, by formula.
 
@@ -226,7 +226,7 @@ def traffic(
 class _Shared(NamedTuple):
     """Arguments of a call other than differentiable tensors."""
 
-    placement: Placement
+    placement: SequenceSharding
     group: ProcessGroup
     rank: int
     strategy: Strategy

@@ -24,7 +24,7 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-class Placement(NamedTuple):
+class SequenceSharding(NamedTuple):
     """Distribution of a sequence's positions over processes.
 
     Attributes:
@@ -69,23 +69,24 @@ class Placement(NamedTuple):
         return whole
 
 
-def placement_of(local: int, length: int | None, group: ProcessGroup, balanced: bool) -> Placement:
+def infer_sequence_sharding(local: int, length: int | None, group: ProcessGroup, balanced: bool) -> SequenceSharding:
     """Return the placement of sequences over a group, given this process's number of positions.
 
     Args:
         local: this process's number of positions.
         length: length of the whole sequence; None if all processes have the same number of positions.
-        group, balanced: the processes, and ``Placement.balanced``.
+        group, balanced: the processes, and ``SequenceSharding.balanced``.
 
     Raises:
         ValueError: if the placement gives this process another number of positions.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    placement = Placement(local * ranks if length is None else length, ranks, balanced)
+    placement = SequenceSharding(local * ranks if length is None else length, ranks, balanced)
     if placement.size(rank) != local:
         given = f"length={length}" if length is not None else "no length given"
         raise ValueError(
             f"of {placement.length} positions over {ranks} processes, balanced={balanced}, process {rank} has "
-            f"{placement.size(rank)}, but got {local} ({given}): shard the sequence by Placement.shard and pass length"
+            f"{placement.size(rank)}, but got {local} ({given}): shard the sequence "
+            "by SequenceSharding.shard and pass length"
         )
     return placement

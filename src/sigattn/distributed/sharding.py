@@ -23,145 +23,148 @@ from sigattn.validation import SettingsError
 
 
 @dataclass(frozen=True)
-class Processes:
+class ProcessMesh:
     """Processes of a run, and the rank of this one.
 
     Attributes:
-        rank, count: this process's rank, and the number of all processes. device: this process's device.
+        rank, world_size: this process's rank, and the number of all processes. device: this process's device.
         mesh: mesh (data, tensor) of all processes; None for a single process. Processes along "data" see different
             samples, or different parts of the same ones.
-        data_rank, data_count: rank and number of the processes, or groups of processes, that see different samples.
-        tensor_count: number of processes that share each layer (tensor parallelism).
-        context: mesh of the processes that share each sequence (context parallelism); None without.
+        dp_rank, dp_size: rank and number of the processes, or groups of processes, that see different samples.
+        tp_size: number of processes that share each layer (tensor parallelism).
+        cp_mesh: mesh of the processes that share each sequence (context parallelism); None without.
     """
 
     rank: int = 0
-    count: int = 1
+    world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
-    data_rank: int = 0
-    data_count: int = 1
-    tensor_count: int = 1
-    context: DeviceMesh | None = None
+    dp_rank: int = 0
+    dp_size: int = 1
+    tp_size: int = 1
+    cp_mesh: DeviceMesh | None = None
 
     @property
-    def first(self) -> bool:
+    def is_main_process(self) -> bool:
         """True for the main process, which writes logs and checkpoints."""
         return self.rank == 0
 
     @property
     def shard(self) -> tuple[int, int]:
         """Rank and number of the parts of the data."""
-        return self.data_rank, self.data_count
+        return self.dp_rank, self.dp_size
 
     @property
-    def context_count(self) -> int:
+    def cp_size(self) -> int:
         """Number of processes that share each sequence."""
-        return 1 if self.context is None else self.context.size()
+        return 1 if self.cp_mesh is None else self.cp_mesh.size()
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Number of processes whose gradients are averaged: those with different samples or parts of samples."""
-        return self.data_count * self.context_count
+        return self.dp_size * self.cp_size
 
-    def arranged(self, tensor: int, context: int = 1) -> Processes:
+    def with_mesh(self, tensor_parallel: int, context_parallel: int = 1) -> ProcessMesh:
         """Return the processes with meshes for tensor and context parallelism.
 
         Args:
-            tensor: number of processes that share each layer. context: number of processes that share each sequence.
+            tensor_parallel: number of processes that share each layer.
+            context_parallel: number of processes that share each sequence.
 
         Raises:
             SettingsError: a ValueError, if their product does not divide the number of processes.
         """
-        if self.count % (tensor * context):
-            both = f" and context_parallel={context} do" if context > 1 else " does"
-            raise SettingsError(f"tensor_parallel={tensor}{both} not divide the {self.count} processes")
-        if self.count == 1:
+        if self.world_size % (tensor_parallel * context_parallel):
+            both = f" and context_parallel={context_parallel} do" if context_parallel > 1 else " does"
+            raise SettingsError(f"tensor_parallel={tensor_parallel}{both} not divide the {self.world_size} processes")
+        if self.world_size == 1:
             return self
-        data, kind = self.count // (tensor * context), self.device.type
-        mesh = init_device_mesh(kind, (data * context, tensor), mesh_dim_names=("data", "tensor"))
+        data, kind = self.world_size // (tensor_parallel * context_parallel), self.device.type
+        mesh = init_device_mesh(kind, (data * context_parallel, tensor_parallel), mesh_dim_names=("data", "tensor"))
         shared = None
-        if context > 1:
-            shared = init_device_mesh(kind, (data, context, tensor), mesh_dim_names=("batch", "context", "tensor"))
+        if context_parallel > 1:
+            shared = init_device_mesh(
+                kind, (data, context_parallel, tensor_parallel), mesh_dim_names=("batch", "context", "tensor")
+            )
         return replace(
             self,
             mesh=mesh,
-            data_rank=mesh.get_local_rank("data") // context,
-            data_count=data,
-            tensor_count=tensor,
-            context=None if shared is None else shared["context"],
+            dp_rank=mesh.get_local_rank("data") // context_parallel,
+            dp_size=data,
+            tp_size=tensor_parallel,
+            cp_mesh=None if shared is None else shared["context"],
         )
 
-    def sum(self, value: Tensor) -> Tensor:
+    def reduce_sum(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes with different samples or parts of samples."""
-        if self.replicas > 1 and self.mesh is not None:
+        if self.num_replicas > 1 and self.mesh is not None:
             value = value.clone()
             dist.all_reduce(value, group=self.mesh.get_group("data"))
         return value
 
-    def whole_norm(self, norm: Tensor) -> Tensor:
+    def reduce_norm(self, norm: Tensor) -> Tensor:
         """Return norms over all heads and positions, given those over this process's heads and positions."""
-        if self.tensor_count == self.context_count == 1:
+        if self.tp_size == self.cp_size == 1:
             return norm
         square = norm.square()
-        if self.mesh is not None and self.tensor_count > 1:
+        if self.mesh is not None and self.tp_size > 1:
             dist.all_reduce(square, group=self.mesh.get_group("tensor"))
-        if self.context is not None:
-            dist.all_reduce(square, group=self.context.get_group())
+        if self.cp_mesh is not None:
+            dist.all_reduce(square, group=self.cp_mesh.get_group())
         return square.sqrt()
 
-    def statistics(self, layers: Sequence[AttentionStatistics]) -> dict[str, float]:
+    def reduce_statistics(self, layers: Sequence[AttentionStatistics]) -> dict[str, float]:
         """Return means of row mass and sparsity over layers, heads, samples and processes, and the largest logit."""
         means = [
             torch.stack([getattr(s, n).float().mean() for s in layers]) for n in ("row_mass_mean", "hoyer_sparsity")
         ]
         mean = torch.stack(means).mean(1)  # (2,)
         largest = torch.stack([s.max_logit.float().max() for s in layers]).max()
-        if self.count > 1:
+        if self.world_size > 1:
             dist.all_reduce(mean)
-            mean /= self.count
+            mean /= self.world_size
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         return {"row_mass": mean[0].item(), "hoyer_sparsity": mean[1].item(), "max_logit": largest.item()}
 
-    def largest(self, value: int) -> int:
+    def reduce_max(self, value: int) -> int:
         """Return the largest value of all processes."""
-        if self.count == 1:
+        if self.world_size == 1:
             return value
         maximum = torch.tensor(float(value), device=self.device)
         dist.all_reduce(maximum, dist.ReduceOp.MAX)
         return int(maximum.item())
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait for all processes (barrier)."""
-        if self.count > 1:
+        if self.world_size > 1:
             dist.barrier()
 
 
-def processes() -> Processes:
+def init_process_mesh() -> ProcessMesh:
     """Return the processes that torchrun started, or this process alone; initialise the process group if needed."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return Processes(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return ProcessMesh(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return Processes(dist.get_rank(), dist.get_world_size(), device)
+    return ProcessMesh(dist.get_rank(), dist.get_world_size(), device)
 
 
-def leave() -> None:
+def shutdown() -> None:
     """Destroy the process group, if it is initialised."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def distribute(module: nn.Module, processes: Processes, parallel: str, precision: str) -> nn.Module:
+def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precision: str) -> nn.Module:
     """Return a module that is parallelised over the processes.
 
     Args:
         module: the model, with the same parameters on each process (same seed).
-        processes: from ``Processes.arranged``.
+        processes: from ``ProcessMesh.with_mesh``.
         parallel: "ddp" or "fsdp", for the processes with different data. Tensor parallelism always uses FSDP.
         precision: "bfloat16" makes FSDP gather weights in it; gradients are summed in float32.
 
@@ -173,11 +176,11 @@ def distribute(module: nn.Module, processes: Processes, parallel: str, precision
         raise SettingsError(f'parallel must be "ddp" or "fsdp", got {parallel!r}')
     if processes.mesh is None:
         return module
-    if processes.tensor_count > 1:
+    if processes.tp_size > 1:
         _apply_tensor_parallelism(module, processes.mesh["tensor"])
-    if processes.replicas == 1:
+    if processes.num_replicas == 1:
         return module
-    if parallel == "fsdp" or processes.tensor_count > 1:
+    if parallel == "fsdp" or processes.tp_size > 1:
         narrow = torch.bfloat16 if precision == "bfloat16" else None
         # inputs are not cast: autocast casts the operands of products, and the residual stream stays in float32
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -189,30 +192,30 @@ def distribute(module: nn.Module, processes: Processes, parallel: str, precision
 
 
 def _apply_tensor_parallelism(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the layers that have a ``SPLIT``: attention by heads, feed-forward layers by their hidden features."""
+    """Split the layers that have a ``tp_plan``: attention by heads, feed-forward layers by their hidden features."""
     styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
     for part in list(module.modules()):
-        split = getattr(part, "SPLIT", None)
+        split = getattr(part, "tp_plan", None)
         if split:
-            keep_heads = getattr(part, "keep_heads", None)
-            if keep_heads is not None:
-                keep_heads(mesh.get_local_rank(), mesh.size())
+            shard_heads = getattr(part, "shard_heads", None)
+            if shard_heads is not None:
+                shard_heads(mesh.get_local_rank(), mesh.size())
             parallelize_module(part, mesh, {name: styles[way]() for name, way in split.items()})
 
 
-def gradient_norm(module: nn.Module, processes: Processes) -> Tensor:
+def total_grad_norm(module: nn.Module, processes: ProcessMesh) -> Tensor:
     """Return the norm of the whole gradient, after summing the gradients that tensor parallelism left partial.
 
     The gradient of a QK-norm's scale in a split attention layer is partial: it comes from this process's heads only.
     """
-    if processes.mesh is not None and processes.tensor_count > 1:
+    if processes.mesh is not None and processes.tp_size > 1:
         group = processes.mesh.get_group("tensor")
         for part in module.modules():
-            split: Any = getattr(part, "SPLIT", ())
-            if split and hasattr(part, "keep_heads"):
+            split: Any = getattr(part, "tp_plan", ())
+            if split and hasattr(part, "shard_heads"):
                 for name, parameter in part.named_parameters():
                     if name.split(".")[0] not in split and parameter.grad is not None:
-                        dist.all_reduce(local(parameter.grad), group=group)
+                        dist.all_reduce(to_local(parameter.grad), group=group)
     groups: dict[Any, list[Tensor]] = {}
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -224,25 +227,25 @@ def gradient_norm(module: nn.Module, processes: Processes) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
-def clip_gradient(module: nn.Module, largest: float, norm: Tensor) -> None:
+def clip_grad_norm(module: nn.Module, max_norm: float, norm: Tensor) -> None:
     """Scale the gradient, whose norm is ``norm``, down to a norm of ``largest``."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     if not any(isinstance(g, DTensor) for g in gradients):
-        torch.nn.utils.clip_grads_with_norm_(module.parameters(), largest, norm)
+        torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
         return
-    factor = largest / (norm.item() + 1e-6)
+    factor = max_norm / (norm.item() + 1e-6)
     for g in gradients:
         if factor < 1:
             g.mul_(factor)
 
 
-def local(t: Tensor) -> Tensor:
+def to_local(t: Tensor) -> Tensor:
     """Return the local part of a ``DTensor``, and any other tensor as it is."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 @contextmanager
-def synchronised(module: nn.Module, now: bool) -> Iterator[None]:
+def gradient_sync(module: nn.Module, now: bool) -> Iterator[None]:
     """Reduce the gradients over the processes in backward passes within the context only if ``now`` is True."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(now)
@@ -255,7 +258,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Return all weights, on the CPU of the main process. This is a collective: all processes must call it."""
     if not (dist.is_available() and dist.is_initialized()):
         return module.state_dict()
@@ -264,7 +267,7 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
     return whole
 
 
-def load_whole_state(module: nn.Module, state: dict[str, Any]) -> None:
+def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     """Load all weights into a module that may be sharded; every process passes all of them."""
     if dist.is_available() and dist.is_initialized():
         set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))

@@ -116,7 +116,7 @@ def plot_training(found: dict[str, list[sweep.Outcome]]) -> matplotlib.figure.Fi
 def shortened(recipe: Recipe, steps: int, batch: int) -> Recipe:
     """Return the recipe with ``steps`` updates, validated at the last one."""
     training = replace(
-        recipe.training, steps=steps, batch=batch, warmup_steps=steps // 10, validate_every=steps,
+        recipe.training, max_steps=steps, batch_size=batch, warmup_steps=steps // 10, validate_every=steps,
         checkpoint_every=steps,
     )  # fmt: skip
     return replace(recipe, training=training)

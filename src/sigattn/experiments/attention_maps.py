@@ -55,7 +55,7 @@ def hoyer(weights: Tensor) -> float:
 def run(setting: Setting) -> Result:
     """Plot attention weights of eight samples at four steps; compare the sparsity of the upper left block."""
     recipe = k_summation.base(setting, 1, heads=1)
-    steps = recipe.training.steps
+    steps = recipe.training.max_steps
     at = sorted({0, steps // 4, steps // 2, steps})
     samples = next(iter(KSummation(held_out=40).validation(40)))[0]
     maps: dict[tuple[str, int], Tensor] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.ablation import shortened, variant_colours
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
@@ -96,7 +96,7 @@ def bits_at(model: LanguageModel, setting: Setting, context: int, length: int) -
         config = replace(config, bias=-math.log(context))
     longer = saving.build(replace(config, context=length))
     longer.load_state_dict(model.state_dict())
-    text = TextData(ByteText.split(load_text(setting.data), length), length, held_out=setting.scaled(2, 16, 64))
+    text = TextData(TokenText.split(load_text(setting.data), length), length, held_out=setting.scaled(2, 16, 64))
     with torch.no_grad():
         return LanguageModelling().evaluate(longer.eval(), text.validation(4))["bits"]
 

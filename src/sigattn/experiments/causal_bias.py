@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.data.text import ByteText, load_text
+from sigattn.data.text import TokenText, load_text
 from sigattn.experiments import cache, drawing, intervals
 from sigattn.experiments.ablation import variant_colours
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
@@ -100,7 +100,7 @@ def train(
 ) -> dict[str, Any]:
     """Train one model; return held-out bits per byte by step, and at the end by evaluation and length."""
     torch.manual_seed(seed)
-    data = ByteText.split(text, context)
+    data = TokenText.split(text, context)
     model = ARCHITECTURES[architecture](bias_of(rule, context), context)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
@@ -141,7 +141,7 @@ def _with_bias(model: nn.Module, architecture: str, bias: Bias, context: int) ->
 
 
 @torch.no_grad()
-def bits(model: nn.Module, data: ByteText, length: int, windows: int) -> float:
+def bits(model: nn.Module, data: TokenText, length: int, windows: int) -> float:
     """Return held-out bits per byte over windows of a length."""
     model.eval()
     tokens, targets = data.validation_batch(windows, length)
@@ -173,7 +173,7 @@ def run(setting: Setting) -> Result:
         raise ExperimentError("causal-bias needs transformers: pip install 'sigattn[transformers]'") from error
     context, steps = setting.scaled(16, 128, 1024), setting.scaled(2, 2000, 20000)
     text = load_text(setting.data)
-    sha256 = ByteText.split(text, context).sha256
+    sha256 = TokenText.split(text, context).sha256
     names = tuple(ARCHITECTURES) if setting.scale != "smoke" else ("GPT-2", "ALiBi")
     common = {"context": context, "steps": steps, "windows": setting.scaled(8, 128, 512), "sha256": sha256}
     common |= {"batch": BATCH, "width": WIDTH, "layers": LAYERS, "heads": HEADS}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sigattn.data.images import Digits
-from sigattn.data.text import ByteText, TextData
+from sigattn.data.text import TextData, TokenText
 from sigattn.experiments import datasets, intervals
 from sigattn.files import Kind, read_object
 from sigattn.models import saving
@@ -160,7 +160,7 @@ def _configured(options: Compare, entry: Entry, mechanism: str, seed: int) -> Re
     recipe = recipe if mechanism == "sigmoid" else recipe.softmax()
     training = replace(recipe.training, seed=seed)
     if options.steps is not None:
-        training = replace(training, steps=options.steps, warmup_steps=options.steps // 10)
+        training = replace(training, max_steps=options.steps, warmup_steps=options.steps // 10)
     return replace(recipe, training=training)
 
 
@@ -199,7 +199,7 @@ def _one(options: Compare, entry: Entry, mechanism: str, seed: int, identity: st
             "loss_spikes": metrics.count_spikes([r["loss"] for r in rows], 1.2),
             "first_attention_norm": rows[0]["attention_norm"],
             "last_attention_norm": statistics.mean(r["attention_norm"] for r in rows[-20:]),
-            "steps_per_second": statistics.median(r["samples_per_second"] for r in rows) / recipe.training.batch,
+            "steps_per_second": statistics.median(r["samples_per_second"] for r in rows) / recipe.training.batch_size,
             "data": data.fingerprint,
         }
         store_result(folder / "result.json", identity, result)
@@ -211,7 +211,7 @@ def _data(options: Compare, entry: Entry, recipe: Recipe) -> Any:
         context: int = recipe.model.context  # type: ignore[union-attr]
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
-        return TextData(ByteText.split(sources, context), context)
+        return TextData(TokenText.split(sources, context), context)
     return datasets.load_dataset(recipe, options.speech if entry.needs == "speech" else None)
 
 
@@ -221,7 +221,7 @@ def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
         return value
     backbone = saving.load(folder / "model")
     assert isinstance(backbone, VisionTransformer)
-    training, held_out = Digits(strength=0.0).everything()
+    training, held_out = Digits(strength=0.0).train_and_held_out()
     if entry.measure == "fine-tune":
         return fine_tune(backbone, training, held_out)
     return linear_probe(features(backbone, [training]), features(backbone, [held_out]))

@@ -12,7 +12,7 @@ from sigattn.data.hashing import file_sha256, files_sha256
 from sigattn.data.images import Augmentation, Digits, ImageFolder
 from sigattn.data.speech import Speech, Tokens
 from sigattn.data.stream import StreamedText, hub_documents, is_streamed
-from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.data.tokens import encode, encoder, load_tokenizer, packed, packed_tokenizer
 from sigattn.data.unreadable import Unreadable
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
@@ -91,7 +91,7 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
             )
         if path is not None and is_streamed(path):
             return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.context)
-        return TextData(ByteText.split(load_text(path), model.context), model.context)
+        return TextData(TokenText.split(load_text(path), model.context), model.context)
     if path is None:
         raise SettingsError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
     vocabulary = load_tokenizer(tokenizer)

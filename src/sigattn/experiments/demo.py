@@ -23,7 +23,7 @@ from torch import nn
 
 import sigattn
 from sigattn.data.dataset import DataError
-from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.experiments import report
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel, LanguageModelConfig
@@ -102,14 +102,14 @@ def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
 
 def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     _check(options)
-    text = ByteText.split(load_text(options.text), options.context)
+    text = TokenText.split(load_text(options.text), options.context)
     folder = options.run_folder
     _prepare_folder(folder, options.resume)
     with locked(folder):
         return _train(options, text, on_row)
 
 
-def _train(options: Demo, text: ByteText, on_row: Callable[[str, Row], None]) -> list[report.Run]:
+def _train(options: Demo, text: TokenText, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     folder, facts, runs = options.run_folder, about(options, text), []
 
     def write_facts(_: int) -> None:
@@ -163,7 +163,7 @@ def sample(model: nn.Module, length: int = 400) -> str:
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def about(options: Demo, text: ByteText) -> dict[str, Any]:
+def about(options: Demo, text: TokenText) -> dict[str, Any]:
     """Return settings, versions, machine and text of the demo."""
     return {
         "model": {name: getattr(options, name) for name in ("context", "layers", "width", "heads")},

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.data.text import ByteText, TextData, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.ablation import shortened
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
@@ -104,7 +104,7 @@ def run(setting: Setting) -> Result:
     recipe = shortened(recipe, setting.scaled(4, 400, 3000), setting.scaled(2, 16, 16))
     wanted = sweep.make_jobs({"sigmoid": recipe, "softmax": recipe.softmax()}, setting)
     sweep.train_all(setting, wanted)
-    text = TextData(ByteText.split(load_text(setting.data), context), context, held_out=setting.scaled(2, 16, 32))
+    text = TextData(TokenText.split(load_text(setting.data), context), context, held_out=setting.scaled(2, 16, 32))
     data: list[dict[str, Any]] = []
     for job in wanted:
         model = saving.load(sweep.model_folder(setting, job)).eval()

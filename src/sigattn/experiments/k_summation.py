@@ -34,13 +34,13 @@ def base(setting: Setting, k: int, **model: Any) -> Recipe:
     """Return the recipe, with fewer steps below the paper's scale."""
     recipe = find_recipe("k-summation")
     recipe = replace(recipe.with_transformer(**model), task=KSummation(k=k))
-    steps = setting.scaled(6, 400, recipe.training.steps)
+    steps = setting.scaled(6, 400, recipe.training.max_steps)
     return replace(
         recipe,
         training=replace(
             recipe.training,
-            steps=steps,
-            batch=setting.scaled(8, 64, 256),
+            max_steps=steps,
+            batch_size=setting.scaled(8, 64, 256),
             validate_every=steps,
             checkpoint_every=steps,
         ),
@@ -91,7 +91,7 @@ def run(setting: Setting) -> Result:
 def run_evolution(setting: Setting) -> Result:
     """Measure norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
     recipe = base(setting, 1, heads=1)
-    steps = recipe.training.steps
+    steps = recipe.training.max_steps
     every = max(1, steps // setting.scaled(2, 5, 10))
     samples = next(iter(synthetic.KSummation(held_out=40).validation(40)))[0]
     data: list[dict[str, Any]] = []
@@ -157,7 +157,7 @@ def model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, ste
         model = saving.build(recipe.model)
         assert isinstance(model, SequenceModel)
         return model.eval()
-    part = replace(recipe, training=replace(recipe.training, steps=steps))
+    part = replace(recipe, training=replace(recipe.training, max_steps=steps))
     folder = _evolution_folder(setting, mechanism, seed, steps)
     job = sweep.Job(mechanism, part, seed)
     own = sweep.run_identity(setting, job, {})

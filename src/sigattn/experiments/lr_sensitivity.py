@@ -30,8 +30,8 @@ def base(setting: Setting, kappa: int) -> Recipe:
         return recipe
     context, steps, batch = setting.scaled((32, 6, 4), (64, 150, 8), None)
     training = replace(
-        recipe.training, steps=steps, batch=batch, precision="float32", warmup_steps=steps // 16,
-        validate_every=steps, checkpoint_every=steps, watch_every=0,
+        recipe.training, max_steps=steps, batch_size=batch, precision="float32", warmup_steps=steps // 16,
+        validate_every=steps, checkpoint_every=steps, log_attention_every=0,
     )  # fmt: skip
     return replace(recipe.with_transformer(vocabulary=256, context=context), training=training)
 

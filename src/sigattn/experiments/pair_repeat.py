@@ -23,10 +23,10 @@ from sigattn.tasks.pair_repeat import PairRepeat
 def base(setting: Setting) -> Recipe:
     """Return the recipe, with fewer steps below the paper's scale."""
     recipe = find_recipe("pair-repeat")
-    steps = setting.scaled(6, 1000, recipe.training.steps)
+    steps = setting.scaled(6, 1000, recipe.training.max_steps)
     training = replace(
-        recipe.training, steps=steps, batch=setting.scaled(8, 128, 256), warmup_steps=steps // 20, validate_every=steps,
-        checkpoint_every=steps,
+        recipe.training, max_steps=steps, batch_size=setting.scaled(8, 128, 256), warmup_steps=steps // 20,
+        validate_every=steps, checkpoint_every=steps,
     )  # fmt: skip
     return replace(recipe, training=training)
 

@@ -31,8 +31,8 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
     if setting.scale != "paper":
         context, steps = setting.scaled((32, 6), (256, 300), None)
         training = replace(
-            base.training, steps=steps, batch=8, precision="float32", learning_rate=2e-3, warmup_steps=steps // 10,
-            final_learning_rate=0.05, validate_every=steps, checkpoint_every=steps,
+            base.training, max_steps=steps, batch_size=8, precision="float32", learning_rate=2e-3,
+            warmup_steps=steps // 10, final_learning_rate=0.05, validate_every=steps, checkpoint_every=steps,
         )  # fmt: skip
         small = base.with_transformer(vocabulary=256, context=context, width=128, heads=4, hidden=512)
         base = replace(small, training=training)

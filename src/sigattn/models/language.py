@@ -20,7 +20,7 @@ from sigattn.nn.initialization import Initialization, initialize
 from sigattn.nn.kv_cache import LayerCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
-from sigattn.nn.share import SequenceShare
+from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
 from sigattn.validation import SettingsError, check_at_least
@@ -83,7 +83,7 @@ class LanguageModel(Transformer):
         self.position = SinusoidalEmbedding(config.width) if config.position == "sincos" else None
         self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.layers))
         self.norm = make_norm(config.norm, config.width)
-        self.share: SequenceShare | None = None  # as in ``Attention``
+        self.share: SequenceShard | None = None  # as in ``Attention``
         self.output = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.reset_parameters()
 

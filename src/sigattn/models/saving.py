@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.files import FileFormatError, naming, read_object
+from sigattn.files import FileFormatError, add_path_to_errors, read_object
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
@@ -71,7 +71,7 @@ def save(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None)
     description = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
     _write_tensors(tensors, folder / "model.safetensors")
-    with naming(folder / "config.json"):
+    with add_path_to_errors(folder / "config.json"):
         (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 

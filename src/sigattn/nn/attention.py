@@ -16,7 +16,7 @@ from sigattn.nn.kv_cache import LayerCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
-from sigattn.nn.share import SequenceShare
+from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
 from sigattn.ops.problem import log_length_bias
 from sigattn.ops.statistics import AttentionStatistics
@@ -69,7 +69,7 @@ class Attention(nn.Module):
     """
 
     # tensor parallelism splits a projection by output features ("columns") or by input features ("rows")
-    SPLIT: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
+    tp_plan: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class Attention(nn.Module):
         if activation == "performer":
             count = math.ceil(self.head_dim * math.log(self.head_dim + 1))
             self.performer = PerformerFeatures(self.head_dim, performer_features or count)
-        self.share: SequenceShare | None = None
+        self.share: SequenceShard | None = None
         self.compute: Compute = functional.attend
         self.watch: Watch = "nothing"
         self.attention_norm: Tensor | None = None
         self.statistics: AttentionStatistics | None = None
 
-    def keep_heads(self, rank: int, ranks: int) -> None:
+    def shard_heads(self, rank: int, ranks: int) -> None:
         """Keep part ``rank`` of ``ranks`` equal parts of the heads, for tensor parallelism.
 
         The projections are not changed: the caller splits them.
@@ -138,7 +138,7 @@ class Attention(nn.Module):
             )
         self.heads, self.kv_heads = self.heads // ranks, self.kv_heads // ranks
         if isinstance(self.position, Alibi):
-            self.position.keep_heads(rank * self.heads, self.heads)
+            self.position.shard_heads(rank * self.heads, self.heads)
 
     def reset_parameters(self) -> None:
         """Set the temperature to its initial value; projections and norms have methods of their own."""
@@ -225,7 +225,7 @@ class Attention(nn.Module):
         return None if self.share is None else self.share.positions(x.device)
 
     def _attend_shared(
-        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, share: SequenceShare
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, share: SequenceShard
     ) -> Tensor:  # (B, Hq, n, D)
         bias = pattern.bias
         if isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == share.length > 1:

@@ -36,7 +36,7 @@ class SwiGLU(nn.Module):
         hidden: number of hidden features.
     """
 
-    SPLIT: ClassVar[dict[str, str]] = {"gate": "columns", "value": "columns", "output": "rows"}  # see Attention
+    tp_plan: ClassVar[dict[str, str]] = {"gate": "columns", "value": "columns", "output": "rows"}  # see Attention
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class MLP(nn.Module):
         ValueError: for another activation.
     """
 
-    SPLIT: ClassVar[dict[str, str]] = {"input": "columns", "output": "rows"}  # see Attention
+    tp_plan: ClassVar[dict[str, str]] = {"input": "columns", "output": "rows"}  # see Attention
 
     def __init__(
         self, width: int, hidden: int, dropout: float = 0.0, *, activation: str = "gelu", bias: bool = True

@@ -105,7 +105,7 @@ class BatchNorm(nn.BatchNorm1d):
     """``nn.BatchNorm1d`` whose running statistics are updated with a given mean and variance."""
 
     @torch.no_grad()
-    def remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Update the running statistics with the mean and the biased variance of ``count`` values for each channel."""
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -136,6 +136,6 @@ class MaskedBatchNorm(BatchNorm):
         mean = (wide * valid).sum((0, 2)) / count  # (channels,)
         centred = (wide - mean[:, None]) * valid
         variance = centred.square().sum((0, 2)) / count
-        self.remember(mean.detach(), variance.detach(), count)
+        self.update_running_stats(mean.detach(), variance.detach(), count)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         return (centred * scale[:, None] + self.bias[:, None]).to(x.dtype)

@@ -115,7 +115,7 @@ class Alibi(nn.Module):
         after = torch.where(back, self.steepness * half, half)
         self.slopes.copy_(torch.stack([before, after], -1).unsqueeze(0))
 
-    def keep_heads(self, first: int, count: int) -> None:
+    def shard_heads(self, first: int, count: int) -> None:
         """Keep the slopes of heads first … first + count - 1, for tensor parallelism."""
         whole = self.slopes
         self.slopes = whole[first : first + count] if whole.dim() == 1 else whole[:, first : first + count]

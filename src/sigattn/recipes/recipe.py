@@ -72,7 +72,7 @@ class Recipe:
 
     def tokens(self) -> float:
         """Return the number of tokens (patches, frames) of all training steps."""
-        model, samples = self.model, self.training.steps * self.training.batch
+        model, samples = self.model, self.training.max_steps * self.training.batch_size
         if isinstance(model, LanguageModelConfig):
             return float(samples * model.context)
         if isinstance(model, SpeechModelConfig):
@@ -135,16 +135,16 @@ def _size(parameters: int) -> str:
 
 _SMALL: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "hidden": None}
 _SMALL_TRAINING: dict[str, Any] = {
-    "accumulate": 1,
+    "grad_accum_steps": 1,
     "precision": "float32",
-    "clip": 1.0,
+    "max_grad_norm": 1.0,
     "optimizer": "adamw",
     "weight_decay": 0.05,
     "schedule": "cosine",
     "final_learning_rate": 0.05,
     "parallel": "ddp",
     "checkpoint_activations": False,
-    "watch_every": 1,
+    "log_attention_every": 1,
 }
 
 
@@ -157,20 +157,20 @@ def _small(transformer: TransformerConfig, **more: Any) -> Any:
 
 
 def _train(training: TrainConfig, **settings: Any) -> TrainConfig:
-    steps = settings["steps"]
+    steps = settings["max_steps"]
     usual = {"warmup_steps": steps // 10, "validate_every": steps // 2, "checkpoint_every": steps // 2}
     return replace(training, **{**_SMALL_TRAINING, **usual, **settings})
 
 
 def _tiny_language(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     model = _small(recipe.transformer, vocabulary=256, context=256)
-    training = _train(recipe.training, steps=600, batch=16, learning_rate=4e-3)
+    training = _train(recipe.training, max_steps=600, batch_size=16, learning_rate=4e-3)
     return model, training, "CPython's documentation, as bytes"
 
 
 def _tiny_vision(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     sizes = {"image_size": 8, "patch": 2, "channels": 1, "classes": 10}
-    training = _train(recipe.training, steps=800, batch=128, learning_rate=2e-3)
+    training = _train(recipe.training, max_steps=800, batch_size=128, learning_rate=2e-3)
     return _small(recipe.transformer, **sizes), training, "scikit-learn's handwritten digits"
 
 
@@ -184,13 +184,13 @@ def _tiny_autoencoder(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
 
 def _tiny_speech(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     model = _small(recipe.transformer, conformer_kernel=15, layer_drop=0.0, dropout=0.1)
-    training = _train(recipe.training, steps=1000, batch=60, learning_rate=2e-3)
+    training = _train(recipe.training, max_steps=1000, batch_size=60, learning_rate=2e-3)
     return model, training, "spoken digits (FSDD)"
 
 
 def _tiny_sequence(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     model = _small(recipe.transformer, layers=recipe.transformer.layers, mlp_widths=(64, 64))
-    training = _train(recipe.training, steps=500, batch=128, learning_rate=2e-3, optimizer="adam")
+    training = _train(recipe.training, max_steps=500, batch_size=128, learning_rate=2e-3, optimizer="adam")
     return model, training, recipe.data
 
 

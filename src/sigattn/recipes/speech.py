@@ -53,8 +53,8 @@ def asr_conformer_ls960() -> Recipe:
         layers=16, width=512, heads=4, hidden=2048, block_kind="conformer", position="rope", dropout=0.1
     )
     training = _training(
-        steps=400_000, hours=4.44, rate=2e-3, warmup=10_000, start=250_000, every=50_000, betas=(0.9, 0.98), clip=0.5,
-        weight_decay=1e-6,
+        steps=400_000, hours=4.44, rate=2e-3, warmup=10_000, start=250_000, every=50_000, betas=(0.9, 0.98),
+        max_grad_norm=0.5, weight_decay=1e-6,
     )  # fmt: skip
     return _speech("asr-conformer-ls960", model, training, "LibriSpeech 960 h", "WER 2.5 / 5.8, softmax 2.5 / 5.6",
                    augmentation="SpecAugment from step 10,000 on")  # fmt: skip
@@ -144,10 +144,10 @@ def _speech(
 def _training(
     *, steps: int, hours: float, rate: float, warmup: int, start: int, every: int, **settings: Any
 ) -> TrainConfig:
-    fixed: dict[str, Any] = {"weight_decay": 0.0, "clip": 1.0, **settings}
+    fixed: dict[str, Any] = {"weight_decay": 0.0, "max_grad_norm": 1.0, **settings}
     return TrainConfig(
-        steps=steps,
-        batch=round(hours * HOUR),
+        max_steps=steps,
+        batch_size=round(hours * HOUR),
         precision="bfloat16",
         learning_rate=rate,
         schedule="steps",
@@ -155,9 +155,9 @@ def _training(
         decay_start=start,
         decay_every=every,
         validate_every=2000,
-        validation_batch=600,
+        eval_batch_size=600,
         checkpoint_every=2000,
-        watch_every=100,
+        log_attention_every=100,
         **fixed,
     )
 

@@ -23,7 +23,7 @@ def k_summation() -> Recipe:
         objective="k-summation",
         model=SequenceModelConfig(),
         task=KSummation(),
-        training=_training(steps=20_000, batch=256, schedule="constant"),
+        training=_training(max_steps=20_000, batch_size=256, schedule="constant"),
         data="drawn",
         paper="final loss grows with k as softmax's does",
     )
@@ -44,27 +44,27 @@ def pair_repeat() -> Recipe:
         objective="pair repeat",
         model=model,
         task=PairRepeat(),
-        training=_training(steps=19_531, batch=256, schedule="cosine"),
+        training=_training(max_steps=19_531, batch_size=256, schedule="cosine"),
         data="drawn",
         paper="sigmoid learns from fewer samples than softmax",
     )
 
 
-def _training(*, steps: int, batch: int, schedule: str) -> TrainConfig:
+def _training(*, max_steps: int, batch_size: int, schedule: str) -> TrainConfig:
     return TrainConfig(
-        steps=steps,
-        batch=batch,
+        max_steps=max_steps,
+        batch_size=batch_size,
         optimizer="adam",
         learning_rate=1e-3,
         betas=(0.9, 0.999),
         weight_decay=0.0,
-        clip=None,
+        max_grad_norm=None,
         schedule="cosine" if schedule == "cosine" else "constant",
-        warmup_steps=steps // 20 if schedule == "cosine" else 0,
+        warmup_steps=max_steps // 20 if schedule == "cosine" else 0,
         final_learning_rate=0.0,
         validate_every=1000,
         checkpoint_every=1000,
-        watch_every=10,
+        log_attention_every=10,
     )
 
 

@@ -110,16 +110,21 @@ def vit_mae() -> Recipe:
 def _training(epochs: int, warmup: int, *, rate: float, **settings: Any) -> TrainConfig:
     """Return the settings that the four tables share; ``rate`` is for a batch of 256 and scaled linearly."""
     peak = linear_scaling(rate, BATCH)
-    fixed: dict[str, Any] = {"final_learning_rate": 1e-6 / peak, "betas": (0.9, 0.95), "clip": None, **settings}
+    fixed: dict[str, Any] = {
+        "final_learning_rate": 1e-6 / peak,
+        "betas": (0.9, 0.95),
+        "max_grad_norm": None,
+        **settings,
+    }
     return TrainConfig(
-        steps=epochs * STEPS_OF_AN_EPOCH,
-        batch=BATCH,
+        max_steps=epochs * STEPS_OF_AN_EPOCH,
+        batch_size=BATCH,
         precision="bfloat16",
         learning_rate=peak,
         warmup_steps=warmup * STEPS_OF_AN_EPOCH,
         validate_every=STEPS_OF_AN_EPOCH,
         checkpoint_every=STEPS_OF_AN_EPOCH,
-        watch_every=100,
+        log_attention_every=100,
         **fixed,
     )
 

@@ -26,7 +26,7 @@ class SyncBatchNorm(BatchNorm):
         count, mean = total[0], total[1:] / total[0]
         centred = x - mean
         variance = _Sum.apply(centred.square().sum(0)) / count  # (C,); in one pass, E[x²] - E[x]² would cancel
-        self.remember(mean.detach(), variance.detach(), count.detach())
+        self.update_running_stats(mean.detach(), variance.detach(), count.detach())
         out = centred * torch.rsqrt(variance + self.eps)
         if self.affine:
             out = out * self.weight + self.bias

@@ -20,18 +20,18 @@ class TrainConfig:
     """Configuration of a training run.
 
     Attributes:
-        steps: number of updates.
-        batch: samples per update, over all processes and micro-batches: sequences or images; for speech, seconds.
-        accumulate: number of micro-batches into which each process splits its part of a batch.
+        max_steps: number of updates.
+        batch_size: samples per update, over all processes and micro-batches: sequences or images; for speech, seconds.
+        grad_accum_steps: number of micro-batches into which each process splits its part of a batch.
         precision: dtype of matrix products; weights and optimiser state stay in float32.
         optimizer: "adamw" (decoupled weight decay), "adam" or "adagrad".
         learning_rate: the peak learning rate.
         betas: decay rates of the moment estimates of Adam and AdamW.
-        epsilon: term added to the denominator of Adam and AdamW.
+        eps: term added to the denominator of Adam and AdamW.
         weight_decay: for matrices; biases, norms and other vectors have none.
         mup_simple: multiply the learning rate of matrices within blocks by min(768 / width, 1)
             (``sigattn.nn.initialization``).
-        clip: the largest norm of the whole gradient; None for no limit.
+        max_grad_norm: the largest norm of the whole gradient; None for no limit.
         schedule: after the warm-up, "cosine" until the last step, "steps" (see decay_start), or "constant".
         warmup_steps: steps of linear increase up to the peak.
         final_learning_rate: learning rate at the end of "cosine", as a fraction of the peak.
@@ -48,10 +48,10 @@ class TrainConfig:
             not fit into one. (Validation uses whole sequences.)
         context_strategy: "ring", "gather" or "reduce" (``sigattn.distributed.context_parallel``).
         validate_every: steps between validations; the last step always validates.
-        validation_batch: samples (seconds of speech) that each process evaluates at a time.
+        eval_batch_size: samples (seconds of speech) that each process evaluates at a time.
         checkpoint_every: steps between checkpoints.
-        keep: number of newest checkpoints to keep.
-        watch_every: steps between measurements of the norm of the attention layers' outputs; 0 for none.
+        keep_checkpoints: number of newest checkpoints to keep.
+        log_attention_every: steps between measurements of the norm of the attention layers' outputs; 0 for none.
         statistics_every: steps between measurements of the row mass of the weights, the largest logit and the Hoyer
             sparsity (``sigattn.attention_statistics``; computes the attention a second time); 0 for none.
         wandb: project of Weights & Biases that metrics are also sent to; None for none.
@@ -61,17 +61,17 @@ class TrainConfig:
         SettingsError: a ValueError, if a number is out of its range.
     """
 
-    steps: int = 300
-    batch: int = 16
-    accumulate: int = 1
+    max_steps: int = 300
+    batch_size: int = 16
+    grad_accum_steps: int = 1
     precision: Literal["float32", "bfloat16"] = "float32"
     optimizer: Literal["adamw", "adam", "adagrad"] = "adamw"
     learning_rate: float = 2e-3
     betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
+    eps: float = 1e-8
     weight_decay: float = 0.1
     mup_simple: bool = False
-    clip: float | None = 1.0
+    max_grad_norm: float | None = 1.0
     schedule: Literal["cosine", "steps", "constant"] = "cosine"
     warmup_steps: int = 30
     final_learning_rate: float = 0.1
@@ -85,20 +85,22 @@ class TrainConfig:
     context_parallel: int = 1
     context_strategy: Literal["ring", "gather", "reduce"] = "ring"
     validate_every: int = 50
-    validation_batch: int = 64
+    eval_batch_size: int = 64
     checkpoint_every: int = 50
-    keep: int = 2
-    watch_every: int = 1
+    keep_checkpoints: int = 2
+    log_attention_every: int = 1
     statistics_every: int = 0
     wandb: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "steps", "batch", "accumulate", "validate_every", "validation_batch")
-        check_at_least(1, self, "checkpoint_every", "keep", "tensor_parallel", "context_parallel", "decay_every")
-        check_at_least(0, self, "warmup_steps", "decay_start", "watch_every", "statistics_every")
+        check_at_least(1, self, "max_steps", "batch_size", "grad_accum_steps", "validate_every", "eval_batch_size")
+        check_at_least(
+            1, self, "checkpoint_every", "keep_checkpoints", "tensor_parallel", "context_parallel", "decay_every"
+        )
+        check_at_least(0, self, "warmup_steps", "decay_start", "log_attention_every", "statistics_every")
         check_not_negative(self, "learning_rate", "final_learning_rate", "weight_decay")
-        check_positive(self, "epsilon", "clip")
+        check_positive(self, "eps", "max_grad_norm")
         check_probability(self, "betas")
         check_fraction(self, "ema")
         check_seed(self, "seed")

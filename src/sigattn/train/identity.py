@@ -18,11 +18,19 @@ FREE = {
     "tensor_parallel",
     "context_parallel",
     "context_strategy",
-    "accumulate",
+    "grad_accum_steps",
     "compile",
     "checkpoint_activations",
 }
-FREE |= {"wandb", "keep", "validate_every", "validation_batch", "checkpoint_every", "watch_every", "statistics_every"}
+FREE |= {
+    "wandb",
+    "keep_checkpoints",
+    "validate_every",
+    "eval_batch_size",
+    "checkpoint_every",
+    "log_attention_every",
+    "statistics_every",
+}
 
 
 def settings_to_resume(task: Any, model: Any, training: TrainConfig, data: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sigattn.data.dataset import Batch, Data
 from sigattn.distributed import sharding
-from sigattn.distributed.context_parallel import Share, shared
-from sigattn.distributed.placement import Placement
-from sigattn.distributed.sharding import Processes
+from sigattn.distributed.context_parallel import ContextParallelShard, context_parallel
+from sigattn.distributed.placement import SequenceSharding
+from sigattn.distributed.sharding import ProcessMesh
 from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.transformer import Transformer, watching
@@ -112,7 +112,7 @@ def train(
             is False.
         MissingPackageError: if ``wandb`` is set and the package is not installed.
     """
-    processes = sharding.processes()
+    processes = sharding.init_process_mesh()
     with _locked_by_first(folder, processes):
         if not resume:
             checkpoint.refuse_second_run(folder)
@@ -122,9 +122,9 @@ def train(
         done = 0
         if resume and (found := checkpoint.complete(folder / "checkpoints")):
             done = run.load(found[-1], about)
-        log = MetricsLog(folder, done, wandb=config.wandb, settings=about) if processes.first else None
+        log = MetricsLog(folder, done, wandb=config.wandb, settings=about) if processes.is_main_process else None
         try:
-            if processes.first:
+            if processes.is_main_process:
                 on_start(done)
             with StopRequest() as request:
                 run.steps(done, folder / "checkpoints", about, request, log, on_row)
@@ -135,16 +135,16 @@ def train(
 
 
 @contextmanager
-def _locked_by_first(folder: Path, processes: Processes) -> Iterator[None]:
+def _locked_by_first(folder: Path, processes: ProcessMesh) -> Iterator[None]:
     """Lock a run folder on the main process; if that fails, all processes raise."""
     error: Exception | None = None
     with ExitStack() as stack:
-        if processes.first:
+        if processes.is_main_process:
             try:
                 stack.enter_context(locked(folder))
             except (FolderInUseError, OSError) as caught:
                 error = caught
-        if processes.largest(error is not None):
+        if processes.reduce_max(error is not None):
             raise error or FolderInUseError(f"the main process cannot write into the run folder {folder}")
         yield
 
@@ -159,13 +159,13 @@ def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folde
         CheckpointError: if there is neither, or the checkpoint does not fit.
         ModelError: if the model in the folder has another configuration.
     """
-    run = _Run.start(task, model, replace(config, compile=False), data, sharding.processes())
+    run = _Run.start(task, model, replace(config, compile=False), data, sharding.init_process_mesh())
     inner = sharding.unwrap(run.module)
     if task.backbone(inner) is inner and (folder / "model").is_dir():
         kept = saving.load(folder / "model")
         if kept.config != model:
             raise saving.ModelError(f"{folder / 'model'} holds another model than the run: {kept.config}")
-        sharding.load_whole_state(inner, kept.state_dict())
+        sharding.load_full_state_dict(inner, kept.state_dict())
         run.average = None  # the saved model is the average
         return run.validate()
     found = checkpoint.complete(folder / "checkpoints")
@@ -203,13 +203,13 @@ class _Run:
     task: Objective
     config: TrainConfig
     data: Data
-    processes: Processes
+    processes: ProcessMesh
     module: nn.Module
     optimizer: Optimizer
     average: AveragedModel | None
 
     @classmethod
-    def start(cls, task: Objective, model: Any, config: TrainConfig, data: Data, processes: Processes) -> _Run:
+    def start(cls, task: Objective, model: Any, config: TrainConfig, data: Data, processes: ProcessMesh) -> _Run:
         """Build the module, distribute it over the processes, and create its optimiser."""
         module = task.build(model)
         for part in module.modules():
@@ -218,14 +218,14 @@ class _Run:
         if config.compile:
             module.compile()
         width = getattr(model, "width", None) or model.encoder.width
-        processes = processes.arranged(config.tensor_parallel, config.context_parallel)
+        processes = processes.with_mesh(config.tensor_parallel, config.context_parallel)
         _check_context(model, config)
-        if config.parallel != "fsdp" or processes.replicas == 1 or config.tensor_parallel > 1:
+        if config.parallel != "fsdp" or processes.num_replicas == 1 or config.tensor_parallel > 1:
             module = module.to(processes.device)  # else a device holds at most its shard and one whole block
         module = sharding.distribute(module, processes, config.parallel, config.precision)
         average = None
         if config.ema is not None:
-            if processes.count > 1 and config.parallel == "fsdp":
+            if processes.world_size > 1 and config.parallel == "fsdp":
                 raise SettingsError('ema needs the whole weights on each process: set parallel="ddp", or ema=None')
             average = AveragedModel(
                 sharding.unwrap(module), multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True
@@ -254,11 +254,11 @@ class _Run:
     ) -> None:
         """Run the remaining steps, starting at ``done``, with validations and checkpoints."""
         config = self.config
-        batches = self.data.batches(done, config.batch, config.seed, self.processes.shard)
-        for step in range(done, config.steps):
+        batches = self.data.batches(done, config.batch_size, config.seed, self.processes.shard)
+        for step in range(done, config.max_steps):
             row = self.step(step, next(batches), checkpoints)
             done = step + 1
-            if done % config.validate_every == 0 or done == config.steps:
+            if done % config.validate_every == 0 or done == config.max_steps:
                 self.check_weights(step, checkpoints)
                 row |= {f"validation_{name}": value for name, value in self.validate().items()}
                 if not math.isfinite(row.get("validation_loss", 0.0)):
@@ -266,14 +266,20 @@ class _Run:
             if log is not None:
                 log.write(row)
                 on_row(row)
-            stop = self.processes.largest(request.signal)
-            if done % config.checkpoint_every == 0 or done == config.steps or stop:
+            stop = self.processes.reduce_max(request.signal)
+            if done % config.checkpoint_every == 0 or done == config.max_steps or stop:
                 self.check_weights(step, checkpoints)
                 path = checkpoint.save(
-                    checkpoints, self.module, self.optimizer, done, about, average=self.average, keep=config.keep
+                    checkpoints,
+                    self.module,
+                    self.optimizer,
+                    done,
+                    about,
+                    average=self.average,
+                    keep=config.keep_checkpoints,
                 )
             if stop:
-                raise Interrupted(f"stopped after {done} of {config.steps} steps; the checkpoint is {path}", stop)
+                raise Interrupted(f"stopped after {done} of {config.max_steps} steps; the checkpoint is {path}", stop)
 
     def finite(self) -> bool:
         """Return True if all weights and the optimizer's state, on all processes, are finite."""
@@ -281,8 +287,8 @@ class _Run:
         tensors += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         if self.average is not None:
             tensors += list(self.average.parameters())
-        each = [sharding.local(t.detach()).isfinite().all().to(self.processes.device) for t in tensors]
-        return not self.processes.largest(not torch.stack(each).all())
+        each = [sharding.to_local(t.detach()).isfinite().all().to(self.processes.device) for t in tensors]
+        return not self.processes.reduce_max(not torch.stack(each).all())
 
     def check_weights(self, step: int, checkpoints: Path) -> None:
         """Raise NonFiniteLossError if a weight is not finite."""
@@ -296,30 +302,30 @@ class _Run:
         rate = config.learning_rate * factor(config, step)
         set_learning_rate(self.optimizer, rate)
         # random numbers depend on seed, step and process only, so that no generator state has to be saved
-        torch.manual_seed((config.seed * 1_000_003 + step) * 4099 + self.processes.data_rank)
+        torch.manual_seed((config.seed * 1_000_003 + step) * 4099 + self.processes.dp_rank)
         batch = tuple(t.to(device, non_blocking=True) for t in batch)
-        watch = bool(config.watch_every) and step % config.watch_every == 0
+        watch = bool(config.log_attention_every) and step % config.log_attention_every == 0
         closely = bool(config.statistics_every) and step % config.statistics_every == 0
         with watching(self.module, "everything" if closely else "norm" if watch else "nothing") as layers:
             loss, attention_norm = self._backward(batch, layers if watch or closely else [])
             statistics = [layer.statistics for layer in layers if closely and layer.statistics is not None]
-        norm = sharding.gradient_norm(self.module, self.processes)
+        norm = sharding.total_grad_norm(self.module, self.processes)
         measured, gradient_norm = loss.item(), norm.item()
         if not math.isfinite(measured) or not math.isfinite(gradient_norm):
             raise _not_finite(f"step {step}: loss {measured}, gradient norm {gradient_norm}", checkpoints)
-        if config.clip is not None:
-            sharding.clip_gradient(self.module, config.clip, norm)
+        if config.max_grad_norm is not None:
+            sharding.clip_grad_norm(self.module, config.max_grad_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         inner = sharding.unwrap(self.module)
-        self.task.after_step(inner, config.batch)
+        self.task.after_step(inner, config.batch_size)
         if self.average is not None:
             self.average.update_parameters(inner)
         row: Row = {"step": step, "loss": measured, "learning_rate": rate, "gradient_norm": gradient_norm}
         if attention_norm is not None:
             row["attention_norm"] = attention_norm.item()
-        row |= self.processes.statistics(statistics) if statistics else {}
-        row["samples_per_second"] = config.batch / (time.perf_counter() - start)
+        row |= self.processes.reduce_statistics(statistics) if statistics else {}
+        row["samples_per_second"] = config.batch_size / (time.perf_counter() - start)
         return row
 
     def _backward(self, batch: Batch, watched: list[Attention]) -> tuple[Tensor, Tensor | None]:
@@ -335,36 +341,40 @@ class _Run:
         else:
             part = 1.0
         own = torch.tensor(float(len(batch[0])), device=self.processes.device)
-        total = self.processes.sum(own) / self.processes.context_count
-        pieces = [t.chunk(self.config.accumulate) for t in batch]
+        total = self.processes.reduce_sum(own) / self.processes.cp_size
+        pieces = [t.chunk(self.config.grad_accum_steps) for t in batch]
         count = len(pieces[0])
         mean = torch.zeros((), device=self.processes.device)
         norms: list[Tensor] = []
         for i, piece in enumerate(zip(*pieces, strict=True)):
             weight = part * len(piece[0]) / total
             with (
-                sharding.synchronised(self.module, i == count - 1),
-                shared(self.module, share),
+                sharding.gradient_sync(self.module, i == count - 1),
+                context_parallel(self.module, share),
                 torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
             ):
                 loss = self.task.loss(self.module, piece)
             norms += [layer.attention_norm for layer in watched if layer.attention_norm is not None]
             # gradients are averaged over processes but the losses are to be added, hence the factor of replicas
-            with sharding.synchronised(self.module, i == count - 1), shared(self.module, share):
-                (loss * weight * self.processes.replicas).backward()
+            with sharding.gradient_sync(self.module, i == count - 1), context_parallel(self.module, share):
+                (loss * weight * self.processes.num_replicas).backward()
             mean += loss.detach() * weight
-        mean = self.processes.sum(mean)
+        mean = self.processes.reduce_sum(mean)
         if not norms:
             return mean, None
-        each = self.processes.whole_norm(torch.cat(norms))
-        return mean, self.processes.sum(each.sum()) / self.processes.sum(torch.full_like(each[0], len(each)))
+        each = self.processes.reduce_norm(torch.cat(norms))
+        return mean, self.processes.reduce_sum(each.sum()) / self.processes.reduce_sum(
+            torch.full_like(each[0], len(each))
+        )
 
-    def _share(self, batch: Batch) -> Share | None:
+    def _share(self, batch: Batch) -> ContextParallelShard | None:
         """Return this process's positions of the batch's sequences, or None without context parallelism."""
-        mesh = self.processes.context
+        mesh = self.processes.cp_mesh
         if mesh is None:
             return None
-        return Share(mesh, Placement(batch[0].shape[1], mesh.size(), balanced=True), self.config.context_strategy)
+        return ContextParallelShard(
+            mesh, SequenceSharding(batch[0].shape[1], mesh.size(), balanced=True), self.config.context_strategy
+        )
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -372,7 +382,7 @@ class _Run:
         module = sharding.unwrap(self.module) if self.average is None else self.average.module
         module.eval()
         device = self.processes.device
-        held_out = self.data.validation(self.config.validation_batch)
+        held_out = self.data.validation(self.config.eval_batch_size)
         batches = (tuple(t.to(device) for t in batch) for batch in held_out)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
             metrics = self.task.evaluate(module, batches)
@@ -383,8 +393,8 @@ class _Run:
         """Save the trained model in ``folder/model``, and return it."""
         module = sharding.unwrap(self.module) if self.average is None else self.average.module
         backbone = self.task.backbone(module)
-        state = sharding.whole_state(backbone)
-        if self.processes.first:
+        state = sharding.full_state_dict(backbone)
+        if self.processes.is_main_process:
             saving.save(backbone, folder / "model", state)
-        self.processes.wait()
+        self.processes.barrier()
         return backbone

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from sigattn.files import naming
+from sigattn.files import add_path_to_errors
 from sigattn.optional import require
 
 
@@ -41,14 +41,14 @@ class MetricsLog:
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read(self.path) if row["step"] < first_step]
-        with naming(self.path):
+        with add_path_to_errors(self.path):
             self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file = self.path.open("a")
         self._board = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, row: dict[str, Any]) -> None:
         """Add the measurements of one step; ``row`` must name its ``step``."""
-        with naming(self.path):
+        with add_path_to_errors(self.path):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         for name, value in row.items():

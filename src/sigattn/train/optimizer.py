@@ -36,9 +36,9 @@ def make_optimizer(module: nn.Module, config: TrainConfig, width: int) -> Optimi
         for (decay, factor), parameters in groups.items()
     ]
     if config.optimizer == "adamw":
-        return AdamW(options, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
+        return AdamW(options, lr=config.learning_rate, betas=config.betas, eps=config.eps)
     if config.optimizer == "adam":
-        return Adam(options, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
+        return Adam(options, lr=config.learning_rate, betas=config.betas, eps=config.eps)
     if config.optimizer == "adagrad":
         return Adagrad(options, lr=config.learning_rate)
     raise SettingsError(f'optimizer must be "adamw", "adam" or "adagrad", got {config.optimizer!r}')

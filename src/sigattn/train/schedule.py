@@ -19,7 +19,7 @@ def factor(config: TrainConfig, step: int) -> float:
     if config.schedule == "constant" or (config.schedule == "cosine" and warmup < 1):
         return warmup
     if config.schedule == "cosine":
-        progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+        progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
         final = config.final_learning_rate
         return final + (1 - final) * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2
     if config.schedule == "steps":

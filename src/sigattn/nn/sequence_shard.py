@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @runtime_checkable
-class SequenceShare(Protocol):
+class SequenceShard(Protocol):
     """Part of each sequence that this process holds.
 
     Attributes:
