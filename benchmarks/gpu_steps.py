@@ -72,7 +72,7 @@ _SANITIZER_FOUND = 9
 _SANITIZER = ("compute-sanitizer", "--error-exitcode", str(_SANITIZER_FOUND))
 _NCU = (
     "ncu", "--clock-control", "none", "--kernel-name-base", "function",
-    "--kernel-name", "regex:forward_kernel|keys_kernel|queries_kernel|fused_kernel|fwd_kernel|bwd_.*kernel",
+    "--kernel-name", "regex:fwd_kernel|bwd_dkdv_kernel|bwd_dq_kernel|fused_kernel|fwd_kernel|bwd_.*kernel",
     "--section", "SpeedOfLight", "--section", "ComputeWorkloadAnalysis", "--section", "WarpStateStats",
     "--section", "LaunchStats", "--csv", "--page", "details",
 )  # fmt: skip

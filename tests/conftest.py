@@ -69,7 +69,7 @@ def _reset_warnings():
 def _no_call_was_made_before():
     """Launches that are kept in a process are kept in a test: others may change what they depend on."""
     if (launch_cache := sys.modules.get("sigattn.ops.triton.launch_cache")) is not None:
-        launch_cache.forget()
+        launch_cache.clear()
     if (fitting := sys.modules.get("sigattn.ops.triton.fitting")) is not None:
         fitting._taken.clear()
 

@@ -139,7 +139,7 @@ def test_truth_of_softmax_and_alibi():
 def test_accuracy_of_float16_at_65536_keys(tmp_path, monkeypatch):
     """With b = -log n, weights of 1/n stay as exact as the dtype's own rounding (2^-11 and 2^-8)."""
     # the interpreter's time is that of the tiles, whatever their size
-    monkeypatch.setattr(tuning, "configuration", lambda *_: tuning.Config(16, 2048, 4, 1))
+    monkeypatch.setattr(tuning, "kernel_config", lambda *_: tuning.Config(16, 2048, 4, 1))
     rows = []
     for dtype, lengths in (("float16", (64, 65536)), ("bfloat16", (64, 8192))):
         config = accuracy.AccuracyBenchmark(
@@ -186,7 +186,7 @@ def test_overhead(tmp_path):
     assert {
         (name, direction) for name in (OURS, overhead.THROUGH_TRITON) for direction in ("forward", "training")
     } <= ours
-    assert tuning.RELAUNCH
+    assert tuning.DIRECT_LAUNCH
     assert json.loads((tmp_path / "overhead.json").read_text())["rows"] == report["rows"]
     for row in report["preparations"]:  # of a call that was made before there is less to do
         assert 0 < row["again_microseconds"] < min(row["first_microseconds"], row["not_kept_microseconds"])
@@ -210,7 +210,7 @@ def test_tune(tmp_path):
         results=tmp_path,
     )  # fmt: skip
     rows = tune.run(config)["rows"]
-    assert {r["kernel"] for r in rows} == {"forward", "keys", "queries", tuning.FUSED}
+    assert {r["kernel"] for r in rows} == {tuning.FWD, tuning.DKDV, tuning.DQ, tuning.FUSED}
     assert all("ms" in r for r in rows), rows
 
 

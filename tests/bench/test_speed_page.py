@@ -35,10 +35,10 @@ def tables(rows):
     """Return the page's tables, each a list of lines."""
     full = [r for r in hopper(rows) if not r["causal"]]
     portable = [r for r in full if "Gluon" not in r["kernel"]]
-    yield [line(r) for r in portable if "," not in r["kernel"] or r["kernel"] in ("keys, dK", "keys, dV")]
+    yield [line(r) for r in portable if "," not in r["kernel"] or r["kernel"] in ("dk", "dv")]
     yield [line(r) for r in portable if r["kernel"].endswith("TMA")]
     in_force = [
-        r for r in full if r["kernel"].endswith(("Gluon", "Gluon, S ahead")) and r["config"]["stages"] == _stages(r)
+        r for r in full if r["kernel"].endswith(("Gluon", "Gluon, prefetch")) and r["config"]["stages"] == _stages(r)
     ]
     yield [line(r) for r in in_force]
     yield [prediction(rows, d) for d in (64, 128, 256)]
@@ -46,9 +46,9 @@ def tables(rows):
 
 def _stages(r):
     kernel = r["kernel"].partition(", Gluon")[0]
-    own = tuning.HOPPER[kernel][r["head_dim"]]
-    block = r["config"]["block_m" if kernel in (tuning.KEYS, tuning.FUSED) else "block_n"]
-    ahead = kernel != tuning.FORWARD or own.ahead == r["kernel"].endswith("ahead")
+    own = tuning.HOPPER_CONFIGS[kernel][r["head_dim"]]
+    block = r["config"]["block_m" if kernel in (tuning.DKDV, tuning.FUSED) else "block_n"]
+    ahead = kernel != tuning.FWD or own.prefetch == r["kernel"].endswith("prefetch")
     return own.stages if (block, r["config"]["sigmoid"], ahead) == (own.block, own.sigmoid, True) else None
 
 
@@ -57,12 +57,10 @@ def prediction(rows, head_dim):
     times = {
         r["kernel"]: r["loops"][0]["hopper_cycles"]["time"]
         for r in hopper(rows)
-        if not r["causal"]
-        and r["head_dim"] == head_dim
-        and r["kernel"] in ("forward", "keys", "keys, dK", "keys, dV", "queries")
+        if not r["causal"] and r["head_dim"] == head_dim and r["kernel"] in ("fwd", "dkdv", "dk", "dv", "dq")
     }
     product = 2 * head_dim / 4096  # cycles
-    forward = TENSOR_PEAK * 2 * product / times.pop("forward")
+    forward = TENSOR_PEAK * 2 * product / times.pop("fwd")
     return f"| {head_dim} | {forward:.0f} | {TENSOR_PEAK * 5 * product / sum(times.values()):.0f} |"
 
 
@@ -80,8 +78,8 @@ def test_the_results_are_of_the_tables():
     """The configurations in the results are those in force."""
     rows = json.loads((ROOT / "benchmarks/results/static.json").read_text())["rows"]
     for r in hopper(rows):
-        if r["kernel"] in (tuning.FORWARD, tuning.KEYS, tuning.QUERIES):
-            in_force = tuning.configuration(r["kernel"], 90, r["head_dim"], 2)
+        if r["kernel"] in (tuning.FWD, tuning.DKDV, tuning.DQ):
+            in_force = tuning.kernel_config(r["kernel"], 90, r["head_dim"], 2)
             assert tuning.Config(**r["config"]) == in_force, r
 
 

@@ -43,7 +43,7 @@ def kernels(architecture, head_dim, dtype):
     return [k for k in static.kernels_of(architecture, head_dim, dtype) if k != tuning.DECODE]
 
 
-KERNELS = (tuning.FORWARD, tuning.KEYS, tuning.QUERIES)
+KERNELS = (tuning.FWD, tuning.DKDV, tuning.DQ)
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
 DIMS = (16, 32, 64, 128, 256) if EVERYTHING else (64, 128)
@@ -67,8 +67,8 @@ OPTIONS = [
     {"TMA": True},
 ]
 OWN_OPTIONS = {
-    tuning.KEYS: [{"NEED_KEY": False}, {"NEED_VALUE": False}],
-    tuning.QUERIES: [{"NEED_QUERY": False, "NEED_BIAS": True}],
+    tuning.DKDV: [{"NEED_KEY": False}, {"NEED_VALUE": False}],
+    tuning.DQ: [{"NEED_QUERY": False, "NEED_BIAS": True}],
 }
 
 
@@ -105,7 +105,7 @@ def test_decoding(architecture):
     each = [(t, d, o) for t in ("bfloat16", "float16") for d in DIMS for o in ({}, pages)]
     cases = [("decode", architecture, t, d, False, o) for t, d, o in (each if EVERYTHING else (each[0], each[7]))]
     if architecture == 90:  # as many rows as wgmma takes
-        cases += [("decode", 90, "bfloat16", d, False, {"config": tuning.decoding(d, 2, 64)}) for d in DIMS]
+        cases += [("decode", 90, "bfloat16", d, False, {"config": tuning.decode_config(d, 2, 64)}) for d in DIMS]
     for report in compiled(cases):
         what = {k: v for k, v in report.items() if k != "loops"}
         assert report["spills"] == 0, what
@@ -115,11 +115,11 @@ def test_decoding(architecture):
 
 def options_of_hopper(dtype, head_dim):
     """Return every kernel with every option, and with heads of two sizes, full and causal."""
-    widths = {"D": head_dim - 8, "DV": head_dim, "BLOCK_DV": tuning.padded(head_dim)}
+    widths = {"D": head_dim - 8, "DV": head_dim, "BLOCK_DV": tuning.padded_head_dim(head_dim)}
     shift = {"number": "number", "tensor": "tensor", "length": "length"} if dtype == "float16" else {}
     own = {k: list(options) for k, options in OWN_OPTIONS.items()}
-    if tuning.adds_query(tuning.configuration(tuning.KEYS, 90, head_dim, 2), 90):
-        own[tuning.KEYS].append({"ADD_QUERY": True})
+    if tuning.supports_atomic_dq(tuning.kernel_config(tuning.DKDV, 90, head_dim, 2), 90):
+        own[tuning.DKDV].append({"ATOMIC_DQ": True})
     return [
         (kernel, 90, dtype, head_dim, causal, {"SHIFT": shift.get(option.get("BIAS", "number"), "none"), **option})
         for kernel in kernels(90, head_dim, dtype)
@@ -141,7 +141,7 @@ def test_some_products_are_asynchronous_on_hopper():
     """A sample of the above; and without the mend of ``tile.zeros`` ptxas serialises, and the check notices."""
     cases = [case for dtype, d in TENSOR_CORES if d != 64 for case in options_of_hopper(dtype, d)]
     compiled(random.sample(cases, 3))
-    compiled([(tuning.FORWARD, 90, "bfloat16", 64, False, {"WGMMA": False})], advised=True)
+    compiled([(tuning.FWD, 90, "bfloat16", 64, False, {"WGMMA": False})], advised=True)
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="long; make test-kernels runs it")
@@ -152,9 +152,11 @@ def test_candidates_of_tune(kernel, head_dim):
     cases = []
     for config in tuning.candidates(kernel, head_dim):
         parts = (
-            [{"NEED_VALUE": False}, {"NEED_KEY": False}] if config.apart else [{"ADD_QUERY": kernel == tuning.FUSED}]
+            [{"NEED_VALUE": False}, {"NEED_KEY": False}]
+            if config.split_dkdv
+            else [{"ATOMIC_DQ": kernel == tuning.FUSED}]
         )
-        name = tuning.KEYS if kernel == tuning.FUSED else kernel
+        name = tuning.DKDV if kernel == tuning.FUSED else kernel
         cases += [(name, 90, "bfloat16", head_dim, False, {"config": config, **part}) for part in parts]
     for report in compiled(cases):
         what = {k: v for k, v in report.items() if k != "loops"}
@@ -186,7 +188,7 @@ def test_every_option_compiles():
     options = [
         {**score, "SLOPES": True, "NEED_SLOPES": True, "HAS_LEFT": True, "SOFTCAP": True, "DROPOUT": True, "GROUP": 4},
         {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "BOTTOM_RIGHT": True, "MASK": "bool"},
-        {"MASK": "bool", "LENGTHS": True, "SIGMOID": "fast", "ADD_QUERY": True},
+        {"MASK": "bool", "LENGTHS": True, "SIGMOID": "fast", "ATOMIC_DQ": True},
         {"MASK": "added", "NEED_MASK": "added", "D": 40, "DV": 72, "BLOCK_DV": 128},
         {"BLOCKS": True},
     ]

@@ -185,12 +185,12 @@ _NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
 def _small_blocks(kernel, *_):
     """Tiles of other sizes in each kernel, so that what fits one border does not fit the other; the other form of σ,
     dK and dV one after the other and, where they serve, descriptors."""
-    blocks = {tuning.FORWARD: (32, 16), tuning.KEYS: (16, 32), tuning.QUERIES: (16, 16)}
-    return tuning.Config(*blocks[kernel], 4, 1, "paired", tma=True, apart=True)
+    blocks = {tuning.FWD: (32, 16), tuning.DKDV: (16, 32), tuning.DQ: (16, 16)}
+    return tuning.Config(*blocks[kernel], 4, 1, "paired", tma=True, split_dkdv=True)
 
 
 # The ways of the Triton backend: the tile sizes of an architecture (in the interpreter, of the smallest), or small ones
-KERNEL_PATHS = {"tuned": {}, "small tiles": {(tuning, "configuration"): _small_blocks}}
+KERNEL_PATHS = {"tuned": {}, "small tiles": {(tuning, "kernel_config"): _small_blocks}}
 
 # How the blocked backend may go about a problem, made to happen for problems of any size. Small tiles make small
 # problems cross every border there is.

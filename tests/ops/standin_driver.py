@@ -33,7 +33,7 @@ from triton.runtime import driver as drivers
 from sigattn.bench import machine_code
 from sigattn.ops import triton as backend
 from sigattn.ops.hopper import launch as launch_hopper
-from sigattn.ops.triton import launch_cache, prepare
+from sigattn.ops.triton import kernel_args, launch_cache
 
 KIB = 1024
 # Shared memory of a program in bytes (CUDA C++ Programming Guide, table of technical specifications; AMD: LDS).
@@ -259,12 +259,12 @@ def gpu(
     nvidia = architecture if isinstance(architecture, int) else 0
     before = drivers._active
     drivers.set_active(standin)
-    launch_cache.forget()
+    launch_cache.clear()
     try:
         with (
             mock.patch.object(compiler, "compile", compiler.compile if compiles else standin.pretend_to_compile),
             mock.patch.object(backend, "_no_machine", return_value=None),
-            mock.patch.object(prepare, "architecture", return_value=nvidia),
+            mock.patch.object(kernel_args, "architecture", return_value=nvidia),
             mock.patch.object(launch_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
             mock.patch.object(torch.version, "hip", torch.version.hip if nvidia else "stand-in"),
         ):
@@ -272,4 +272,4 @@ def gpu(
     finally:
         drivers._active = before
         standin.close()
-        launch_cache.forget()
+        launch_cache.clear()

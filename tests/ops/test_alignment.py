@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigattn import flash, sigmoid_attention
-from sigattn.ops.triton import prepare
+from sigattn.ops.triton import kernel_args
 from tests.ops.cases import device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -33,8 +33,8 @@ def laid_out(shape, steps, start, dtype):
 )
 def test_results_for_all_strides(monkeypatch, steps, start, dtype, expected):
     """A kernel that is told more than is true reads other rows: strides are rounded down to what it is told."""
-    told, run = [], prepare.unit
-    monkeypatch.setattr(prepare, "unit", lambda *t: told.append(run(*t)) or told[-1])
+    told, run = [], kernel_args.unit
+    monkeypatch.setattr(kernel_args, "unit", lambda *t: told.append(run(*t)) or told[-1])
     leaves = [laid_out((2, 2, 6, 24), steps, start, dtype).requires_grad_() for _ in range(3)]
     out = sigmoid_attention(*leaves, is_causal=True, backend="triton")
     grad = laid_out((2, 2, 6, 24), steps, start, dtype)
@@ -54,11 +54,11 @@ def test_results_for_all_strides(monkeypatch, steps, start, dtype, expected):
 def test_one_other_tensor_is_enough():
     aligned, other = (laid_out((1, 2, 4, 72), (144, 72, 576), start, torch.bfloat16) for start in (0, 1))
     seen = laid_out((1, 2, 4, 72), (80, 320, 640), 0, torch.bfloat16)  # Triton sees multiples of 16 itself
-    assert prepare.unit(seen, seen) == 1
-    assert prepare.unit(seen, aligned) == 8
-    assert prepare.unit(aligned, aligned) == 8
-    assert prepare.unit(aligned, other) == prepare.unit(other, aligned) == 1
-    assert prepare.unit(aligned, laid_out((1, 2, 4, 72), (146, 73, 584), 0, torch.bfloat16)) == 1
+    assert kernel_args.unit(seen, seen) == 1
+    assert kernel_args.unit(seen, aligned) == 8
+    assert kernel_args.unit(aligned, aligned) == 8
+    assert kernel_args.unit(aligned, other) == kernel_args.unit(other, aligned) == 1
+    assert kernel_args.unit(aligned, laid_out((1, 2, 4, 72), (146, 73, 584), 0, torch.bfloat16)) == 1
 
 
 @pytest.mark.parametrize("steps", [(24, 144, 288), (28, 168, 336), (48, 24, 288)])
@@ -81,5 +81,5 @@ def test_packed_sequences():
         flash.flash_attn_varlen_func(q, q, q, starts, starts, 5, 5, causal=True, backend=b)
         for b in ("triton", "blocked")
     ]
-    assert prepare.unit(q) == 8
+    assert kernel_args.unit(q) == 8
     torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)

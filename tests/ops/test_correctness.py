@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies
 
 from sigattn import sigmoid_attention
 from sigattn.ops.attention import BACKENDS
-from sigattn.ops.triton import prepare
+from sigattn.ops.triton import kernel_args
 from tests.ops.cases import Case, cases, device_of, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
 
@@ -125,7 +125,7 @@ def test_head_sizes_of_triton(d):
 @pytest.mark.parametrize("window", [None, (130, 40)])
 def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, causal, dtype, window):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(prepare, "architecture", lambda device: 90)
+        monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
     case = Case((1, 1, 1, 300, 270, 64, 64), dtype, causal, None, window, None, None, "head", False, "length first", 5)
     check(case, "triton")
 

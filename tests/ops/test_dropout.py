@@ -7,7 +7,7 @@ from sigattn import sigmoid_attention
 from sigattn.ops import attention
 from sigattn.ops.attention import BACKENDS
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.triton import prepare
+from sigattn.ops.triton import kernel_args
 from tests.ops.cases import PATHS, device_of, path, wide
 
 
@@ -98,7 +98,7 @@ def test_seeds_stay_on_the_device():
     assert attention.new_seed(0.5, torch.device("meta")).device.type == "meta"
     q = torch.randn(1, 2, 5, 8)
     problem = attention.canonical(q, q, q, dropout_p=0.5)
-    assert prepare.arguments_of(problem).arguments["seed"] is problem.seed
+    assert kernel_args.prepare(problem).arguments["seed"] is problem.seed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,7 +16,7 @@ from sigattn.ops.hopper import backward_fused as hopper_fused
 from sigattn.ops.hopper import forward as hopper
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import launch, prepare, tuning
+from sigattn.ops.triton import kernel_args, launch, tuning
 from sigattn.ops.triton.tuning import HopperConfig
 from tests.ops import gluon_simulator
 from tests.ops.truth import assert_as_good_as_formula
@@ -41,9 +41,9 @@ def simulated(monkeypatch):
     simulated = types.SimpleNamespace(order=(0, True), modules=[hopper, hopper_backward, hopper_fused], started=[])
     empty_like = torch.empty_like
     monkeypatch.setattr(launch_hopper, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(prepare, "architecture", lambda device: 90)
-    monkeypatch.setattr(tuning, "SPECIALISED", frozenset(tuning.HOPPER))
-    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0})
+    monkeypatch.setattr(kernel_args, "architecture", lambda device: 90)
+    monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(tuning.HOPPER_CONFIGS))
+    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0})
     monkeypatch.setattr(launch_hopper, "run", run)
     monkeypatch.setattr(torch, "empty_like", lambda t: empty_like(t).fill_(torch.nan))
     monkeypatch.setattr(
@@ -83,19 +83,19 @@ def gradients(p, grad, dtype):
     ("config", "dtype"),
     [
         (HopperConfig(64, 2), torch.bfloat16),
-        (HopperConfig(128, 3, ahead=False), torch.bfloat16),
+        (HopperConfig(128, 3, prefetch=False), torch.bfloat16),
         (HopperConfig(64, 2, persistent=False), torch.bfloat16),
         (HopperConfig(64, 3), torch.float16),
         (HopperConfig(64, 3, sigmoid="accurate"), torch.float16),
     ],
 )
 def test_forward(simulated, monkeypatch, causal, size, config, dtype):
-    monkeypatch.setitem(tuning.HOPPER, tuning.FORWARD, {64: config})
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, {64: config})
     p, _ = problem_of(*size, causal, dtype)
     truth, rough = formula(p, torch.float64), formula(p, dtype)
     for simulated.order in ORDERS:
         assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0)
-    assert set(simulated.started) == {"hopper_forward_kernel"}
+    assert set(simulated.started) == {"hopper_fwd_kernel"}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -110,9 +110,9 @@ def test_forward(simulated, monkeypatch, causal, size, config, dtype):
     ],
 )
 def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, dtype):
-    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {})
+    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {})
     check_backward(simulated, monkeypatch, causal, size, config, dtype)
-    assert set(simulated.started) == {"hopper_keys_kernel", "hopper_queries_kernel"}
+    assert set(simulated.started) == {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -127,13 +127,13 @@ def test_backward_in_two_kernels(simulated, monkeypatch, causal, size, config, d
 )
 def test_backward_in_one_kernel(simulated, monkeypatch, causal, size, config, dtype):
     check_backward(simulated, monkeypatch, causal, size, config, dtype)
-    assert set(simulated.started) == {"hopper_fused_kernel"}
+    assert set(simulated.started) == {"hopper_bwd_fused_kernel"}
 
 
 def check_backward(simulated, monkeypatch, causal, size, config, dtype):
     """All gradients, in every order of events."""
-    for kernel in (tuning.KEYS, tuning.QUERIES, tuning.FUSED):
-        monkeypatch.setitem(tuning.HOPPER, kernel, {64: config})
+    for kernel in (tuning.DKDV, tuning.DQ, tuning.FUSED):
+        monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: config})
     p, grad = problem_of(*size, causal, dtype)
     truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, dtype)
     for simulated.order in ORDERS:
@@ -148,12 +148,12 @@ def test_repeatable_gradients_come_from_two_kernels(simulated):
     p, grad = problem_of(130, 130, True, torch.bfloat16)
     launch.backward(p._replace(deterministic=True), grad, NeedsGrad(True, True, True))
     launch.backward(p, grad, NeedsGrad(True, False, False))
-    assert set(simulated.started) == {"hopper_keys_kernel", "hopper_queries_kernel"}
+    assert set(simulated.started) == {"hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"}
 
 
 @pytest.mark.parametrize("sigmoid", ["accurate", "paired"])
 def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
-    monkeypatch.setitem(tuning.HOPPER, tuning.FORWARD, {64: HopperConfig(64, 2, sigmoid=sigmoid)})
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, tuning.FWD, {64: HopperConfig(64, 2, sigmoid=sigmoid)})
     p, _ = problem_of(130, 130, False, torch.bfloat16)
     p.query[0, 0, 7, 3] = torch.nan
     out = launch.forward(p)
@@ -161,11 +161,11 @@ def test_nan_is_not_lost(simulated, monkeypatch, sigmoid):
     assert out.isnan().sum() == 64
 
 
-@pytest.mark.parametrize("kernels", [[tuning.FORWARD, tuning.KEYS, tuning.QUERIES], [tuning.FORWARD, tuning.FUSED]])
+@pytest.mark.parametrize("kernels", [[tuning.FWD, tuning.DKDV, tuning.DQ], [tuning.FWD, tuning.FUSED]])
 def test_the_tables(simulated, monkeypatch, kernels):
     """Every configuration in the tables, at both head sizes."""
-    monkeypatch.setattr(tuning, "SPECIALISED", frozenset(kernels))
-    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0} if tuning.FUSED in kernels else {})
+    monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(kernels))
+    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0} if tuning.FUSED in kernels else {})
     for d in (64, 128):
         p, grad = problem_of(150, 150, True, torch.bfloat16, d=d)
         assert_as_good_as_formula(launch.forward(p), formula(p, torch.float64), formula(p, torch.bfloat16), 1.0)
@@ -180,19 +180,19 @@ GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 on_a_gpu = pytest.mark.skipif(not GPU, reason="it needs a GPU of compute capability 9.0")
-each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER), ids=["forward", "keys", "queries", "fused"])
+each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER_CONFIGS), ids=list(tuning.HOPPER_CONFIGS))
 
 
 @on_a_gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("kernel", "d", "config"),
-    [(k, d, c) for k in tuning.HOPPER for d in (64, 128) for c in tuning.hopper_candidates(k, d)],
+    [(k, d, c) for k in tuning.HOPPER_CONFIGS for d in (64, 128) for c in tuning.hopper_candidates(k, d)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_candidates_on_a_gpu(monkeypatch, causal, kernel, d, config, dtype):
     """What is simulated elsewhere, in every configuration that there is to measure."""
-    monkeypatch.setitem(tuning.HOPPER, kernel, {d: config})
+    monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {d: config})
     for size in SIZES:
         check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, dtype, d=d))
 
@@ -210,16 +210,16 @@ def test_tables_on_a_gpu(monkeypatch, kernel, d):
 def check_on_a_gpu(monkeypatch, kernel, p, grad):
     """A kernel's results beside the formula in float64 and in the same dtype."""
     p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
-    what = f"{kernel} {tuning.HOPPER[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
-    monkeypatch.setattr(tuning, "SPECIALISED", frozenset([kernel]))
-    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0} if kernel == tuning.FUSED else {})
-    assert launch_hopper.unavailable(prepare.arguments_of(p), grad) is None
-    if kernel == tuning.FORWARD:
+    what = f"{kernel} {tuning.HOPPER_CONFIGS[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
+    monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset([kernel]))
+    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0} if kernel == tuning.FUSED else {})
+    assert launch_hopper.unavailable(kernel_args.prepare(p), grad) is None
+    if kernel == tuning.FWD:
         truth, rough = formula(p, torch.float64), formula(p, p.query.dtype)
         assert_as_good_as_formula(launch.forward(p), truth, rough, 1.0, what)
         return
     both = kernel == tuning.FUSED
-    needs = NeedsGrad(both or kernel == tuning.QUERIES, both or kernel == tuning.KEYS, both or kernel == tuning.KEYS)
+    needs = NeedsGrad(both or kernel == tuning.DQ, both or kernel == tuning.DKDV, both or kernel == tuning.DKDV)
     found = launch.backward(p, grad, needs)
     truth, rough = gradients(p, grad, torch.float64), gradients(p, grad, p.query.dtype)
     for mine, t, r in zip(found[:3], truth, rough, strict=True):
@@ -229,7 +229,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
 
 def test_what_they_do_not_serve(simulated):
     p, _ = problem_of(130, 130, True, torch.bfloat16)
-    assert launch_hopper.unavailable(prepare.arguments_of(p)) is None
+    assert launch_hopper.unavailable(kernel_args.prepare(p)) is None
     others = [
         p._replace(query=p.query.float(), key=p.key.float(), value=p.value.float()),
         p._replace(left=5),
@@ -244,11 +244,11 @@ def test_what_they_do_not_serve(simulated):
         p._replace(key=p.key.expand(1, 1, 130, 64)[:, :, :1].expand(1, 1, 130, 64)),
     ]
     for other in others:
-        assert launch_hopper.unavailable(prepare.arguments_of(other)) is not None
+        assert launch_hopper.unavailable(kernel_args.prepare(other)) is not None
 
 
 def test_nobody_uses_them_before_they_were_measured():
-    assert not tuning.SPECIALISED
+    assert not tuning.WARP_SPECIALIZED
 
 
 class TestTheSimulator:
@@ -265,12 +265,12 @@ class TestTheSimulator:
         vars(changed)["plain"] = lambda f=None, **_: types.SimpleNamespace(fn=f) if f else vars(changed)["plain"]
         exec(compile(source, "changed", "exec"), vars(changed))
         simulated.modules = [changed]
-        two = [tuning.KEYS, tuning.QUERIES]
-        kernels = {hopper: [tuning.FORWARD], hopper_backward: two, hopper_fused: [tuning.FUSED]}[module]
-        monkeypatch.setattr(tuning, "SPECIALISED", frozenset(kernels))
-        monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0} if module is hopper_fused else {})
+        two = [tuning.DKDV, tuning.DQ]
+        kernels = {hopper: [tuning.FWD], hopper_backward: two, hopper_fused: [tuning.FUSED]}[module]
+        monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset(kernels))
+        monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0} if module is hopper_fused else {})
         for kernel in kernels:
-            monkeypatch.setitem(tuning.HOPPER, kernel, {64: HopperConfig(64, stages)})
+            monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: HopperConfig(64, stages)})
         p, grad = problem_of(256, 256, False, torch.bfloat16, key_heads=2)
         truth = [formula(p, torch.float64)] if module is hopper else gradients(p, grad, torch.float64)
         count = 0

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from sigattn import sigmoid_attention
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch_cache, prepare, tuning
+from sigattn.ops.triton import kernel_args, launch_cache, tuning
 from tests.ops.cases import device_of
 
 DEVICE = device_of("triton")
@@ -24,12 +24,12 @@ class Everything(set):
 @pytest.fixture(params=[False, True] if torch.cuda.is_available() else [False])
 def prepared(monkeypatch, request):
     """How many problems were prepared from the beginning; on a GPU also with compiled kernels started directly."""
-    monkeypatch.setattr(tuning, "RELAUNCH", request.param)
+    monkeypatch.setattr(tuning, "DIRECT_LAUNCH", request.param)
     count = []
-    arguments_of = prepare.arguments_of
-    monkeypatch.setattr(launch_cache, "_known", {})
+    prepare = kernel_args.prepare
+    monkeypatch.setattr(launch_cache, "_cache", {})
     monkeypatch.setattr(launch_cache, "_seen", Everything())
-    monkeypatch.setattr(prepare, "arguments_of", lambda problem: count.append(1) or arguments_of(problem))
+    monkeypatch.setattr(kernel_args, "prepare", lambda problem: count.append(1) or prepare(problem))
     return count
 
 
@@ -62,8 +62,8 @@ def test_the_first_of_a_kind_may_be_the_only_one(prepared, monkeypatch):
     for seed, count in enumerate([2, 4, 4]):
         check(*tensors(seed))
         assert len(prepared) == count
-    assert len(launch_cache._known) == 2
-    monkeypatch.setattr(launch_cache, "_MOST", 1)
+    assert len(launch_cache._cache) == 2
+    monkeypatch.setattr(launch_cache, "_MAX_ENTRIES", 1)
     for n in range(1, 9):
         check(*tensors(n, (1, 1, n, 16)))
     assert len(launch_cache._seen) <= 4
@@ -115,7 +115,7 @@ def test_another_alignment_or_dtype_is_another_kind():
     moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in aligned]
 
     def kind(operands):
-        return launch_cache.kind(Problem(*operands[:3]), operands[3])
+        return launch_cache.cache_key(Problem(*operands[:3]), operands[3])
 
     kinds = {kind(aligned), kind([*aligned[:3], aligned[3].bfloat16()])}  # the gradient's dtype may be another
     for at in range(4):
@@ -154,8 +154,8 @@ def test_some_gradients_only(prepared):
 
 def test_other_tables_are_another_kind(prepared, monkeypatch):
     check(*tensors(0))
-    in_force = tuning.configuration
-    monkeypatch.setattr(tuning, "configuration", lambda *given: in_force(*given)._replace(tma=True))
+    in_force = tuning.kernel_config
+    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
     check(*tensors(1))
     assert len(prepared) == 4
     check(*tensors(2))  # descriptors are made anew for other tensors
@@ -172,7 +172,7 @@ def test_no_tensor_is_kept(prepared):
 
 
 def test_no_more_are_kept_than_a_bound(prepared, monkeypatch):
-    monkeypatch.setattr(launch_cache, "_MOST", 4)
+    monkeypatch.setattr(launch_cache, "_MAX_ENTRIES", 4)
     for n in range(1, 9):
         check(*tensors(n, (1, 1, n, 16)))
-    assert len(launch_cache._known) <= 4
+    assert len(launch_cache._cache) <= 4

@@ -12,7 +12,7 @@ from sigattn import flash, sigmoid_attention
 from sigattn.ops import custom_ops, triton
 from sigattn.ops.attention import bias_operand
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import activation, descriptors, launch, prepare, tuning
+from sigattn.ops.triton import activation, kernel_args, launch, tma, tuning
 from tests.ops.cases import KERNEL_PATHS, device_of
 from tests.ops.truth import assert_as_good_as_formula, formula
 
@@ -103,9 +103,9 @@ def test_tf32_follows_pytorch_s_settings():
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert prepare.tf32_is_allowed()
+        assert kernel_args.tf32_is_allowed()
         torch.set_float32_matmul_precision("highest")
-        assert not prepare.tf32_is_allowed()
+        assert not kernel_args.tf32_is_allowed()
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -113,9 +113,9 @@ def test_tf32_follows_pytorch_s_settings():
 def test_every_table_has_every_size():
     for architecture in (0, 80, 86, 89, 90, 100, 103, 120):
         for itemsize in (2, 4):
-            for kernel in (tuning.FORWARD, tuning.KEYS, tuning.QUERIES):
+            for kernel in (tuning.FWD, tuning.DKDV, tuning.DQ):
                 for width in range(1, 257):
-                    config = tuning.configuration(kernel, architecture, width, itemsize)
+                    config = tuning.kernel_config(kernel, architecture, width, itemsize)
                     assert min(config.block_m, config.block_n) >= 16  # what a product needs
                     # a tile lies within one block of a BlockMask
                     assert all(triton._LARGEST_TILE % size == 0 for size in (config.block_m, config.block_n))
@@ -123,10 +123,10 @@ def test_every_table_has_every_size():
 
 def test_the_copy_engine_serves_where_it_can(monkeypatch):
     """Aligned tensors are described to it, others are read by address, and nobody sees a difference."""
-    in_force, described = tuning.configuration, []
-    of_tiles = descriptors.of_tiles
-    monkeypatch.setattr(tuning, "configuration", lambda *given: in_force(*given)._replace(tma=True))
-    monkeypatch.setattr(descriptors, "of_tiles", lambda a: described.append(of_tiles(a)) or described[-1])
+    in_force, described = tuning.kernel_config, []
+    of_tiles = tma.describe
+    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
+    monkeypatch.setattr(tma, "describe", lambda a: described.append(of_tiles(a)) or described[-1])
     wide = torch.randn(3, 2, 3, 70, 48, device=DEVICE)
     one_off = torch.randn(3 * 2 * 3 * 70 * 40 + 1, device=DEVICE)[1:].view(3, 2, 3, 70, 40)
     cases = [
@@ -152,7 +152,7 @@ def test_the_copy_engine_serves_where_it_can(monkeypatch):
 def test_added_queries_gradient_is_the_same(monkeypatch):
     """The kernel that adds dQ atomically, which no architecture has by default yet, from some length on."""
     run, atomic = launch._run, []
-    monkeypatch.setattr(launch, "_run", lambda *a, **kw: atomic.append(kw.get("ADD_QUERY", False)) or run(*a, **kw))
+    monkeypatch.setattr(launch, "_run", lambda *a, **kw: atomic.append(kw.get("ATOMIC_DQ", False)) or run(*a, **kw))
     q, k, v = (torch.randn(1, 4, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
 
     def gradients():
@@ -162,7 +162,7 @@ def test_added_queries_gradient_is_the_same(monkeypatch):
     expected = gradients()
     for least in (41, 40):
         assert not any(atomic)
-        monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {prepare.architecture(q.device): least})
+        monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {kernel_args.architecture(q.device): least})
         for a, b in zip(gradients(), expected, strict=True):
             torch.testing.assert_close(a, b)
     assert any(atomic)
@@ -254,17 +254,17 @@ def test_the_fast_sigmoid_is_asked_for_where_it_may_be(monkeypatch):
         asked.append(problem.fast)
         raise InterruptedError
 
-    monkeypatch.setattr(prepare, "arguments_of", seen)
+    monkeypatch.setattr(kernel_args, "prepare", seen)
     q = torch.zeros(1, 4, 1, 8, dtype=torch.float16, device=DEVICE)
     for precision in ("fast", "accurate", None):
         with contextlib.suppress(InterruptedError):
             flash.flash_attn_func(q, q, q, sigmoid_precision=precision, backend="triton")
     assert asked == [True, False, False]
     fast = problem(dtype=torch.float16)._replace(fast=True)
-    monkeypatch.setattr(prepare, "INTERPRETED", False)
-    assert prepare.sigmoid_form(fast) == "fast"
+    monkeypatch.setattr(kernel_args, "INTERPRETED", False)
+    assert kernel_args.sigmoid_form(fast) == "fast"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert prepare.sigmoid_form(fast) == "accurate"
+    assert kernel_args.sigmoid_form(fast) == "accurate"
 
 
 @kernels.jit
@@ -293,7 +293,7 @@ def test_a_bias_of_one_entry_is_read_from_memory(dtype):
     """No launch of its own prepares it, float16's shift included: it must be as exact as a number."""
     q, k, v = torch.randn(3, 1, 2, 20, 16).to(DEVICE, dtype).unbind()
     bias = torch.tensor(-7.3, device=DEVICE)
-    assert prepare.arguments_of(Problem(q, k, v, bias.view(1, 1, 1, 1))).arguments["BIAS"] == "scalar"
+    assert kernel_args.prepare(Problem(q, k, v, bias.view(1, 1, 1, 1))).arguments["BIAS"] == "scalar"
     truth, rough = (formula(q, k, v, bias=bias, dtype=d) for d in (torch.float64, dtype))
     out = sigmoid_attention(q, k, v, bias=bias, backend="triton")
     assert_as_good_as_formula(out, truth, rough)

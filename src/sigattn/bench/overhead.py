@@ -1,7 +1,7 @@
 """``sigattn bench overhead``: what a short call costs, of a ViT's 196 tokens: Python's time, and the GPU's own.
 
 Eager calls one after another, and the same calls as CUDA graphs. "launched through Triton" is ours without the direct
-launches of calls that were made before (``tuning.RELAUNCH``, ``ops/triton/launch_cache.py``).
+launches of calls that were made before (``tuning.DIRECT_LAUNCH``, ``ops/triton/launch_cache.py``).
 Without a GPU, only what Python does before a kernel starts is timed, with kernels that do nothing.
 """
 
@@ -24,7 +24,7 @@ from sigattn.bench.baselines import IMPLEMENTATIONS, OURS, reset_compiled
 from sigattn.bench.results_file import Report
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, launch_cache, prepare, tuning
+from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
 THROUGH_TRITON = f"{OURS}, launched through Triton"
@@ -67,13 +67,13 @@ def run(config: OverheadBenchmark) -> dict[str, Any]:
     """Measure, print a table, write the results after each batch size; return what was written."""
     described, runs = {**asdict(config), "results": ""}, _kernels_run()
     where = gpu.describe("overhead", described) if runs else provenance.describe("overhead", described)
-    in_force = tuning.RELAUNCH
+    in_force = tuning.DIRECT_LAUNCH
     with Report(config.results, where, resume=config.resume) as report:
         try:
             for batch in report.remaining(config.batches if runs else ()):
                 report.add(batch, measure(config, batch, report.data["absent"]))
         finally:
-            tuning.RELAUNCH = in_force
+            tuning.DIRECT_LAUNCH = in_force
         result = report.write(preparations=preparations(config))
     rows = result["rows"]
     console = Console()
@@ -107,17 +107,17 @@ class _NoKernel:
 
 @contextlib.contextmanager
 def _no_kernels() -> Iterator[None]:
-    names = ("forward_kernel", "keys_kernel", "queries_kernel")
+    names = ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel")
     kernels = {name: getattr(launch, name) for name in names}
     try:
         for name, kernel in kernels.items():
             setattr(launch, name, _NoKernel(kernel))
-        launch_cache.forget()
+        launch_cache.clear()
         yield
     finally:
         for name, kernel in kernels.items():
             setattr(launch, name, kernel)
-        launch_cache.forget()  # what does nothing
+        launch_cache.clear()  # what does nothing
 
 
 def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
@@ -126,10 +126,10 @@ def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
     q, k, v, grad = (torch.randn(shape).to(gpu.DTYPES[config.dtype]).transpose(1, 2) for _ in range(4))
     problem = Problem(q, k, v)
     passes: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "forward": (lambda: launch.forward(problem), lambda: launch._forward(prepare.arguments_of(problem))),
+        "forward": (lambda: launch.forward(problem), lambda: launch._forward(kernel_args.prepare(problem))),
         "backward": (
             lambda: launch.backward(problem, grad, NeedsGrad()),
-            lambda: launch._backward(prepare.arguments_of(problem), grad, NeedsGrad()),
+            lambda: launch._backward(kernel_args.prepare(problem), grad, NeedsGrad()),
         ),
     }
 
@@ -144,7 +144,7 @@ def preparations(config: OverheadBenchmark) -> list[dict[str, Any]]:
         for name, (call, not_kept) in passes.items():
 
             def anew(call: Callable[[], Any] = call) -> None:
-                launch_cache.forget()
+                launch_cache.clear()
                 call()
 
             found = {"first": time(anew), "again": time(call), "not_kept": time(not_kept)}
@@ -197,12 +197,12 @@ def _calls(
     q, k, v = (t.detach() for t in leaves)
 
     def forward() -> torch.Tensor:
-        tuning.RELAUNCH = relaunch
+        tuning.DIRECT_LAUNCH = relaunch
         with torch.no_grad():
             return call(q, k, v, problem.options)
 
     def training() -> tuple[torch.Tensor, ...]:
-        tuning.RELAUNCH = relaunch
+        tuning.DIRECT_LAUNCH = relaunch
         return torch.autograd.grad(call(*leaves, problem.options), leaves, problem.grad_out)
 
     return {"forward": forward, **({"training": training} if backward else {})}

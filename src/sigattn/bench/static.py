@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from sigattn.bench import hopper_model, machine_code, provenance, static_hopper
-from sigattn.ops.triton import descriptors, tuning
+from sigattn.ops.triton import tma, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
-PRODUCTS = {tuning.FORWARD: 2, tuning.KEYS: 4, tuning.QUERIES: 3, tuning.DECODE: 2}
 # dK and dV one after the other
-PARTS = {"keys, dK": {"NEED_VALUE": False}, "keys, dV": {"NEED_KEY": False}}
+PARTS = {"dk": {"NEED_VALUE": False}, "dv": {"NEED_KEY": False}}
+PRODUCTS = {tuning.FWD: 2, tuning.DKDV: 4, tuning.DQ: 3, tuning.DECODE: 2, "dk": 3, "dv": 2, tuning.FUSED: 5}
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -85,7 +85,7 @@ class Report:
         if self.architecture == 90 and self.programs and not self.kernel.startswith(tuning.DECODE):
             gluon = ", Gluon" in self.kernel
             rows = static_hopper.ROWS_OF_PROGRAM if gluon else self.config.block_m
-            if not gluon and self.kernel.startswith(tuning.KEYS):
+            if not gluon and self.kernel.partition(",")[0] in (tuning.DKDV, *PARTS, tuning.FUSED):
                 rows = self.config.block_n
             row_bytes = 2 * self.head_dim * (4 if self.dtype == "float32" else 2)
             found["time"] = loop.time(found, self.programs, rows, row_bytes, overlapping=gluon)
@@ -108,7 +108,7 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
     ]
     if 90 in config.architectures and "bfloat16" in config.dtypes:
         reports += static_hopper.compile_all(
-            (d for d in config.head_dims if d in tuning.HOPPER[tuning.FORWARD]), candidates=config.variants
+            (d for d in config.head_dims if d in tuning.HOPPER_CONFIGS[tuning.FWD]), candidates=config.variants
         )
         if config.variants:
             reports += [report for d in config.head_dims for report in _variants(d)]
@@ -126,14 +126,14 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
 
 def kernels_of(architecture: int, head_dim: int, dtype: str) -> list[str]:
     """What a plain call may start."""
-    apart = tuning.configuration(tuning.KEYS, architecture, head_dim, 4 if dtype == "float32" else 2).apart
-    return [name for kernel in PRODUCTS for name in (PARTS if kernel == tuning.KEYS and apart else [kernel])]
+    split_dkdv = tuning.kernel_config(tuning.DKDV, architecture, head_dim, 4 if dtype == "float32" else 2).split_dkdv
+    return [tuning.FWD, *(PARTS if split_dkdv else [tuning.DKDV]), tuning.DQ, tuning.DECODE]
 
 
 def _variants(head_dim: int) -> Iterator[Report]:
     """What is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
     for kernel in (k for k in kernels_of(90, head_dim, "bfloat16") if k != tuning.DECODE):
-        default = tuning.configuration(tuning.KEYS if kernel in PARTS else kernel, 90, head_dim, 2)
+        default = tuning.kernel_config(tuning.DKDV if kernel in PARTS else kernel, 90, head_dim, 2)
         for form in ("accurate", "paired", "exact", "fast"):
             if form != default.sigmoid:
                 report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
@@ -141,7 +141,7 @@ def _variants(head_dim: int) -> Iterator[Report]:
         if kernel not in PARTS:
             yield from _with_tma(kernel, kernel, head_dim)
     if head_dim <= 128:
-        yield from _with_tma(tuning.FUSED, tuning.KEYS, head_dim, ADD_QUERY=True)
+        yield from _with_tma(tuning.FUSED, tuning.DKDV, head_dim, ATOMIC_DQ=True)
 
 
 def _with_tma(name: str, kernel: str, head_dim: int, **constants: Any) -> Iterator[Report]:
@@ -168,20 +168,20 @@ def compile_kernel(
     from triton.compiler import ASTSource
     from triton.runtime.errors import PTXASError
 
-    from sigattn.ops.triton.backward import keys_kernel, queries_kernel
+    from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
     from sigattn.ops.triton.decode import decode_kernel
-    from sigattn.ops.triton.forward import forward_kernel
+    from sigattn.ops.triton.forward import fwd_kernel
 
-    functions = {tuning.FORWARD: forward_kernel, tuning.KEYS: keys_kernel, tuning.QUERIES: queries_kernel}
+    functions = {tuning.FWD: fwd_kernel, tuning.DKDV: bwd_dkdv_kernel, tuning.DQ: bwd_dq_kernel}
     constants = {**PARTS.get(kernel, {}), **constants}
-    name, kernel = kernel, tuning.KEYS if kernel in PARTS else kernel
+    name, kernel = kernel, tuning.DKDV if kernel in PARTS else kernel
     function = {**functions, tuning.DECODE: decode_kernel}[kernel]
     itemsize = 4 if dtype == "float32" else 2
     if kernel == tuning.DECODE:
-        config = config or tuning.decoding(head_dim, itemsize, DECODED_ROWS)
+        config = config or tuning.decode_config(head_dim, itemsize, DECODED_ROWS)
         constants = {"GROUP": DECODED_ROWS, **constants}
     elif config is None:
-        config = tuning.configuration(kernel, architecture, head_dim, itemsize)
+        config = tuning.kernel_config(kernel, architecture, head_dim, itemsize)
     values = {**_constants(config, architecture, dtype, head_dim, causal), **constants}
     own = 16 // itemsize  # entries of 16 bytes
     values.setdefault("UNIT", own if values["D"] % 16 and values["D"] % own == values["DV"] % own == 0 else 1)
@@ -236,7 +236,7 @@ def read(
 
 
 def _constants(config: tuning.Config, architecture: int, dtype: str, head_dim: int, causal: bool) -> dict[str, Any]:
-    padded = tuning.padded(head_dim)
+    padded = tuning.padded_head_dim(head_dim)
     plain = {"BIAS": "number", "MASK": "none", "SHIFT": "number" if dtype == "float16" else "none", "PRECISION": "ieee"}
     sizes = {"GROUP": 1, "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded}
     blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_Q": 128, "BLOCK_K": 128}
@@ -247,7 +247,7 @@ def _constants(config: tuning.Config, architecture: int, dtype: str, head_dim: i
         "HAS_LEFT",
         "BOTTOM_RIGHT",
         "DROPOUT",
-        "ADD_QUERY",
+        "ATOMIC_DQ",
         "NEED_BIAS",
     )
     off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE", "SOFTCAP", "BLOCKS")
@@ -266,8 +266,8 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], constants[(at,)] = "constexpr", values[name]
-        elif values.get("TMA") and name in descriptors.TILES:
-            rows, width = (values[size] for size in descriptors.TILES[name])
+        elif values.get("TMA") and name in tma.TILES:
+            rows, width = (values[size] for size in tma.TILES[name])
             signature[name] = f"tensordesc<{element}[1, 1, {rows}, {width}]>"
         elif name in _TENSORS:
             signature[name], attributes[(at,)] = f"*{element}", [["tt.divisibility", 16]]
@@ -292,9 +292,7 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
 
 def products_of(kernel: str) -> int:
     """Of two matrices, for each tile."""
-    more = {"keys, dK": 3, "keys, dV": 2, tuning.FUSED: 5}
-    found = next((count for name, count in more.items() if kernel.startswith(name)), None)
-    return found or PRODUCTS[kernel.partition(",")[0]]
+    return PRODUCTS[kernel.partition(",")[0]]
 
 
 def _row(r: Report) -> dict[str, Any]:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 ROWS = 64  # of a group of four warps
 ROWS_OF_PROGRAM = 128  # of the two groups that compute
 _OWN = {
-    tuning.FORWARD: ("query", "out"),
-    tuning.KEYS: ("key", "value", "grad_key", "grad_value"),
-    tuning.QUERIES: ("query", "grad_out", "grad_query"),
+    tuning.FWD: ("query", "out"),
+    tuning.DKDV: ("key", "value", "grad_key", "grad_value"),
+    tuning.DQ: ("query", "grad_out", "grad_query"),
     tuning.FUSED: ("key", "value", "grad_key", "grad_value"),
 }
 _WALKED = {"query", "key", "value", "grad_out"}
-_INTEGERS = {"n", "keys", "heads", "batch_heads", "first_row"}
+_INTEGERS = {"n", "keys", "heads", "batch_heads", "query_offset"}
 
 
 def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[Report]:
@@ -31,8 +31,8 @@ def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[R
     return [
         compile_kernel(kernel, d, causal, config)
         for d in head_dims
-        for kernel in tuning.HOPPER
-        for config in (tuning.hopper_candidates(kernel, d) if candidates else [tuning.HOPPER[kernel][d]])
+        for kernel in tuning.HOPPER_CONFIGS
+        for config in (tuning.hopper_candidates(kernel, d) if candidates else [tuning.HOPPER_CONFIGS[kernel][d]])
         if config.persistent  # the others are the same code
         for causal in (False, True)
     ]
@@ -48,15 +48,15 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sigattn.bench import static
-    from sigattn.ops.hopper.backward import hopper_keys_kernel, hopper_queries_kernel
-    from sigattn.ops.hopper.backward_fused import hopper_fused_kernel
-    from sigattn.ops.hopper.forward import hopper_forward_kernel
+    from sigattn.ops.hopper.backward import hopper_bwd_dkdv_kernel, hopper_bwd_dq_kernel
+    from sigattn.ops.hopper.backward_fused import hopper_bwd_fused_kernel
+    from sigattn.ops.hopper.forward import hopper_fwd_kernel
 
     functions: dict[str, Any] = {
-        tuning.FORWARD: hopper_forward_kernel,
-        tuning.KEYS: hopper_keys_kernel,
-        tuning.QUERIES: hopper_queries_kernel,
-        tuning.FUSED: hopper_fused_kernel,
+        tuning.FWD: hopper_fwd_kernel,
+        tuning.DKDV: hopper_bwd_dkdv_kernel,
+        tuning.DQ: hopper_bwd_dq_kernel,
+        tuning.FUSED: hopper_bwd_fused_kernel,
     }
     signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
     source = GluonASTSource(functions[kernel], signature, constants)
@@ -64,9 +64,9 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     if complaint := handed_over_early(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: {complaint}")
     scores = ROWS * config.block / 128
-    shape = (ROWS, config.block) if kernel not in (tuning.KEYS, tuning.FUSED) else (config.block, ROWS)
+    shape = (ROWS, config.block) if kernel not in (tuning.DKDV, tuning.FUSED) else (config.block, ROWS)
     tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
-    name = f"{kernel}, Gluon" + (", S ahead" if kernel == tuning.FORWARD and config.ahead else "")
+    name = f"{kernel}, Gluon" + (", prefetch" if kernel == tuning.FWD and config.prefetch else "")
     report = static.read(compiled, log, scores, name, 90, "bfloat16", head_dim, causal, tile)
     # the mask stands in the loop, in a branch that tiles inside the border jump over: two instructions a score
     loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in report.loops]
@@ -80,7 +80,7 @@ def _signature(
 
     values = {
         "GROUP": 1, "D": head_dim, "BLOCK": config.block, "BLOCK_N": config.block, "STAGES": config.stages,
-        "CAUSAL": causal, "SIGMOID": config.sigmoid, "SHIFTED": False, "ROWS": ROWS, "AHEAD": config.ahead,
+        "CAUSAL": causal, "SIGMOID": config.sigmoid, "SHIFTED": False, "ROWS": ROWS, "PREFETCH": config.prefetch,
         "REGISTERS": launch_hopper.REGISTERS,
     }  # fmt: skip
     signature: dict[str, str] = {}

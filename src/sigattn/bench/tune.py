@@ -24,7 +24,7 @@ from sigattn.bench.results_file import Report
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
-from sigattn.ops.triton import launch, prepare, tuning
+from sigattn.ops.triton import kernel_args, launch, tuning
 from sigattn.validation import (
     SettingsError,
     check_among,
@@ -40,9 +40,9 @@ AGAIN = "in force, again"  # how far its time is from that of the same in force 
 # kernels, BOTH_TMA: the tables' portable kernels with TMA; or None: the tables' portable kernels.
 Candidate = tuning.Config | tuning.HopperConfig | str | None
 PASSES = {
-    tuning.FORWARD: None,
-    tuning.KEYS: NeedsGrad(False, True, True),
-    tuning.QUERIES: NeedsGrad(True, False, False),
+    tuning.FWD: None,
+    tuning.DKDV: NeedsGrad(False, True, True),
+    tuning.DQ: NeedsGrad(True, False, False),
     tuning.FUSED: NeedsGrad(),  # against both kernels of the backward together
 }
 
@@ -132,9 +132,9 @@ def run(config: TuneBenchmark) -> dict[str, Any]:
 
 def in_force(config: TuneBenchmark, case: Case) -> tuning.Config:
     """The tables' tile shape; of the whole backward, that of the kernel of the keys."""
-    kernel = tuning.KEYS if case.kernel == tuning.FUSED else case.kernel
+    kernel = tuning.DKDV if case.kernel == tuning.FUSED else case.kernel
     itemsize = gpu.DTYPES[config.dtype].itemsize
-    return tuning.configuration(kernel, prepare.architecture(gpu.device()), case.head_dim, itemsize)
+    return tuning.kernel_config(kernel, kernel_args.architecture(gpu.device()), case.head_dim, itemsize)
 
 
 def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
@@ -142,11 +142,11 @@ def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
     own = in_force(config, case)
     found: list[Candidate] = [own]
     if case.kernel == tuning.FUSED:
-        found = [None, own] if tuning.adds_query(own, prepare.architecture(gpu.device())) else [None]
+        found = [None, own] if tuning.supports_atomic_dq(own, kernel_args.architecture(gpu.device())) else [None]
     if config.variants:
         found += [BOTH_TMA, BOTH_GLUON] if case.kernel == tuning.FUSED else []
         found += [own._replace(tma=not own.tma)]
-        found += [c for c in (tuning.HOPPER[case.kernel].get(case.head_dim),) if c is not None]
+        found += [c for c in (tuning.HOPPER_CONFIGS[case.kernel].get(case.head_dim),) if c is not None]
     elif config.specialised:
         found += [BOTH_GLUON] if case.kernel == tuning.FUSED else []
         found += tuning.hopper_candidates(case.kernel, case.head_dim)
@@ -171,7 +171,7 @@ def try_once(task: tuple[TuneBenchmark, Case, Candidate]) -> None:
 def run_once(config: TuneBenchmark) -> None:
     """Run each candidate for the forward and for the whole backward twice: for a profiler to watch."""
     for d in config.head_dims:
-        for kernel in (tuning.FORWARD, tuning.FUSED):
+        for kernel in (tuning.FWD, tuning.FUSED):
             case = Case(config.lengths[0], d, False, kernel)
             for candidate in candidates_of(config, case):
                 try:
@@ -191,7 +191,7 @@ def measure(
     rejected = {_name(configs[at]): reason for at, reason in failed.items()}
     at = gpu.sample(given)
     output, *gradients = gpu.truth(given, at, softmax=False)  # dQ, dK, dV
-    truth = {tuning.FORWARD: [output], tuning.KEYS: gradients[1:], tuning.QUERIES: gradients[:1]}
+    truth = {tuning.FWD: [output], tuning.DKDV: gradients[1:], tuning.DQ: gradients[:1]}
     expected: list[torch.Tensor] = []
     errors = {}
     for candidate in configs:
@@ -244,27 +244,27 @@ def _call(problem: Problem, given: gpu.Inputs, kernel: str, candidate: Candidate
 @contextlib.contextmanager
 def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gpu.Inputs) -> Iterator[None]:
     """The tables changed for one call."""
-    changing = ("configuration", "ADD_QUERY_FROM", "SPECIALISED", "HOPPER", "STEPS_DOWN")
+    changing = ("kernel_config", "ATOMIC_DQ_MIN_QUERIES", "WARP_SPECIALIZED", "HOPPER_CONFIGS", "SHRINK_TILES")
     before = {name: getattr(tuning, name) for name in changing}
-    replaced = tuning.KEYS if changed == tuning.FUSED else changed
+    replaced = tuning.DKDV if changed == tuning.FUSED else changed
 
-    def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> tuning.Config:
+    def kernel_config(kernel: str, architecture: int, width: int, itemsize: int) -> tuning.Config:
         if kernel == replaced and isinstance(candidate, tuning.Config):
             return candidate
-        found: tuning.Config = before["configuration"](kernel, architecture, width, itemsize)
+        found: tuning.Config = before["kernel_config"](kernel, architecture, width, itemsize)
         return found._replace(tma=True) if candidate == BOTH_TMA else found
 
     special: list[str] = []
     if isinstance(candidate, tuning.HopperConfig):
         special = [changed]
-        tuning.HOPPER = {**tuning.HOPPER, changed: {problem.query.shape[-1]: candidate}}
+        tuning.HOPPER_CONFIGS = {**tuning.HOPPER_CONFIGS, changed: {problem.query.shape[-1]: candidate}}
     elif candidate == BOTH_GLUON:
-        special = [tuning.KEYS, tuning.QUERIES]
-    if special and (reason := launch_hopper.unavailable(prepare.arguments_of(problem), given.grad_out)) is not None:
+        special = [tuning.DKDV, tuning.DQ]
+    if special and (reason := launch_hopper.unavailable(kernel_args.prepare(problem), given.grad_out)) is not None:
         raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
     atomic = changed == tuning.FUSED and isinstance(candidate, tuning.Config | tuning.HopperConfig)
-    tuning.configuration, tuning.SPECIALISED, tuning.STEPS_DOWN = configuration, frozenset(special), False
-    tuning.ADD_QUERY_FROM = {prepare.architecture(problem.query.device): 0} if atomic else {}
+    tuning.kernel_config, tuning.WARP_SPECIALIZED, tuning.SHRINK_TILES = kernel_config, frozenset(special), False
+    tuning.ATOMIC_DQ_MIN_QUERIES = {kernel_args.architecture(problem.query.device): 0} if atomic else {}
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from sigattn.ops.triton import fitting, launch, launch_cache, tuning
 from tests.ops import standin_driver
 from tests.ops.calls import Call
 
-KERNELS = (tuning.FORWARD, tuning.KEYS, tuning.QUERIES)
+KERNELS = (tuning.FWD, tuning.DKDV, tuning.DQ)
 
 
 def problem(d=64, n=200, dtype=torch.bfloat16, **options):
@@ -35,11 +35,11 @@ def test_masks_take_a_configuration_whose_estimate_fits():
         (80, 86, 89, 90, 100, 103, 120), (16, 64, 128, 256), (2, 4), (1, 2, 4), (False, True)
     ):
         for kernel in KERNELS:
-            config = tuning.configuration(kernel, architecture, width, itemsize)
+            config = tuning.kernel_config(kernel, architecture, width, itemsize)
             operands = fitting.Operands(width, width, itemsize, mask, gradient)
             taken = fitting.fit(kernel, config, operands, architecture)
             estimate = fitting.shared_memory(kernel, taken, operands, architecture)
-            assert taken.stages == 1 or estimate <= fitting.limit(architecture)
+            assert taken.stages == 1 or estimate <= fitting.shared_memory_limit(architecture)
             assert all(a <= b for a, b in zip(taken[:4], config[:4], strict=True))
             assert taken[4:] == config[4:]
 
@@ -48,11 +48,11 @@ def test_decoding_takes_a_configuration_whose_estimate_fits():
     for architecture, width, itemsize, rows, mask in itertools.product(
         (80, 86, 90, 120), (16, 64, 128, 256), (2, 4), (1, 16, 64), (0, 1, 4)
     ):
-        config = tuning.decoding(width, itemsize, rows)
+        config = tuning.decode_config(width, itemsize, rows)
         operands = fitting.Operands(width, width, itemsize, mask, False)
         taken = fitting.fit(tuning.DECODE, config, operands, architecture)
         estimate = fitting.shared_memory(tuning.DECODE, taken, operands, architecture)
-        assert estimate <= fitting.limit(architecture)
+        assert estimate <= fitting.shared_memory_limit(architecture)
         if rows <= 16 and not mask:
             assert taken == config
 
@@ -61,7 +61,7 @@ def test_each_smaller_configuration_is_smaller():
     for config in (
         tuning.Config(128, 128, 8, 3),
         tuning.Config(64, 32, 4, 1),
-        tuning.Config(16, 128, 8, 2, apart=True),
+        tuning.Config(16, 128, 8, 2, split_dkdv=True),
     ):
         while (below := fitting.smaller(config)) is not None:
             assert below.block_m * below.block_n * below.stages < config.block_m * config.block_n * config.stages
@@ -76,13 +76,13 @@ def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=limit) as launched:
         with pytest.warns(RuntimeWarning) as said:
             launch.forward(problem())
-        first = tuning.configuration(tuning.FORWARD, 90, 64, 2)
+        first = tuning.kernel_config(tuning.FWD, 90, 64, 2)
         (one,) = launched
         assert needed(one.name, one.arguments, {"num_stages": one.metadata.num_stages}) <= limit
         (message,) = (str(w.message) for w in said)
         wanted = needed("", {"BLOCK_M": first.block_m, "BLOCK_N": first.block_n, "BLOCK_D": 64}, {"num_stages": 3})
         for part in (
-            "forward_kernel",
+            "fwd_kernel",
             f"tiles of {first.block_m} × {first.block_n}, {first.warps} warps and {first.stages} stages",
             f"needs {wanted} of shared memory",
             f"has {limit}",
@@ -91,7 +91,7 @@ def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
             assert part in message
         tried = len(launched[0].function.device_caches[one.device][0])
         assert tried > 1
-        launch_cache.forget()
+        launch_cache.clear()
         launch.forward(problem(n=300))  # a warning would be an error
         assert shape(launched[1]) == shape(one)
         assert len(launched[0].function.device_caches[one.device][0]) == tried
@@ -104,11 +104,11 @@ def test_other_kinds_of_calls_keep_their_tiles():
 
     mask = torch.ones(1, 1, 200, 200, dtype=torch.bool)
     with standin_driver.gpu(90, compiles=False, needed=much_for_masks, shared=120_000) as launched:
-        with pytest.warns(RuntimeWarning, match="forward_kernel"):
+        with pytest.warns(RuntimeWarning, match="fwd_kernel"):
             launch.forward(problem(attn_mask=mask))
         launch.forward(problem())
         masked, plain = map(shape, launched)
-        config = tuning.configuration(tuning.FORWARD, 90, 64, 2)
+        config = tuning.kernel_config(tuning.FWD, 90, 64, 2)
         assert plain == config[:3]
         assert masked < plain
 
@@ -121,7 +121,7 @@ def test_the_backward_pass_and_repeated_calls(options):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             launch.backward(problem(**options), grad, NeedsGrad())
-        assert {str(w.message).split()[1] for w in said} == {"keys_kernel", "queries_kernel"}
+        assert {str(w.message).split()[1] for w in said} == {"bwd_dkdv_kernel", "bwd_dq_kernel"}
         first = [shape(x) for x in launched]
         for _ in range(4):
             launched.clear()
@@ -141,13 +141,13 @@ def test_decoding_steps_down_too():
 def test_a_device_that_no_tile_fits_is_named():
     with (
         standin_driver.gpu(90, compiles=False, needed=needed, shared=1000),
-        pytest.raises(RuntimeError, match=r"forward_kernel does not fit .* tiles of 16 × 16, 8 warps and 1 stages"),
+        pytest.raises(RuntimeError, match=r"fwd_kernel does not fit .* tiles of 16 × 16, 8 warps and 1 stages"),
     ):
         launch.forward(problem())
 
 
 def test_a_candidate_that_is_measured_is_not_replaced(monkeypatch):
     """``bench tune`` sets this: a candidate that does not fit must not be measured under its name."""
-    monkeypatch.setattr(tuning, "STEPS_DOWN", False)
+    monkeypatch.setattr(tuning, "SHRINK_TILES", False)
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=1000), pytest.raises(OutOfResources):
         launch.forward(problem())

@@ -11,16 +11,16 @@ import torch
 
 from sigattn import flash, sigmoid_attention
 from sigattn.ops.triton import tuning
-from sigattn.ops.triton.tuning import FORWARD, FUSED, KEYS, QUERIES
+from sigattn.ops.triton.tuning import DKDV, DQ, FUSED, FWD
 from tests.ops import standin_driver
 
-in_force = tuning.configuration
+in_force = tuning.kernel_config
 MODES = {
-    "default": {"RELAUNCH": True},
-    "TMA": {"configuration": lambda *given: in_force(*given)._replace(tma=True)},
-    "Gluon": {"SPECIALISED": frozenset([FORWARD, KEYS, QUERIES])},
-    "fused": {"SPECIALISED": frozenset([FORWARD, FUSED]), "ADD_QUERY_FROM": {90: 0}},
-    "atomic": {"ADD_QUERY_FROM": {90: 0}},
+    "default": {"DIRECT_LAUNCH": True},
+    "TMA": {"kernel_config": lambda *given: in_force(*given)._replace(tma=True)},
+    "Gluon": {"WARP_SPECIALIZED": frozenset([FWD, DKDV, DQ])},
+    "fused": {"WARP_SPECIALIZED": frozenset([FWD, FUSED]), "ATOMIC_DQ_MIN_QUERIES": {90: 0}},
+    "atomic": {"ATOMIC_DQ_MIN_QUERIES": {90: 0}},
 }
 
 

@@ -10,11 +10,11 @@ import torch
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import launch, launch_cache, tuning
-from sigattn.ops.triton.tuning import FORWARD, FUSED, KEYS, QUERIES
+from sigattn.ops.triton.tuning import DKDV, DQ, FUSED, FWD
 from tests.ops import standin_driver
 
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
-SPECIALISED = frozenset([FORWARD, KEYS, QUERIES])
+WARP_SPECIALIZED = frozenset([FWD, DKDV, DQ])
 # options of the problem, architecture, settings of the tables
 KINDS = {
     "plain": ({}, 80, {}),
@@ -25,9 +25,9 @@ KINDS = {
     "TMA": ({"right": 0}, 90, {"tma": True}),
     "head of 40": ({"d": 40}, 90, {}),
     "dK and dV apart": ({"d": 256}, 90, {}),
-    "atomic": ({}, 90, {"ADD_QUERY_FROM": {90: 0}}),
-    "Gluon": ({"right": 0}, 90, {"SPECIALISED": SPECIALISED}),
-    "Gluon, fused": ({}, 90, {"SPECIALISED": SPECIALISED | {FUSED}, "ADD_QUERY_FROM": {90: 0}}),
+    "atomic": ({}, 90, {"ATOMIC_DQ_MIN_QUERIES": {90: 0}}),
+    "Gluon": ({"right": 0}, 90, {"WARP_SPECIALIZED": WARP_SPECIALIZED}),
+    "Gluon, fused": ({}, 90, {"WARP_SPECIALIZED": WARP_SPECIALIZED | {FUSED}, "ATOMIC_DQ_MIN_QUERIES": {90: 0}}),
 }
 
 
@@ -36,8 +36,8 @@ def kind(request, monkeypatch):
     """Return the options of a kind of call and its architecture, with its tables in force."""
     options, architecture, settings = KINDS[request.param]
     if "tma" in settings:
-        in_force = tuning.configuration
-        monkeypatch.setattr(tuning, "configuration", lambda *given: in_force(*given)._replace(tma=True))
+        in_force = tuning.kernel_config
+        monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
     for name, value in settings.items():
         if name != "tma":
             monkeypatch.setattr(tuning, name, value)
@@ -77,20 +77,22 @@ def test_a_direct_launch_passes_what_triton_passes(kind, monkeypatch, dtype):
     """The stand-in driver also checks each launch against what its kernel was compiled for."""
     options, architecture = kind
     with standin_driver.gpu(architecture, compiles=False) as launched:
-        monkeypatch.setattr(tuning, "RELAUNCH", False)
+        monkeypatch.setattr(tuning, "DIRECT_LAUNCH", False)
         tensors = call(options, dtype)
         expected = [described(x, tensors) for x in launched]
         assert len(expected) > 1
-        architecture_adds_no_query = not tuning.ADD_QUERY_FROM  # else dQ is summed in a temporary: not kept
-        monkeypatch.setattr(tuning, "RELAUNCH", True)
+        architecture_adds_no_query = not tuning.ATOMIC_DQ_MIN_QUERIES  # else dQ is summed in a temporary: not kept
+        monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
         direct = []
-        monkeypatch.setattr(launch_cache.Again, "_directly", counted(launch_cache.Again._directly, direct))
-        launch_cache.forget()
+        monkeypatch.setattr(
+            launch_cache.CachedLaunch, "_launch_directly", counted(launch_cache.CachedLaunch._launch_directly, direct)
+        )
+        launch_cache.clear()
         for _ in range(5):  # seen, kept, compared, direct, direct
             launched.clear()
             tensors = call(options, dtype)
             assert [described(x, tensors) for x in launched] == expected
-    kept = ["forward" in name or architecture_adds_no_query for name, *_ in expected]
+    kept = ["fwd" in name or architecture_adds_no_query for name, *_ in expected]
     assert len(direct) == 3 * sum(kept)
 
 
@@ -104,13 +106,13 @@ def counted(method, calls):
 
 def test_a_direct_launch_that_would_differ_is_left_to_triton(monkeypatch):
     """Said once for each kernel, and every launch is right."""
-    monkeypatch.setattr(tuning, "RELAUNCH", True)
-    directly = launch_cache.Again._directly
+    monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
+    directly = launch_cache.CachedLaunch._launch_directly
 
     def other_arguments(self, tensors):
         directly(self, tensors | {"query": tensors["key"]})
 
-    monkeypatch.setattr(launch_cache.Again, "_directly", other_arguments)
+    monkeypatch.setattr(launch_cache.CachedLaunch, "_launch_directly", other_arguments)
     said = []
     monkeypatch.setattr(warnings, "warn", lambda message, *_, **__: said.append(message))
     with standin_driver.gpu(90, compiles=False) as launched:
@@ -119,16 +121,16 @@ def test_a_direct_launch_that_would_differ_is_left_to_triton(monkeypatch):
             tensors = call({})
             assert len(launched) == 3
             assert all(x.arguments["query"] is not tensors["key"] for x in launched)
-    assert [message.split()[1] for message in said] == ["forward_kernel", "keys_kernel", "queries_kernel"]
+    assert [message.split()[1] for message in said] == ["fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"]
 
 
 @pytest.mark.parametrize("change", ["no _run", "direct launch raises"])
 def test_a_triton_that_works_otherwise_is_served_through_its_own_launch(monkeypatch, change):
-    monkeypatch.setattr(tuning, "RELAUNCH", True)
+    monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
     if change == "no _run":
         monkeypatch.setattr(launch_cache, "_LAUNCHER", "another name")
     else:
-        monkeypatch.setattr(launch_cache.Again, "_directly", lambda self, tensors: 1 / 0)
+        monkeypatch.setattr(launch_cache.CachedLaunch, "_launch_directly", lambda self, tensors: 1 / 0)
     with standin_driver.gpu(90, compiles=False) as launched:
         for _ in range(2):
             call({})
@@ -140,21 +142,21 @@ def test_a_triton_that_works_otherwise_is_served_through_its_own_launch(monkeypa
 
 def test_launches_of_other_threads_are_not_held_back(monkeypatch):
     """While a kernel's launch is compared, another thread launches the same kernel."""
-    monkeypatch.setattr(tuning, "RELAUNCH", True)
+    monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
     with standin_driver.gpu(90, compiles=False) as launched:
         call({})
         call({})
-        directly = launch_cache.Again._directly
+        directly = launch_cache.CachedLaunch._launch_directly
 
         def meanwhile(self, tensors):
             before = len(launched)
-            thread = threading.Thread(target=self._through_triton, args=(tensors,))
+            thread = threading.Thread(target=self._launch_through_triton, args=(tensors,))
             thread.start()
             thread.join()
             assert len(launched) == before + 1
             directly(self, tensors)
 
-        monkeypatch.setattr(launch_cache.Again, "_directly", meanwhile)
+        monkeypatch.setattr(launch_cache.CachedLaunch, "_launch_directly", meanwhile)
         launched.clear()
         call({})
     assert len(launched) == 6  # of each kernel one by the call and one by the other thread

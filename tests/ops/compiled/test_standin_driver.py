@@ -6,8 +6,8 @@ from triton.runtime import driver
 
 from sigattn import sigmoid_attention
 from sigattn.ops.problem import Problem
-from sigattn.ops.triton import launch, launch_cache, prepare
-from sigattn.ops.triton.forward import forward_kernel
+from sigattn.ops.triton import kernel_args, launch, launch_cache
+from sigattn.ops.triton.forward import fwd_kernel
 from tests.ops import standin_driver
 
 
@@ -16,7 +16,7 @@ def problem(n=20, dtype=torch.float32):
 
 
 def test_launches_are_recorded_and_everything_is_restored():
-    architecture, active = prepare.architecture, driver._active
+    architecture, active = kernel_args.architecture, driver._active
     p = problem()
     with standin_driver.gpu(80) as launched:
         sigmoid_attention(p.query, p.key, p.value, backend="triton")
@@ -26,12 +26,12 @@ def test_launches_are_recorded_and_everything_is_restored():
             launch.forward(p)
         assert other[0].device != first.device
         assert len(launched) == 1
-    assert (first.name, first.grid[1:]) == ("forward_kernel", (1, 1))
+    assert (first.name, first.grid[1:]) == ("fwd_kernel", (1, 1))
     assert first.arguments["query"].data_ptr() == p.query.data_ptr()
     assert (first.arguments["q_h"], first.arguments["D"]) == (16, 16)
     assert 0 < first.shared <= standin_driver.SHARED[80]
-    assert not {first.device, other[0].device} & forward_kernel.device_caches.keys()
-    assert prepare.architecture is architecture
+    assert not {first.device, other[0].device} & fwd_kernel.device_caches.keys()
+    assert kernel_args.architecture is architecture
     assert driver._active is active
     with pytest.raises(ValueError, match="not for cpu"):
         sigmoid_attention(p.query, p.key, p.value, backend="triton")
@@ -69,8 +69,8 @@ def test_nothing_is_kept_from_one_architecture_to_the_next():
         with standin_driver.gpu(architecture) as launched:
             for _ in range(3):
                 launch.forward(problem(dtype=torch.bfloat16))
-            assert launch_cache._known
+            assert launch_cache._cache
             assert {x.compiled.metadata.target.arch for x in launched} == {architecture}
-        assert not launch_cache._known
+        assert not launch_cache._cache
         shared.add(launched[0].shared)
     assert len(shared) == 2  # the tables differ

@@ -20,10 +20,10 @@ def launched_with(d, dtype=torch.bfloat16, needs=None, **options):
 @pytest.mark.parametrize(("d", "atomic"), [(64, True), (128, False)])
 def test_dq_is_added_atomically_only_where_its_product_is_one_for_wgmma(monkeypatch, d, atomic):
     """Otherwise its operands move through registers."""
-    monkeypatch.setattr(tuning, "ADD_QUERY_FROM", {90: 0})
+    monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0})
     launched = launched_with(d)
-    assert launched["keys_kernel"]["ADD_QUERY"] == atomic
-    assert ("queries_kernel" in launched) != atomic
+    assert launched["bwd_dkdv_kernel"]["ATOMIC_DQ"] == atomic
+    assert ("bwd_dq_kernel" in launched) != atomic
 
 
 def test_options_that_need_registers_have_lighter_tiles():
@@ -31,6 +31,6 @@ def test_options_that_need_registers_have_lighter_tiles():
     plain, masked = launched_with(128), launched_with(128, attn_mask=mask)
     gradient = launched_with(128, attn_mask=mask, needs=NeedsGrad(True, True, True, False, True, False))
     slopes = launched_with(128, alibi_slopes=torch.ones(1, 2, 2))
-    assert [x["queries_kernel"]["BLOCK_N"] for x in (plain, masked, slopes, gradient)] == [64, 32, 32, 16]
-    assert [x["keys_kernel"]["BLOCK_N"] for x in (plain, slopes)] == [64, 128]
-    assert launched_with(64, alibi_slopes=torch.ones(1, 2, 2))["queries_kernel"]["BLOCK_N"] == 64
+    assert [x["bwd_dq_kernel"]["BLOCK_N"] for x in (plain, masked, slopes, gradient)] == [64, 32, 32, 16]
+    assert [x["bwd_dkdv_kernel"]["BLOCK_N"] for x in (plain, slopes)] == [64, 128]
+    assert launched_with(64, alibi_slopes=torch.ones(1, 2, 2))["bwd_dq_kernel"]["BLOCK_N"] == 64

@@ -2,8 +2,8 @@
 
     dV = Pᵀ dO     dP = dO Vᵀ     dS = P ∘ (1 − P) ∘ dP     dQ = scale · dS K     dK = scale · dSᵀ Q
 
-``hopper_keys_kernel``: each group of four warps has 64 keys and walks the queries; tiles stand as (keys, queries), so
-P and dS are in registers as the second products want them, and nothing is transposed. ``hopper_queries_kernel``: each
+``hopper_bwd_dkdv_kernel``: each group of four warps has 64 keys and walks the queries; tiles stand as (keys, queries),
+so P and dS are in registers as the second products want them, and nothing is transposed. ``hopper_bwd_dq_kernel``: each
 has 64 queries and walks the keys. Seven products instead of five, added in a fixed order. σ runs while dP's product
 does, and dS's while dV's does; what is left open is filled by the other group. A program may have many tiles: the next
 one's operands are on their way while results are written. Never run on a GPU.
@@ -77,20 +77,21 @@ def bring_tiles(
 
 
 @gluon.jit
-def queries_of(column_start, n, first_row, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr):
+def queries_of(column_start, n, query_offset, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr):
     """Of two groups' keys: the first query to visit, how many tiles, and how many of them the mask crosses."""
     first_query = 0
-    edges = gl.minimum(first_row, 0)  # 0, but the compiler does not know that
+    edges = gl.minimum(query_offset, 0)  # 0, but the compiler does not know that
     if CAUSAL:
-        first_query = gl.minimum(gl.maximum(column_start - first_row, 0) // BLOCK * BLOCK, n)
+        first_query = gl.minimum(gl.maximum(column_start - query_offset, 0) // BLOCK * BLOCK, n)
         # tiles of queries that do not all see the last of these keys
-        edges = gl.maximum(gl.cdiv(column_start + 2 * ROWS - 1 - first_row - first_query, BLOCK), 0)
+        edges = gl.maximum(gl.cdiv(column_start + 2 * ROWS - 1 - query_offset - first_query, BLOCK), 0)
     return first_query, gl.cdiv(n - first_query, BLOCK), edges
 
 
 @gluon.jit
 def keys_of_turn(
-    turn, n, keys, heads, first_row, GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+    turn, n, keys, heads, query_offset, GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """A program's keys in a turn: sample, key head, first key, first query, tiles of queries, those at the mask."""
     own_tiles = gl.cdiv(keys, 2 * ROWS)
@@ -98,7 +99,7 @@ def keys_of_turn(
     item = item_of(turn, CAUSAL)
     column_start = item % own_tiles * 2 * ROWS  # under a causal mask the first keys have the most to do
     head = item // own_tiles
-    first_query, tiles, edges = queries_of(column_start, n, first_row, CAUSAL, BLOCK, ROWS)
+    first_query, tiles, edges = queries_of(column_start, n, query_offset, CAUSAL, BLOCK, ROWS)
     return head // kv_heads, head % kv_heads, column_start, first_query, tiles, edges
 
 
@@ -108,11 +109,11 @@ def produce_queries(
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Bring keys and values, then queries and dO of all heads that share them, turn after turn."""
-    n, keys, heads, first_row, turns = problem
+    n, keys, heads, query_offset, turns = problem
     count = 0  # tiles so far
     for turn in range(turns):
         b, h_kv, column_start, first_query, tiles, _edges = keys_of_turn(
-            turn, n, keys, heads, first_row, GROUP, CAUSAL, BLOCK, ROWS
+            turn, n, keys, heads, query_offset, GROUP, CAUSAL, BLOCK, ROWS
         )
         bring_own(key, value, memory, b, h_kv, column_start, turn, ROWS, D)
         count = bring_tiles(
@@ -144,7 +145,7 @@ def consume_queries(
 ):  # fmt: skip
     """The gradients dK and dV of one group's 64 keys, turn after turn."""
     own_keys, own_values, ring, grads_ring, own_full, own_empty, full, empty = memory
-    n, keys, heads, first_row, turns = problem
+    n, keys, heads, query_offset, turns = problem
     z_scale, z_bias, unit, lower, out_scale, logit_scale = scalars
     tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -156,7 +157,7 @@ def consume_queries(
     count = 0  # tiles so far
     for turn in range(turns):
         b, h_kv, column_start, first_query, tiles, edges = keys_of_turn(
-            turn, n, keys, heads, first_row, GROUP, CAUSAL, BLOCK, ROWS
+            turn, n, keys, heads, query_offset, GROUP, CAUSAL, BLOCK, ROWS
         )
         start = column_start + GROUP_OF_WARPS * ROWS
         j = start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
@@ -170,7 +171,7 @@ def consume_queries(
             dp = warpgroup_mma(v, transposed(grads_ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
             products = warpgroup_mma_wait(1, deps=[products])
             tile = step % gl.maximum(tiles, 1)
-            i = first_row + first_query + tile * BLOCK + rows
+            i = query_offset + first_query + tile * BLOCK + rows
             # tiles stand transposed here: rows are keys, columns queries; so -j and -i are compared
             p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID, SHIFTED)  # (keys, queries)
             operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
@@ -193,16 +194,16 @@ def consume_queries(
         mbarrier.arrive(own_empty.index(GROUP_OF_WARPS))
 
 
-@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "first_row"])
-def hopper_keys_kernel(
-    query, key, value, grad_out, grad_key, grad_value, n, keys, heads, batch_heads, first_row,
+@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "query_offset"])
+def hopper_bwd_dkdv_kernel(
+    query, key, value, grad_out, grad_key, grad_value, n, keys, heads, batch_heads, query_offset,
     z_scale, z_bias, unit, lower, out_scale, logit_scale,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The gradients dK and dV of tiles of 128 keys of one key head, as many as a program gets of all."""
     memory = places(key, value, query, grad_out, STAGES, BLOCK, ROWS, D)
-    problem = (n, keys, heads, first_row, turns_of(gl.cdiv(keys, 2 * ROWS) * batch_heads, CAUSAL))
+    problem = (n, keys, heads, query_offset, turns_of(gl.cdiv(keys, 2 * ROWS) * batch_heads, CAUSAL))
     scalars = (z_scale, z_bias, unit, lower, out_scale, logit_scale)
     gl.warp_specialize(
         [
@@ -223,10 +224,10 @@ def produce_keys(
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Bring queries and dO, then the keys and values that they see, turn after turn."""
-    n, keys, heads, first_row, turns = problem
+    n, keys, heads, query_offset, turns = problem
     count = 0  # tiles so far
     for turn in range(turns):
-        b, h, row_start, tiles, _full = work_of(turn, n, keys, heads, first_row, CAUSAL, 2 * ROWS, BLOCK)
+        b, h, row_start, tiles, _full = work_of(turn, n, keys, heads, query_offset, CAUSAL, 2 * ROWS, BLOCK)
         bring_own(query, grad_out, memory, b, h, row_start, turn, ROWS, D)
         count = bring_tiles(key, value, memory, count, b, h // GROUP, 1, tiles, 0, BLOCK, STAGES, D)
 
@@ -238,7 +239,7 @@ def consume_keys(
 ):  # fmt: skip
     """The gradient dQ of one group's 64 queries, turn after turn."""
     queries, grads, ring, values_ring, own_full, own_empty, full, empty = memory
-    n, keys, heads, first_row, turns = problem
+    n, keys, heads, query_offset, turns = problem
     z_scale, z_bias, unit, lower, logit_scale = scalars
     tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -249,9 +250,9 @@ def consume_keys(
     empty_tile = gl.zeros([ROWS, BLOCK], gl.float32, tile_layout)
     count = 0  # tiles so far
     for turn in range(turns):
-        b, h, row_start, tiles, full_tiles = work_of(turn, n, keys, heads, first_row, CAUSAL, 2 * ROWS, BLOCK)
+        b, h, row_start, tiles, full_tiles = work_of(turn, n, keys, heads, query_offset, CAUSAL, 2 * ROWS, BLOCK)
         start = row_start + GROUP_OF_WARPS * ROWS
-        i = first_row + start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
+        i = query_offset + start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
         acc = gl.zeros([ROWS, D], gl.float32, out_layout)
         mbarrier.wait(own_full.index(GROUP_OF_WARPS), turn & 1)
         for tile in range(tiles):
@@ -277,16 +278,16 @@ def consume_keys(
         mbarrier.arrive(own_empty.index(GROUP_OF_WARPS))
 
 
-@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "first_row"])
-def hopper_queries_kernel(
-    query, key, value, grad_out, grad_query, n, keys, heads, batch_heads, first_row,
+@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "query_offset"])
+def hopper_bwd_dq_kernel(
+    query, key, value, grad_out, grad_query, n, keys, heads, batch_heads, query_offset,
     z_scale, z_bias, unit, lower, logit_scale,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The gradient dQ of tiles of 128 queries of one head, as many as a program gets of all."""
     memory = places(query, grad_out, key, value, STAGES, BLOCK, ROWS, D)
-    problem = (n, keys, heads, first_row, turns_of(gl.cdiv(n, 2 * ROWS) * batch_heads, CAUSAL))
+    problem = (n, keys, heads, query_offset, turns_of(gl.cdiv(n, 2 * ROWS) * batch_heads, CAUSAL))
     scalars = (z_scale, z_bias, unit, lower, logit_scale)
     gl.warp_specialize(
         [

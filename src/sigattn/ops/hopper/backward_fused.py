@@ -1,4 +1,4 @@
-"""The backward for Hopper in one kernel, in Gluon: ``hopper_keys_kernel`` that makes dQ too, and adds it atomically.
+"""The backward for Hopper in one kernel, in Gluon: ``hopper_bwd_dkdv_kernel`` with dQ too, added atomically.
 
     dV = Pᵀ dO     dP = dO Vᵀ     dS = P ∘ (1 − P) ∘ dP     dQ = scale · dS K     dK = scale · dSᵀ Q
 
@@ -80,7 +80,7 @@ def consume(
     """The gradients dK and dV of one group's 64 keys, and half of what 128 keys add to dQ, turn after turn."""
     memory, ds_ring, ds_full, ds_empty = shared
     own_keys, own_values, ring, grads_ring, own_full, own_empty, full, empty = memory
-    n, keys, heads, first_row, turns = problem
+    n, keys, heads, query_offset, turns = problem
     z_scale, z_bias, unit, lower, out_scale, logit_scale = scalars
     tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -93,7 +93,7 @@ def consume(
     count = 0  # tiles so far
     for turn in range(turns):
         b, h_kv, column_start, first_query, tiles, edges = keys_of_turn(
-            turn, n, keys, heads, first_row, GROUP, CAUSAL, BLOCK, ROWS
+            turn, n, keys, heads, query_offset, GROUP, CAUSAL, BLOCK, ROWS
         )
         start = column_start + GROUP_OF_WARPS * ROWS
         j = start + gl.arange(0, ROWS, gl.SliceLayout(1, tile_layout))
@@ -110,7 +110,7 @@ def consume(
             products = warpgroup_mma(k, transposed(ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, transposed(grads_ring, stage, BLOCK, D), empty_tile, use_acc=False, is_async=True)
             products = warpgroup_mma_wait(1, deps=[products])
-            i = first_row + first_query + tile * BLOCK + rows
+            i = query_offset + first_query + tile * BLOCK + rows
             # tiles stand transposed here: rows are keys, columns queries; so -j and -i are compared
             p = weights(products, z_scale, z_bias, unit, -j, -i, tile < edges, SIGMOID, SHIFTED)  # (keys, queries)
             operand = gl.convert_layout(p.to(grad_value.dtype), operand_layout)
@@ -154,9 +154,9 @@ def consume(
         mbarrier.arrive(own_empty.index(GROUP_OF_WARPS))
 
 
-@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "first_row"])
-def hopper_fused_kernel(
-    query, key, value, grad_out, grad_query, grad_key, grad_value, n, keys, heads, batch_heads, first_row,
+@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "query_offset"])
+def hopper_bwd_fused_kernel(
+    query, key, value, grad_out, grad_query, grad_key, grad_value, n, keys, heads, batch_heads, query_offset,
     z_scale, z_bias, unit, lower, out_scale, logit_scale,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -172,7 +172,7 @@ def hopper_fused_kernel(
     ds_full, ds_empty = barriers(2, 2), barriers(2, 2)
     fence_async_shared()
     shared = (memory, ds_ring, ds_full, ds_empty)
-    problem = (n, keys, heads, first_row, turns_of(gl.cdiv(keys, 2 * ROWS) * batch_heads, CAUSAL))
+    problem = (n, keys, heads, query_offset, turns_of(gl.cdiv(keys, 2 * ROWS) * batch_heads, CAUSAL))
     scalars = (z_scale, z_bias, unit, lower, out_scale, logit_scale)
     gl.warp_specialize(
         [

@@ -1,13 +1,13 @@
 """The forward kernel for Hopper in Gluon, Triton's lower level: TMA, wgmma and mbarriers, each warp with a role.
 
 A producer warp lets the copy engine bring tiles of K and V into rings in shared memory. Two groups of four warps, 64
-queries each, take them from there. A group issues S of the next tile *before* σ of this one (AHEAD), and leaves P V
+queries each, take them from there. A group issues S of the next tile *before* σ of this one (PREFETCH), and leaves P V
 running while it computes the next weights: sigmoid has nothing that ties one tile to another, so all that a group waits
 for are tensor cores that are busy with its own products. While one group computes weights, the other's products run. A
 program may have many tiles of queries: the next ones, and their keys, are on their way while an output is written.
 
 It serves the plain problem: 16 bits, D = Dv of 64 or 128, b a number, full or causal. The arguments are those of
-``forward_kernel`` but for the tensors, which come as descriptors of (B, H, N, D) for the copy engine: rows beyond the
+``fwd_kernel`` but for the tensors, which come as descriptors of (B, H, N, D) for the copy engine: rows beyond the
 last are 0 when read and left out when written. docs/speed.md has the model behind it. It has never run on a GPU.
 """
 
@@ -118,7 +118,7 @@ def item_of(turn, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def work_of(turn, n, keys, heads, first_row, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def work_of(turn, n, keys, heads, query_offset, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """What a program does in a turn: sample, head, first query, tiles of keys, and how many of them are seen whole.
 
     Tiles of queries are numbered head by head, so that programs which run together share keys, the longest of a head
@@ -132,11 +132,13 @@ def work_of(turn, n, keys, heads, first_row, CAUSAL: gl.constexpr, BLOCK_M: gl.c
         row_tile = tiles_of_rows - 1 - row_tile
     row_start = row_tile * BLOCK_M
     tiles = gl.cdiv(keys, BLOCK_N)
-    full_tiles = tiles + first_row  # all, but the compiler does not know that first_row is 0 or more (``weights``)
+    full_tiles = (
+        tiles + query_offset
+    )  # all, but the compiler does not know that query_offset is 0 or more (``weights``)
     if CAUSAL:
-        last = first_row + gl.minimum(row_start + BLOCK_M, n)
+        last = query_offset + gl.minimum(row_start + BLOCK_M, n)
         tiles = gl.maximum(gl.cdiv(gl.minimum(keys, last), BLOCK_N), 1)
-        full_tiles = (first_row + row_start + 1) // BLOCK_N  # seen whole by every query
+        full_tiles = (query_offset + row_start + 1) // BLOCK_N  # seen whole by every query
     return head // heads, head % heads, row_start, tiles, full_tiles
 
 
@@ -161,10 +163,10 @@ def produce(
 ):  # fmt: skip
     """Bring queries, then tile after tile of K and V, each into its ring as soon as both groups have left the place."""
     queries, _staged, keys_ring, values_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
-    n, keys, heads, first_row, turns = problem
+    n, keys, heads, query_offset, turns = problem
     count = 0  # tiles so far
     for turn in range(turns):
-        b, h, row_start, tiles, _full = work_of(turn, n, keys, heads, first_row, CAUSAL, 2 * ROWS, BLOCK_N)
+        b, h, row_start, tiles, _full = work_of(turn, n, keys, heads, query_offset, CAUSAL, 2 * ROWS, BLOCK_N)
         for g in gl.static_range(2):
             mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)
             mbarrier.expect(q_full.index(g), ROWS * D * 2)
@@ -186,11 +188,11 @@ def produce(
 def consume(
     out, shared, problem, scalars, GROUP_OF_WARPS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr,
-    AHEAD: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """One group's 64 queries against all their keys, turn after turn."""
     queries, staged, keys_ring, values_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
-    n, keys, heads, first_row, turns = problem
+    n, keys, heads, query_offset, turns = problem
     z_scale, z_bias, unit, out_scale = scalars
     logits_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -201,9 +203,9 @@ def consume(
     empty = gl.zeros([ROWS, BLOCK_N], gl.float32, logits_layout)
     count = 0  # tiles of earlier turns
     for turn in range(turns):
-        b, h, row_start, tiles, full_tiles = work_of(turn, n, keys, heads, first_row, CAUSAL, 2 * ROWS, BLOCK_N)
+        b, h, row_start, tiles, full_tiles = work_of(turn, n, keys, heads, query_offset, CAUSAL, 2 * ROWS, BLOCK_N)
         start = row_start + GROUP_OF_WARPS * ROWS
-        i = first_row + start + gl.arange(0, ROWS, gl.SliceLayout(1, logits_layout))
+        i = query_offset + start + gl.arange(0, ROWS, gl.SliceLayout(1, logits_layout))
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, out_layout))
 
         mbarrier.wait(q_full.index(GROUP_OF_WARPS), turn & 1)
@@ -211,7 +213,7 @@ def consume(
         mbarrier.wait(k_full.index(stage), count // STAGES & 1)
         products = warpgroup_mma(q, keys_of(keys_ring, stage, D, BLOCK_N), empty, use_acc=False, is_async=True)
         products = warpgroup_mma_wait(0, deps=[products])
-        if AHEAD:
+        if PREFETCH:
             # the last products are made twice, and not used the second time: only then is the place of K given back
             mbarrier.arrive(k_empty.index(stage), pred=tiles > 1)
             after = count + gl.minimum(1, tiles - 1)
@@ -222,13 +224,13 @@ def consume(
             mbarrier.arrive(k_empty.index(stage))
         p = weights(products, z_scale, z_bias, unit, i, columns, full_tiles < 1, SIGMOID, SHIFTED)
         operand = gl.convert_layout(p.to(out.dtype), weights_layout)
-        if AHEAD:
+        if PREFETCH:
             products = warpgroup_mma_wait(0, deps=[following])
             mbarrier.arrive(k_empty.index(stage), pred=tiles != 2)
         for tile in range(1, tiles):
             # what is issued here runs while this group computes the weights below
             after = count + tile
-            if AHEAD:
+            if PREFETCH:
                 after = count + gl.minimum(tile + 1, tiles - 1)
             k_stage = after % STAGES
             mbarrier.wait(k_full.index(k_stage), after // STAGES & 1)
@@ -237,14 +239,14 @@ def consume(
             v_stage = (count + tile - 1) % STAGES
             mbarrier.wait(v_full.index(v_stage), (count + tile - 1) // STAGES & 1)
             acc = warpgroup_mma(operand, values_ring.index(v_stage).reshape([BLOCK_N, D]), acc, is_async=True)
-            if not AHEAD:
+            if not PREFETCH:
                 products = warpgroup_mma_wait(1, deps=[following])
                 mbarrier.arrive(k_empty.index(k_stage))
             p = weights(
                 products, z_scale, z_bias, unit, i, tile * BLOCK_N + columns, tile >= full_tiles, SIGMOID, SHIFTED
             )  # fmt: skip
             following_operand = gl.convert_layout(p.to(out.dtype), weights_layout)
-            if AHEAD:
+            if PREFETCH:
                 products, acc = warpgroup_mma_wait(0, deps=[following, acc])
                 mbarrier.arrive(k_empty.index(k_stage), pred=tile + 2 != tiles)
             else:
@@ -266,11 +268,11 @@ def consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "first_row"])
-def hopper_forward_kernel(
-    query, key, value, out, n, keys, heads, batch_heads, first_row, z_scale, z_bias, unit, out_scale,
+@gluon.jit(do_not_specialize=["n", "keys", "batch_heads", "query_offset"])
+def hopper_fwd_kernel(
+    query, key, value, out, n, keys, heads, batch_heads, query_offset, z_scale, z_bias, unit, out_scale,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    SIGMOID: gl.constexpr, SHIFTED: gl.constexpr, ROWS: gl.constexpr, PREFETCH: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 queries of one head, as many as a program gets of all."""
     dtype: gl.constexpr = query.dtype
@@ -283,14 +285,14 @@ def hopper_forward_kernel(
     k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
     fence_async_shared()
     shared = (queries, staged, keys_ring, values_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    problem = (n, keys, heads, first_row, turns_of(gl.cdiv(n, 2 * ROWS) * batch_heads, CAUSAL))
+    problem = (n, keys, heads, query_offset, turns_of(gl.cdiv(n, 2 * ROWS) * batch_heads, CAUSAL))
     scalars = (z_scale, z_bias, unit, out_scale)
     gl.warp_specialize(
         [
             (consume, (out, shared, problem, scalars, gl.constexpr(0), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, SHIFTED,
-                       ROWS, AHEAD)),
+                       ROWS, PREFETCH)),
             (consume, (out, shared, problem, scalars, gl.constexpr(1), D, BLOCK_N, STAGES, CAUSAL, SIGMOID, SHIFTED,
-                       ROWS, AHEAD)),
+                       ROWS, PREFETCH)),
             (produce, (query, key, value, shared, problem, GROUP, D, BLOCK_N, STAGES, CAUSAL, ROWS)),
         ],
         [4, 4],

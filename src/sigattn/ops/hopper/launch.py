@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, VarlenProblem
-from sigattn.ops.triton import descriptors, launch_cache, prepare, tuning
-from sigattn.ops.triton.prepare import Launch
+from sigattn.ops.triton import kernel_args, launch_cache, tma, tuning
+from sigattn.ops.triton.kernel_args import Launch
 
 REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: what a multiprocessor has for 384
 
@@ -18,7 +18,7 @@ REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: 
 def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
     """Why the kernels cannot serve a problem, or None."""
     p, s, a = prepared.problem, prepared.shape, prepared.arguments
-    if prepare.architecture(p.query.device) != 90:
+    if kernel_args.architecture(p.query.device) != 90:
         return "they are for compute capability 9.0"
     if isinstance(p, VarlenProblem) or a["MASK"] != "none" or a["SLOPES"] or a["LENGTHS"] or a["DROPOUT"]:
         return "they take neither packed sequences nor masks, ALiBi, key lengths or dropout"
@@ -26,13 +26,17 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "they take a number as bias, and no window but the causal"
     if a["SOFTCAP"] or a["BLOCKS"]:
         return "they have neither softcap nor the blocks of a mask"
-    if p.query.dtype not in (torch.float16, torch.bfloat16) or s.d != s.dv or s.d not in tuning.HOPPER[tuning.FORWARD]:
+    if (
+        p.query.dtype not in (torch.float16, torch.bfloat16)
+        or s.d != s.dv
+        or s.d not in tuning.HOPPER_CONFIGS[tuning.FWD]
+    ):
         return "they are for 16 bits and heads of 64 or 128, values included"
     if not (s.n and s.m) or p.query_offset < 0:
         return "there is nothing to do, or nothing to see"
     if p.query.dtype is torch.float16 and a["SIGMOID"] == "fast":
         return "their fast form has no powers of two for float16"
-    if any(descriptors.is_far(t) for t in (p.query, p.key, p.value, grad_out) if t is not None):
+    if any(tma.is_far(t) for t in (p.query, p.key, p.value, grad_out) if t is not None):
         return "the copy engine wants dense rows, and strides of multiples of 16 bytes"
     return None
 
@@ -71,13 +75,13 @@ def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
         "n": s.n,
         "keys": s.m,
         "heads": s.heads,
-        "first_row": a["first_row"],
+        "query_offset": a["query_offset"],
         "GROUP": a["GROUP"],
         "D": s.d,
         "STAGES": config.stages,
         "CAUSAL": prepared.problem.right == 0,
         "SHIFTED": a["SHIFT"] != "none",
-        "SIGMOID": prepare.form(a["SIGMOID"], config.sigmoid),
+        "SIGMOID": kernel_args.form(a["SIGMOID"], config.sigmoid),
         "ROWS": 64,
         "REGISTERS": REGISTERS,
     }
@@ -86,7 +90,7 @@ def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
 def run(prepared: Launch, kernel: Any, programs: int, **arguments: Any) -> None:
     """Start a kernel."""
     device = prepared.problem.query.device
-    prepared.starts.append(launch_cache.start(kernel, programs, device, {"num_warps": 4}, arguments))
+    prepared.launches.append(launch_cache.launch(kernel, programs, device, {"num_warps": 4}, arguments))
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -106,12 +110,12 @@ def _grid(prepared: Launch, config: tuning.HopperConfig, of_keys: bool) -> dict[
 
 def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
     """Compute the output, into ``out``."""
-    from sigattn.ops.hopper.forward import hopper_forward_kernel
+    from sigattn.ops.hopper.forward import hopper_fwd_kernel
 
-    p, config = prepared.problem, tuning.HOPPER[tuning.FORWARD][prepared.shape.d]
+    p, config = prepared.problem, tuning.HOPPER_CONFIGS[tuning.FWD][prepared.shape.d]
     run(
         prepared,
-        hopper_forward_kernel,
+        hopper_fwd_kernel,
         query=descriptor(p.query, 64),
         key=descriptor(p.key, config.block),
         value=descriptor(p.value, config.block),
@@ -120,14 +124,14 @@ def forward(prepared: Launch, out: Tensor) -> Tensor:  # (B, Hq, N, Dv)
         **_grid(prepared, config, False),
         out_scale=scalars(prepared)["unit"],
         BLOCK_N=config.block,
-        AHEAD=config.ahead,
+        PREFETCH=config.prefetch,
     )
     return out
 
 
 def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]:
-    config, p, numbers = tuning.HOPPER[kernel][prepared.shape.d], prepared.problem, scalars(prepared)
-    own = {"query", "grad_out"} if kernel == tuning.QUERIES else {"key", "value"}
+    config, p, numbers = tuning.HOPPER_CONFIGS[kernel][prepared.shape.d], prepared.problem, scalars(prepared)
+    own = {"query", "grad_out"} if kernel == tuning.DQ else {"key", "value"}
     tensors = {"query": p.query, "key": p.key, "value": p.value, "grad_out": grad_out}
     return {
         **{
@@ -138,15 +142,15 @@ def _backward(prepared: Launch, grad_out: Tensor, kernel: str) -> dict[str, Any]
         "lower": 2.0 ** (numbers["own_shift"] - numbers["shift"]),
         "logit_scale": p.scale_value * 2.0 ** -numbers["own_shift"],
         "BLOCK": config.block,
-        **_grid(prepared, config, kernel != tuning.QUERIES),
+        **_grid(prepared, config, kernel != tuning.DQ),
     }
 
 
 def keys(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of key and value, (B, Hkv, M, D)."""
-    from sigattn.ops.hopper.backward import hopper_keys_kernel
+    from sigattn.ops.hopper.backward import hopper_bwd_dkdv_kernel
 
-    return _of_keys(prepared, grad_out, hopper_keys_kernel, tuning.KEYS)
+    return _of_keys(prepared, grad_out, hopper_bwd_dkdv_kernel, tuning.DKDV)
 
 
 def _of_keys(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more: Any) -> tuple[Tensor, Tensor]:
@@ -166,13 +170,13 @@ def _of_keys(prepared: Launch, grad_out: Tensor, kernel: Any, name: str, **more:
 
 def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value; that of query is added in an order that differs from run to run."""
-    from sigattn.ops.hopper.backward_fused import hopper_fused_kernel
+    from sigattn.ops.hopper.backward_fused import hopper_bwd_fused_kernel
 
     p, s = prepared.problem, prepared.shape
-    block = tuning.HOPPER[tuning.FUSED][s.d].block
+    block = tuning.HOPPER_CONFIGS[tuning.FUSED][s.d].block
     padded = -(-s.n // block) * block
     sums = torch.zeros(s.batch, s.heads, padded, s.d, dtype=torch.float32, device=p.query.device)
-    grad_key, grad_value = _of_keys(prepared, grad_out, hopper_fused_kernel, tuning.FUSED, grad_query=sums)
+    grad_key, grad_value = _of_keys(prepared, grad_out, hopper_bwd_fused_kernel, tuning.FUSED, grad_query=sums)
     factor = p.scale_value * 2.0 ** -scalars(prepared)["own_shift"]
     grad_query = torch.empty_like(p.query)
     torch.mul(sums[:, :, : s.n], factor, out=grad_query)  # in one pass
@@ -181,14 +185,14 @@ def fused(prepared: Launch, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def queries(prepared: Launch, grad_out: Tensor) -> Tensor:
     """The gradient of query, (B, Hq, N, D)."""
-    from sigattn.ops.hopper.backward import hopper_queries_kernel
+    from sigattn.ops.hopper.backward import hopper_bwd_dq_kernel
 
     p = prepared.problem
     grad_query = torch.empty_like(p.query)
     run(
         prepared,
-        hopper_queries_kernel,
-        **_backward(prepared, grad_out, tuning.QUERIES),
+        hopper_bwd_dq_kernel,
+        **_backward(prepared, grad_out, tuning.DQ),
         grad_query=descriptor(grad_query, 64),
     )
     return grad_query

@@ -4,10 +4,10 @@
 
 With SOFTCAP, s = scale · Q Kᵀ becomes c · tanh(s / c), and dS in dQ and dK is multiplied by 1 − tanh²(s / c).
 
-``keys_kernel``: a program holds a tile of keys and walks the queries that see them, adding dK and dV; tiles stand as
-(keys, queries), so that four of five products need no transpose. ``queries_kernel``: a program holds a tile of
+``bwd_dkdv_kernel``: a program holds a tile of keys and walks the queries that see them, adding dK and dV; tiles stand
+as (keys, queries), so that four of five products need no transpose. ``bwd_dq_kernel``: a program holds a tile of
 queries and walks the keys, adding dQ and the gradients of bias, slopes and mask. Both add in a fixed order, hence
-repeat bitwise. With ``ADD_QUERY`` the first kernel adds dQ too, atomically, saving two of seven products at the price
+repeat bitwise. With ``ATOMIC_DQ`` the first kernel adds dQ too, atomically, saving two of seven products at the price
 of that order.
 """
 
@@ -18,33 +18,33 @@ import triton.language as tl
 
 from sigattn.ops.triton.activation import logit_gradient, tanh, tanh_slope
 from sigattn.ops.triton.tile import (
-    bias_terms,
+    assume_aligned,
     block_state,
+    cast,
     column_hash,
-    crossed,
     dot,
+    dropout_keep,
     gradient_shift,
-    kept,
     load,
-    multiples,
-    narrow,
+    load_bias,
+    load_block_mask,
+    load_shift,
     row_hash,
-    seen_in_block,
-    shift_of,
     store,
+    tile_bounds,
     weights,
     zeros,
 )
 
 
-@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold", "bias_b", "bias_h"])
-def keys_kernel(
+@triton.jit(do_not_specialize=["n", "keys", "query_offset", "left", "right", "threshold", "bias_b", "bias_h"])
+def bwd_dkdv_kernel(
     query, key, value, grad_out, grad_query, grad_key, grad_value,
     bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
     gq_b, gq_h, gq_n, gq_d, gk_b, gk_h, gk_n, gk_d, gv_b, gv_h, gv_n, gv_d,
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
-    n, keys, heads, first_row, left, right, seed, threshold,
+    n, keys, heads, query_offset, left, right, seed, threshold,
     z_scale, bias_value, shift_value, out_scale, logit_scale, cap_scale,
     block_table, block_tiles, blocks_b, blocks_h, blocks_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -54,16 +54,16 @@ def keys_kernel(
     SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
     UNIT: tl.constexpr,
-    NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ADD_QUERY: tl.constexpr,
+    NEED_KEY: tl.constexpr, NEED_VALUE: tl.constexpr, ATOMIC_DQ: tl.constexpr,
 ):  # fmt: skip
-    """The gradients dK and dV of one tile of BLOCK_N keys of one key head; prepare.py says what the arguments are."""
+    """The gradients dK and dV of one tile of BLOCK_N keys of one key head; kernel_args.py describes the arguments."""
     if UNIT != 1:
-        q_b, q_h, q_n = multiples(q_b, q_h, q_n, UNIT)
-        k_b, k_h, k_n = multiples(k_b, k_h, k_n, UNIT)
-        v_b, v_h, v_n = multiples(v_b, v_h, v_n, UNIT)
-        o_b, o_h, o_n = multiples(o_b, o_h, o_n, UNIT)
-        gk_b, gk_h, gk_n = multiples(gk_b, gk_h, gk_n, UNIT)
-        gv_b, gv_h, gv_n = multiples(gv_b, gv_h, gv_n, UNIT)
+        q_b, q_h, q_n = assume_aligned(q_b, q_h, q_n, UNIT)
+        k_b, k_h, k_n = assume_aligned(k_b, k_h, k_n, UNIT)
+        v_b, v_h, v_n = assume_aligned(v_b, v_h, v_n, UNIT)
+        o_b, o_h, o_n = assume_aligned(o_b, o_h, o_n, UNIT)
+        gk_b, gk_h, gk_n = assume_aligned(gk_b, gk_h, gk_n, UNIT)
+        gv_b, gv_h, gv_n = assume_aligned(gv_b, gv_h, gv_n, UNIT)
     tiles = tl.cdiv(keys, BLOCK_N)
     program = tl.program_id(0)
     column_start = program % tiles * BLOCK_N  # under a causal mask the first keys have the most to do: they go first
@@ -93,20 +93,20 @@ def keys_kernel(
     if column_start >= keys:
         return  # the gradients beyond are 0 from the start
     if BOTTOM_RIGHT:
-        first_row = keys - n
+        query_offset = keys - n
 
     columns = column_start + tl.arange(0, BLOCK_N)
     k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, True, TMA)
     v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, True, TMA)
-    shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
+    shift, unit = load_shift(shift_pointer, shift_value, keys, SHIFT)
     lower, grad_unit = gradient_shift(shift, SHIFT)
     if DROPOUT:
         seed = tl.load(seed)
     by_column = column_hash(seed, columns)[:, None] if DROPOUT else 0
     # key j is seen by places j - right … j + left
-    first = column_start - first_row
-    last = tl.minimum(column_start + BLOCK_N, keys) - first_row
-    start, full_start, full_stop, stop = crossed(first, last, n, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT)
+    first = column_start - query_offset
+    last = tl.minimum(column_start + BLOCK_N, keys) - query_offset
+    start, full_start, full_stop, stop = tile_bounds(first, last, n, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT)
 
     if not TMA:
         query += b * q_b + from_q * q_n
@@ -139,38 +139,38 @@ def keys_kernel(
                     grad_out_h = grad_out if TMA else grad_out + h * o_h
                     q = load(query_h, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, phase != 1, TMA)
                     do = load(grad_out_h, b, h, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, phase != 1, TMA)
-                    z_bias = bias_terms(bias_here, bias_value, rows, n, keys, bias_n, BIAS)
+                    z_bias = load_bias(bias_here, bias_value, rows, n, keys, bias_n, BIAS)
                     if BIAS == "tensor":
                         z_bias = z_bias[None, :]
                     products = dot(k, tl.trans(q), None, PRECISION)
                     if SOFTCAP:
                         products = tanh(products * cap_scale)
                     p = weights(
-                        products, z_scale, z_bias, rows[None, :], columns[:, None], n, keys, first_row,
+                        products, z_scale, z_bias, rows[None, :], columns[:, None], n, keys, query_offset,
                         left, right, before, after, mask + b * mask_b + h * mask_h, mask_n, mask_m, unit, shift,
                         phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
                     )  # (BLOCK_N, BLOCK_M)  # fmt: skip
                     if BLOCKS:
-                        visible = seen_in_block(block_tiles, state, rows[None, :], columns[:, None], BLOCK_Q, BLOCK_K)
+                        visible = load_block_mask(block_tiles, state, rows[None, :], columns[:, None], BLOCK_Q, BLOCK_K)
                         p = tl.where(visible, p, 0.0)
                     dropped = p
                     if DROPOUT:
-                        by_row = row_hash(seed, (b * heads + h).to(tl.int64), first_row + rows)[None, :]
-                        keep = kept(by_row, by_column, threshold)
+                        by_row = row_hash(seed, (b * heads + h).to(tl.int64), query_offset + rows)[None, :]
+                        keep = dropout_keep(by_row, by_column, threshold)
                         dropped = tl.where(keep, p, 0.0)
                     if NEED_VALUE:  # rows beyond the last have dO = 0
-                        acc_v = dot(narrow(dropped, do.dtype), do, acc_v, PRECISION)
-                    if NEED_KEY or ADD_QUERY:
+                        acc_v = dot(cast(dropped, do.dtype), do, acc_v, PRECISION)
+                    if NEED_KEY or ATOMIC_DQ:
                         dp = dot(v, tl.trans(do), None, PRECISION)
                         if DROPOUT:
                             dp = tl.where(keep, dp, 0.0)
                         ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_N, BLOCK_M)
                         if SOFTCAP:
                             ds = ds * tanh_slope(products)
-                        ds = narrow(ds, q.dtype)
+                        ds = cast(ds, q.dtype)
                         if NEED_KEY:
                             acc_k = dot(ds, q, acc_k, PRECISION)
-                        if ADD_QUERY:
+                        if ATOMIC_DQ:
                             dq = dot(tl.trans(ds), k, None, PRECISION)
                             dq_columns = tl.arange(0, BLOCK_D)[None, :]
                             at = grad_query + b * gq_b + h * gq_h + from_q * gq_n
@@ -184,15 +184,15 @@ def keys_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold", "bias_b", "bias_h", "gb_b", "gb_h"]
+    do_not_specialize=["n", "keys", "query_offset", "left", "right", "threshold", "bias_b", "bias_h", "gb_b", "gb_h"]
 )
-def queries_kernel(
+def bwd_dq_kernel(
     query, key, value, grad_out, grad_query, grad_bias, grad_slopes, grad_mask,
     bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
     gq_b, gq_h, gq_n, gq_d, gb_b, gb_h, gb_n, gm_b, gm_h, gm_n, gm_m,
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
-    n, keys, heads, first_row, left, right, seed, threshold,
+    n, keys, heads, query_offset, left, right, seed, threshold,
     z_scale, bias_value, shift_value, out_scale, logit_scale, cap_scale,
     block_table, block_tiles, blocks_b, blocks_h, blocks_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -205,17 +205,17 @@ def queries_kernel(
     NEED_QUERY: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_SLOPES: tl.constexpr, NEED_MASK: tl.constexpr,
     SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and the sums of dS, of one tile of BLOCK_M queries of one head; prepare.py says what the arguments are.
+    """dQ, and the sums of dS, of one tile of BLOCK_M queries of one head; kernel_args.py says what the arguments are.
 
     NEED_MASK: "none", "stored" (every entry of grad_mask has one writer) or "added" (atomically, for the mask is
     broadcast; along queries where SUM_ROWS, along keys where SUM_COLUMNS).
     """
     if UNIT != 1:
-        q_b, q_h, q_n = multiples(q_b, q_h, q_n, UNIT)
-        k_b, k_h, k_n = multiples(k_b, k_h, k_n, UNIT)
-        v_b, v_h, v_n = multiples(v_b, v_h, v_n, UNIT)
-        o_b, o_h, o_n = multiples(o_b, o_h, o_n, UNIT)
-        gq_b, gq_h, gq_n = multiples(gq_b, gq_h, gq_n, UNIT)
+        q_b, q_h, q_n = assume_aligned(q_b, q_h, q_n, UNIT)
+        k_b, k_h, k_n = assume_aligned(k_b, k_h, k_n, UNIT)
+        v_b, v_h, v_n = assume_aligned(v_b, v_h, v_n, UNIT)
+        o_b, o_h, o_n = assume_aligned(o_b, o_h, o_n, UNIT)
+        gq_b, gq_h, gq_n = assume_aligned(gq_b, gq_h, gq_n, UNIT)
     tiles = tl.cdiv(n, BLOCK_M)
     program = tl.program_id(0)
     head = program // tiles  # b·Hq + h
@@ -264,7 +264,7 @@ def queries_kernel(
         if row_start >= n or row_start < 0:
             return
     if BOTTOM_RIGHT:
-        first_row = keys - n
+        query_offset = keys - n
     before, after = 0.0, 0.0
     if SLOPES:
         slopes += b * slopes_b + h * slopes_h
@@ -273,17 +273,17 @@ def queries_kernel(
     rows = row_start + tl.arange(0, BLOCK_M)
     q = load(query, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, True, TMA)
     do = load(grad_out, b, h, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV, True, TMA)
-    z_bias = bias_terms(bias, bias_value, rows, n, keys, bias_n, BIAS)
+    z_bias = load_bias(bias, bias_value, rows, n, keys, bias_n, BIAS)
     if BIAS == "tensor":
         z_bias = z_bias[:, None]
-    shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
+    shift, unit = load_shift(shift_pointer, shift_value, keys, SHIFT)
     lower, grad_unit = gradient_shift(shift, SHIFT)
     if DROPOUT:
         seed = tl.load(seed)
-    by_row = row_hash(seed, head, first_row + rows)[:, None] if DROPOUT else 0
-    first = first_row + row_start
-    last = first_row + tl.minimum(row_start + BLOCK_M, n)
-    start, full_start, full_stop, stop = crossed(first, last, keys, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    by_row = row_hash(seed, head, query_offset + rows)[:, None] if DROPOUT else 0
+    first = query_offset + row_start
+    last = query_offset + tl.minimum(row_start + BLOCK_M, n)
+    start, full_start, full_stop, stop = tile_bounds(first, last, keys, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
 
     acc = zeros(BLOCK_M, BLOCK_D, WGMMA)
     acc_bias = tl.zeros((BLOCK_M,), tl.float32)
@@ -307,10 +307,10 @@ def queries_kernel(
                     if SOFTCAP:
                         products = tanh(products * cap_scale)
                     if BLOCKS:  # a masked NaN must not meet the neighbour that it shares a reciprocal with
-                        visible = seen_in_block(block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
+                        visible = load_block_mask(block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
                         products = tl.where(visible, products, 0.0)
                     p = weights(
-                        products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
+                        products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, query_offset,
                         left, right, before, after, mask, mask_n, mask_m, unit, shift,
                         phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
                     )  # (BLOCK_M, BLOCK_N)  # fmt: skip
@@ -319,17 +319,17 @@ def queries_kernel(
                     dp = dot(do, tl.trans(v), None, PRECISION)  # keys beyond the last have v = 0: no gradient
                     if DROPOUT:
                         by_column = column_hash(seed, columns)[None, :]
-                        dp = tl.where(kept(by_row, by_column, threshold), dp, 0.0)
+                        dp = tl.where(dropout_keep(by_row, by_column, threshold), dp, 0.0)
                     ds = logit_gradient(p, dp, unit, lower, SHIFT != "none")  # (BLOCK_M, BLOCK_N)
                     if NEED_QUERY:
                         of_product = ds
                         if SOFTCAP:
                             of_product = ds * tanh_slope(products)
-                        acc = dot(narrow(of_product, k.dtype), k, acc, PRECISION)
+                        acc = dot(cast(of_product, k.dtype), k, acc, PRECISION)
                     if NEED_BIAS:
                         acc_bias += tl.sum(ds, 1)
                     if NEED_SLOPES:
-                        distance = (first_row + rows[:, None] - columns[None, :]).to(tl.float32)
+                        distance = (query_offset + rows[:, None] - columns[None, :]).to(tl.float32)
                         acc_before += tl.sum(tl.where(distance > 0, -distance * ds, 0.0), 1)
                         acc_after += tl.sum(tl.where(distance < 0, distance * ds, 0.0), 1)
                     if NEED_MASK != "none":

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sigattn.ops.triton.activation import tanh
-from sigattn.ops.triton.tile import bias_terms, dot, multiples, narrow, shift_of, weights, zeros
+from sigattn.ops.triton.tile import assume_aligned, cast, dot, load_bias, load_shift, weights, zeros
 
 
 @triton.jit(do_not_specialize=["n", "table_b", "pages", "page_size", "table_width", "left", "right", "splits"])
@@ -30,9 +30,9 @@ def decode_kernel(
 ):  # fmt: skip
     """One tile of rows, (query, head of the group), against one part of the keys; launch_decode.py has the rest."""
     if UNIT != 1:
-        q_b, q_h, q_n = multiples(q_b, q_h, q_n, UNIT)
-        k_p, k_h, k_n = multiples(k_p, k_h, k_n, UNIT)
-        v_p, v_h, v_n = multiples(v_p, v_h, v_n, UNIT)
+        q_b, q_h, q_n = assume_aligned(q_b, q_h, q_n, UNIT)
+        k_p, k_h, k_n = assume_aligned(k_p, k_h, k_n, UNIT)
+        v_p, v_h, v_n = assume_aligned(v_p, v_h, v_n, UNIT)
     row_tiles = tl.cdiv(n * GROUP, BLOCK_M)
     program, split = tl.program_id(0), tl.program_id(1)
     row_start = program % row_tiles * BLOCK_M
@@ -69,11 +69,11 @@ def decode_kernel(
         slope = slopes + b * slopes_b + h * slopes_h
         before = tl.load(slope, mask=some, other=0.0).to(tl.float32)[:, None]
         after = tl.load(slope + slopes_s, mask=some, other=0.0).to(tl.float32)[:, None]
-    z_bias = bias_terms(bias, bias_value, rows, n * GROUP, 0, 0, "number" if BIAS == "tensor" else BIAS)
+    z_bias = load_bias(bias, bias_value, rows, n * GROUP, 0, 0, "number" if BIAS == "tensor" else BIAS)
     if BIAS == "tensor":
         own = bias + b * bias_b + h.to(tl.int64) * bias_h + i.to(tl.int64) * bias_n
         z_bias = tl.load(own, mask=some, other=0.0).to(tl.float32)[:, None] * -1.4426950408889634  # log₂e
-    shift, unit = shift_of(shift_pointer, shift_value, 1, SHIFT)
+    shift, unit = load_shift(shift_pointer, shift_value, 1, SHIFT)
 
     acc = zeros(BLOCK_M, BLOCK_DV, WGMMA)
     for column_start in tl.range(from_, to, BLOCK_N):
@@ -111,7 +111,7 @@ def decode_kernel(
             p = tl.where(m != 0, p, 0.0)
         if MASK == "added":
             p = tl.where(m == float("-inf"), 0.0, p)
-        acc = dot(narrow(p, v.dtype), v, acc, PRECISION)  # what is not valid has v = 0
+        acc = dot(cast(p, v.dtype), v, acc, PRECISION)  # what is not valid has v = 0
     to_ = out + split.to(tl.int64) * o_s + b * o_b
     to_ = to_ + i.to(tl.int64)[:, None] * o_n + h.to(tl.int64)[:, None] * o_h + outputs[None, :] * o_d
-    tl.store(to_, narrow(acc * unit, out.dtype.element_ty), mask=some[:, None] & (outputs[None, :] < DV))
+    tl.store(to_, cast(acc * unit, out.dtype.element_ty), mask=some[:, None] & (outputs[None, :] < DV))

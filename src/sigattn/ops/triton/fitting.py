@@ -45,7 +45,7 @@ class Operands(NamedTuple):
     mask_gradient: bool
 
 
-def limit(architecture: int) -> int:
+def shared_memory_limit(architecture: int) -> int:
     """Return the bytes of shared memory that a program may take on a GPU of a compute capability."""
     return _LIMITS.get(architecture, _LEAST_LIMIT) * _KIB
 
@@ -55,9 +55,9 @@ def shared_memory(kernel: str, config: Config, operands: Operands, architecture:
     d, dv, itemsize, mask, mask_gradient = operands
     m, n = config.block_m, config.block_n
     resident, streamed = {
-        tuning.FORWARD: (m * d, n * (d + dv)),
-        tuning.KEYS: (n * (d + dv), m * (d + dv)),
-        tuning.QUERIES: (m * (d + dv), n * (d + dv)),
+        tuning.FWD: (m * d, n * (d + dv)),
+        tuning.DKDV: (n * (d + dv), m * (d + dv)),
+        tuning.DQ: (m * (d + dv), n * (d + dv)),
         tuning.DECODE: (m * d, n * (d + dv)),
     }[kernel]
     # wgmma and tcgen05 read a tile while the next ones arrive; before Hopper it has been copied to registers by then.
@@ -75,7 +75,9 @@ def fit(kernel: str, config: Config, operands: Operands, architecture: int) -> C
     scores = _scores_with_mask(kernel, architecture) * 32 * config.warps
     while operands.mask and config.block_m * config.block_n > scores:
         config = _halved(config)
-    while config.stages > 1 and shared_memory(kernel, config, operands, architecture) > limit(architecture):
+    while config.stages > 1 and shared_memory(kernel, config, operands, architecture) > shared_memory_limit(
+        architecture
+    ):
         config = smaller(config) or config._replace(stages=1)
     return config
 
@@ -84,11 +86,11 @@ def _scores_with_mask(kernel: str, architecture: int) -> int:
     """Return the most scores of a thread for which registers suffice, because a mask's tile takes some as well.
 
     With 64, as without a mask, the forward pass spilled 52 to 88 in its loops on sm_90 (D = 128). Before Hopper
-    operands lie in registers, too: with 32, keys_kernel spilled 321 (sm_86, D = 64), the forward pass 205 (D = 128).
+    operands lie in registers, too: with 32, bwd_dkdv_kernel spilled 321 (sm_86, D = 64), the forward 205 (D = 128).
     """
     if architecture in (90, 100, 103):
         return 32
-    return 8 if kernel == tuning.KEYS else 16
+    return 8 if kernel == tuning.DKDV else 16
 
 
 def _halved(config: Config) -> Config:
@@ -109,7 +111,9 @@ def smaller(config: Config) -> Config | None:
 _taken: dict[Hashable, Config] = {}  # by kind of call and configuration that did not fit
 
 
-def start(name: str, kind: Callable[[], Hashable], config: Config, launch: Callable[[Config], Started]) -> Started:
+def launch_fitting(
+    name: str, kind: Callable[[], Hashable], config: Config, launch: Callable[[Config], Started]
+) -> Started:
     """Launch a kernel, with smaller configurations if the device has too little memory for this one.
 
     kind: what decides, besides the configuration, how much memory is needed. The next call of a kind starts with the
@@ -128,7 +132,7 @@ def start(name: str, kind: Callable[[], Hashable], config: Config, launch: Calla
             break
         except OutOfResources as error:
             below = smaller(config)
-            if not tuning.STEPS_DOWN:
+            if not tuning.SHRINK_TILES:
                 raise
             if below is None:
                 raise RuntimeError(

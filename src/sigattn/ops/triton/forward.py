@@ -11,30 +11,30 @@ import triton.language as tl
 
 from sigattn.ops.triton.activation import tanh
 from sigattn.ops.triton.tile import (
-    bias_terms,
+    assume_aligned,
     block_state,
+    cast,
     column_hash,
-    crossed,
     dot,
-    kept,
+    dropout_keep,
     load,
-    multiples,
-    narrow,
+    load_bias,
+    load_block_mask,
+    load_shift,
     row_hash,
-    seen_in_block,
-    shift_of,
     store,
+    tile_bounds,
     weights,
     zeros,
 )
 
 
-@triton.jit(do_not_specialize=["n", "keys", "first_row", "left", "right", "threshold", "bias_b", "bias_h"])
-def forward_kernel(
+@triton.jit(do_not_specialize=["n", "keys", "query_offset", "left", "right", "threshold", "bias_b", "bias_h"])
+def fwd_kernel(
     query, key, value, out, bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
     bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
-    n, keys, heads, first_row, left, right, seed, threshold, z_scale, bias_value, shift_value, out_scale, cap_scale,
+    n, keys, heads, query_offset, left, right, seed, threshold, z_scale, bias_value, shift_value, out_scale, cap_scale,
     block_table, block_tiles, blocks_b, blocks_h, blocks_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -44,12 +44,12 @@ def forward_kernel(
     BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_M queries of one head; prepare.py says what the arguments are."""
+    """One tile of BLOCK_M queries of one head; kernel_args.py says what the arguments are."""
     if UNIT != 1:
-        q_b, q_h, q_n = multiples(q_b, q_h, q_n, UNIT)
-        k_b, k_h, k_n = multiples(k_b, k_h, k_n, UNIT)
-        v_b, v_h, v_n = multiples(v_b, v_h, v_n, UNIT)
-        o_b, o_h, o_n = multiples(o_b, o_h, o_n, UNIT)
+        q_b, q_h, q_n = assume_aligned(q_b, q_h, q_n, UNIT)
+        k_b, k_h, k_n = assume_aligned(k_b, k_h, k_n, UNIT)
+        v_b, v_h, v_n = assume_aligned(v_b, v_h, v_n, UNIT)
+        o_b, o_h, o_n = assume_aligned(o_b, o_h, o_n, UNIT)
     tiles = tl.cdiv(n, BLOCK_M)
     program = tl.program_id(0)
     head = program // tiles  # b·Hq + h
@@ -84,7 +84,7 @@ def forward_kernel(
         if row_start >= n or row_start < 0:
             return
     if BOTTOM_RIGHT:
-        first_row = keys - n
+        query_offset = keys - n
     before, after = 0.0, 0.0
     if SLOPES:
         slopes += b * slopes_b + h * slopes_h
@@ -92,16 +92,16 @@ def forward_kernel(
 
     rows = row_start + tl.arange(0, BLOCK_M)
     q = load(query, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, True, TMA)
-    z_bias = bias_terms(bias, bias_value, rows, n, keys, bias_n, BIAS)
+    z_bias = load_bias(bias, bias_value, rows, n, keys, bias_n, BIAS)
     if BIAS == "tensor":
         z_bias = z_bias[:, None]
-    shift, unit = shift_of(shift_pointer, shift_value, keys, SHIFT)
+    shift, unit = load_shift(shift_pointer, shift_value, keys, SHIFT)
     if DROPOUT:
         seed = tl.load(seed)
-    by_row = row_hash(seed, head, first_row + rows)[:, None] if DROPOUT else 0
-    first = first_row + row_start
-    last = first_row + tl.minimum(row_start + BLOCK_M, n)
-    start, full_start, full_stop, stop = crossed(first, last, keys, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    by_row = row_hash(seed, head, query_offset + rows)[:, None] if DROPOUT else 0
+    first = query_offset + row_start
+    last = query_offset + tl.minimum(row_start + BLOCK_M, n)
+    start, full_start, full_stop, stop = tile_bounds(first, last, keys, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
 
     acc = zeros(BLOCK_M, BLOCK_DV, WGMMA)
     for phase in tl.static_range(3):
@@ -122,10 +122,10 @@ def forward_kernel(
                     if SOFTCAP:
                         products = tanh(products * cap_scale)
                     if BLOCKS:  # a masked NaN must not meet the neighbour that it shares a reciprocal with
-                        visible = seen_in_block(block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
+                        visible = load_block_mask(block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
                         products = tl.where(visible, products, 0.0)
                     p = weights(
-                        products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, first_row,
+                        products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, query_offset,
                         left, right, before, after, mask, mask_n, mask_m, unit, shift,
                         phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
                     )  # (BLOCK_M, BLOCK_N)  # fmt: skip
@@ -133,7 +133,7 @@ def forward_kernel(
                         p = tl.where(visible, p, 0.0)
                     if DROPOUT:
                         by_column = column_hash(seed, columns)[None, :]
-                        p = tl.where(kept(by_row, by_column, threshold), p, 0.0)
-                    acc = dot(narrow(p, v.dtype), v, acc, PRECISION)  # keys beyond the last have v = 0
+                        p = tl.where(dropout_keep(by_row, by_column, threshold), p, 0.0)
+                    acc = dot(cast(p, v.dtype), v, acc, PRECISION)  # keys beyond the last have v = 0
     acc = acc * (out_scale * unit)
     store(out, acc, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV)

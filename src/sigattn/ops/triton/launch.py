@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import Problem, VarlenProblem, new_output
-from sigattn.ops.triton import descriptors, fitting, launch_cache, prepare, tuning
-from sigattn.ops.triton.backward import keys_kernel, queries_kernel
-from sigattn.ops.triton.forward import forward_kernel
-from sigattn.ops.triton.prepare import Launch, named, single, within_reach
+from sigattn.ops.triton import fitting, kernel_args, launch_cache, tma, tuning
+from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
+from sigattn.ops.triton.forward import fwd_kernel
+from sigattn.ops.triton.kernel_args import Launch, limit_strides, named, to_float32
 from sigattn.ops.triton.tuning import Config
 
 # Tensors whose rows the kernels read or write tile by tile.
@@ -27,23 +27,23 @@ def _run(kernel: Any, launch: Launch, name: str, tiles: Callable[[Config], int],
     """
     arguments = {**launch.arguments, **arguments}
     tensors = [arguments[key] for key in _IN_ROWS if key in arguments]
-    arguments["UNIT"] = prepare.unit(*(t for t in tensors if t.dtype is launch.problem.query.dtype))
+    arguments["UNIT"] = kernel_args.unit(*(t for t in tensors if t.dtype is launch.problem.query.dtype))
 
-    def run(config: Config) -> launch_cache.Start:
+    def run(config: Config) -> launch_cache.Launched:
         own = {
             **arguments,
-            "SIGMOID": prepare.form(arguments["SIGMOID"], config.sigmoid),
+            "SIGMOID": kernel_args.form(arguments["SIGMOID"], config.sigmoid),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
         }
-        described = descriptors.of_tiles(own) if config.tma else None
+        described = tma.describe(own) if config.tma else None
         own |= {**(described or {}), "TMA": described is not None}
         options = {"num_warps": config.warps, "num_stages": config.stages}
-        return launch_cache.start(kernel, tiles(config), launch.problem.query.device, options, own)
+        return launch_cache.launch(kernel, tiles(config), launch.problem.query.device, options, own)
 
     config = launch.config(name, mask_gradient=arguments.get("NEED_MASK", "none") != "none")
     if tiles(config):
-        launch.starts.append(fitting.start(kernel.__name__, lambda: _kind(launch, arguments), config, run))
+        launch.launches.append(fitting.launch_fitting(kernel.__name__, lambda: _kind(launch, arguments), config, run))
 
 
 def _kind(launch: Launch, arguments: dict[str, Any]) -> Hashable:
@@ -61,14 +61,14 @@ def _tiles(length: int, block: int) -> int:
 
 def forward(problem: Problem | VarlenProblem) -> Tensor:
     """The output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
-    kind = launch_cache.kind(problem)
+    kind = launch_cache.cache_key(problem)
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
-    if (again := launch_cache.known((tuning.FORWARD, kind))) is not None:
+    if (again := launch_cache.lookup((tuning.FWD, kind))) is not None:
         return again(inputs)["out"]
-    launch = prepare.arguments_of(problem)
+    launch = kernel_args.prepare(problem)
     out = _forward(launch)
     if kind is not None:
-        launch_cache.keep((tuning.FORWARD, kind), launch.starts, inputs, {"out": out})
+        launch_cache.store((tuning.FWD, kind), launch.launches, inputs, {"out": out})
     return out
 
 
@@ -77,14 +77,14 @@ def _forward(launch: Launch) -> Tensor:
     out = p.query.new_zeros(*p.query.shape[:2], s.dv) if s.packed else new_output(p.query, s.dv)
     if not out.numel():
         return out
-    if _specialised(launch, tuning.FORWARD):
+    if _specialised(launch, tuning.FWD):
         from sigattn.ops.hopper import launch as launch_hopper
 
         return launch_hopper.forward(launch, out)
     _run(
-        forward_kernel,
+        fwd_kernel,
         launch,
-        tuning.FORWARD,
+        tuning.FWD,
         lambda config: _tiles(s.n, config.block_m) * s.batch * s.heads,
         out=out,
         **named("o", "bhnd", s.strides(out)),
@@ -94,16 +94,16 @@ def _forward(launch: Launch) -> Tensor:
 
 def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
     """The gradients that are asked for."""
-    kind = launch_cache.kind(problem, grad_out) if not any(needs[3:]) else None
+    kind = launch_cache.cache_key(problem, grad_out) if not any(needs[3:]) else None
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
-    if (again := launch_cache.known((needs, kind))) is not None:
+    if (again := launch_cache.lookup((needs, kind))) is not None:
         new = again(inputs)
         return Gradients(new.get("grad_query"), new.get("grad_key"), new.get("grad_value"), None, None, None)
-    launch = prepare.arguments_of(problem)
-    found = _backward(launch, within_reach(grad_out), needs)
+    launch = kernel_args.prepare(problem)
+    found = _backward(launch, limit_strides(grad_out), needs)
     if kind is not None:
         outputs = {"grad_query": found.query, "grad_key": found.key, "grad_value": found.value}
-        launch_cache.keep((needs, kind), launch.starts, inputs, outputs)
+        launch_cache.store((needs, kind), launch.launches, inputs, outputs)
     return found
 
 
@@ -112,21 +112,21 @@ def _backward(launch: Launch, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
     launch.arguments |= {
         "grad_out": grad_out,
         **named("o", "bhnd", s.strides(grad_out)),
-        "logit_scale": single(p.scale_value * p.keep_scale),
+        "logit_scale": to_float32(p.scale_value * p.keep_scale),
     }
     sums = needs.bias or needs.attn_mask or needs.alibi_slopes
-    architecture = prepare.architecture(p.query.device)
-    at_least = tuning.ADD_QUERY_FROM.get(architecture)
+    architecture = kernel_args.architecture(p.query.device)
+    at_least = tuning.ATOMIC_DQ_MIN_QUERIES.get(architecture)
     atomic = at_least is not None and s.n >= at_least and needs.query and not (sums or p.deterministic)
     if atomic and all(needs[:3]) and _specialised(launch, tuning.FUSED, grad_out):
         from sigattn.ops.hopper import launch as launch_hopper
 
         return Gradients(*launch_hopper.fused(launch, grad_out), None, None, None)
-    atomic = atomic and tuning.adds_query(launch.config(tuning.KEYS), architecture)
+    atomic = atomic and tuning.supports_atomic_dq(launch.config(tuning.DKDV), architecture)
     query = torch.zeros_like(p.query, dtype=torch.float32) if atomic else None
     key: Tensor | None
     value: Tensor | None
-    if needs.key and needs.value and query is None and _specialised(launch, tuning.KEYS, grad_out):
+    if needs.key and needs.value and query is None and _specialised(launch, tuning.DKDV, grad_out):
         from sigattn.ops.hopper import launch as launch_hopper
 
         key, value = launch_hopper.keys(launch, grad_out)
@@ -134,7 +134,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
         key, value = _of_keys(launch, needs, query)
     if query is not None:
         return Gradients(query.to(p.query.dtype), key, value, None, None, None)
-    if needs.query and not sums and _specialised(launch, tuning.QUERIES, grad_out):
+    if needs.query and not sums and _specialised(launch, tuning.DQ, grad_out):
         from sigattn.ops.hopper import launch as launch_hopper
 
         return Gradients(launch_hopper.queries(launch, grad_out), key, value, None, None, None)
@@ -144,7 +144,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
 
 def _specialised(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> bool:
     """Whether a Hopper kernel takes this on."""
-    if kernel not in tuning.SPECIALISED:
+    if kernel not in tuning.WARP_SPECIALIZED:
         return False
     from sigattn.ops.hopper import launch as launch_hopper
 
@@ -160,13 +160,13 @@ def _of_keys(launch: Launch, needs: NeedsGrad, query: Tensor | None) -> tuple[Te
     if key is None and value is None and query is None:
         return None, None
     parts = [(key, value, query)]
-    if launch.config(tuning.KEYS).apart and key is not None and value is not None:
+    if launch.config(tuning.DKDV).split_dkdv and key is not None and value is not None:
         parts = [(key, None, query), (None, value, None)]
     for k, v, q in parts:
         _run(
-            keys_kernel,
+            bwd_dkdv_kernel,
             launch,
-            tuning.KEYS,
+            tuning.DKDV,
             lambda config: _tiles(s.m, config.block_n) * s.batch * s.kv_heads,
             grad_query=p.query if q is None else q,
             grad_key=p.key if k is None else k,
@@ -176,7 +176,7 @@ def _of_keys(launch: Launch, needs: NeedsGrad, query: Tensor | None) -> tuple[Te
             **named("gv", "bhnd", s.strides(p.value if v is None else v)),
             NEED_KEY=k is not None,
             NEED_VALUE=v is not None,
-            ADD_QUERY=q is not None,
+            ATOMIC_DQ=q is not None,
         )
     return key, value
 
@@ -199,9 +199,9 @@ def _of_queries(launch: Launch, needs: NeedsGrad) -> tuple[Tensor | None, Tensor
     mask, mask_arguments = _mask_gradient(launch, needs)
     row_strides = (0, len(p.query), 1) if s.packed else (s.heads * s.n, s.n, 1)
     _run(
-        queries_kernel,
+        bwd_dq_kernel,
         launch,
-        tuning.QUERIES,
+        tuning.DQ,
         lambda config: _tiles(s.n, config.block_m) * s.batch * s.heads,
         grad_query=p.query if query is None else query,
         grad_bias=p.query if bias is None else bias,

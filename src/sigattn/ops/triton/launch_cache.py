@@ -4,9 +4,9 @@ The second call of a kind is kept (a first may be the only one), and from the th
 the kernels, only which tensors. Nothing that is kept holds a tensor. Plain is what has neither masks, ALiBi, key
 lengths nor dropout, and a number as bias.
 
-With ``tuning.RELAUNCH`` a kept launch starts the compiled kernel itself, instead of through Triton, which binds and
-specialises every argument again. The first such launch of each kernel still goes through Triton and is compared with
-what a direct one would hand to the kernel's launcher; if they differ, Triton's way is kept.
+With ``tuning.DIRECT_LAUNCH`` a kept launch starts the compiled kernel itself, instead of through Triton, which binds
+and specialises every argument again. The first such launch of each kernel still goes through Triton and is compared
+with what a direct one would hand to the kernel's launcher; if they differ, Triton's way is kept.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 from sigattn.ops.problem import Problem, VarlenProblem
 from sigattn.ops.triton import tuning
 
-_MOST = 512
-_known: dict[Hashable, Repeat] = {}
+_MAX_ENTRIES = 512
+_cache: dict[Hashable, CachedCall] = {}
 _seen: set[Hashable] = set()
 
 
-class Start(NamedTuple):
+class Launched(NamedTuple):
     """A kernel as it was started: programs, and arguments by parameter; ``compiled`` is what Triton made of it."""
 
     kernel: Any
@@ -39,20 +39,20 @@ class Start(NamedTuple):
     compiled: Any
 
 
-def start(
+def launch(
     kernel: Any, programs: int, device: torch.device, options: dict[str, int], arguments: dict[str, Any]
-) -> Start:
-    """Start a kernel."""
+) -> Launched:
+    """Launched a kernel."""
     with _on(device):
         compiled = kernel[(programs,)](**arguments, **options)
-    return Start(kernel, programs, arguments, options, compiled)
+    return Launched(kernel, programs, arguments, options, compiled)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-class Named(NamedTuple):
+class TensorRef(NamedTuple):
     """A tensor by its name; ``described``: what else the copy engine is told of it."""
 
     name: str
@@ -67,10 +67,10 @@ class Named(NamedTuple):
         return found
 
 
-class Again:
+class CachedLaunch:
     """A start with names in the place of tensors."""
 
-    def __init__(self, first: Start, tensors: dict[str, Named]) -> None:
+    def __init__(self, first: Launched, tensors: dict[str, TensorRef]) -> None:
         self.first = first._replace(arguments={k: x for k, x in first.arguments.items() if k not in tensors})
         self.tensors = tensors
         order = first.kernel.arg_names
@@ -79,18 +79,18 @@ class Again:
         self.agrees: bool | None = None  # with Triton's own launch; None before they have been compared
 
     def __call__(self, tensors: dict[str, Tensor]) -> None:
-        if not tuning.RELAUNCH or self.first.compiled is None or self.agrees is False:
-            self._through_triton(tensors)
+        if not tuning.DIRECT_LAUNCH or self.first.compiled is None or self.agrees is False:
+            self._launch_through_triton(tensors)
         elif self.agrees:
-            self._directly(tensors)
+            self._launch_directly(tensors)
         else:
             self.agrees = self._compare(tensors)
 
-    def _through_triton(self, tensors: dict[str, Tensor]) -> None:
+    def _launch_through_triton(self, tensors: dict[str, Tensor]) -> None:
         kernel, programs, arguments, options, _ = self.first
         kernel[(programs,)](**arguments, **{k: x.among(tensors) for k, x in self.tensors.items()}, **options)
 
-    def _directly(self, tensors: dict[str, Tensor]) -> None:
+    def _launch_directly(self, tensors: dict[str, Tensor]) -> None:
         ordered = self.ordered.copy()
         for at, tensor in self.places:
             ordered[at] = tensor.among(tensors)
@@ -101,12 +101,12 @@ class Again:
         compiled = self.first.compiled
         expected, found = [], []
         if not hasattr(compiled, _LAUNCHER):
-            self._through_triton(tensors)
+            self._launch_through_triton(tensors)
         else:
             with _lock:
-                expected = _received(compiled, lambda: self._through_triton(tensors), launches=True)
+                expected = _received(compiled, lambda: self._launch_through_triton(tensors), launches=True)
                 with contextlib.suppress(Exception):  # of a version of Triton that launches in another way
-                    found = _received(compiled, lambda: self._directly(tensors), launches=False)
+                    found = _received(compiled, lambda: self._launch_directly(tensors), launches=False)
         if len(found) == len(expected) == 1 and _same(found[0], expected[0]):
             return True
         warnings.warn(
@@ -160,7 +160,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a is b or a == b)
 
 
-class New(NamedTuple):
+class OutputSpec(NamedTuple):
     """An output to make memory for."""
 
     size: torch.Size
@@ -168,11 +168,11 @@ class New(NamedTuple):
     dtype: torch.dtype
 
 
-class Repeat(NamedTuple):
+class CachedCall(NamedTuple):
     """How a call is made again."""
 
-    starts: list[Again]
-    outputs: dict[str, New]
+    launches: list[CachedLaunch]
+    outputs: dict[str, OutputSpec]
 
     def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the kernels on other tensors of the same kind; gives the outputs."""
@@ -183,12 +183,12 @@ class Repeat(NamedTuple):
         }
         tensors = inputs | new
         with _on(device):
-            for again in self.starts:
+            for again in self.launches:
                 again(tensors)
         return new
 
 
-def kind(problem: Problem | VarlenProblem, *more: Tensor) -> Hashable:
+def cache_key(problem: Problem | VarlenProblem, *more: Tensor) -> Hashable:
     """What decides how a plain problem's kernels are started; None if it is not plain.
 
     more: tensors beside Q, K and V.
@@ -207,47 +207,49 @@ def kind(problem: Problem | VarlenProblem, *more: Tensor) -> Hashable:
     # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
     tensors = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *more))
     numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.query_offset, p.fast, p.softcap)
-    tables = (tuning.configuration, tuple(tuning.ADD_QUERY_FROM.items()), tuning.SPECIALISED)
-    special = tuple(tuning.HOPPER[kernel].get(q.shape[-1]) for kernel in tuning.SPECIALISED)
+    tables = (tuning.kernel_config, tuple(tuning.ATOMIC_DQ_MIN_QUERIES.items()), tuning.WARP_SPECIALIZED)
+    special = tuple(tuning.HOPPER_CONFIGS[kernel].get(q.shape[-1]) for kernel in tuning.WARP_SPECIALIZED)
     precision = None
     if q.dtype is torch.float32:
         precision = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
     return tensors, q.device, numbers, p.deterministic, tables, special, precision
 
 
-def known(key: Hashable) -> Repeat | None:
+def lookup(key: Hashable) -> CachedCall | None:
     """How a call is repeated."""
-    return _known.get(key)
+    return _cache.get(key)
 
 
-def forget() -> None:
+def clear() -> None:
     """As if no call had been made before."""
-    _known.clear()
+    _cache.clear()
     _seen.clear()
 
 
-def keep(key: Hashable, starts: list[Start], inputs: dict[str, Tensor], outputs: dict[str, Tensor | None]) -> None:
+def store(
+    key: Hashable, launches: list[Launched], inputs: dict[str, Tensor], outputs: dict[str, Tensor | None]
+) -> None:
     """Remember a call by what it started, if it is not the first of its kind and no other tensors were part of it."""
     if key not in _seen:
-        if len(_seen) >= 4 * _MOST:
+        if len(_seen) >= 4 * _MAX_ENTRIES:
             _seen.clear()
         _seen.add(key)
         return
     new = {name: t for name, t in outputs.items() if t is not None}
     tensors = inputs | new
     found = []
-    for s in starts:
+    for s in launches:
         named = {
             parameter: _named(parameter, x, tensors) for parameter, x in s.arguments.items() if _tensor(x) is not None
         }
         if None in named.values():
             return
-        found.append(Again(s, {parameter: x for parameter, x in named.items() if x is not None}))
+        found.append(CachedLaunch(s, {parameter: x for parameter, x in named.items() if x is not None}))
     if not new.keys() <= {x.name for again in found for x in again.tensors.values()}:
         return
-    if len(_known) >= _MOST:
-        _known.clear()
-    _known[key] = Repeat(found, {name: New(t.shape, t.stride(), t.dtype) for name, t in new.items()})
+    if len(_cache) >= _MAX_ENTRIES:
+        _cache.clear()
+    _cache[key] = CachedCall(found, {name: OutputSpec(t.shape, t.stride(), t.dtype) for name, t in new.items()})
 
 
 def _tensor(x: Any) -> Tensor | None:
@@ -256,7 +258,7 @@ def _tensor(x: Any) -> Tensor | None:
     return x if isinstance(x, Tensor) else None
 
 
-def _named(parameter: str, x: Any, tensors: dict[str, Tensor]) -> Named | None:
+def _named(parameter: str, x: Any, tensors: dict[str, Tensor]) -> TensorRef | None:
     """The name of an argument's tensor: the parameter's own, for one tensor may be query, key and value."""
     t = _tensor(x)
     names = [name for name, other in tensors.items() if other is t]
@@ -266,4 +268,4 @@ def _named(parameter: str, x: Any, tensors: dict[str, Tensor]) -> Named | None:
     if t is not x:
         described = copy.copy(x)
         described.base = None
-    return Named(parameter if parameter in names else names[0], described)
+    return TensorRef(parameter if parameter in names else names[0], described)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem
-from sigattn.ops.triton import fitting, prepare, tuning
+from sigattn.ops.triton import fitting, kernel_args, tuning
 from sigattn.ops.triton.decode import decode_kernel
-from sigattn.ops.triton.prepare import LOG2E, named, precision, scales, sigmoid_form, single, within_reach
+from sigattn.ops.triton.kernel_args import LOG2E, limit_strides, named, precision, scales, sigmoid_form, to_float32
 
 _MOST_SPLITS = 128
 _MOST_PROGRAMS = 65535  # of a grid's second dimension
@@ -21,19 +21,23 @@ _INTERPRETED_PROCESSORS = 4  # so that the interpreter has parts to add as well
 
 def forward(problem: KVCacheProblem) -> Tensor:  # (B, N, Hq, Dv)
     """The output."""
-    p = problem._replace(query=within_reach(problem.query))
+    p = problem._replace(query=limit_strides(problem.query))
     (batch, n, heads, d), (kv_heads, dv) = p.query.shape, p.value.shape[2:]
     out = p.query.new_empty(batch, n, heads, dv)
     if not out.numel():
         return out
     group = heads // kv_heads
     kind = (p.query.dtype, d, dv, group, p.block_table is None, None if p.attn_mask is None else p.attn_mask.dtype)
-    config = tuning.decoding(max(d, dv), p.query.element_size(), n * group)
-    if architecture := prepare.architecture(p.query.device):
+    config = tuning.decode_config(max(d, dv), p.query.element_size(), n * group)
+    if architecture := kernel_args.architecture(p.query.device):
         mask = 0 if p.attn_mask is None else p.attn_mask.element_size()
-        operands = fitting.Operands(tuning.padded(d), tuning.padded(dv), p.query.element_size(), mask, False)
+        operands = fitting.Operands(
+            tuning.padded_head_dim(d), tuning.padded_head_dim(dv), p.query.element_size(), mask, False
+        )
         config = fitting.fit(tuning.DECODE, config, operands, architecture)
-    return fitting.start(decode_kernel.__name__, lambda: (p.query.device, *kind), config, lambda c: _run(p, out, c))
+    return fitting.launch_fitting(
+        decode_kernel.__name__, lambda: (p.query.device, *kind), config, lambda c: _run(p, out, c)
+    )
 
 
 def _run(p: KVCacheProblem, out: Tensor, config: tuning.Config) -> Tensor:
@@ -97,8 +101,8 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         "GROUP": heads // kv_heads,
         "D": d,
         "DV": dv,
-        "BLOCK_D": tuning.padded(d),
-        "BLOCK_DV": tuning.padded(dv),
+        "BLOCK_D": tuning.padded_head_dim(d),
+        "BLOCK_DV": tuning.padded_head_dim(dv),
         "FIRST": p.left_padding is not None,
         "ENDS": p.query_ends is not None,
         "TABLE": p.block_table is not None,
@@ -106,8 +110,8 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         "HAS_RIGHT": p.right != UNLIMITED,
         "SIGMOID": sigmoid_form(p),
         "PRECISION": precision(p.query),
-        "UNIT": prepare.unit(p.query, p.key, p.value),
-        "WGMMA": prepare.architecture(p.query.device) == 90,
+        "UNIT": kernel_args.unit(p.query, p.key, p.value),
+        "WGMMA": kernel_args.architecture(p.query.device) == 90,
         **_bias(p),
         **_slopes(p),
         **_mask(p),
@@ -133,7 +137,7 @@ def _bias(p: KVCacheProblem) -> dict[str, Any]:
             pointer = (tensor.amax().float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15)
     return {
         "bias": tensor,
-        "bias_value": single(-number * LOG2E),
+        "bias_value": to_float32(-number * LOG2E),
         "BIAS": kind,
         **named("bias", "bhn", strides),
         "shift_pointer": pointer,

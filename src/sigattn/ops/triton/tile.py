@@ -2,7 +2,7 @@
 
 Functions of a tile take the rows' and columns' indices ready for broadcasting, so that one text serves tiles of
 (queries, keys) and of (keys, queries). A tile's own start is added in 64 bits, so tensors may have more than 2^31
-elements; offsets inside a tile of operands are 32-bit, for 64 would cost registers (prepare.py sees to it that they
+elements; offsets inside a tile of operands are 32-bit, for 64 would cost registers (kernel_args.py sees to it that they
 fit).
 """
 
@@ -17,7 +17,7 @@ from sigattn.ops.triton.activation import sigmoid
 
 
 @triton.jit
-def crossed(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def tile_bounds(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """How a run of places first … last - 1 meets the other axis, 0 … length - 1, under the window.
 
     Place i sees i - left … i + right. Returns (start, full_start, full_stop, stop): tiles of BLOCK from start to stop
@@ -41,7 +41,7 @@ def crossed(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.
 
 
 @triton.jit
-def multiples(batch, head, row, UNIT: tl.constexpr):
+def assume_aligned(batch, head, row, UNIT: tl.constexpr):
     """Return three strides that are multiples of UNIT in a form that tells the compiler so."""
     return batch // UNIT * UNIT, head // UNIT * UNIT, row // UNIT * UNIT
 
@@ -89,7 +89,7 @@ def store(
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK_WIDTH)[None, :]
     at = base + tl.cast(start, tl.int64) * stride_row + rows * stride_row + columns * stride_column
-    tl.store(at, narrow(tile, base.dtype.element_ty), mask=(start + rows < length) & (columns < WIDTH))
+    tl.store(at, cast(tile, base.dtype.element_ty), mask=(start + rows < length) & (columns < WIDTH))
 
 
 # Triton's interpreter knows no products of bfloat16, and cuts off bits where the hardware rounds.
@@ -118,7 +118,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def narrow(x, DTYPE: tl.constexpr):
+def cast(x, DTYPE: tl.constexpr):
     """float32 rounded to another dtype."""
     if _INTERPRETED:
         if DTYPE == tl.bfloat16:  # to nearest, ties to even; what is left to cut off is 0
@@ -128,7 +128,7 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def bias_terms(
+def load_bias(
     bias,
     bias_value,
     rows,
@@ -156,7 +156,7 @@ def bias_terms(
 
 
 @triton.jit
-def shift_of(shift_pointer, shift_value, keys, SHIFT: tl.constexpr):
+def load_shift(shift_pointer, shift_value, keys, SHIFT: tl.constexpr):
     """Return the exponent that float16 weights are multiplied by, and its inverse 2^-shift (activation.py)."""
     shift, unit = 0.0, 1.0
     if SHIFT != "none":
@@ -190,7 +190,7 @@ def gradient_shift(shift, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def add_positions(z, i, j, before, after, SLOPES: tl.constexpr):
+def add_alibi(z, i, j, before, after, SLOPES: tl.constexpr):
     """ALiBi: slope · |i - j| taken from the logits, one slope for keys before the query and one for keys after it."""
     if SLOPES:
         distance = (i - j).to(tl.float32)
@@ -199,14 +199,14 @@ def add_positions(z, i, j, before, after, SLOPES: tl.constexpr):
 
 
 @triton.jit
-def mask_tile(mask, r, c, n, keys, stride_row, stride_column, other: tl.constexpr):
+def load_mask(mask, r, c, n, keys, stride_row, stride_column, other: tl.constexpr):
     """Load a tile of attn_mask, for queries r and keys c; other: what stands for those that do not exist."""
     at = mask + r.to(tl.int64) * stride_row + c.to(tl.int64) * stride_column
     return tl.load(at, mask=(r < n) & (c < keys), other=other)
 
 
 @triton.jit
-def hide(p, i, j, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def apply_window_mask(p, i, j, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Zero what lies outside the window."""
     if HAS_LEFT:
         p = tl.where(j >= i - left, p, 0.0)
@@ -217,13 +217,13 @@ def hide(p, i, j, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
 
 @triton.jit
 def weights(
-    products, z_scale, z_bias, r, c, n, keys, first_row, left, right, before, after, mask, mask_n, mask_m, unit, shift,
-    EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SLOPES: tl.constexpr, MASK: tl.constexpr,
-    SIGMOID: tl.constexpr, SHIFT: tl.constexpr,
+    products, z_scale, z_bias, r, c, n, keys, query_offset, left, right, before, after, mask, mask_n, mask_m, unit,
+    shift, EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SLOPES: tl.constexpr,
+    MASK: tl.constexpr, SIGMOID: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """P of a tile before dropout, from Q Kᵀ, for queries r and keys c; EDGE: whether the window may cross the tile."""
-    z = add_positions(products * z_scale + z_bias, first_row + r, c, before, after, SLOPES)
-    i = first_row + r
+    z = add_alibi(products * z_scale + z_bias, query_offset + r, c, before, after, SLOPES)
+    i = query_offset + r
     # Where keys come first, rows that do not exist are summed: a product of theirs with an inf or NaN is NaN, so they
     # must see no key that real queries do not see. Where they come last, two share a reciprocal ("paired"): a masked
     # NaN must not meet its neighbour.
@@ -231,7 +231,7 @@ def weights(
     if EDGE and KEYS_FIRST:
         i = tl.where(r < n, i, -(1 << 30) if HAS_RIGHT else 1 << 30)
     if MASK != "none":
-        m = mask_tile(mask, r, c, n, keys, mask_n, mask_m, float("-inf") if KEYS_FIRST and MASK == "added" else 0)
+        m = load_mask(mask, r, c, n, keys, mask_n, mask_m, float("-inf") if KEYS_FIRST and MASK == "added" else 0)
         if MASK == "added":
             m = m.to(tl.float32)
             seen = m != float("-inf")
@@ -242,12 +242,12 @@ def weights(
         if MASK != "none":
             z = tl.where(seen, z, 0.0)
         if EDGE:
-            z = hide(z, i, c, left, right, HAS_LEFT, HAS_RIGHT)
+            z = apply_window_mask(z, i, c, left, right, HAS_LEFT, HAS_RIGHT)
     p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
     if MASK != "none":
         p = tl.where(seen, p, 0.0)
     if EDGE:
-        p = hide(p, i, c, left, right, HAS_LEFT, HAS_RIGHT)
+        p = apply_window_mask(p, i, c, left, right, HAS_LEFT, HAS_RIGHT)
     return p
 
 
@@ -259,7 +259,7 @@ def block_state(block_table, row_start, column_start, stride_row, BLOCK_Q: tl.co
 
 
 @triton.jit
-def seen_in_block(block_tiles, state, r, c, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_block_mask(block_tiles, state, r, c, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return True where the mask of a block lets queries r see keys c, all of that block."""
     own = block_tiles + state.to(tl.int64) * (BLOCK_Q * BLOCK_K)
     return tl.load(own + (r % BLOCK_Q) * BLOCK_K + c % BLOCK_K) != 0
@@ -292,7 +292,7 @@ def column_hash(seed, j):
 
 
 @triton.jit
-def kept(by_row, by_column, threshold):
+def dropout_keep(by_row, by_column, threshold):
     """Whether dropout keeps each weight."""
     x = (by_row ^ by_column).to(tl.int32)
     x ^= x >> 16

@@ -17,8 +17,8 @@ class Config(NamedTuple):
     """A tile of ``block_m`` queries and ``block_n`` keys; warps of a program; tiles in flight.
 
     sigmoid: the form of σ in 16 bits, "accurate" or "paired" (activation.py). tma: whether the copy engine brings the
-    tiles, of tensors that it can serve (descriptors.py); from Hopper on. apart: whether dK and dV are made one after
-    the other (KEYS): five products instead of four, but each with registers enough for wide heads.
+    tiles, of tensors that it can serve (tma.py); from Hopper on. split_dkdv: whether dK and dV are made one after
+    the other (DKDV): five products instead of four, but each with registers enough for wide heads.
     """
 
     block_m: int
@@ -27,26 +27,26 @@ class Config(NamedTuple):
     stages: int
     sigmoid: str = "accurate"
     tma: bool = False
-    apart: bool = False
+    split_dkdv: bool = False
 
 
 class HopperConfig(NamedTuple):
     """Of the kernels in hopper.py and hopper_backward.py: rows of a tile that is walked, tiles in flight.
 
-    ahead: whether S of the next tile is issued before σ of this one (forward). sigmoid: as in ``Config``. persistent:
-    whether there are as many programs as multiprocessors, each with many tiles, so that the next one's first operands
-    are under way while this one's results are written.
+    prefetch: whether S of the next tile is issued before σ of this one (forward). sigmoid: as in ``Config``.
+    persistent: whether there are as many programs as multiprocessors, each with many tiles, so that the next one's
+    first operands are under way while this one's results are written.
     """
 
     block: int
     stages: int
-    ahead: bool = True
+    prefetch: bool = True
     sigmoid: str = "paired"
     persistent: bool = True
 
 
-FORWARD, KEYS, QUERIES, DECODE = "forward", "keys", "queries", "decode"
-FUSED = "keys, adding dQ"  # the whole backward in one kernel
+FWD, DKDV, DQ, DECODE = "fwd", "dkdv", "dq", "decode"
+FUSED = "fused"  # the whole backward in one kernel
 
 # Each table (decoding has a rule instead): by kernel and padded head size.
 
@@ -55,21 +55,21 @@ FUSED = "keys, adding dQ"  # the whole backward in one kernel
 # score less where numbers stay in their threads, as with wgmma they do. Two programs fit a multiprocessor wherever the
 # model of time (bench/hopper_model.py, not measured) prefers that: one's σ then runs beside the other's products.
 _HOPPER: dict[str, dict[int, Config]] = {
-    FORWARD: {
+    FWD: {
         16: Config(128, 64, 8, 3, "paired"),
         32: Config(128, 64, 8, 3, "paired"),
         64: Config(128, 64, 8, 3, "paired"),
         128: Config(128, 32, 8, 3, "paired"),
         256: Config(128, 64, 8, 2, "paired"),
     },
-    KEYS: {
+    DKDV: {
         16: Config(64, 64, 4, 3, "paired"),
         32: Config(64, 64, 4, 3, "paired"),
         64: Config(64, 64, 4, 3, "paired"),
         128: Config(32, 64, 4, 3, "paired"),
-        256: Config(32, 128, 8, 2, "paired", apart=True),
+        256: Config(32, 128, 8, 2, "paired", split_dkdv=True),
     },
-    QUERIES: {
+    DQ: {
         16: Config(128, 64, 8, 3, "paired"),
         32: Config(128, 64, 8, 3, "paired"),
         64: Config(128, 64, 8, 3, "paired"),
@@ -82,30 +82,30 @@ _HOPPER: dict[str, dict[int, Config]] = {
 # own (masks, ALiBi, a soft cap, dropout), and from that again with a gradient of the mask.
 WITH_OPTIONS: Mapping[tuple[str, Config], Config] = MappingProxyType(
     {
-        (KEYS, Config(32, 64, 4, 3, "paired")): Config(32, 128, 8, 2, "paired"),
-        (QUERIES, Config(64, 64, 4, 2, "paired")): Config(64, 32, 4, 2, "paired"),
-        (QUERIES, Config(64, 32, 4, 2, "paired")): Config(64, 16, 4, 2, "paired"),
+        (DKDV, Config(32, 64, 4, 3, "paired")): Config(32, 128, 8, 2, "paired"),
+        (DQ, Config(64, 64, 4, 2, "paired")): Config(64, 32, 4, 2, "paired"),
+        (DQ, Config(64, 32, 4, 2, "paired")): Config(64, 16, 4, 2, "paired"),
     }
 )
 
 # 16-bit dtypes on datacentre Blackwell (as much memory; accumulators in tensor memory leave registers free, and the
 # accurate form takes two numbers at a time).
 _BLACKWELL: dict[str, dict[int, Config]] = {
-    FORWARD: {
+    FWD: {
         16: Config(128, 128, 8, 3),
         32: Config(128, 64, 4, 3),
         64: Config(128, 128, 8, 3),
         128: Config(128, 128, 8, 3),
         256: Config(128, 64, 8, 2),
     },
-    KEYS: {
+    DKDV: {
         16: Config(64, 128, 8, 3),
         32: Config(64, 128, 8, 3),
         64: Config(64, 128, 8, 1),
         128: Config(64, 128, 8, 3),
         256: Config(32, 64, 4, 2),
     },
-    QUERIES: {
+    DQ: {
         16: Config(128, 64, 8, 3),
         32: Config(128, 64, 8, 3),
         64: Config(128, 64, 8, 3),
@@ -116,21 +116,21 @@ _BLACKWELL: dict[str, dict[int, Config]] = {
 
 # 16-bit dtypes on Ampere, Ada and consumer Blackwell: 99 KiB is what all of them have.
 _SMALL: dict[str, dict[int, Config]] = {
-    FORWARD: {
+    FWD: {
         16: Config(128, 64, 4, 3),
         32: Config(128, 64, 4, 3),
         64: Config(128, 64, 8, 2),
         128: Config(128, 64, 8, 3),
         256: Config(64, 32, 4, 2),
     },
-    KEYS: {
+    DKDV: {
         16: Config(64, 128, 8, 3),
         32: Config(64, 128, 8, 3),
         64: Config(64, 128, 8, 3),
         128: Config(32, 64, 4, 1),
         256: Config(32, 32, 8, 1),
     },
-    QUERIES: {
+    DQ: {
         16: Config(128, 64, 8, 3),
         32: Config(128, 64, 8, 2),
         64: Config(128, 64, 8, 3),
@@ -141,21 +141,21 @@ _SMALL: dict[str, dict[int, Config]] = {
 
 # float32: twice the memory and, in IEEE precision, no tensor core; operands live in registers. 99 KiB here too.
 _WIDE: dict[str, dict[int, Config]] = {
-    FORWARD: {
+    FWD: {
         16: Config(64, 32, 4, 2),
         32: Config(64, 32, 4, 2),
         64: Config(64, 32, 8, 2),
         128: Config(32, 16, 8, 1),
         256: Config(32, 16, 8, 1),
     },
-    KEYS: {
+    DKDV: {
         16: Config(32, 64, 4, 2),
         32: Config(32, 64, 8, 1),
         64: Config(32, 32, 8, 1),
         128: Config(16, 32, 8, 1),
         256: Config(16, 16, 8, 1),
     },
-    QUERIES: {
+    DQ: {
         16: Config(64, 32, 4, 2),
         32: Config(64, 32, 4, 2),
         64: Config(32, 32, 4, 1),
@@ -166,21 +166,21 @@ _WIDE: dict[str, dict[int, Config]] = {
 
 # 16-bit dtypes on AMD's GPUs (64 KiB): no compiler for them was asked, so these are merely modest.
 _OTHER: dict[str, dict[int, Config]] = {
-    FORWARD: {
+    FWD: {
         16: Config(128, 64, 4, 2),
         32: Config(128, 64, 4, 2),
         64: Config(128, 64, 4, 2),
         128: Config(128, 32, 4, 1),
         256: Config(64, 32, 4, 1),
     },
-    KEYS: {
+    DKDV: {
         16: Config(64, 64, 4, 1),
         32: Config(64, 64, 4, 1),
         64: Config(64, 64, 4, 1),
         128: Config(32, 64, 4, 1),
         256: Config(16, 32, 4, 1),
     },
-    QUERIES: {
+    DQ: {
         16: Config(64, 64, 4, 1),
         32: Config(64, 64, 4, 1),
         64: Config(64, 64, 4, 1),
@@ -191,47 +191,47 @@ _OTHER: dict[str, dict[int, Config]] = {
 
 # dQ added atomically by the kernel of the keys: two products of seven saved, the order of addition lost. By
 # architecture, from how many queries on that is done; whether it is faster was not measured on any, so no one has it by
-# default. On Hopper it is the kernel in Gluon that does it, where that is in SPECIALISED and serves.
-ADD_QUERY_FROM: Mapping[int, int] = MappingProxyType({})
+# default. On Hopper it is the kernel in Gluon that does it, where that is in WARP_SPECIALIZED and serves.
+ATOMIC_DQ_MIN_QUERIES: Mapping[int, int] = MappingProxyType({})
 
 # Plain calls that were made before launch their compiled kernels directly (repeats.py), not through Triton, which binds
 # and specialises every argument again (some 30 µs of the CPU's time). Each kept launch is compared with Triton's once.
-RELAUNCH = True
+DIRECT_LAUNCH = True
 
 # A configuration that does not fit the device is replaced by a smaller one (fitting.py); False: it raises.
-STEPS_DOWN = True
+SHRINK_TILES = True
 
 
-# The specialised kernels (docs/speed.md), by head size; FUSED serves from ADD_QUERY_FROM on. They were compiled and
-# simulated, never run. Those named in SPECIALISED are used where they serve: none, until ``benchmarks/gpu.sh`` has
-# shown it to be right and faster.
-HOPPER: dict[str, dict[int, HopperConfig]] = {
-    FORWARD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, ahead=False)},
-    KEYS: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
-    QUERIES: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
+# The specialised kernels (docs/speed.md), by head size; FUSED serves from ATOMIC_DQ_MIN_QUERIES on. They were compiled
+# and simulated, never run. Those named in WARP_SPECIALIZED are used where they serve: none, until ``benchmarks/gpu.sh``
+# has shown it to be right and faster.
+HOPPER_CONFIGS: dict[str, dict[int, HopperConfig]] = {
+    FWD: {64: HopperConfig(128, 3), 128: HopperConfig(128, 2, prefetch=False)},
+    DKDV: {64: HopperConfig(64, 3), 128: HopperConfig(64, 2)},
+    DQ: {64: HopperConfig(128, 2), 128: HopperConfig(64, 2)},
     FUSED: {64: HopperConfig(64, 3), 128: HopperConfig(64, 3)},
 }
-SPECIALISED: frozenset[str] = frozenset()
+WARP_SPECIALIZED: frozenset[str] = frozenset()
 
 
-def padded(width: int) -> int:
+def padded_head_dim(width: int) -> int:
     """The size that a head of this width takes in a kernel: a power of two, at least what a product needs."""
     return max(16, 1 << (width - 1).bit_length())
 
 
-def table(architecture: int, itemsize: int) -> dict[str, dict[int, Config]]:
+def config_table(architecture: int, itemsize: int) -> dict[str, dict[int, Config]]:
     """The table for a compute capability (90 for sm_90; 0 for what is not NVIDIA's)."""
     if itemsize == 4:
         return _WIDE
     return {90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL, 0: _OTHER}.get(architecture, _SMALL)
 
 
-def configuration(kernel: str, architecture: int, width: int, itemsize: int) -> Config:
+def kernel_config(kernel: str, architecture: int, width: int, itemsize: int) -> Config:
     """The tile shapes for a kernel whose wider head (of D and Dv) has this width."""
-    return table(architecture, itemsize)[kernel][padded(width)]
+    return config_table(architecture, itemsize)[kernel][padded_head_dim(width)]
 
 
-def adds_query(config: Config, architecture: int) -> bool:
+def supports_atomic_dq(config: Config, architecture: int) -> bool:
     """Return True if the kernel of the keys may add dQ: on Hopper its tile of dQ has to be one for wgmma, too.
 
     With fewer than 64 queries that product moves its operands through registers: at D = 128 the kernel takes 37 to 44
@@ -240,22 +240,22 @@ def adds_query(config: Config, architecture: int) -> bool:
     return architecture != 90 or config.block_m >= 64
 
 
-def decoding(width: int, itemsize: int, rows: int) -> Config:
+def decode_config(width: int, itemsize: int, rows: int) -> Config:
     """The tile shape of the decoding kernel, for heads of a width and so many rows (queries of a group of heads).
 
     What binds is reading the cache, so tiles are as short as a product allows and deep in flight.
     """
     most = 64 if itemsize < 4 else 16  # without tensor cores 64 rows of 256 spilled 5,825 registers in the loop
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
-    keys = 64 if padded(width) * itemsize <= 256 else 32
-    return Config(block_m, keys if itemsize < 4 or padded(width) <= 64 else 16, 4, 3 if itemsize < 4 else 2)
+    keys = 64 if padded_head_dim(width) * itemsize <= 256 else 32
+    return Config(block_m, keys if itemsize < 4 or padded_head_dim(width) <= 64 else 16, 4, 3 if itemsize < 4 else 2)
 
 
 # Tile shapes to measure on a Hopper GPU, with the paired form of σ: (block_m, block_n, warps, stages, tma). They were
 # chosen by what the compiler makes of them (``sigattn bench static``): asynchronous products, no spills in plain calls
 # (all shapes of FUSED at 128 spill), and either several programs on a multiprocessor or few instructions per score.
 _CANDIDATES: dict[str, dict[int, list[tuple[int, int, int, int, bool]]]] = {
-    FORWARD: {
+    FWD: {
         64: [
             (128, 64, 8, 3, False),
             (128, 64, 4, 2, True),
@@ -285,7 +285,7 @@ _CANDIDATES: dict[str, dict[int, list[tuple[int, int, int, int, bool]]]] = {
             (128, 32, 8, 2, False),
         ],
     },
-    KEYS: {
+    DKDV: {
         64: [
             (64, 64, 4, 3, False),
             (64, 64, 4, 2, True),
@@ -305,7 +305,7 @@ _CANDIDATES: dict[str, dict[int, list[tuple[int, int, int, int, bool]]]] = {
         ],
         256: [(32, 128, 8, 2, False), (32, 128, 8, 2, True), (64, 128, 8, 1, True), (32, 128, 8, 1, True)],
     },
-    QUERIES: {
+    DQ: {
         64: [
             (128, 64, 8, 3, False),
             (128, 64, 8, 2, True),
@@ -324,7 +324,7 @@ _CANDIDATES: dict[str, dict[int, list[tuple[int, int, int, int, bool]]]] = {
         ],
         256: [(128, 32, 8, 2, False), (128, 32, 8, 2, True), (64, 32, 4, 2, True)],
     },
-    FUSED: {  # with fewer than 64 queries dQ is no product for wgmma (adds_query)
+    FUSED: {  # with fewer than 64 queries dQ is no product for wgmma (supports_atomic_dq)
         64: [(64, 64, 4, 2, True), (64, 64, 4, 3, False), (64, 128, 8, 2, True), (64, 128, 8, 3, False)],
         128: [(64, 128, 8, 2, True), (64, 64, 4, 2, True)],
         256: [],
@@ -334,27 +334,27 @@ _CANDIDATES: dict[str, dict[int, list[tuple[int, int, int, int, bool]]]] = {
 
 def candidates(kernel: str, width: int) -> list[Config]:
     """Return the tile shapes that are worth measuring on a Hopper GPU, the most promising ones first."""
-    size = max(64, padded(width))
-    apart = kernel == KEYS and size == 256
+    size = max(64, padded_head_dim(width))
+    split_dkdv = kernel == DKDV and size == 256
     found = [
-        Config(m, n, warps, stages, "paired", tma, apart) for m, n, warps, stages, tma in _CANDIDATES[kernel][size]
+        Config(m, n, warps, stages, "paired", tma, split_dkdv) for m, n, warps, stages, tma in _CANDIDATES[kernel][size]
     ]
     return found + [config._replace(sigmoid="accurate") for config in found[:1]]
 
 
 def hopper_candidates(kernel: str, width: int) -> list[HopperConfig]:
     """What is worth measuring of the specialised kernels; none for heads that they do not serve."""
-    if width not in HOPPER[kernel]:
+    if width not in HOPPER_CONFIGS[kernel]:
         return []
-    if kernel == FORWARD:
-        own = HOPPER[kernel][width]
+    if kernel == FWD:
+        own = HOPPER_CONFIGS[kernel][width]
         found = [HopperConfig(block, stages, a) for a in (True, False) for block in (64, 128) for stages in (2, 3)]
         found += [own._replace(persistent=False), own._replace(sigmoid="accurate")]
     else:
         found = [
             HopperConfig(block, stages) for block in ((64,) if kernel == FUSED else (64, 128)) for stages in (2, 3)
         ]
-        own = HOPPER[kernel][width]
+        own = HOPPER_CONFIGS[kernel][width]
         found += [own._replace(persistent=False), own._replace(sigmoid="accurate")]
     return [config for config in found if _fits(kernel, width, config)]
 
@@ -366,6 +366,6 @@ def _fits(kernel: str, width: int, config: HopperConfig) -> bool:
     gradients = 2 * 128 * config.block if kernel == FUSED else 0
     if 2 * ((own + walked) * width + gradients) > 226 * 1024:
         return False
-    if kernel == FORWARD:
-        return config.block == 64 or not (config.ahead and width > 64)
-    return config.block * width <= (4096 if kernel == KEYS and width == 64 else 8192)
+    if kernel == FWD:
+        return config.block == 64 or not (config.prefetch and width > 64)
+    return config.block * width <= (4096 if kernel == DKDV and width == 64 else 8192)

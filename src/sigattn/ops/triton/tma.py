@@ -24,7 +24,7 @@ def is_far(t: Tensor) -> bool:
     return t.stride(-1) != 1 or any(steps) or t.data_ptr() % 16 != 0 or min(t.stride()) < 1 or not t.numel()
 
 
-def of_tiles(arguments: dict[str, Any]) -> dict[str, Any] | None:
+def describe(arguments: dict[str, Any]) -> dict[str, Any] | None:
     """The tensors that a portable kernel loads tiles of, as descriptors; None if it must use their addresses.
 
     Of packed sequences and key lengths a descriptor does not know the ends.

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem
 from sigattn.ops.triton import fitting, launch_cache, tuning
-from sigattn.ops.triton.forward import forward_kernel
+from sigattn.ops.triton.forward import fwd_kernel
 
 LOG2E = math.log2(math.e)
 _LONGEST_TILE = 256  # rows
-INTERPRETED = not hasattr(forward_kernel, "cache_key")  # TRITON_INTERPRET=1: kernels run as Python, on a CPU
+INTERPRETED = not hasattr(fwd_kernel, "cache_key")  # TRITON_INTERPRET=1: kernels run as Python, on a CPU
 
 
 @dataclass
@@ -52,13 +52,13 @@ class Launch:
     problem: Problem | VarlenProblem
     shape: Shape
     arguments: dict[str, Any] = field(default_factory=dict)
-    starts: list[launch_cache.Start] = field(default_factory=list)
+    launches: list[launch_cache.Launched] = field(default_factory=list)
 
     def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options."""
         a, itemsize = self.arguments, self.problem.query.element_size()
         own = architecture(self.problem.query.device)
-        config = tuning.configuration(kernel, own, max(self.shape.d, self.shape.dv), itemsize)
+        config = tuning.kernel_config(kernel, own, max(self.shape.d, self.shape.dv), itemsize)
         if a["MASK"] != "none" or a["SLOPES"] or a["BLOCKS"] or a["SOFTCAP"] or a["DROPOUT"]:
             for _ in range(1 + mask_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
@@ -77,9 +77,9 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def arguments_of(problem: Problem | VarlenProblem) -> Launch:
+def prepare(problem: Problem | VarlenProblem) -> Launch:
     """Everything but the outputs and the tile shapes."""
-    query, key, value = (within_reach(t) for t in (problem.query, problem.key, problem.value))
+    query, key, value = (limit_strides(t) for t in (problem.query, problem.key, problem.value))
     p = problem._replace(query=query, key=key, value=value)
     packed = isinstance(p, VarlenProblem)
     if isinstance(p, VarlenProblem):
@@ -105,11 +105,11 @@ def arguments_of(problem: Problem | VarlenProblem) -> Launch:
         "seed": p.seed if p.seed is not None else p.query,
         "threshold": round(p.dropout_p * (1 << 32)) - (1 << 31) if dropout else 0,
         **scales(p),
-        "out_scale": single(p.keep_scale),
+        "out_scale": to_float32(p.keep_scale),
         "D": d,
         "DV": dv,
-        "BLOCK_D": tuning.padded(d),
-        "BLOCK_DV": tuning.padded(dv),
+        "BLOCK_D": tuning.padded_head_dim(d),
+        "BLOCK_DV": tuning.padded_head_dim(dv),
         "HAS_LEFT": p.left != UNLIMITED,
         "HAS_RIGHT": p.right != UNLIMITED,
         "DROPOUT": dropout,
@@ -125,7 +125,7 @@ def arguments_of(problem: Problem | VarlenProblem) -> Launch:
             "starts_k": p.cu_seqlens_k,
             "key_lengths": p.query,
             "LENGTHS": False,
-            "first_row": 0,
+            "query_offset": 0,
             "BOTTOM_RIGHT": True,
         }
     else:
@@ -135,13 +135,13 @@ def arguments_of(problem: Problem | VarlenProblem) -> Launch:
             "starts_k": p.query,
             "key_lengths": p.query if lengths is None else lengths.to(p.query.device),
             "LENGTHS": lengths is not None,
-            "first_row": p.query_offset,
+            "query_offset": p.query_offset,
             "BOTTOM_RIGHT": False,
         }
     return Launch(p, shape, arguments)
 
 
-def within_reach(t: Tensor) -> Tensor:
+def limit_strides(t: Tensor) -> Tensor:
     """Return the tensor, or a dense copy if neighbouring rows or columns are so far apart that a tile would span 2^31.
 
     The copy keeps the order of strides if that suffices, as the fakes expect of gradients.
@@ -226,7 +226,7 @@ def _bias(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
         shift_pointer = (most.float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15)
     return {
         "bias": tensor,
-        "bias_value": single(-number * LOG2E),
+        "bias_value": to_float32(-number * LOG2E),
         "BIAS": kind,
         **named("bias", "bhn", strides),
         "shift_pointer": shift_pointer,
@@ -277,11 +277,15 @@ def scales(p: Any) -> dict[str, Any]:
     Without: z = z_scale · Q Kᵀ + …; with: z = z_scale · tanh(cap_scale · Q Kᵀ) + ….
     """
     if not p.softcap:
-        return {"z_scale": single(-p.scale_value * LOG2E), "cap_scale": 0.0, "SOFTCAP": False}
-    return {"z_scale": single(-p.softcap * LOG2E), "cap_scale": single(p.scale_value / p.softcap), "SOFTCAP": True}
+        return {"z_scale": to_float32(-p.scale_value * LOG2E), "cap_scale": 0.0, "SOFTCAP": False}
+    return {
+        "z_scale": to_float32(-p.softcap * LOG2E),
+        "cap_scale": to_float32(p.scale_value / p.softcap),
+        "SOFTCAP": True,
+    }
 
 
-def single(x: float) -> float:
+def to_float32(x: float) -> float:
     """A number as float32 has it, which is how kernels take it; what is less than normal there is 0."""
     x = ctypes.c_float(x).value
     return 0.0 if abs(x) < torch.finfo(torch.float32).smallest_normal else x
