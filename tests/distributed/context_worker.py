@@ -19,10 +19,10 @@ from sigattn.distributed.context_parallel import (
     ContextParallelShard,
     context_parallel,
     context_parallel_attention,
-    traffic,
 )
-from sigattn.distributed.placement import SequenceSharding
+from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.distributed.sharded_cache import sharded_cache_attention
+from sigattn.distributed.strategies import predicted_traffic
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.ops import kvcache
@@ -57,7 +57,7 @@ def check(mesh, case, strategy):
         return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
 
     causal = case.get("is_causal", False)
-    placement = SequenceSharding(n, ranks, case.get("balanced", causal))
+    sharding = SequenceSharding(n, ranks, case.get("balanced", causal))
     q, k, v, grad = randn(2, hq, n, 8), randn(2, hkv, n, 8), randn(2, hkv, n, 6), randn(2, hq, n, 6)
     bias = case.get("bias")
     per_query = bias == "query"
@@ -69,11 +69,11 @@ def check(mesh, case, strategy):
     options["key_lengths"] = torch.tensor([n, n // 2]) if case.get("lengths") else None
 
     def leaves(shard):
-        given = [placement.shard(t, rank, 2) if shard else t for t in (q, k, v)]
+        given = [sharding.shard(t, rank, 2) if shard else t for t in (q, k, v)]
         own = [t.clone().requires_grad_() for t in given]
         b = bias
         if isinstance(b, torch.Tensor):
-            b = (placement.shard(b, rank, 2) if shard and per_query else b).clone().requires_grad_()
+            b = (sharding.shard(b, rank, 2) if shard and per_query else b).clone().requires_grad_()
         return own, b, None if slopes is None else slopes.clone().requires_grad_()
 
     (wq, wk, wv), whole_bias, whole_slopes = leaves(False)
@@ -81,13 +81,13 @@ def check(mesh, case, strategy):
     whole = sigmoid_attention(*wide[:3], bias=wide[3], alibi_slopes=wide[4], backend="reference", **options)
     whole.backward(grad.double())
     (lq, lk, lv), own_bias, own_slopes = leaves(True)
-    with collectives.counting() as forward:
+    with collectives.count_traffic() as forward:
         out = context_parallel_attention(
             lq, lk, lv, mesh=mesh, bias=own_bias, alibi_slopes=own_slopes, length=n, strategy=strategy,
             balanced=case.get("balanced"), **options,
         )  # fmt: skip
-    with collectives.counting() as backward:
-        out.backward(placement.shard(grad, rank, 2))
+    with collectives.count_traffic() as backward:
+        out.backward(sharding.shard(grad, rank, 2))
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2}[dtype]
 
     def same(ours, theirs, what):
@@ -96,21 +96,21 @@ def check(mesh, case, strategy):
             ours.double(), theirs.double(), rtol=tolerance, atol=tolerance * 3, msg=lambda m: f"{what} {case}: {m}"
         )
 
-    same(out, placement.shard(whole.detach(), rank, 2), "output")
+    same(out, sharding.shard(whole.detach(), rank, 2), "output")
     for name, ours, theirs in (("query", lq, wq), ("key", lk, wk), ("value", lv, wv)):
-        same(ours.grad, placement.shard(theirs.grad, rank, 2), name)
+        same(ours.grad, sharding.shard(theirs.grad, rank, 2), name)
     for name, ours, theirs in (("bias", own_bias, whole_bias), ("slopes", own_slopes, whole_slopes)):
         if isinstance(ours, torch.Tensor):
             total = ours.grad.double()
             if per_query and name == "bias":
-                same(ours.grad, placement.shard(theirs.grad, rank, 2), name)
+                same(ours.grad, sharding.shard(theirs.grad, rank, 2), name)
                 continue
             dist.all_reduce(total)
             same(total.to(dtype), theirs.grad, name)
     elements = (2 * hq * 8, 2 * hkv * 14, 2 * hq * 6)
-    expected = traffic(strategy, placement, rank, elements, q.element_size())
+    expected = predicted_traffic(strategy, sharding, rank, elements, q.element_size())
     assert (forward.bytes, backward.bytes) == expected, (strategy, case, forward, backward, expected)
-    assert torch.equal(placement.unshard(placement.shard(q, rank, 2), mesh.get_group(), 2), q)
+    assert torch.equal(sharding.unshard(sharding.shard(q, rank, 2), mesh.get_group(), 2), q)
 
 
 def attention(mesh):
@@ -144,9 +144,9 @@ def models(mesh):
             expected = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
             share = ContextParallelShard(mesh, SequenceSharding(29, mesh.size(), balanced=True), strategy)
             with context_parallel(model, share), model.watching():
-                part = model(share.part(tokens))
+                part = model(share.shard(tokens))
                 gradients = torch.autograd.grad(part.square().sum(), list(model.parameters()))
-            torch.testing.assert_close(part, share.part(whole), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(part, share.shard(whole), rtol=1e-5, atol=1e-6)
             for (name, _), ours, theirs in zip(model.named_parameters(), gradients, expected, strict=True):
                 total = ours.clone()
                 dist.all_reduce(total)
@@ -156,7 +156,7 @@ def models(mesh):
         context_parallel(model, share),
         pytest.raises(ValueError, match="context parallelism needs sigmoid self-attention"),
     ):
-        model(share.part(tokens), cache=model.new_cache())
+        model(share.shard(tokens), cache=model.new_cache())
 
 
 def cache(mesh):
@@ -180,7 +180,7 @@ def cache(mesh):
                 q, k, v = torch.randn(2, new, 4, 8, dtype=dtype), *torch.randn(2, 2, new, 2, 8, dtype=dtype).unbind()
                 more = {"causal": True, "sigmoid_bias": -1.5, "cache_seqlens": lengths, **options}
                 whole = flash_attn_with_kvcache(q, *alone, k, v, **more)
-                with collectives.counting() as sent:
+                with collectives.count_traffic() as sent:
                     shared_out = sharded_cache_attention(q, *mine, k, v, mesh=mesh, backend=backend, **more)
                 torch.testing.assert_close(shared_out, whole, rtol=1e-4, atol=1e-5)
                 assert sent.messages == 1

@@ -18,7 +18,7 @@ from sigattn.cli.runs import language_model, read_run, write_run
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
 from sigattn.data.tokens import END
-from sigattn.distributed.sharding import init_process_mesh, shutdown
+from sigattn.distributed.process_mesh import init_process_mesh, shutdown
 from sigattn.experiments import datasets
 from sigattn.models import saving
 from sigattn.models.vision import VisionTransformer

@@ -1,10 +1,11 @@
-"""Point-to-point collectives for tensors whose shapes differ between processes, with a count of the bytes sent."""
+"""Collectives for tensors whose shapes differ between processes, with a count of the bytes sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ _counting: list[Traffic] = []
 
 
 @contextmanager
-def counting() -> Iterator[Traffic]:
+def count_traffic() -> Iterator[Traffic]:
     """Count the tensors that this process sends through this module within the context."""
     traffic = Traffic()
     _counting.append(traffic)
@@ -38,32 +39,39 @@ def counting() -> Iterator[Traffic]:
         _counting.remove(traffic)
 
 
-def count(t: Tensor, times: int = 1) -> None:
-    """Add a tensor that is sent ``times`` times to the active counts."""
+def record_sent(t: Tensor) -> None:
+    """Add a sent tensor to the active counts."""
     for traffic in _counting:
-        traffic.bytes += times * t.numel() * t.element_size()
-        traffic.messages += times
+        traffic.bytes += t.numel() * t.element_size()
+        traffic.messages += 1
+
+
+def _start(
+    sent: Iterable[tuple[int, Tensor]], received: Iterable[tuple[int, Tensor]], group: ProcessGroup
+) -> list[dist.Work]:
+    """Start sending and receiving contiguous tensors, each with the rank within the group of the other process."""
+    ranks, operations = dist.get_process_group_ranks(group), []
+    for rank, t in sent:
+        record_sent(t)
+        operations += [dist.P2POp(dist.isend, t, ranks[rank], group)] if t.numel() else []
+    operations += [dist.P2POp(dist.irecv, t, ranks[rank], group) for rank, t in received if t.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 class Transfer:
     """Asynchronous transfer of tensors to one process and from another.
 
     Args:
-        sent: tensors to send to ``to``. received: output tensors for those of ``source``, of the same shapes as those.
-        to, source: ranks within the group.
+        sent: tensors to send to ``dst``. received: output tensors for those of ``src``, of the same shapes as those.
+        dst, src: ranks within the group.
     """
 
     def __init__(
-        self, sent: Sequence[Tensor], received: Sequence[Tensor], to: int, source: int, group: ProcessGroup
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], dst: int, src: int, group: ProcessGroup
     ) -> None:
         self.received = received
         self._sent = [t.contiguous() for t in sent]  # an attribute, so that the memory is kept during the transfer
-        ranks = dist.get_process_group_ranks(group)
-        operations = [dist.P2POp(dist.isend, t, ranks[to], group) for t in self._sent if t.numel()]
-        operations += [dist.P2POp(dist.irecv, t, ranks[source], group) for t in received if t.numel()]
-        for t in self._sent:
-            count(t)
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._works = _start([(dst, t) for t in self._sent], [(src, t) for t in received], group)
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for the transfer and return the received tensors.
@@ -76,36 +84,58 @@ class Transfer:
         return self.received
 
 
-def gather(own: Tensor, shapes: Sequence[Sequence[int]], group: ProcessGroup) -> list[Tensor]:
-    """Return every process's tensor, by rank, without a copy of the own one. The shapes may differ between ranks."""
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    own = own.contiguous()
-    parts = [own if r == rank else own.new_empty(tuple(shapes[r])) for r in range(len(ranks))]
-    operations = []
-    for r, other in enumerate(ranks):
-        if r != rank:
-            operations += [dist.P2POp(dist.isend, own, other, group)] if own.numel() else []
-            operations += [dist.P2POp(dist.irecv, parts[r], other, group)] if parts[r].numel() else []
-            count(own)
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+def _all_to_all(sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Send ``sent[r]`` to and receive ``received[r]`` from every other process r."""
+    others = [r for r in range(len(sent)) if r != dist.get_rank(group)]
+    for work in _start([(r, sent[r]) for r in others], [(r, received[r]) for r in others], group):
         work.wait()
+
+
+def all_gather(local: Tensor, shapes: Sequence[Sequence[int]], group: ProcessGroup) -> list[Tensor]:
+    """Return every process's tensor, by rank, without a copy of the local one. The shapes may differ between ranks."""
+    rank, local = dist.get_rank(group), local.contiguous()
+    parts = [local if r == rank else local.new_empty(tuple(shape)) for r, shape in enumerate(shapes)]
+    _all_to_all([local] * len(shapes), parts, group)
     return parts
 
 
 def reduce_scatter(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     """Return the sum over all processes of ``parts[rank]``, added in the order of ranks, so that it repeats bitwise."""
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    sent = [p.contiguous() for p in parts]
-    received = [sent[rank] if r == rank else torch.empty_like(sent[rank]) for r in range(len(ranks))]
-    operations = []
-    for r, other in enumerate(ranks):
-        if r != rank:
-            operations += [dist.P2POp(dist.isend, sent[r], other, group)] if sent[r].numel() else []
-            operations += [dist.P2POp(dist.irecv, received[r], other, group)] if received[r].numel() else []
-            count(sent[r])
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    rank, sent = dist.get_rank(group), [p.contiguous() for p in parts]
+    received = [sent[rank] if r == rank else torch.empty_like(sent[rank]) for r in range(len(parts))]
+    _all_to_all(sent, received, group)
     total = received[0].clone()
     for part in received[1:]:
         total += part
     return total
+
+
+def all_gather_rows(rows: Tensor) -> tuple[Tensor, int]:
+    """Return the rows of all processes in order, and the index of this process's first row.
+
+    Processes may hold different numbers of rows. Differentiable: the gradient of a process's rows is summed over all
+    processes. Without a process group, the rows are returned as they are.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return rows, 0
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    sizes = [int(c) for c in counts]
+    return _AllGatherRows.apply(rows, sizes), sum(sizes[: dist.get_rank()])
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int]) -> Tensor:
+        ctx.sizes = sizes
+        return torch.cat(all_gather(rows, [(n, *rows.shape[1:]) for n in sizes], _world()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad.split(ctx.sizes), _world()), None
+
+
+def _world() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group

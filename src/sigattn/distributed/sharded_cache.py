@@ -92,7 +92,7 @@ def sharded_cache_attention(
         softcap=softcap,
     )
     out = kvcache.call(problem, kvcache.choose(problem, backend)).to(torch.promote_types(q.dtype, torch.float32))
-    collectives.count(out)
+    collectives.record_sent(out)
     dist.all_reduce(out, group=mesh.get_group())
     return out.to(q.dtype)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
-from sigattn.distributed.gather import gather
+from sigattn.distributed.collectives import all_gather_rows
 from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
 from sigattn.tasks.projector import projector
 from sigattn.tasks.task import Task
@@ -66,7 +66,7 @@ class SimCLR(Task):
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean InfoNCE of both views."""
-        logits, targets = self._similarities(module, batch, gather)
+        logits, targets = self._similarities(module, batch, all_gather_rows)
         return F.cross_entropy(logits, targets)
 
     def _similarities(

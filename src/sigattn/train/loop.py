@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from sigattn.data.dataset import Batch, Data
 from sigattn.distributed import sharding
 from sigattn.distributed.context_parallel import ContextParallelShard, context_parallel
-from sigattn.distributed.placement import SequenceSharding
-from sigattn.distributed.sharding import ProcessMesh
+from sigattn.distributed.process_mesh import ProcessMesh, init_process_mesh
+from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.transformer import Transformer, watching
@@ -112,7 +112,7 @@ def train(
             is False.
         MissingPackageError: if ``wandb`` is set and the package is not installed.
     """
-    processes = sharding.init_process_mesh()
+    processes = init_process_mesh()
     with _locked_by_first(folder, processes):
         if not resume:
             checkpoint.refuse_second_run(folder)
@@ -159,7 +159,7 @@ def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folde
         CheckpointError: if there is neither, or the checkpoint does not fit.
         ModelError: if the model in the folder has another configuration.
     """
-    run = _Run.start(task, model, replace(config, compile=False), data, sharding.init_process_mesh())
+    run = _Run.start(task, model, replace(config, compile=False), data, init_process_mesh())
     inner = sharding.unwrap(run.module)
     if task.backbone(inner) is inner and (folder / "model").is_dir():
         kept = saving.load(folder / "model")
@@ -336,8 +336,8 @@ class _Run:
         """
         share = self._share(batch)
         if share is not None:
-            part = share.placement.size(share.mesh.get_local_rank()) / share.length
-            batch = tuple(share.part(t) for t in batch)
+            part = share.sharding.size(share.mesh.get_local_rank()) / share.length
+            batch = tuple(share.shard(t) for t in batch)
         else:
             part = 1.0
         own = torch.tensor(float(len(batch[0])), device=self.processes.device)

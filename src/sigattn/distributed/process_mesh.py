@@ -1,0 +1,152 @@
+"""Processes of a run that torchrun started, and reductions over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sigattn.ops.statistics import AttentionStatistics
+from sigattn.validation import SettingsError
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """Processes of a run, and the rank of this one.
+
+    Attributes:
+        rank, world_size: this process's rank, and the number of all processes. device: this process's device.
+        mesh: mesh (data, tensor) of all processes; None for a single process. Processes along "data" see different
+            samples, or different parts of the same ones.
+        dp_rank, dp_size: rank and number of the processes, or groups of processes, that see different samples.
+        tp_size: number of processes that share each layer (tensor parallelism).
+        cp_mesh: mesh of the processes that share each sequence (context parallelism); None without.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    mesh: DeviceMesh | None = None
+    dp_rank: int = 0
+    dp_size: int = 1
+    tp_size: int = 1
+    cp_mesh: DeviceMesh | None = None
+
+    @property
+    def is_main_process(self) -> bool:
+        """True for the main process, which writes logs and checkpoints."""
+        return self.rank == 0
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Rank and number of the parts of the data."""
+        return self.dp_rank, self.dp_size
+
+    @property
+    def cp_size(self) -> int:
+        """Number of processes that share each sequence."""
+        return 1 if self.cp_mesh is None else self.cp_mesh.size()
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of processes whose gradients are averaged: those with different samples or parts of samples."""
+        return self.dp_size * self.cp_size
+
+    def with_mesh(self, tensor_parallel: int, context_parallel: int = 1) -> ProcessMesh:
+        """Return the processes with meshes for tensor and context parallelism.
+
+        Args:
+            tensor_parallel: number of processes that share each layer.
+            context_parallel: number of processes that share each sequence.
+
+        Raises:
+            SettingsError: a ValueError, if their product does not divide the number of processes.
+        """
+        if self.world_size % (tensor_parallel * context_parallel):
+            both = f" and context_parallel={context_parallel} do" if context_parallel > 1 else " does"
+            raise SettingsError(f"tensor_parallel={tensor_parallel}{both} not divide the {self.world_size} processes")
+        if self.world_size == 1:
+            return self
+        data, kind = self.world_size // (tensor_parallel * context_parallel), self.device.type
+        mesh = init_device_mesh(kind, (data * context_parallel, tensor_parallel), mesh_dim_names=("data", "tensor"))
+        shared = None
+        if context_parallel > 1:
+            shared = init_device_mesh(
+                kind, (data, context_parallel, tensor_parallel), mesh_dim_names=("batch", "context", "tensor")
+            )
+        return replace(
+            self,
+            mesh=mesh,
+            dp_rank=mesh.get_local_rank("data") // context_parallel,
+            dp_size=data,
+            tp_size=tensor_parallel,
+            cp_mesh=None if shared is None else shared["context"],
+        )
+
+    def reduce_sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes with different samples or parts of samples."""
+        if self.num_replicas > 1 and self.mesh is not None:
+            value = value.clone()
+            dist.all_reduce(value, group=self.mesh.get_group("data"))
+        return value
+
+    def reduce_norm(self, norm: Tensor) -> Tensor:
+        """Return norms over all heads and positions, given those over this process's heads and positions."""
+        if self.tp_size == self.cp_size == 1:
+            return norm
+        square = norm.square()
+        if self.mesh is not None and self.tp_size > 1:
+            dist.all_reduce(square, group=self.mesh.get_group("tensor"))
+        if self.cp_mesh is not None:
+            dist.all_reduce(square, group=self.cp_mesh.get_group())
+        return square.sqrt()
+
+    def reduce_statistics(self, layers: Sequence[AttentionStatistics]) -> dict[str, float]:
+        """Return means of row mass and sparsity over layers, heads, samples and processes, and the largest logit."""
+        means = [
+            torch.stack([getattr(s, n).float().mean() for s in layers]) for n in ("row_mass_mean", "hoyer_sparsity")
+        ]
+        mean = torch.stack(means).mean(1)  # (2,)
+        largest = torch.stack([s.max_logit.float().max() for s in layers]).max()
+        if self.world_size > 1:
+            dist.all_reduce(mean)
+            mean /= self.world_size
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return {"row_mass": mean[0].item(), "hoyer_sparsity": mean[1].item(), "max_logit": largest.item()}
+
+    def reduce_max(self, value: int) -> int:
+        """Return the largest value of all processes."""
+        if self.world_size == 1:
+            return value
+        maximum = torch.tensor(float(value), device=self.device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX)
+        return int(maximum.item())
+
+    def barrier(self) -> None:
+        """Wait for all processes (barrier)."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def init_process_mesh() -> ProcessMesh:
+    """Return the processes that torchrun started, or this process alone; initialise the process group if needed."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return ProcessMesh(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return ProcessMesh(dist.get_rank(), dist.get_world_size(), device)
+
+
+def shutdown() -> None:
+    """Destroy the process group, if it is initialised."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

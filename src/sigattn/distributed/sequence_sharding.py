@@ -1,0 +1,107 @@
+"""Distribution of a sequence's positions over processes, for context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+
+from sigattn.distributed import collectives
+
+
+class SequenceSharding(NamedTuple):
+    """Distribution of a sequence's positions over processes.
+
+    Attributes:
+        length: length of the whole sequence. ranks: number of processes that share it.
+        balanced: True if process r has segments r and 2 · ranks - 1 - r of 2 · ranks, so that all processes have the
+            same work under a causal mask; False if process r has segment r of ranks.
+    """
+
+    length: int
+    ranks: int
+    balanced: bool
+
+    def segments(self, rank: int) -> list[range]:
+        """Return the positions of each segment of a process, in order. Sizes differ by at most one position."""
+        count = 2 * self.ranks if self.balanced else self.ranks
+        indices = (rank, count - 1 - rank) if self.balanced else (rank,)
+        return [range(i * self.length // count, (i + 1) * self.length // count) for i in indices]
+
+    def size(self, rank: int) -> int:
+        """Return the number of positions of a process."""
+        return sum(len(s) for s in self.segments(rank))
+
+    def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return the positions of a process, (n,) int64."""
+        return torch.cat([torch.arange(s.start, s.stop, device=device) for s in self.segments(rank)])
+
+    def shard(self, whole: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """Return the part of a process from a tensor over the whole sequence."""
+        return torch.cat([whole.narrow(dim, s.start, len(s)) for s in self.segments(rank)], dim)
+
+    def visible_pairs(
+        self, query_rank: int, key_rank: int, left: int, right: int
+    ) -> list[tuple[slice, slice, range, range]]:
+        """Return the pairs of query and key segments of two processes that a window does not hide entirely.
+
+        Args:
+            query_rank, key_rank: ranks of the processes that hold the queries and the keys.
+            left, right: query i attends to keys i - left … i + right; -1 is unlimited.
+
+        Returns:
+            For each pair, the slices of the local queries and keys, and their positions in the whole sequence.
+        """
+        pairs = []
+        for rows, q in self._local_segments(query_rank):
+            for columns, k in self._local_segments(key_rank):
+                after = right >= 0 and k.start > q.stop - 1 + right
+                before = left >= 0 and k.stop - 1 < q.start - left
+                if q and k and not after and not before:
+                    pairs.append((rows, columns, q, k))
+        return pairs
+
+    def _local_segments(self, rank: int) -> list[tuple[slice, range]]:
+        segments, start = [], 0
+        for s in self.segments(rank):
+            segments.append((slice(start, start + len(s)), s))
+            start += len(s)
+        return segments
+
+    def unshard(self, part: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
+        """Gather the parts of all processes and return the tensor over the whole sequence, without gradient."""
+        shape = list(part.shape)
+        shapes: list[Sequence[int]] = [[*shape[:dim], self.size(r), *shape[dim + 1 :]] for r in range(self.ranks)]
+        parts = collectives.all_gather(part.detach(), shapes, group)
+        whole = part.new_empty(*shape[:dim], self.length, *shape[dim + 1 :])
+        for r, received in enumerate(parts):
+            for rows, s in self._local_segments(r):
+                whole.narrow(dim, s.start, len(s)).copy_(received.narrow(dim, rows.start, len(s)))
+        return whole
+
+
+def infer_sequence_sharding(local: int, length: int | None, group: ProcessGroup, balanced: bool) -> SequenceSharding:
+    """Return the sharding of sequences over a group, given this process's number of positions.
+
+    Args:
+        local: this process's number of positions.
+        length: length of the whole sequence; None if all processes have the same number of positions.
+        group, balanced: the processes, and ``SequenceSharding.balanced``.
+
+    Raises:
+        ValueError: if the sharding gives this process another number of positions.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    sharding = SequenceSharding(local * ranks if length is None else length, ranks, balanced)
+    if sharding.size(rank) != local:
+        given = f"length={length}" if length is not None else "no length given"
+        raise ValueError(
+            f"of {sharding.length} positions over {ranks} processes, balanced={balanced}, process {rank} has "
+            f"{sharding.size(rank)}, but got {local} ({given}): shard the sequence "
+            "by SequenceSharding.shard and pass length"
+        )
+    return sharding
