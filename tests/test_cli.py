@@ -11,7 +11,7 @@ from sigattn import cli
 from sigattn.tasks.language import LanguageModelling
 
 SMALL = [
-    "--context", "32", "--layers", "1", "--width", "16", "--heads", "2",
+    "--max-seq-len", "32", "--num-layers", "1", "--embed-dim", "16", "--num-heads", "2",
     "--max-steps", "6", "--batch-size", "2", "--validate-every", "3",
 ]  # fmt: skip
 
@@ -33,7 +33,7 @@ def test_demo_writes_its_run_folder(tmp_path, capsys):
     assert "report.html" in said.replace("\n", "")
     assert "softmax" in said
     config = json.loads((folder / "config.json").read_text())
-    assert config["model"]["width"] == 16
+    assert config["model"]["embed_dim"] == 16
     assert config["text"]["source"] == "pydoc_data.topics"
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
         assert (folder / name / "model" / "model.safetensors").exists()
@@ -105,8 +105,8 @@ def test_unwritable_run_folder(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (["--heads", "3"], "width must be a multiple of heads, got width=16, heads=3"),
-        (["--heads", "16"], "head_dim must be even, got 1"),
+        (["--num-heads", "3"], "embed_dim must be a multiple of num_heads, got embed_dim=16, num_heads=3"),
+        (["--num-heads", "16"], "head_dim must be even, got 1"),
         (["--max-steps", "0"], "max_steps must be at least 1, got 0"),
     ],
 )

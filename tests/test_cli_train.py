@@ -29,7 +29,7 @@ def said(capsys, *arguments):
 class TestTrain:
     def test_a_language_model_from_training_to_text(self, tmp_path, capsys):
         run = str(tmp_path / "run")
-        out = said(capsys, "train", "lm-1b-2k", "--tiny", "--folder", run, *QUICK, "--model.context", "32")
+        out = said(capsys, "train", "lm-1b-2k", "--tiny", "--folder", run, *QUICK, "--model.max-seq-len", "32")
         assert "step 6 loss" in out
         assert "spikes: 0 of the gradient norm" in out
         rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
@@ -41,7 +41,7 @@ class TestTrain:
         assert text == said(capsys, "generate", run, "--prompt", "A class ", "--tokens", "50")
         options = ["--tokens", "9", "--prompt", "A "]
         assert len(said(capsys, "generate", run, *options, "--top-k", "5", "--top-p", "0.9")) >= 4
-        assert said(capsys, "generate", run, *options, "--beams", "3").startswith("A ")
+        assert said(capsys, "generate", run, *options, "--num-beams", "3").startswith("A ")
         stopped = said(capsys, "generate", run, *options, "--temperature", "0", "--stop", text[8])
         assert stopped.startswith("A ")
         _, message = failure(["generate", run, "--stop", "two"], capsys)
@@ -59,7 +59,7 @@ class TestTrain:
         assert code == 2
         assert "holds a run already: add --resume" in message
         cli.main([*arguments, "--resume"])
-        code, message = failure([*arguments, "--resume", "--model.width", "32"], capsys)
+        code, message = failure([*arguments, "--resume", "--model.embed-dim", "32"], capsys)
         assert code == 1
         assert "differs in width" in message
 
@@ -99,9 +99,9 @@ class TestTrain:
         text.write_text("the cat sat on the mat, and the dog too. " * 400)
         out = said(capsys, "tokenizer", "--data", str(text), "--save", str(tmp_path / "t.json"), "--vocabulary", "300")
         assert "tokens:" in out
-        options = ["--tokenizer", str(tmp_path / "t.json"), "--data", str(text), "--model.vocabulary", "320"]
+        options = ["--tokenizer", str(tmp_path / "t.json"), "--data", str(text), "--model.vocab-size", "320"]
         run = str(tmp_path / "run")
-        cli.main(["train", "lm-kappa-1", "--tiny", "--folder", run, *QUICK, *options, "--model.context", "16"])
+        cli.main(["train", "lm-kappa-1", "--tiny", "--folder", run, *QUICK, *options, "--model.max-seq-len", "16"])
         capsys.readouterr()
         assert said(capsys, "generate", run, "--prompt", "the cat", "--tokens", "5").startswith("the cat")
         code, message = failure(["pack", "--data", str(text), "--tokenizer", "x", "--save", "y"], capsys)
@@ -116,8 +116,8 @@ class TestTrain:
         said(capsys, "tokenizer", "--data", str(text), "--save", str(vocabulary), "--vocabulary", "300")
         said(capsys, "pack", "--data", str(text), "--tokenizer", str(vocabulary), "--save", str(packed))
         vocabulary.unlink()
-        train = ["train", "lm-kappa-1", "--tiny", *QUICK, "--data", str(packed), "--model.vocabulary", "320"]
-        train += ["--model.context", "8", "--folder", str(tmp_path / "run")]
+        train = ["train", "lm-kappa-1", "--tiny", *QUICK, "--data", str(packed), "--model.vocab-size", "320"]
+        train += ["--model.max-seq-len", "8", "--folder", str(tmp_path / "run")]
         cli.main(train)
         cli.main([*train, "--resume"])
         (tmp_path / "corpus.bin.tokenizer.json").write_text("{}")
@@ -143,7 +143,7 @@ class TestTrain:
         about = json.loads((tmp_path / "corpus.bin.json").read_text())
         old = {name: about[name] for name in ("tokens", "vocabulary", "sha256")}
         (tmp_path / "corpus.bin.json").write_text(json.dumps(old))
-        size = ["--model.context", "8", "--model.vocabulary", str(about["vocabulary"])]
+        size = ["--model.max-seq-len", "8", "--model.vocab-size", str(about["vocab_size"])]
         cli.main(["train", "lm-kappa-1", "--tiny", *QUICK, *size, "--data", str(packed), "--folder", run])
         commands = [["generate", run]]
         if importlib.util.find_spec("transformers"):
@@ -181,7 +181,11 @@ class TestTrain:
             (["train", "lm-1b-2k"], 2, "needs --tokenizer FILE"),
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
             (["train", "lm-1b-2k", "--tiny", "--training.max-steps", "0"], 2, "max_steps must be at least 1"),
-            (["train", "lm-1b-2k", "--tiny", "--model.heads", "5"], 2, "multiple of heads, got width=64, heads=5"),
+            (
+                ["train", "lm-1b-2k", "--tiny", "--model.num-heads", "5"],
+                2,
+                "multiple of heads, got embed_dim=64, num_heads=5",
+            ),
             (["evaluate", "/nowhere"], 1, "/nowhere holds no run of sigattn train"),
             (["recipes", "lm-2b"], 2, "no recipe is called"),
         ],
@@ -214,12 +218,12 @@ def test_recipes_are_listed_and_printed(capsys):
     assert "Adagrad".lower() in one
     assert "H100 hours" in one
     assert "word error rate" in one.replace("\n", " ")
-    assert "encoder.width" in said(capsys, "recipes", "vit-mae-tiny-softmax")
+    assert "encoder.embed_dim" in said(capsys, "recipes", "vit-mae-tiny-softmax")
 
 
 def test_norms_are_the_paper_s_in_kind(capsys):
     """App. ASR: without a bias CAPE > RoPE > ALiBi ≫ softmax; with b = -log n near softmax."""
-    out = said(capsys, "norms", "--layers", "2", "--width", "256", "--seconds", "6")
+    out = said(capsys, "norms", "--num-layers", "2", "--embed-dim", "256", "--seconds", "6")
     rows = {
         line.split()[0]: line.split()[1:]
         for line in out.splitlines()
@@ -281,7 +285,7 @@ def test_a_speech_model_is_judged_by_duration_on_ted_lium(tmp_path, capsys):
         lines = "bob 1 bob 0.0 2.0 <o,f0,male> one two\nbob 1 bob 2.0 13.5 <o,f0,male> three four\n"
         (talk / part / "stm" / "bob.stm").write_text(lines)
     run = str(tmp_path / "run")
-    sizes = ["--model.width", "16", "--training.batch-size", "20", "--training.max-steps", "2"]
+    sizes = ["--model.embed-dim", "16", "--training.batch-size", "20", "--training.max-steps", "2"]
     cli.main(["train", "asr-ls960", "--tiny", "--data", str(recordings), "--folder", run, *sizes])
     capsys.readouterr()
     out = said(capsys, "evaluate", run, "--data", str(tmp_path / "ted"))

@@ -21,14 +21,14 @@ from sigattn.recipes.registry import find_recipe
 from sigattn.train.run_cache import store_result
 from tests.test_cli import failure
 
-TINY = ["lm-1b-2k", "--tiny", "--training.max-steps", "1", "--training.batch-size", "2", "--model.context", "16"]
+TINY = ["lm-1b-2k", "--tiny", "--training.max-steps", "1", "--training.batch-size", "2", "--model.max-seq-len", "16"]
 USAGE, DATA = 2, 1
 
 
 @pytest.fixture
 def run(tmp_path):
     """A run folder of a language model of bytes, as sigattn train leaves it."""
-    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(layers=1, width=16, heads=2, context=16)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(num_layers=1, embed_dim=16, num_heads=2, max_seq_len=16)
     options = type("Options", (), {"data": None, "tokenizer": None})()
     write_run(tmp_path / "run", recipe, "lm-1b-2k-tiny", options)
     saving.save(saving.build(recipe.model), tmp_path / "run" / "model")
@@ -56,10 +56,10 @@ def mistake(arguments, code, message, capsys):
 
 
 SETTINGS = [
-    (["train", *TINY, "--model.width", "0"], "width must be at least 1, got 0"),
-    (["train", *TINY, "--model.hidden", "0"], "hidden must be at least 1, got 0"),
-    (["train", *TINY, "--model.layers", "-1"], "layers must be at least 1, got -1"),
-    (["train", *TINY, "--model.bias", "inf"], "bias must be a finite number, got inf"),
+    (["train", *TINY, "--model.embed-dim", "0"], "embed_dim must be at least 1, got 0"),
+    (["train", *TINY, "--model.mlp-dim", "0"], "mlp_dim must be at least 1, got 0"),
+    (["train", *TINY, "--model.num-layers", "-1"], "num_layers must be at least 1, got -1"),
+    (["train", *TINY, "--model.attention-bias", "inf"], "attention_bias must be a finite number, got inf"),
     (["train", *TINY, "--training.max-grad-norm", "-1"], "max_grad_norm must be a finite number above 0, got -1.0"),
     (
         ["train", *TINY, "--training.learning-rate", "nan"],
@@ -68,16 +68,16 @@ SETTINGS = [
     (["train", *TINY, "--task.end-token", "256"], "end_token must be below the vocabulary of 256, got 256"),
     (["train", *TINY, "--workers", "-1"], "workers must be at least 0, got -1"),
     (
-        ["train", "vit-supervised", "--tiny", "--model.classes", "5"],
-        "10 classes and the model 5: use --model.classes 10",
+        ["train", "vit-supervised", "--tiny", "--model.num-classes", "5"],
+        "10 classes and the model 5: use --model.num-classes 10",
     ),
     (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
-    (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocabulary=3"),
+    (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocab_size=3"),
     (["demo", "--max-steps", "-1"], "max_steps must be at least 1, got -1"),
-    (["norms", "--layers", "0"], "layers must be at least 1, got 0"),
+    (["norms", "--num-layers", "0"], "num_layers must be at least 1, got 0"),
     (["norms", "--seconds", "nan"], "seconds must be a finite number above 0, got nan"),
     (["norms", "--seconds", "0.001"], "seconds must be at least 0.01, one frame, got 0.001"),
-    (["norms", "--width", "10", "--heads", "3"], "width must be a multiple of twice the heads"),
+    (["norms", "--embed-dim", "10", "--num-heads", "3"], "embed_dim must be a multiple of twice num_heads"),
     (["theory", "--limit", "-1"], "limit must be at least 4, got -1"),
     (["compare", "--only", "nosuch"], "only='nosuch' is in the title of no row"),
     (["compare", "--seeds", "0"], "seeds must be at least 1, got 0"),
@@ -113,7 +113,7 @@ def test_more_processes_than_there_are(tmp_path, capsys):
         (["--tokens", "-1"], "tokens must be at least 0, got -1"),
         (["--top-k", "0"], "top_k must be at least 1, got 0"),
         (["--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
-        (["--beams", "0"], "beams must be at least 1, got 0"),
+        (["--num-beams", "0"], "num_beams must be at least 1, got 0"),
         (["--seed", "-1"], "seed must be at least 0, got -1"),
         (["--prompt", ""], "prompts of at least one token"),
     ],
@@ -136,7 +136,7 @@ def test_generating(arguments, message, run, capsys):
         ({"training": {}}, "'betas'"),
         ({"training": {"betas": [0.9, 0.95], "max_steps": 0}}, "max_steps must be at least 1, got 0"),
         ({"training": {"betas": [0.9, 0.95], "nosuch": 0}}, "unexpected keyword argument 'nosuch'"),
-        ({"model": {"width": "wide"}}, "width must be a whole number, got 'wide'"),
+        ({"model": {"embed_dim": "wide"}}, "embed_dim must be a whole number, got 'wide'"),
         ({"task": {"end_token": -1}}, "end_token must be at least 0, got -1"),
     ],
 )
@@ -160,7 +160,7 @@ def test_run_json(content, message, run, capsys):
         ("config.json", "{}", "config.json lacks config, model"),
         ("config.json", "not JSON", "config.json is no JSON"),
         ("config.json", '{"model": "nosuch", "config": {}}', "'nosuch'"),
-        ("config.json", '{"model": "language", "config": {"width": 0}}', "width must be at least 1, got 0"),
+        ("config.json", '{"model": "language", "config": {"embed_dim": 0}}', "embed_dim must be at least 1, got 0"),
         ("config.json", '{"model": "language", "config": {}}', "Error(s) in loading state_dict"),
         ("model.safetensors", "no tensors at all", "SafetensorError"),
         ("model.safetensors", None, "No such file"),
@@ -185,7 +185,7 @@ def test_model_folder(file, content, message, run, capsys):
 def test_packed_tokens(content, message, corpus, capsys):
     about = corpus / "text.bin.json"
     about.unlink() if content is None else about.write_text(content)
-    arguments = ["train", *TINY, "--data", corpus / "text.bin", "--model.vocabulary", "300"]
+    arguments = ["train", *TINY, "--data", corpus / "text.bin", "--model.vocab-size", "300"]
     mistake([*arguments, "--folder", corpus / "run"], DATA, message, capsys)
     assert not (corpus / "run").exists()
 

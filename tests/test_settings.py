@@ -12,10 +12,10 @@ import torch
 from sigattn.cli import COMMANDS, main
 from sigattn.cli.bench import BENCHMARKS
 from sigattn.experiments.compare import Compare
-from sigattn.models.generation import Choice
+from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import build
-from sigattn.models.vision import VisionTransformerConfig
+from sigattn.models.vision import ViTConfig
 from sigattn.recipes.registry import RECIPES
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
@@ -24,15 +24,15 @@ from sigattn.validation import SettingsError, check_at_least
 ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mean nothing anywhere
     "AttentionNorms.seed": {0},
     "BYOL.momentum": {0},  # the teacher is the student
-    "Choice.length_penalty": {0, -1},  # no penalty; one that favours short sequences
-    "Choice.stop": {0},  # a token's number
-    "Choice.temperature": {0},  # the likeliest token
+    "SamplingConfig.length_penalty": {0, -1},  # no penalty; one that favours short sequences
+    "SamplingConfig.stop_tokens": {0},  # a token's number
+    "SamplingConfig.temperature": {0},  # the likeliest token
     "Classification.label_smoothing": {0},
     "Classification.mixup": {0},
     "CpuBenchmark.naive_limit_gib": {0},  # without the naive formula
     "KernelBenchmark.graphs_up_to": {0},  # no graphs
     "LanguageModelling.end_token": {0},  # a token's number
-    "SequenceModelConfig.symbols": {0},  # numbers instead of symbols
+    "SequenceModelConfig.num_symbols": {0},  # numbers instead of symbols
     "SpeechModelConfig.layer_drop": {0},
     "TrainConfig.betas": {0},
     "TrainConfig.decay_start": {0},
@@ -43,14 +43,14 @@ ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mea
     "TrainConfig.warmup_steps": {0},
     "TrainConfig.log_attention_every": {0},  # never
     "TrainConfig.weight_decay": {0},
-    "VisionTransformerConfig.classes": {0},  # features
+    "ViTConfig.num_classes": {0},  # features
 }
 EVERY_BENCHMARK = {"round_seconds": {0}}  # as short as one call
 EVERY_TRANSFORMER = {
-    "bias": {0, -1},
+    "attention_bias": {0, -1},
     "dropout": {0},
-    "drop_branch": {0},
-    "layer_scale": {0},  # branches start closed
+    "drop_path": {0},
+    "init_values": {0},  # branches start closed
     "length_power": {0, -1},  # no factor; the factor n
     "temperature": {0, -1},  # e^t is 1, or 1 / e
 }
@@ -58,7 +58,7 @@ EVERY_TRANSFORMER = {
 
 def configurations():
     """Every dataclass that a command, a benchmark or a recipe hands to the command line."""
-    found = {Choice}
+    found = {SamplingConfig}
     for command in (*COMMANDS.values(), *BENCHMARKS.values()):
         found.update(t for t in typing.get_type_hints(command).values() if dataclasses.is_dataclass(t))
     for make in RECIPES.values():
@@ -93,7 +93,7 @@ def changed(kind, name, value):
 
 
 def is_accepted(kind, name, value):
-    if name in EVERY_TRANSFORMER and hasattr(kind, "USUAL_BIAS"):
+    if name in EVERY_TRANSFORMER and hasattr(kind, "DEFAULT_BIAS"):
         return value in EVERY_TRANSFORMER[name]
     if name in EVERY_BENCHMARK and kind.__name__.endswith("Benchmark"):
         return value in EVERY_BENCHMARK[name]
@@ -124,7 +124,7 @@ def test_the_sweep_reaches_the_command_line_s_settings():
 @pytest.mark.filterwarnings("ignore:.*Ramapuram")
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in EVERY_TRANSFORMER.items() for v in sorted(values)])
 def test_what_is_accepted_of_a_transformer_gives_finite_numbers(name, value):
-    small = {"layers": 2, "width": 16, "heads": 2, "context": 8, "vocabulary": 16}
+    small = {"num_layers": 2, "embed_dim": 16, "num_heads": 2, "max_seq_len": 8, "vocab_size": 16}
     model = LanguageModel(LanguageModelConfig(**{**small, name: float(value)}))
     logits = model(torch.arange(8)[None])
     logits.square().mean().backward()
@@ -133,7 +133,7 @@ def test_what_is_accepted_of_a_transformer_gives_finite_numbers(name, value):
 
 
 def test_a_vision_transformer_without_classes_gives_features():
-    config = VisionTransformerConfig(layers=1, width=16, heads=2, image_size=8, patch=4, classes=0)
+    config = ViTConfig(num_layers=1, embed_dim=16, num_heads=2, image_size=8, patch_size=4, num_classes=0)
     assert build(config)(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
 
 
@@ -144,8 +144,10 @@ def test_settings_that_contradict_one_another():
         check_at_least(1, {"layers": "many"})
     with pytest.raises(SettingsError, match=r"seed must be below 2\^32, got 4294967296"):
         TrainConfig(seed=2**32)
-    with pytest.raises(SettingsError, match="stop must contain tokens of the vocabulary, 0 … 255, got 256"):
-        LanguageModel(LanguageModelConfig(layers=1)).generate(torch.zeros(1, 1, dtype=torch.int64), 1, stop=[256])
+    with pytest.raises(SettingsError, match="stop_tokens must contain tokens of the vocabulary, 0 … 255, got 256"):
+        LanguageModel(LanguageModelConfig(num_layers=1)).generate(
+            torch.zeros(1, 1, dtype=torch.int64), 1, stop_tokens=[256]
+        )
     assert issubclass(SettingsError, ValueError)
 
 

@@ -76,12 +76,12 @@ def test_a_data_set_by_name(hub, tmp_path):
     assert list(documents(hub_path)) == DOCUMENTS
     tokenizer = train_tokenizer(hub_path, 280, tmp_path / "t.json")
     assert pack(hub_path, tokenizer, tmp_path / "p.bin", limit=100) < 130
-    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=16)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=16)
     data = datasets.load_dataset(recipe, hub_path)
     tokens, _ = data.batch(0, 2, seed=0)
     assert bytes(next(iter(data.validation(1)))[0][0].tolist()).decode() == (DOCUMENTS[0] + "\n\n" + DOCUMENTS[1])[:16]
     assert tokens.shape == (2, 16)
-    wide = recipe.with_transformer(vocabulary=280)
+    wide = recipe.with_transformer(vocab_size=280)
     data = datasets.load_dataset(wide, hub_path, tokenizer=tmp_path / "t.json")
     whole = [t for tokens, _ in data.validation(64) for t in tokens.flatten().tolist()]
     assert tokenizer.decode(whole).startswith(DOCUMENTS[0] + DOCUMENTS[1])

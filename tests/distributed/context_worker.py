@@ -125,10 +125,10 @@ def attention(mesh):
 
 
 MODELS = [
-    {"position": "rope", "kv_heads": 2},
+    {"position": "rope", "num_kv_heads": 2},
     {"position": "alibi", "learn_bias": "head", "temperature": 0.3},
-    {"position": "sincos", "bias": "log_visible", "structure": "hybrid"},
-    {"position": "rope", "bias": "log_batch", "length_power": 0.5},
+    {"position": "sincos", "attention_bias": "log_visible", "norm_placement": "hybrid"},
+    {"position": "rope", "attention_bias": "log_batch", "length_power": 0.5},
 ]
 
 
@@ -137,13 +137,15 @@ def models(mesh):
     for settings in MODELS:
         for strategy in ("ring", "gather"):
             torch.manual_seed(0)
-            config = LanguageModelConfig(vocabulary=13, context=29, layers=2, width=32, heads=4, **settings)
+            config = LanguageModelConfig(
+                vocab_size=13, max_seq_len=29, num_layers=2, embed_dim=32, num_heads=4, **settings
+            )
             model = LanguageModel(config).double()
             tokens = torch.randint(13, (2, 29))
             whole = model(tokens)
             expected = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
             share = ContextParallelShard(mesh, SequenceSharding(29, mesh.size(), balanced=True), strategy)
-            with context_parallel(model, share), model.watching():
+            with context_parallel(model, share), model.recording():
                 part = model(share.shard(tokens))
                 gradients = torch.autograd.grad(part.square().sum(), list(model.parameters()))
             torch.testing.assert_close(part, share.shard(whole), rtol=1e-5, atol=1e-6)
@@ -156,7 +158,7 @@ def models(mesh):
         context_parallel(model, share),
         pytest.raises(ValueError, match="context parallelism needs sigmoid self-attention"),
     ):
-        model(share.shard(tokens), cache=model.new_cache())
+        model(share.shard(tokens), cache=model.new_kv_cache())
 
 
 def cache(mesh):

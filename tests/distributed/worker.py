@@ -15,7 +15,7 @@ import torch
 from sigattn.data.images import Digits
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModelConfig
-from sigattn.models.vision import VisionTransformerConfig
+from sigattn.models.vision import ViTConfig
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.language import LanguageModelling
@@ -28,10 +28,10 @@ TRAINING = TrainConfig(
     max_steps=5, batch_size=8, warmup_steps=2, validate_every=5, checkpoint_every=5, learning_rate=1e-2
 )
 LANGUAGE = LanguageModelConfig(
-    context=32, layers=2, width=32, heads=4, kv_heads=4, position="alibi", learn_bias="layer"
+    max_seq_len=32, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4, position="alibi", learn_bias="layer"
 )
-VISION = VisionTransformerConfig(
-    layers=2, width=32, heads=4, image_size=8, patch=4, channels=1, classes=10, layer_scale=0.1
+VISION = ViTConfig(
+    num_layers=2, embed_dim=32, num_heads=4, image_size=8, patch_size=4, channels=1, num_classes=10, init_values=0.1
 )
 
 
@@ -40,7 +40,7 @@ def setting(kind):
     if kind == "language":
         return LanguageModelling(), LANGUAGE, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
     if kind == "rope":
-        model = replace(LANGUAGE, position="rope", structure="hybrid", kv_heads=2, temperature=0.1)
+        model = replace(LANGUAGE, position="rope", norm_placement="hybrid", num_kv_heads=2, temperature=0.1)
         return LanguageModelling(), model, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
     if kind == "vision":
         return Classification(), VISION, Digits()

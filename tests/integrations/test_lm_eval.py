@@ -23,7 +23,7 @@ class Request:
 @pytest.fixture
 def lm():
     torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(context=32, layers=2, width=32, heads=4))
+    model = LanguageModel(LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=4))
     with torch.no_grad():
         model.embedding.weight.mul_(5)
     return harness.SigattnLM(model, batch=3)
@@ -67,7 +67,7 @@ def test_rolling(lm):
 
 def test_generation_stops(lm):
     (free,) = lm.generate_until([Request("a cat", {"until": [], "max_gen_toks": 20})])
-    (row,) = lm.model.generate([torch.tensor(list(b"a cat"))], 20, temperature=0.0, stop=[0])
+    (row,) = lm.model.generate([torch.tensor(list(b"a cat"))], 20, temperature=0.0, stop_tokens=[0])
     made = row[5:].tolist()
     made = made[: made.index(0)] if 0 in made else made
     assert free == bytes(made).decode(errors="replace")

@@ -36,7 +36,9 @@ def assert_equal_in_onnx(model, inputs_of):
 
 
 def test_language_model():
-    config = LanguageModelConfig(vocabulary=50, context=64, layers=2, width=32, heads=4, kv_heads=2, position="alibi")
+    config = LanguageModelConfig(
+        vocab_size=50, max_seq_len=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, position="alibi"
+    )
     model = LanguageModel(config).eval()
     assert_equal_in_onnx(model, lambda b, n: {"tokens": torch.randint(50, (b, n))})
 

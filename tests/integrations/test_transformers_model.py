@@ -16,8 +16,12 @@ from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: 
 from sigattn.nn.documents import Documents  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SMALL = {"vocabulary": 30, "context": 64, "layers": 2, "width": 32, "heads": 4}
-MODELS = [{"position": "alibi", "kv_heads": 2}, {"tied": False, "bias": "log_visible"}, {"position": "sincos"}]
+SMALL = {"vocab_size": 30, "max_seq_len": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4}
+MODELS = [
+    {"position": "alibi", "num_kv_heads": 2},
+    {"tie_embeddings": False, "attention_bias": "log_visible"},
+    {"position": "sincos"},
+]
 
 
 def model_of(settings):
@@ -47,7 +51,7 @@ def test_loaded_by_name_and_generating(settings, tmp_path):
         assert torch.equal(found[0, 3:], late[0]), how
         assert torch.equal(found[1, 1:], late[1]), how
     beams = loaded.generate(ids, attention_mask=torch.ones_like(ids), **common, num_beams=4)
-    assert torch.equal(beams, model.generate(ids, 12, temperature=0.0, beams=4))
+    assert torch.equal(beams, model.generate(ids, 12, temperature=0.0, num_beams=4))
 
 
 def test_training():
@@ -94,7 +98,7 @@ def test_refused():
 def test_a_tokenizer_goes_along(tmp_path):
     (tmp_path / "text.txt").write_text("a cat and a dog " * 20)
     tokenizer = train_tokenizer(tmp_path / "text.txt", 270, tmp_path / "t.json")
-    model = LanguageModel(LanguageModelConfig(**{**SMALL, "vocabulary": 270}))
+    model = LanguageModel(LanguageModelConfig(**{**SMALL, "vocab_size": 270}))
     transformers_model.export(model, tmp_path / "out", tmp_path / "t.json", END)
     loaded, theirs = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "out"),

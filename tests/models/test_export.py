@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
+from sigattn.models.vision import ViT, ViTConfig
 from tests.ops.cases import COMPILER_NOISE
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), *(pytest.mark.filterwarnings(w) for w in COMPILER_NOISE)]
-LANGUAGE = {"vocabulary": 50, "context": 64, "layers": 2, "width": 32, "heads": 4}
+LANGUAGE = {"vocab_size": 50, "max_seq_len": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4}
 
 
-@pytest.mark.parametrize("settings", [{"position": "alibi"}, {"bias": "log_visible", "structure": "hybrid"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"position": "alibi"}, {"attention_bias": "log_visible", "norm_placement": "hybrid"}], ids=str
+)
 def test_a_language_model_of_any_length(settings):
     model = LanguageModel(LanguageModelConfig(**LANGUAGE, **settings)).eval()
     lengths = {1: torch.export.Dim("n", min=2, max=64)}
@@ -24,17 +26,17 @@ def test_a_language_model_of_any_length(settings):
 
 
 def test_a_vision_transformer():
-    config = VisionTransformerConfig(
-        layers=2, width=32, heads=4, image_size=8, patch=4, channels=1, classes=10, layer_scale=0.1
+    config = ViTConfig(
+        num_layers=2, embed_dim=32, num_heads=4, image_size=8, patch_size=4, channels=1, num_classes=10, init_values=0.1
     )
-    model = VisionTransformer(config).eval()
+    model = ViT(config).eval()
     images = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), model(images))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++")
 def test_ahead_of_time(tmp_path):
-    config = {**LANGUAGE, "layers": 1}  # each kernel takes two seconds to compile
+    config = {**LANGUAGE, "num_layers": 1}  # each kernel takes two seconds to compile
     model = LanguageModel(LanguageModelConfig(**config, position="alibi")).eval()
     lengths = {1: torch.export.Dim("n", min=2, max=64)}
     exported = torch.export.export(model, (torch.randint(50, (2, 20)),), dynamic_shapes=(lengths,))

@@ -6,19 +6,19 @@ import math
 import pytest
 import torch
 
-from sigattn.models.generation import Choice
+from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.attention import Attention
-from sigattn.nn.kv_cache import LayerCache
+from sigattn.nn.kv_cache import KVCache
 
-SMALL = {"vocabulary": 11, "context": 24, "layers": 2, "width": 24, "heads": 4}
+SMALL = {"vocab_size": 11, "max_seq_len": 24, "num_layers": 2, "embed_dim": 24, "num_heads": 4}
 MODELS = [
     {"position": "rope"},
-    {"position": "alibi", "kv_heads": 2},
+    {"position": "alibi", "num_kv_heads": 2},
     {"position": "sincos"},
-    {"position": "rope", "bias": "log_visible", "structure": "hybrid"},
+    {"position": "rope", "attention_bias": "log_visible", "norm_placement": "hybrid"},
     {"position": "alibi", "learn_bias": "head", "temperature": 0.5},
-    {"position": "rope", "activation": "softmax", "kv_heads": 1},
+    {"position": "rope", "activation": "softmax", "num_kv_heads": 1},
     {"position": "alibi", "activation": "relu2", "length_power": 1.0},
 ]
 
@@ -49,7 +49,7 @@ def test_a_cache_changes_nothing(settings):
         whole = model(tokens)
         alone = [model(tokens[b : b + 1, n:])[0] for b, n in enumerate(begin.tolist())]
         for pieces in ([20], [8, 12], [9, *[1] * 11], [8, 1, 4, 1, 6]):
-            cache, padded = model.new_cache(), model.new_cache(begin)
+            cache, padded = model.new_kv_cache(), model.new_kv_cache(begin)
             plain = torch.cat([model(t, cache) for t in tokens.split(pieces, 1)], 1)
             torch.testing.assert_close(plain, whole, rtol=1e-4, atol=1e-4)
             late = torch.cat([model(t, padded) for t in tokens.split(pieces, 1)], 1)
@@ -80,12 +80,12 @@ def test_stopping():
     prompts = torch.randint(11, (4, 3))
     free = model.generate(prompts, 15, temperature=0.0)
     stop = int(free[0, 6])
-    found = model.generate(list(prompts), 15, temperature=0.0, stop=[stop])
+    found = model.generate(list(prompts), 15, temperature=0.0, stop_tokens=[stop])
     for row, whole in zip(found, free, strict=True):
         ends = (whole[3:] == stop).nonzero()
         length = 3 + int(ends[0]) + 1 if len(ends) else 18
         assert torch.equal(row, whole[:length])
-    filled = model.generate(prompts, 15, temperature=0.0, stop=[stop])
+    filled = model.generate(prompts, 15, temperature=0.0, stop_tokens=[stop])
     assert filled.shape[1] == max(map(len, found))
     for row, short in zip(filled, found, strict=True):
         assert torch.equal(row[: len(short)], short)
@@ -99,14 +99,14 @@ class TestChoice:
     def drawn(self, **settings):
         """How often each token is drawn."""
         g = torch.Generator().manual_seed(0)
-        tokens = Choice(**settings).pick(self.LOGITS.expand(20_000, -1), g)
+        tokens = SamplingConfig(**settings).sample_token(self.LOGITS.expand(20_000, -1), g)
         return torch.bincount(tokens, minlength=5) / 20_000
 
     def test_temperature(self):
         for t in (1.0, 0.5):
             expected = (self.LOGITS[0] / t).softmax(0)
             torch.testing.assert_close(self.drawn(temperature=t), expected, rtol=0, atol=0.015)
-        assert Choice(temperature=0.0).pick(self.LOGITS, None).item() == 4
+        assert SamplingConfig(temperature=0.0).sample_token(self.LOGITS, None).item() == 4
 
     def test_top_k(self):
         expected = torch.tensor([2.0, 1.0, -torch.inf, -torch.inf, 3.0]).softmax(0)
@@ -127,9 +127,9 @@ class TestChoice:
             ({"top_k": 0}, "top_k"),
             ({"top_p": 0.0}, "top_p"),
             ({"top_p": 1.5}, "top_p"),
-            ({"beams": 0}, "beams"),
-            ({"beams": 2}, "beam search does not sample"),
-            ({"beams": 2, "temperature": 0.0, "top_k": 3}, "beam search does not sample"),
+            ({"num_beams": 0}, "num_beams"),
+            ({"num_beams": 2}, "beam search does not sample"),
+            ({"num_beams": 2, "temperature": 0.0, "top_k": 3}, "beam search does not sample"),
         ],
         ids=str,
     )
@@ -149,7 +149,7 @@ class TestBeams:
     def test_wide_enough_it_finds_the_likeliest_of_all(self, settings):
         model = model_of(settings)
         prompts = [torch.randint(11, (n,)) for n in (2, 5)]
-        found = model.generate(prompts, 3, temperature=0.0, beams=11**2)
+        found = model.generate(prompts, 3, temperature=0.0, num_beams=11**2)
         everything = torch.tensor(list(itertools.product(range(11), repeat=3)))
         with torch.no_grad():
             for prompt, row in zip(prompts, found, strict=True):
@@ -169,16 +169,18 @@ class TestBeams:
                 scores |= dict(zip(map(tuple, group), values, strict=True))
         for penalty in (0.0, 1.0, 3.0):
             best = max(scores, key=lambda c: scores[c] / len(c) ** penalty)
-            (found,) = model.generate([prompt], 3, temperature=0.0, beams=200, stop=[stop], length_penalty=penalty)
+            (found,) = model.generate(
+                [prompt], 3, temperature=0.0, num_beams=200, stop_tokens=[stop], length_penalty=penalty
+            )
             assert tuple(found[2:].tolist()) == best
 
     def test_one_beam_is_greedy(self):
         model = model_of({})
         prompt = torch.tensor([[3, 1, 2]])
         assert torch.equal(
-            model.generate(prompt, 30, temperature=0.0), model.generate(prompt, 30, temperature=0.0, beams=1)
+            model.generate(prompt, 30, temperature=0.0), model.generate(prompt, 30, temperature=0.0, num_beams=1)
         )
-        made = [model.generate(prompt, 12, temperature=0.0, beams=n)[:, 3:] for n in (1, 4)]
+        made = [model.generate(prompt, 12, temperature=0.0, num_beams=n)[:, 3:] for n in (1, 4)]
         log_p = [self.scores(model, prompt[0], c).item() for c in made]
         assert log_p[1] >= log_p[0] - 1e-4
 
@@ -194,15 +196,15 @@ def test_dropout_is_off_and_training_goes_on():
 def test_padding_on_both_sides_is_refused_and_on_the_right_counts():
     """key_lengths beside a cache hide keys, token by token too."""
     torch.manual_seed(0)
-    layer = Attention(24, 4, bias=-2.0, activation="sigmoid")
+    layer = Attention(24, 4, attention_bias=-2.0, activation="sigmoid")
     x, lengths = torch.randn(2, 6, 24), torch.tensor([6, 3])
     with torch.no_grad():
         whole = layer(x, key_lengths=lengths)
-        cache = LayerCache(8)
+        cache = KVCache(8)
         steps = torch.cat(
             [layer(x[:, i : i + 1], key_lengths=lengths.clamp(max=i + 1), cache=cache) for i in range(6)], 1
         )
         torch.testing.assert_close(steps[0], whole[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(steps[1], whole[1], rtol=1e-4, atol=1e-5)
         with pytest.raises(ValueError, match="does not support key_lengths"):
-            layer(x, key_lengths=lengths, cache=LayerCache(8, torch.tensor([1, 0])))
+            layer(x, key_lengths=lengths, cache=KVCache(8, torch.tensor([1, 0])))

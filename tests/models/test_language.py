@@ -8,7 +8,7 @@ import torch
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.documents import Documents
 
-SMALL = {"vocabulary": 50, "context": 16, "layers": 2, "width": 24, "heads": 3}
+SMALL = {"vocab_size": 50, "max_seq_len": 16, "num_layers": 2, "embed_dim": 24, "num_heads": 3}
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
@@ -35,13 +35,13 @@ def test_number_of_parameters():
 def test_the_bias_of_every_layer():
     def of(**settings):
         config = LanguageModelConfig(**SMALL, **settings)
-        biases = [block.attention.bias for block in LanguageModel(config).blocks]
+        biases = [block.attention.attention_bias for block in LanguageModel(config).blocks]
         (bias,) = {None if b is None else b.value for b in biases}
         return bias
 
     assert of() == -math.log(16)
-    assert of(bias=-3.0) == -3.0
-    assert of(bias=0.0) == 0.0
+    assert of(attention_bias=-3.0) == -3.0
+    assert of(attention_bias=0.0) == 0.0
     assert of(activation="softmax") is None
 
 
@@ -75,11 +75,11 @@ def test_too_many_tokens():
 
 def test_watching_is_over_when_it_is_over():
     model = LanguageModel(LanguageModelConfig(**SMALL))
-    with model.watching() as layers:
+    with model.recording() as layers:
         model(torch.zeros(1, 4, dtype=torch.long))
         assert len(layers) == 2
-        assert all(layer.attention_norm.min() > 0 for layer in layers)
-    assert not any(layer.watch != "nothing" for layer in layers)
+        assert all(layer.output_frobenius_norm.min() > 0 for layer in layers)
+    assert not any(layer.record != "nothing" for layer in layers)
 
 
 @pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
@@ -88,17 +88,25 @@ def test_without_a_bias_the_attention_starts_orders_of_magnitude_larger():
     norms = {}
     for bias in ("log_context", 0.0):
         torch.manual_seed(0)
-        model = LanguageModel(LanguageModelConfig(context=256, layers=1, width=64, heads=4, bias=bias))
-        with model.watching() as (layer,):
+        model = LanguageModel(
+            LanguageModelConfig(max_seq_len=256, num_layers=1, embed_dim=64, num_heads=4, attention_bias=bias)
+        )
+        with model.recording() as (layer,):
             model(torch.randint(256, (2, 256)))
-            norms[bias] = layer.attention_norm.mean().item()
+            norms[bias] = layer.output_frobenius_norm.mean().item()
     assert norms[0.0] > 20 * norms["log_context"]
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
 @pytest.mark.parametrize(
     "settings",
-    [{"position": "alibi"}, {"position": "none"}, {"kv_heads": 1}, {"structure": "hybrid"}, {"qk_norm": "rms"}],
+    [
+        {"position": "alibi"},
+        {"position": "none"},
+        {"num_kv_heads": 1},
+        {"norm_placement": "hybrid"},
+        {"qk_norm": "rms"},
+    ],
     ids=str,
 )
 def test_every_kind_learns(activation, settings):
@@ -122,22 +130,22 @@ class TestDocuments:
     PARTS = ([slice(0, 3), slice(3, 7), slice(7, 8), slice(8, 12)], [slice(0, 12)])
 
     def test_where_they_begin(self):
-        found = Documents.ending_with(self.TOKENS, 0)
-        assert found.starts.tolist() == [0, 3, 7, 8, 12, 24]
-        assert found.starts.dtype is torch.int32
-        assert found.position[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3]
-        assert found.number[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]
-        assert found.position[1].tolist() == list(range(12))
+        found = Documents.from_end_token(self.TOKENS, 0)
+        assert found.cu_seqlens.tolist() == [0, 3, 7, 8, 12, 24]
+        assert found.cu_seqlens.dtype is torch.int32
+        assert found.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3]
+        assert found.ids[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]
+        assert found.positions[1].tolist() == list(range(12))
 
     @pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
     @pytest.mark.parametrize(
         "settings",
         [
             *({"position": p, "activation": a} for p in ("rope", "alibi", "sincos") for a in ("sigmoid", "softmax")),
-            {"learn_bias": "head", "kv_heads": 1},
-            {"learn_bias": "layer", "temperature": 0.3, "bias": -2.0},
-            {"learn_bias": "query", "position": "alibi", "bias": -1.0},
-            {"bias": 0.0, "length_power": 0.5, "structure": "hybrid"},
+            {"learn_bias": "head", "num_kv_heads": 1},
+            {"learn_bias": "layer", "temperature": 0.3, "attention_bias": -2.0},
+            {"learn_bias": "query", "position": "alibi", "attention_bias": -1.0},
+            {"attention_bias": 0.0, "length_power": 0.5, "norm_placement": "hybrid"},
             {"activation": "relu2", "length_power": 1.0},
         ],
         ids=str,
@@ -145,7 +153,7 @@ class TestDocuments:
     def test_as_if_alone(self, settings):
         torch.manual_seed(0)
         model = LanguageModel(LanguageModelConfig(**SMALL, **settings)).double()
-        together = model(self.TOKENS, documents=Documents.ending_with(self.TOKENS, 0))
+        together = model(self.TOKENS, documents=Documents.from_end_token(self.TOKENS, 0))
         for row, parts in enumerate(self.PARTS):
             for part in parts:
                 alone = model(self.TOKENS[row : row + 1, part])[0]
@@ -157,17 +165,17 @@ class TestDocuments:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
     def test_what_cannot_be(self):
-        documents = Documents.ending_with(self.TOKENS, 0)
+        documents = Documents.from_end_token(self.TOKENS, 0)
         with pytest.raises(ValueError, match="VisibleKeysBias differs between rows"):
-            LanguageModel(LanguageModelConfig(**SMALL, bias="log_visible"))(self.TOKENS, documents=documents)
+            LanguageModel(LanguageModelConfig(**SMALL, attention_bias="log_visible"))(self.TOKENS, documents=documents)
         model = LanguageModel(LanguageModelConfig(**SMALL))
         with pytest.raises(ValueError, match="causal self-attention of whole rows"):
-            model(self.TOKENS, cache=model.new_cache(), documents=documents)
+            model(self.TOKENS, cache=model.new_kv_cache(), documents=documents)
         with pytest.raises(ValueError, match="causal self-attention of whole rows"):
             LanguageModel(LanguageModelConfig(**SMALL, activation="performer"))(self.TOKENS, documents=documents)
 
     def test_statistics(self):
         model = LanguageModel(LanguageModelConfig(**SMALL)).eval()
-        report = model.attention_report(self.TOKENS[:1], documents=Documents.ending_with(self.TOKENS[:1], 0))
+        report = model.attention_report(self.TOKENS[:1], documents=Documents.from_end_token(self.TOKENS[:1], 0))
         alone = model.attention_report(self.TOKENS[:1])
         assert (report[0].row_mass_mean < alone[0].row_mass_mean).all()

@@ -15,16 +15,16 @@ from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import MODELS, ModelError, build, load, save
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
-from sigattn.models.vision import SIZES, VisionTransformer, VisionTransformerConfig
+from sigattn.models.vision import SIZES, ViT, ViTConfig
 
-VISION = VisionTransformerConfig(layers=2, width=16, heads=2, image_size=8, patch=4, channels=1, classes=5)
-SPEECH = SpeechModelConfig(layers=2, width=16, heads=2, mels=6)
-CONFORMER = replace(SPEECH, block_kind="conformer", position="rope", conformer_kernel=5)
+VISION = ViTConfig(num_layers=2, embed_dim=16, num_heads=2, image_size=8, patch_size=4, channels=1, num_classes=5)
+SPEECH = SpeechModelConfig(num_layers=2, embed_dim=16, num_heads=2, num_mel_bins=6)
+CONFORMER = replace(SPEECH, block_kind="conformer", position="rope", conformer_kernel_size=5)
 MAE = MaskedAutoencoderConfig(
-    encoder=replace(VISION, bias="log_batch"), decoder_layers=1, decoder_width=16, decoder_heads=2
+    encoder=replace(VISION, attention_bias="log_batch"), decoder_num_layers=1, decoder_embed_dim=16, decoder_num_heads=2
 )
-LANGUAGE = LanguageModelConfig(vocabulary=11, context=16, layers=2, width=16, heads=2)
-SEQUENCE = SequenceModelConfig(width=16, heads=2, length=6)
+LANGUAGE = LanguageModelConfig(vocab_size=11, max_seq_len=16, num_layers=2, embed_dim=16, num_heads=2)
+SEQUENCE = SequenceModelConfig(embed_dim=16, num_heads=2, seq_len=6)
 SMALL = {"vision": VISION, "masked-autoencoder": MAE, "speech": SPEECH, "language": LANGUAGE, "sequence": SEQUENCE}
 
 
@@ -36,16 +36,16 @@ class TestParameterCounts:
     """Those the paper states."""
 
     def test_vision(self):
-        assert millions(VisionTransformerConfig()) == pytest.approx(87, abs=0.5)
-        assert millions(VisionTransformerConfig(**SIZES["L"])) == pytest.approx(304, abs=0.5)
+        assert millions(ViTConfig()) == pytest.approx(87, abs=0.5)
+        assert millions(ViTConfig(**SIZES["L"])) == pytest.approx(304, abs=0.5)
 
     @pytest.mark.parametrize(("layers", "stated"), [(36, 255), (24, 170), (12, 85)])
     def test_speech(self, layers, stated):
-        assert millions(SpeechModelConfig(layers=layers)) == pytest.approx(stated, abs=1)
+        assert millions(SpeechModelConfig(num_layers=layers)) == pytest.approx(stated, abs=1)
 
     def test_conformer(self):
         """The paper prints 104M; the parts that it and Gulati et al. describe have 97M (docs/paper-notes.md)."""
-        config = SpeechModelConfig(layers=16, width=512, hidden=2048, block_kind="conformer", position="rope")
+        config = SpeechModelConfig(num_layers=16, embed_dim=512, mlp_dim=2048, block_kind="conformer", position="rope")
         assert millions(config) == pytest.approx(97.3, abs=0.1)
 
     def test_k_summation(self):
@@ -55,23 +55,29 @@ class TestParameterCounts:
     @pytest.mark.parametrize(("k", "stated"), [(1, 2.2), (2, 4.9), (4, 15.0), (8, 67.0), (16, 440.0)])
     def test_kappa_models(self, k, stated):
         config = LanguageModelConfig(
-            vocabulary=32_100, context=512, layers=2 * k, heads=k, width=64 * k, hidden=256 * k, feed_forward="gelu"
+            vocab_size=32_100,
+            max_seq_len=512,
+            num_layers=2 * k,
+            num_heads=k,
+            embed_dim=64 * k,
+            mlp_dim=256 * k,
+            feed_forward="gelu",
         )
         assert millions(config) == pytest.approx(stated, rel=0.035)
 
 
 class TestVision:
     def test_patches_are_taken_in_rows(self):
-        model = VisionTransformer(replace(VISION, position="none"))
+        model = ViT(replace(VISION, position="none"))
         images = torch.randn(2, 1, 8, 8)
         first_of_second_row = images[:, :, 4:, :4].flatten(1)
-        expected = first_of_second_row @ model.patches.weight.flatten(1).T + model.patches.bias
+        expected = first_of_second_row @ model.patch_embed.weight.flatten(1).T + model.patch_embed.bias
         torch.testing.assert_close(model.embed(images)[:, 2], expected)
 
     @pytest.mark.parametrize("position", ["learnable", "sincos", "cape", "none"])
     @pytest.mark.parametrize("pool", ["cls", "average"])
     def test_kinds(self, position, pool):
-        model = VisionTransformer(replace(VISION, position=position, pool=pool)).eval()
+        model = ViT(replace(VISION, position=position, pool=pool)).eval()
         images = torch.randn(3, 1, 8, 8)
         assert model(images).shape == (3, 5)
         assert model.features(images).shape == (3, 16)
@@ -81,37 +87,37 @@ class TestVision:
                 block.attention_branch[0].weight.fill_(1.0)
             same = torch.allclose(model(images), model(moved), atol=1e-5)
         assert same == (position == "none")
-        assert model.config.tokens == 4 + (pool == "cls")
+        assert model.config.num_tokens == 4 + (pool == "cls")
 
     def test_frozen_patches_do_not_learn(self):
-        model = VisionTransformer(replace(VISION, freeze_patches=True, initialization="moco_v3"))
-        assert not model.patches.weight.requires_grad
-        assert model.patches.weight.abs().max() == pytest.approx((6 / (3 * 16 + 16)) ** 0.5, rel=0.05)
+        model = ViT(replace(VISION, freeze_patch_embed=True, initialization="moco_v3"))
+        assert not model.patch_embed.weight.requires_grad
+        assert model.patch_embed.weight.abs().max() == pytest.approx((6 / (3 * 16 + 16)) ** 0.5, rel=0.05)
 
     def test_stochastic_depth_grows(self):
-        model = VisionTransformer(replace(VISION, layers=3, drop_branch=0.2))
-        dropped = [[m.probability for m in b.attention_branch if hasattr(m, "probability")] for b in model.blocks]
+        model = ViT(replace(VISION, num_layers=3, drop_path=0.2))
+        dropped = [[m.drop_prob for m in b.attention_branch if hasattr(m, "drop_prob")] for b in model.blocks]
         assert dropped == [[], [0.1], [0.2]]
 
     @pytest.mark.parametrize("position", ["learnable", "sincos", "cape", "none"])
     def test_other_sizes(self, position):
-        model = VisionTransformer(replace(VISION, position=position, other_sizes=True)).eval()
+        model = ViT(replace(VISION, position=position, dynamic_img_size=True)).eval()
         assert model(torch.randn(2, 1, 12, 4)).shape == (2, 5)
         if position == "learnable":  # what is constant stays so
             with torch.no_grad():
                 model.position.weight.fill_(3.0)
-            plain = VisionTransformer(replace(VISION, position="none", other_sizes=True))
+            plain = ViT(replace(VISION, position="none", dynamic_img_size=True))
             plain.load_state_dict({n: t for n, t in model.state_dict().items() if n != "position.weight"})
             images = torch.randn(1, 1, 12, 4)
             torch.testing.assert_close(model.embed(images), plain.embed(images) + 3)
-        with pytest.raises(ValueError, match="other multiples of patch=4"):
+        with pytest.raises(ValueError, match="other multiples of patch_size=4"):
             model(torch.zeros(2, 1, 10, 4))
 
     def test_wrong_images(self):
         with pytest.raises(ValueError, match=r"\(batch, 1, 8, 8\), got \(2, 1, 12, 8\)"):
-            VisionTransformer(VISION)(torch.zeros(2, 1, 12, 8))
-        with pytest.raises(ValueError, match="multiple of patch, got 9 and 4"):
-            VisionTransformer(replace(VISION, image_size=9))
+            ViT(VISION)(torch.zeros(2, 1, 12, 8))
+        with pytest.raises(ValueError, match="multiple of patch_size, got 9 and 4"):
+            ViT(replace(VISION, image_size=9))
 
 
 class TestMaskedAutoencoder:
@@ -154,7 +160,8 @@ class TestMaskedAutoencoder:
 
 class TestSpeech:
     @pytest.mark.parametrize("config", [SPEECH, CONFORMER, replace(SPEECH, position="alibi"),
-                                        replace(SPEECH, position="rope", structure="hybrid_attention", bias=0.0),
+                                        replace(SPEECH, position="rope", norm_placement="hybrid_attention",
+                                                attention_bias=0.0),
                                         replace(SPEECH, position="sincos", activation="softmax")],
                              ids=["cape", "conformer", "alibi", "hybrid", "softmax"])  # fmt: skip
     def test_padding_changes_nothing(self, config):
@@ -173,7 +180,9 @@ class TestSpeech:
 
     def test_the_bias_is_of_each_sample_s_own_length(self):
         model = SpeechModel(SPEECH)
-        bias = model.blocks[0].attention.bias(7, 7, lengths=torch.tensor([7, 4]), device=torch.device("cpu"))
+        bias = model.blocks[0].attention.attention_bias(
+            7, 7, key_lengths=torch.tensor([7, 4]), device=torch.device("cpu")
+        )
         torch.testing.assert_close(bias.flatten(), -torch.tensor([7.0, 4.0]).log())
 
     def test_loss_is_ctc_s(self):
@@ -189,7 +198,7 @@ class TestSpeech:
     @pytest.mark.filterwarnings("ignore:sigmoid speech models without LayerScale")
     def test_layer_drop(self):
         model = SpeechModel(
-            replace(SPEECH, position="none", layer_drop=0.5, layer_scale=None, qk_norm="layer", bias=-1.0)
+            replace(SPEECH, position="none", layer_drop=0.5, init_values=None, qk_norm="layer", attention_bias=-1.0)
         )
         frames = torch.randn(1, 20, 6)
         outs = [model(frames)[0] for _ in range(40)]
@@ -199,20 +208,20 @@ class TestSpeech:
         assert torch.equal(model(frames)[0], model(frames)[0])
 
     def test_bad_calls(self):
-        with pytest.raises(ValueError, match=r"does not support \['structure'\]"):
-            SpeechModel(replace(CONFORMER, structure="hybrid"))
+        with pytest.raises(ValueError, match=r"does not support \['norm_placement'\]"):
+            SpeechModel(replace(CONFORMER, norm_placement="hybrid"))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (replace(LANGUAGE, bias=0.0), "far too large"),
-        (replace(LANGUAGE, context=4096), "beyond 2048 tokens"),
+        (replace(LANGUAGE, attention_bias=0.0), "far too large"),
+        (replace(LANGUAGE, max_seq_len=4096), "beyond 2048 tokens"),
         (replace(LANGUAGE, qk_norm="none"), "sensitive to the learning rate"),
-        (replace(SPEECH, bias=0.0), "gradient and loss spikes"),
+        (replace(SPEECH, attention_bias=0.0), "gradient and loss spikes"),
         (replace(SPEECH, qk_norm="none"), "CAPE and without QK-norm"),
-        (replace(SPEECH, layer_scale=None), "generalise worse"),
-        (replace(VISION, structure="post"), "post-norm"),
+        (replace(SPEECH, init_values=None), "generalise worse"),
+        (replace(VISION, norm_placement="post"), "post-norm"),
     ],
 )
 def test_what_the_paper_found_unstable_is_warned_of_once(config, message):
@@ -224,7 +233,7 @@ def test_what_the_paper_found_unstable_is_warned_of_once(config, message):
     assert "2025" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build(replace(config, activation="softmax", bias=None))
+        build(replace(config, activation="softmax", attention_bias=None))
 
 
 class TestSaving:
@@ -267,7 +276,7 @@ class TestSaving:
         (tmp_path / "config.json").write_text(json.dumps({**about, "config": {**about["config"], "gate": 1}}))
         with pytest.raises(ModelError, match="gate"):
             load(tmp_path)
-        (tmp_path / "config.json").write_text(json.dumps({**about, "config": {**about["config"], "width": 32}}))
+        (tmp_path / "config.json").write_text(json.dumps({**about, "config": {**about["config"], "embed_dim": 32}}))
         with pytest.raises(ModelError, match="size mismatch"):
             load(tmp_path)
         with pytest.raises(TypeError, match="got Linear"):
@@ -290,18 +299,24 @@ def test_reports_and_watching(name):
         assert (statistics.row_mass_mean > 0).all()
         assert statistics.max_logit.isfinite().all()
     assert model.training
-    with model.watching() as watched:
+    with model.recording() as watched:
         model(inputs)
-        assert all((layer.attention_norm > 0).all() for layer in watched)
+        assert all((layer.output_frobenius_norm > 0).all() for layer in watched)
         assert all(layer.statistics is None for layer in watched)
 
 
 def test_cached_generation_is_what_the_whole_sequence_gives():
-    for options in ({}, {"position": "alibi"}, {"position": "sincos"}, {"bias": "log_visible"}, {"tied": False}):
+    for options in (
+        {},
+        {"position": "alibi"},
+        {"position": "sincos"},
+        {"attention_bias": "log_visible"},
+        {"tie_embeddings": False},
+    ):
         model = LanguageModel(replace(LANGUAGE, **options)).eval()
         tokens = torch.randint(11, (2, 16))
         with torch.no_grad():
-            cache = model.new_cache()
+            cache = model.new_kv_cache()
             parts = torch.cat([model(part, cache) for part in tokens.split([5, 1, 1, 9], 1)], 1)
             torch.testing.assert_close(parts, model(tokens), atol=1e-5, rtol=1e-5)
         greedy = model.generate(tokens[:, :3], 13, temperature=0.0)
@@ -311,15 +326,15 @@ def test_cached_generation_is_what_the_whole_sequence_gives():
 
 
 def test_context_bias():
-    model = build(VisionTransformerConfig(**{**SIZES["Ti"], "layers": 1}, bias="log_context"), "meta")
-    assert model.blocks[0].attention.bias.value == -math.log(197)
+    model = build(ViTConfig(**{**SIZES["Ti"], "num_layers": 1}, attention_bias="log_context"), "meta")
+    assert model.blocks[0].attention.attention_bias.value == -math.log(197)
 
 
 @pytest.mark.parametrize("kind", ["transformer", "mlp"])
 def test_sequence_models(kind):
     numbers = SequenceModel(replace(SEQUENCE, kind=kind))
     assert numbers(torch.randn(3, 6)).shape == (3, 1)
-    symbols = SequenceModel(replace(SEQUENCE, kind=kind, symbols=4, outputs=2))
+    symbols = SequenceModel(replace(SEQUENCE, kind=kind, num_symbols=4, num_outputs=2))
     assert symbols(torch.randint(5, (3, 6))).shape == (3, 2)
     with pytest.raises(ValueError, match=r"\(batch, 6\), got \(3, 7\)"):
         numbers(torch.randn(3, 7))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from sigattn.nn.attention import Attention
 from sigattn.nn.bias import QueryBias, SampleLengthBias, VisibleKeysBias, make_bias
 from sigattn.nn.functional import ELEMENTWISE
-from sigattn.nn.kv_cache import LayerCache
+from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.performer import CHUNK, PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.ops.statistics import attention_statistics
@@ -27,8 +27,8 @@ ACTIVATIONS = {
 
 def heads_of(layer, x):
     """Q, K and V before norms."""
-    q = layer.query(x).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-    k, v = (t.unflatten(-1, (layer.kv_heads, -1)).transpose(1, 2) for t in (layer.key(x), layer.value(x)))
+    q = layer.query(x).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+    k, v = (t.unflatten(-1, (layer.num_kv_heads, -1)).transpose(1, 2) for t in (layer.key(x), layer.value(x)))
     return q, k, v
 
 
@@ -44,7 +44,9 @@ def test_the_formulas_cover_every_activation():
 @pytest.mark.parametrize("causal", [False, True])
 def test_activations(activation, causal):
     bias = {"sigmoid": -1.0, "softmax": None}.get(activation, 0.25)
-    layer = Attention(8, 2, activation=activation, bias=bias, qk_norm="none", causal=causal, linear_bias=True).double()
+    layer = Attention(
+        8, 2, activation=activation, attention_bias=bias, qk_norm="none", causal=causal, use_bias=True
+    ).double()
     x, lengths = torch.randn(2, 6, 8, dtype=torch.float64), torch.tensor([6, 4])
     q, k, v = heads_of(layer, x)
     logits = q @ k.mT / 2 + (bias or 0)
@@ -58,7 +60,9 @@ def test_activations(activation, causal):
 def test_temperature(activation):
     """σ(e^t S + b), App. "LayerScale Free Sigmoid Attention"; t learns."""
     bias = -10.0 if activation == "sigmoid" else None
-    layer = Attention(8, 2, activation=activation, bias=bias, temperature=1.5, qk_norm="layer", causal=False).double()
+    layer = Attention(
+        8, 2, activation=activation, attention_bias=bias, temperature=1.5, qk_norm="layer", causal=False
+    ).double()
     x = torch.randn(1, 5, 8, dtype=torch.float64)
     q, k, v = heads_of(layer, x)
     logits = math.exp(1.5) * layer.query_norm(q) @ layer.key_norm(k).mT / 2 + (bias or 0)
@@ -68,7 +72,7 @@ def test_temperature(activation):
 
 
 def test_a_large_temperature_does_not_overflow_in_float16():
-    layer = Attention(8, 2, activation="sigmoid", bias=-10.0, temperature=10.0, causal=False).half()
+    layer = Attention(8, 2, activation="sigmoid", attention_bias=-10.0, temperature=10.0, causal=False).half()
     assert layer(torch.randn(1, 5, 8, dtype=torch.float16)).isfinite().all()
 
 
@@ -76,8 +80,10 @@ def test_a_large_temperature_does_not_overflow_in_float16():
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 2), (False, 1)])
 def test_length_power_divides_by_the_keys_each_query_sees(power, causal, window):
     """n^(-α), for causal attention row by row (App. G.1), and with each sample's own n."""
-    layer = Attention(8, 2, activation="sigmoid", bias=0.0, length_power=power, causal=causal, window=window).double()
-    plain = Attention(8, 2, activation="sigmoid", bias=0.0, causal=causal, window=window).double()
+    layer = Attention(
+        8, 2, activation="sigmoid", attention_bias=0.0, length_power=power, causal=causal, window=window
+    ).double()
+    plain = Attention(8, 2, activation="sigmoid", attention_bias=0.0, causal=causal, window=window).double()
     plain.load_state_dict(layer.state_dict())
     plain.output = layer.output = torch.nn.Identity()
     x, lengths = torch.randn(2, 6, 8, dtype=torch.float64), torch.tensor([6, 3])
@@ -91,26 +97,26 @@ def test_length_power_divides_by_the_keys_each_query_sees(power, causal, window)
 
 
 def test_a_bias_in_q_is_added_after_the_norm():
-    layer = Attention(8, 2, activation="sigmoid", bias=QueryBias(-5.0), causal=False).double()
+    layer = Attention(8, 2, activation="sigmoid", attention_bias=QueryBias(-5.0), causal=False).double()
     x = torch.randn(1, 5, 8, dtype=torch.float64)
     q, k, v = heads_of(layer, x)
     logits = (layer.query_norm(q) - 5) @ layer.key_norm(k).mT / 2
     torch.testing.assert_close(layer(x), finish(layer, logits.sigmoid() @ v))
     layer(x).square().sum().backward()
-    assert layer.bias.value.grad.abs() > 0
+    assert layer.attention_bias.value.grad.abs() > 0
 
 
 def test_a_bias_in_q_with_rope_is_warned_of():
     with pytest.warns(UserWarning, match="unstable with RoPE"):
-        Attention(8, 2, activation="sigmoid", bias=QueryBias(), position=RotaryEmbedding(4))
+        Attention(8, 2, activation="sigmoid", attention_bias=QueryBias(), position=RotaryEmbedding(4))
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("affine", [False, True])
 def test_output_norm_stands_before_the_projection(kind, affine):
-    layer = Attention(8, 2, activation="sigmoid", bias=0.0, output_norm=kind, output_norm_affine=affine)
+    layer = Attention(8, 2, activation="sigmoid", attention_bias=0.0, output_norm=kind, output_norm_affine=affine)
     assert sum(p.numel() for p in layer.output_norm.parameters()) == (0 if not affine else 8 if kind == "rms" else 16)
-    plain = Attention(8, 2, activation="sigmoid", bias=0.0)
+    plain = Attention(8, 2, activation="sigmoid", attention_bias=0.0)
     plain.load_state_dict(layer.state_dict(), strict=False)
     x = torch.randn(2, 5, 8)
     plain.output = torch.nn.Identity()
@@ -164,13 +170,13 @@ class TestPerformer:
 
     @pytest.mark.parametrize("causal", [False, True])
     def test_as_a_layer(self, causal):
-        layer = Attention(8, 2, activation="performer", bias=None, causal=causal, performer_features=6)
+        layer = Attention(8, 2, activation="performer", attention_bias=None, causal=causal, performer_features=6)
         layer(torch.randn(2, 5, 8)).sum().backward()
         assert layer.query.weight.grad.abs().sum() > 0
         assert layer(torch.randn(0, 5, 8)).shape == (0, 5, 8)
         assert layer.state_dict()["performer.directions"].shape == (6, 4)
         with pytest.raises(ValueError, match="an activation other than"):
-            layer(torch.randn(1, 2, 8), cache=LayerCache(4))
+            layer(torch.randn(1, 2, 8), cache=KVCache(4))
 
 
 class TestCache:
@@ -180,33 +186,33 @@ class TestCache:
     def test_token_by_token_is_all_at_once(self, activation, position, window):
         encoding = {None: None, "rope": RotaryEmbedding(4), "alibi": Alibi(4)}[position]
         bias = VisibleKeysBias(window) if activation == "sigmoid" else None
-        options = {"kv_heads": 2, "window": window, "length_power": 0.5 if activation == "relu" else 0.0}
-        layer = Attention(16, 4, activation=activation, bias=bias, position=encoding, **options).eval()
+        options = {"num_kv_heads": 2, "window": window, "length_power": 0.5 if activation == "relu" else 0.0}
+        layer = Attention(16, 4, activation=activation, attention_bias=bias, position=encoding, **options).eval()
         x = torch.randn(2, 9, 16)
         with torch.no_grad():
-            whole, cache = layer(x), LayerCache(9)
+            whole, cache = layer(x), KVCache(9)
             parts = [layer(part, cache=cache) for part in x.split([4, 1, 3, 1], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-6, rtol=1e-5)
 
     def test_what_it_refuses(self):
-        layer, x = Attention(8, 2, activation="sigmoid", bias=0.0), torch.randn(1, 3, 8)
+        layer, x = Attention(8, 2, activation="sigmoid", attention_bias=0.0), torch.randn(1, 3, 8)
         with pytest.raises(RuntimeError, match="no gradient"):
-            layer(x, cache=LayerCache(4))
+            layer(x, cache=KVCache(4))
         with torch.no_grad():
-            cache = LayerCache(4)
+            cache = KVCache(4)
             layer(x, cache=cache)
             with pytest.raises(ValueError, match="the cache has 4 positions and holds 3: 3 more do not fit"):
                 layer(x, cache=cache)
             with pytest.raises(ValueError, match="a batch of 1, got a batch of 2"):
                 layer(torch.randn(2, 1, 8), cache=cache)
             with pytest.raises(ValueError, match="causal=False"):
-                Attention(8, 2, activation="sigmoid", bias=0.0, causal=False)(x, cache=LayerCache(4))
+                Attention(8, 2, activation="sigmoid", attention_bias=0.0, causal=False)(x, cache=KVCache(4))
 
 
 def test_watching_everything():
-    layer = Attention(8, 2, activation="sigmoid", bias=-1.0, position=Alibi(2), dropout=0.5).eval()
+    layer = Attention(8, 2, activation="sigmoid", attention_bias=-1.0, position=Alibi(2), dropout=0.5).eval()
     x = torch.randn(2, 5, 8)
-    layer.watch = "everything"
+    layer.record = "everything"
     layer(x)
     q, k, v = heads_of(layer, x)
     expected = attention_statistics(
@@ -214,19 +220,19 @@ def test_watching_everything():
     )
     for name, value in layer.statistics._asdict().items():
         torch.testing.assert_close(value, getattr(expected, name), equal_nan=True)
-    torch.testing.assert_close(layer.attention_norm, expected.output_norm.square().sum(1).sqrt())
+    torch.testing.assert_close(layer.output_frobenius_norm, expected.output_norm.square().sum(1).sqrt())
 
 
 def test_make_bias():
-    assert make_bias("log_context", context=64, heads=2).value == -math.log(64)
-    assert make_bias("log_visible", heads=2, window=3).window == 3
-    assert isinstance(make_bias("log_sample", heads=2), SampleLengthBias)
-    assert not make_bias("log_batch", heads=2).cache_safe
-    assert make_bias(-10.0, learn="head", heads=2).value.shape == (2, 1, 1)
-    assert make_bias(-5.0, learn="query", heads=2).initial == -5
+    assert make_bias("log_context", max_seq_len=64, num_heads=2).value == -math.log(64)
+    assert make_bias("log_visible", num_heads=2, window=3).window == 3
+    assert isinstance(make_bias("log_sample", num_heads=2), SampleLengthBias)
+    assert not make_bias("log_batch", num_heads=2).cache_safe
+    assert make_bias(-10.0, learn="head", num_heads=2).value.shape == (2, 1, 1)
+    assert make_bias(-5.0, learn="query", num_heads=2).initial == -5
     for rule, learn, message in (
         ("log_context", "no", "longest sequence"),
         ("log_batch", "layer", "needs bias to be a number"),
     ):
         with pytest.raises(ValueError, match=message):
-            make_bias(rule, learn=learn, heads=2)
+            make_bias(rule, learn=learn, num_heads=2)

@@ -15,7 +15,7 @@ from sigattn.nn.norm import LayerScale, MaskedBatchNorm
 
 
 def attention(width=8, **options):
-    return Attention(width, 2, activation="sigmoid", bias=SampleLengthBias(), causal=False, **options)
+    return Attention(width, 2, activation="sigmoid", attention_bias=SampleLengthBias(), causal=False, **options)
 
 
 def test_masked_batch_norm_is_batch_norm_of_what_is_there():
@@ -46,7 +46,7 @@ def test_masked_batch_norm_counts_and_adds_in_float32():
 
 
 def test_the_block_is_gulati_s():
-    block = ConformerBlock(attention(), 8, 16, kernel=3, layer_scale=0.5).eval()
+    block = ConformerBlock(attention(), 8, 16, kernel_size=3, init_values=0.5).eval()
     x, lengths = torch.randn(2, 6, 8), torch.tensor([6, 6])
 
     def half(mlp, t):
@@ -65,7 +65,7 @@ def test_the_block_is_gulati_s():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_padding_changes_nothing(training):
-    block = ConformerBlock(attention(), 8, 16, kernel=5).train(training)
+    block = ConformerBlock(attention(), 8, 16, kernel_size=5).train(training)
     short = torch.randn(2, 4, 8)
     lengths = torch.tensor([4, 3])
     padded = torch.cat([short, 1e3 * torch.randn(2, 5, 8)], 1)
@@ -80,7 +80,7 @@ def test_even_kernels_are_refused():
 
 def test_hybrid_attention_norms_the_attention_alone():
     """App. ASR: "LayerScale after attention is replaced to LayerNorm", and kept on the feed-forward branch."""
-    block = Block(attention(), MLP(8, 16), 8, structure="hybrid_attention", norm="layer", layer_scale=0.5)
+    block = Block(attention(), MLP(8, 16), 8, norm_placement="hybrid_attention", norm="layer", init_values=0.5)
     x, lengths = torch.randn(2, 5, 8), torch.tensor([5, 5])
 
     def norm(t):
@@ -94,8 +94,8 @@ class TestInitialization:
     @staticmethod
     def model():
         bias = LearnableBias(-3.0)
-        layer = Attention(64, 4, activation="sigmoid", bias=bias, temperature=2.0, linear_bias=True)
-        parts = [nn.Embedding(500, 64), Block(layer, SwiGLU(64, 128), 64, layer_scale=1e-4), nn.Conv1d(64, 32, 3)]
+        layer = Attention(64, 4, activation="sigmoid", attention_bias=bias, temperature=2.0, use_bias=True)
+        parts = [nn.Embedding(500, 64), Block(layer, SwiGLU(64, 128), 64, init_values=1e-4), nn.Conv1d(64, 32, 3)]
         model = nn.Sequential(*parts)
         with torch.no_grad():
             for p in model.parameters():
@@ -114,7 +114,7 @@ class TestInitialization:
             elif getattr(module, "bias", None) is not None and isinstance(module.bias, torch.Tensor):
                 assert (module.bias == 0).all()
         block = model[1]
-        assert block.attention.bias.value == -3
+        assert block.attention.attention_bias.value == -3
         assert block.attention.temperature == 2
         assert not any((p == 7).any() for p in model.parameters())
 
@@ -132,7 +132,7 @@ class TestInitialization:
             assert weight.abs().max() == pytest.approx((6 / 128) ** 0.5, rel=0.01)
 
     def test_mup_simple_slows_the_matrices_within_blocks(self):
-        factors = mup_simple(self.model(), width=1536)
+        factors = mup_simple(self.model(), embed_dim=1536)
         slow = {name for name, factor in factors.items() if factor == 0.5}
         assert slow == {
             "1.attention.query.weight",
@@ -144,4 +144,4 @@ class TestInitialization:
             "1.feed_forward.output.weight",
         }
         assert set(factors.values()) == {0.5, 1.0}
-        assert set(mup_simple(self.model(), width=384).values()) == {1.0}
+        assert set(mup_simple(self.model(), embed_dim=384).values()) == {1.0}

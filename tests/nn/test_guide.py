@@ -19,7 +19,13 @@ from sigattn.nn import recommend
 )
 def test_the_table(arguments, position, layer_scale, bias, structure):
     r = recommend(*arguments)
-    assert (r.position, r.qk_norm, r.layer_scale, r.bias, r.structure) == (position, True, layer_scale, bias, structure)
+    assert (r.position, r.qk_norm, r.layer_scale, r.attention_bias, r.norm_placement) == (
+        position,
+        True,
+        layer_scale,
+        bias,
+        structure,
+    )
     assert any(word in r.reason for word in ("Sect.", "App.", "Table", "Fig."))
 
 

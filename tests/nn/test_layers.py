@@ -18,7 +18,7 @@ from sigattn.nn.bias import (
 )
 from sigattn.nn.block import Block
 from sigattn.nn.feedforward import MLP, SwiGLU
-from sigattn.nn.norm import StochasticDepth
+from sigattn.nn.norm import DropPath
 from sigattn.nn.position import Alibi, LearnableEmbedding, RotaryEmbedding, SinusoidalEmbedding, alibi_slopes
 from tests.ops.truth import formula
 
@@ -48,7 +48,7 @@ class TestRotaryEmbedding:
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
 def test_attention_is_the_formula_between_two_projections(activation):
     bias = -2.0 if activation == "sigmoid" else None
-    layer = Attention(12, 3, activation=activation, bias=bias, position=RotaryEmbedding(4)).double()
+    layer = Attention(12, 3, activation=activation, attention_bias=bias, position=RotaryEmbedding(4)).double()
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     projected = torch.cat([layer.query(x), layer.key(x), layer.value(x)], -1)
     q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in projected.chunk(3, -1))
@@ -61,13 +61,13 @@ def test_attention_is_the_formula_between_two_projections(activation):
         out = logits.softmax(-1) @ v
     # float32 inside RoPE and the norms' parameters bound the agreement
     torch.testing.assert_close(layer(x), layer.output(out.transpose(1, 2).flatten(2)), rtol=1e-5, atol=1e-6)
-    layer.watch = "norm"
+    layer.record = "norm"
     layer(x)
-    torch.testing.assert_close(layer.attention_norm.double(), out.flatten(1).norm(dim=-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.output_frobenius_norm.double(), out.flatten(1).norm(dim=-1), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_does_not_look_ahead():
-    block = Block(Attention(16, 2, activation="sigmoid", bias=-1.0), SwiGLU(16, 32), 16)
+    block = Block(Attention(16, 2, activation="sigmoid", attention_bias=-1.0), SwiGLU(16, 32), 16)
     x = torch.randn(1, 9, 16)
     changed = x.clone()
     changed[:, 5:] += 1
@@ -86,12 +86,12 @@ def test_swiglu():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activation": "sigmoid", "bias": None}, "needs a bias"),
-        ({"activation": "softmax", "bias": -1.0}, "is normalised and takes only"),
-        ({"activation": "performer", "bias": None, "length_power": 1.0}, "is normalised and takes only"),
-        ({"activation": "performer", "bias": None, "window": 3}, "has no explicit weights"),
-        ({"activation": "performer", "bias": None, "position": Alibi(2)}, "has no explicit weights"),
-        ({"activation": "relu", "bias": None, "performer_features": 8}, "needs activation='performer'"),
+        ({"activation": "sigmoid", "attention_bias": None}, "needs a bias"),
+        ({"activation": "softmax", "attention_bias": -1.0}, "is normalised and takes only"),
+        ({"activation": "performer", "attention_bias": None, "length_power": 1.0}, "is normalised and takes only"),
+        ({"activation": "performer", "attention_bias": None, "window": 3}, "has no explicit weights"),
+        ({"activation": "performer", "attention_bias": None, "position": Alibi(2)}, "has no explicit weights"),
+        ({"activation": "relu", "attention_bias": None, "performer_features": 8}, "needs activation='performer'"),
     ],
 )
 def test_what_does_not_go_together(options, message):
@@ -100,12 +100,12 @@ def test_what_does_not_go_together(options, message):
 
 
 def test_heads_must_divide():
-    with pytest.raises(ValueError, match="width=10, heads=4"):
-        Attention(10, 4, activation="softmax", bias=None)
-    with pytest.raises(ValueError, match="heads=4, kv_heads=3"):
-        Attention(8, 4, activation="softmax", bias=None, kv_heads=3)
+    with pytest.raises(ValueError, match="embed_dim=10, num_heads=4"):
+        Attention(10, 4, activation="softmax", attention_bias=None)
+    with pytest.raises(ValueError, match="heads=4, num_kv_heads=3"):
+        Attention(8, 4, activation="softmax", attention_bias=None, num_kv_heads=3)
     with pytest.raises(ValueError, match="VisibleKeysBias counts the keys before a query"):
-        Attention(8, 4, activation="sigmoid", bias=VisibleKeysBias(), causal=False)
+        Attention(8, 4, activation="sigmoid", attention_bias=VisibleKeysBias(), causal=False)
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
@@ -120,8 +120,8 @@ def test_both_activations_see_the_same_keys_at_the_same_positions(activation, ca
         16,
         4,
         activation=activation,
-        bias=-1.0 if activation == "sigmoid" else None,
-        kv_heads=kv_heads,
+        attention_bias=-1.0 if activation == "sigmoid" else None,
+        num_kv_heads=kv_heads,
         qk_norm="none",
         position=alibi,
         causal=causal,
@@ -144,7 +144,7 @@ def test_both_activations_see_the_same_keys_at_the_same_positions(activation, ca
 
 
 def test_cross_attention():
-    layer = Attention(8, 2, activation="sigmoid", bias=BatchLengthBias(), causal=False, source_width=5)
+    layer = Attention(8, 2, activation="sigmoid", attention_bias=BatchLengthBias(), causal=False, kv_embed_dim=5)
     x, source = torch.randn(2, 3, 8), torch.randn(2, 7, 5)
     q = layer.query_norm(layer.query(x).unflatten(-1, (2, 4)).transpose(1, 2))
     k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (layer.key(source), layer.value(source)))
@@ -153,7 +153,7 @@ def test_cross_attention():
 
 
 def test_dropout_only_while_training():
-    layer = Attention(8, 2, activation="sigmoid", bias=-1.0, dropout=0.5)
+    layer = Attention(8, 2, activation="sigmoid", attention_bias=-1.0, dropout=0.5)
     x = torch.randn(1, 5, 8)
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
@@ -170,9 +170,9 @@ class TestBias:
         assert ContextLengthBias(64)(5, 7, **self.OPTIONS) == -math.log(64)
         assert BatchLengthBias()(5, 7, **self.OPTIONS) == -math.log(7)
         assert BatchLengthBias()(5, 0, **self.OPTIONS) == 0
-        by_sample = SampleLengthBias()(5, 7, lengths=lengths, **self.OPTIONS)
+        by_sample = SampleLengthBias()(5, 7, key_lengths=lengths, **self.OPTIONS)
         torch.testing.assert_close(by_sample.flatten(), torch.tensor([-math.log(7), 0.0]))
-        visible = VisibleKeysBias()(3, 9, first_query=4, **self.OPTIONS)
+        visible = VisibleKeysBias()(3, 9, query_offset=4, **self.OPTIONS)
         torch.testing.assert_close(visible.flatten(), -torch.tensor([5.0, 6.0, 7.0]).log())
         windowed = VisibleKeysBias(window=1)(3, 3, **self.OPTIONS)
         torch.testing.assert_close(windowed.flatten(), -torch.tensor([1.0, 2.0, 2.0]).log())
@@ -183,10 +183,10 @@ class TestBias:
 
     @pytest.mark.parametrize("heads", [None, 2])
     def test_a_learnable_bias_learns(self, heads):
-        layer = Attention(8, 2, activation="sigmoid", bias=LearnableBias(-1.0, heads))
+        layer = Attention(8, 2, activation="sigmoid", attention_bias=LearnableBias(-1.0, heads))
         layer(torch.randn(1, 5, 8)).sum().backward()
-        assert layer.bias.value.grad.abs().min() > 0
-        assert layer.bias.value.grad.shape == ((1,) if heads is None else (2, 1, 1))
+        assert layer.attention_bias.value.grad.abs().min() > 0
+        assert layer.attention_bias.value.grad.shape == ((1,) if heads is None else (2, 1, 1))
 
     def test_the_base_is_no_bias(self):
         with pytest.raises(TypeError, match="is abstract"):
@@ -229,8 +229,8 @@ class TestPositions:
 class TestBlock:
     @pytest.mark.parametrize("structure", ["pre", "hybrid", "post"])
     def test_structures_are_what_the_paper_says(self, structure):
-        attention = Attention(8, 2, activation="softmax", bias=None)
-        block = Block(attention, SwiGLU(8, 16), 8, structure=structure, layer_scale=0.5)
+        attention = Attention(8, 2, activation="softmax", attention_bias=None)
+        block = Block(attention, SwiGLU(8, 16), 8, norm_placement=structure, init_values=0.5)
         x = torch.randn(2, 5, 8)
 
         def plain(t):
@@ -247,18 +247,18 @@ class TestBlock:
 
     def test_hybrid_norms_have_no_parameters_unless_asked_for(self):
         def count(**options):
-            block = Block(Attention(8, 2, activation="softmax", bias=None), SwiGLU(8, 16), 8, **options)
+            block = Block(Attention(8, 2, activation="softmax", attention_bias=None), SwiGLU(8, 16), 8, **options)
             return sum(p.numel() for p in block.parameters())
 
-        assert count(structure="hybrid") == count()
-        assert count(structure="hybrid", branch_norm_affine=True) == count() + 16
+        assert count(norm_placement="hybrid") == count()
+        assert count(norm_placement="hybrid", branch_norm_affine=True) == count() + 16
 
     def test_post_norm_with_a_sigmoid_is_warned_of(self):
         with pytest.warns(UserWarning, match="App. ASR"):
-            Block(Attention(8, 2, activation="sigmoid", bias=0.0), SwiGLU(8, 16), 8, structure="post")
+            Block(Attention(8, 2, activation="sigmoid", attention_bias=0.0), SwiGLU(8, 16), 8, norm_placement="post")
 
     def test_stochastic_depth(self):
-        layer = StochasticDepth(0.25)
+        layer = DropPath(0.25)
         out = layer(torch.ones(4000, 2, 3))
         dropped = (out == 0).all((1, 2))
         assert 0.2 < dropped.double().mean() < 0.3
@@ -266,7 +266,7 @@ class TestBlock:
         layer.eval()
         assert (layer(torch.ones(5, 2)) == 1).all()
         with pytest.raises(ValueError, match=r"\[0, 1\)"):
-            StochasticDepth(1.0)
+            DropPath(1.0)
 
 
 def test_mlp():

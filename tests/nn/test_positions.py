@@ -84,7 +84,7 @@ def test_image_sinusoids():
             angles = [column, column / 100, row, row / 100]
             halves = [f(a) for pair in (angles[:2], angles[2:]) for f in (math.sin, math.cos) for a in pair]
             torch.testing.assert_close(table[3 * row + column], torch.tensor(halves))
-    with pytest.raises(ValueError, match="width=6"):
+    with pytest.raises(ValueError, match="embed_dim=6"):
         image_sinusoids(6, 2, 2)
 
 

@@ -529,8 +529,11 @@ def test_a_kept_layer_inside_a_replaced_one():
 
 @pytest.mark.parametrize("by_example", [False, True])
 def test_this_library_s_own_layers(by_example, x):
-    net = Net(Attention(8, 2, activation="sigmoid", bias=-1.0), Attention(8, 2, activation="softmax", bias=None))
-    twin = Attention(8, 2, activation="sigmoid", bias=-1.0)
+    net = Net(
+        Attention(8, 2, activation="sigmoid", attention_bias=-1.0),
+        Attention(8, 2, activation="softmax", attention_bias=None),
+    )
+    twin = Attention(8, 2, activation="sigmoid", attention_bias=-1.0)
     twin.load_state_dict(net.layers[1].state_dict())
     expected = twin(net.layers[0](x))
     (entry,) = sigmoidify(net, (x,) if by_example else None, bias=-1.0)

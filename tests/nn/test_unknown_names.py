@@ -6,18 +6,18 @@ import sys
 import pytest
 
 CASES = {
-    'Attention(8, 2, activation="relu3", bias=None)': "one of ('sigmoid', 'relu', 'relu2'",
-    'Attention(8, 2, activation="softmax", bias=None, qk_norm="batch")': '"none", "rms" or "layer", got \'batch\'',
-    'make_bias("log_n", heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
-    'make_bias(0.0, learn="token", heads=2)': "one of ('no', 'layer', 'head', 'query'), got 'token'",
-    'Block(a, MLP(8, 8), 8, structure="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
+    'Attention(8, 2, activation="relu3", attention_bias=None)': "one of ('sigmoid', 'relu', 'relu2'",
+    'Attention(8, 2, activation="softmax", attention_bias=None, qk_norm="batch")': '"rms" or "layer", got \'batch\'',
+    'make_bias("log_n", num_heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
+    'make_bias(0.0, learn="token", num_heads=2)': "one of ('no', 'layer', 'head', 'query'), got 'token'",
+    'Block(a, MLP(8, 8), 8, norm_placement="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
     'make_feed_forward("glu", 8, 8)': "one of gelu, relu, swish, got 'glu'",
     'initialize(a, "xavier")': "one of fan_in, trunc_normal, moco_v3, got 'xavier'",
     'LanguageModel(LanguageModelConfig(position="cape"))': "'rope', 'alibi', 'sincos', 'none', got 'cape'",
-    'VisionTransformer(VisionTransformerConfig(position="rope"))': '"learnable", "sincos", "cape" or "none"',
+    'ViT(ViTConfig(position="rope"))': '"learnable", "sincos", "cape" or "none"',
     'SpeechModel(SpeechModelConfig(position="learnable"))': "'rope', 'alibi', 'cape', 'sincos', 'none'",
     'SpeechModel(SpeechModelConfig(block_kind="cnn"))': '"transformer" or "conformer", got \'cnn\'',
-    "SpeechModel(SpeechModelConfig(layers=1))(torch.zeros(2, 9, 80), torch.tensor([1, 2, 3]))": "= (2,), got (3,)",
+    "SpeechModel(SpeechModelConfig(num_layers=1))(torch.zeros(2, 9, 80), torch.tensor([1, 2, 3]))": "= (2,), got (3,)",
     "build(3)": "int is not the configuration of a model",
 }
 PROGRAM = """
@@ -31,7 +31,7 @@ from sigattn.nn.block import *
 from sigattn.nn.feedforward import *
 from sigattn.nn.initialization import *
 import sys
-a = Attention(8, 2, activation="softmax", bias=None)
+a = Attention(8, 2, activation="softmax", attention_bias=None)
 for call in sys.argv[1:]:
     try:
         eval(call)

@@ -12,7 +12,7 @@ from sigattn.models.language import LanguageModelConfig
 from sigattn.models.saving import build, load, save
 from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.models.vision import VisionTransformerConfig
+from sigattn.models.vision import ViTConfig
 from sigattn.nn.guide import recommend
 from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find_recipe
 from sigattn.tasks.byol import BYOL
@@ -38,11 +38,11 @@ def example(recipe):
     """A batch for a recipe's task, of random numbers."""
     model = recipe.model
     if isinstance(model, LanguageModelConfig):
-        tokens = torch.randint(model.vocabulary, (2, min(model.context, 40) + 1))
+        tokens = torch.randint(model.vocab_size, (2, min(model.max_seq_len, 40) + 1))
         return tokens[:, :-1], tokens[:, 1:]
     if isinstance(model, SpeechModelConfig):
         return (
-            torch.randn(2, 60, model.mels),
+            torch.randn(2, 60, model.num_mel_bins),
             torch.tensor([60, 41]),
             torch.randint(1, 29, (2, 5)),
             torch.tensor([5, 3]),
@@ -56,7 +56,7 @@ def example(recipe):
         return tuple(images)
     if isinstance(model, MaskedAutoencoderConfig):
         return (images[0],)
-    return images[0], torch.randint(vision.classes, (6,))
+    return images[0], torch.randint(vision.num_classes, (6,))
 
 
 @pytest.fixture(params=RECIPES)
@@ -98,11 +98,11 @@ def test_twins_differ_in_the_attention_alone(recipe):
         for f in fields(recipe.transformer)
         if getattr(recipe.transformer, f.name) != getattr(twin.transformer, f.name)
     }
-    assert changed <= {"activation", "bias", "learn_bias", "qk_norm"}
+    assert changed <= {"activation", "attention_bias", "learn_bias", "qk_norm"}
     assert (twin.training, twin.task, twin.data) == (recipe.training, recipe.task, recipe.data)
     ours, theirs = ({n: p.shape for n, p in build(r.model, "meta").named_parameters()} for r in (recipe, twin))
     named = set(ours.keys() ^ theirs.keys())
-    assert all(n.endswith(("query_norm.weight", "key_norm.weight", "attention.bias.value")) for n in named)
+    assert all(n.endswith(("query_norm.weight", "key_norm.weight", "attention.attention_bias.value")) for n in named)
     assert named == set() or changed & {"qk_norm", "learn_bias"}
     assert all(ours[n] == theirs[n] for n in ours.keys() & theirs.keys())
 
@@ -112,11 +112,11 @@ def test_twins_differ_in_the_attention_alone(recipe):
 def test_the_tiny_form_learns_and_comes_back_from_disk(name, form, tmp_path):
     recipe, small = find_recipe(name), find_recipe(f"{name}-{form}")
     whole = recipe if form == "tiny" else recipe.softmax()
-    for what in ("position", "structure", "qk_norm", "feed_forward", "norm", "activation", "bias"):
+    for what in ("position", "norm_placement", "qk_norm", "feed_forward", "norm", "activation", "attention_bias"):
         assert getattr(small.transformer, what, None) == getattr(whole.transformer, what, None)
     assert small.parameters() < 500_000
     torch.manual_seed(0)
-    module = small.task.build(small.with_transformer(dropout=0.0, drop_branch=0.0).model)
+    module = small.task.build(small.with_transformer(dropout=0.0, drop_path=0.0).model)
     batch = example(small)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
 
@@ -152,7 +152,7 @@ def test_the_tiny_form_learns_and_comes_back_from_disk(name, form, tmp_path):
 def test_compiled_is_the_same(name):
     torch._dynamo.reset()
     small = find_recipe(f"{name}-tiny")
-    module = small.task.build(small.with_transformer(dropout=0.0, drop_branch=0.0).model)
+    module = small.task.build(small.with_transformer(dropout=0.0, drop_path=0.0).model)
     module.train(not isinstance(small.model, SpeechModelConfig))  # whose CAPE draws
     batch = example(small)
     grads = []
@@ -174,7 +174,7 @@ def test_the_guide_is_the_paper_s_table():
         assert ours[4:] == paper[4:]
     assert rows[0][2] == "87M"
     # 330M parameters with the decoder, 304M (as in the table) without it
-    assert find_recipe("vit-mae").transformer.layers == 24
+    assert find_recipe("vit-mae").transformer.num_layers == 24
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_recipes_are_what_the_guide_recommends(name, arguments):
     advice, t = recommend(*arguments), find_recipe(name).transformer
     assert advice.recipe == name
     assert advice.qk_norm == (t.qk_norm != "none")
-    assert advice.layer_scale == (t.layer_scale is not None)
-    assert advice.structure == t.structure
-    assert advice.bias == (t.USUAL_BIAS if t.bias is None else t.bias)
+    assert advice.layer_scale == (t.init_values is not None)
+    assert advice.norm_placement == t.norm_placement
+    assert advice.attention_bias == (t.DEFAULT_BIAS if t.attention_bias is None else t.attention_bias)
     assert advice.position == t.position or arguments == ("speech",)  # the recipe's is the paper's first, CAPE
 
 
@@ -214,7 +214,7 @@ def test_only_what_the_paper_found_unstable_warns():
 
 
 def test_names():
-    assert find_recipe("vit-mae-tiny").model.encoder.width == 64
+    assert find_recipe("vit-mae-tiny").model.encoder.embed_dim == 64
     assert find_recipe("lm-1b-2k-softmax").name == "lm-1b-2k-softmax"
     with pytest.raises(RecipeError, match="no recipe is called 'lm-2b'; sigattn recipes lists them: vit-supervised"):
         find_recipe("lm-2b")
@@ -222,6 +222,6 @@ def test_names():
 
 def test_shared_key_heads_stay_shared():
     recipe = replace(find_recipe("lm-1b-2k"))
-    small = recipe.with_transformer(kv_heads=8).tiny()
-    assert small.transformer.kv_heads == 1
-    assert isinstance(find_recipe("vit-simclr-tiny").model, VisionTransformerConfig)
+    small = recipe.with_transformer(num_kv_heads=8).tiny()
+    assert small.transformer.num_kv_heads == 1
+    assert isinstance(find_recipe("vit-simclr-tiny").model, ViTConfig)

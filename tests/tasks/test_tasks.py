@@ -12,7 +12,7 @@ from sigattn.data.speech import Tokens
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.models.vision import VisionTransformerConfig
+from sigattn.models.vision import ViTConfig
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.ctc import CTC
@@ -23,12 +23,12 @@ from sigattn.tasks.pair_repeat import PairRepeat
 from sigattn.tasks.simclr import SimCLR
 from tests.models.test_models import MAE, VISION
 
-SMALL = replace(VISION, drop_branch=0.0)
+SMALL = replace(VISION, drop_path=0.0)
 
 
 def test_language_modelling():
     task = LanguageModelling()
-    model = task.build(LanguageModelConfig(vocabulary=7, context=9, layers=1, width=16, heads=2))
+    model = task.build(LanguageModelConfig(vocab_size=7, max_seq_len=9, num_layers=1, embed_dim=16, num_heads=2))
     tokens, targets = torch.randint(7, (3, 9)), torch.randint(7, (3, 9))
     targets[0, 4:] = -1  # left out
     probability = model(tokens).softmax(-1)
@@ -48,7 +48,7 @@ def test_language_modelling():
 def test_documents_are_kept_apart():
     """The loss over a row of documents is that over the documents, each by itself; an end predicts nothing."""
     task = LanguageModelling(end_token=0)
-    model = task.build(LanguageModelConfig(vocabulary=7, context=9, layers=1, width=16, heads=2))
+    model = task.build(LanguageModelConfig(vocab_size=7, max_seq_len=9, num_layers=1, embed_dim=16, num_heads=2))
     tokens = torch.tensor([[3, 1, 4, 0, 5, 2, 6, 0, 5]])
     targets = torch.tensor([[1, 4, 0, 5, 2, 6, 0, 5, 3]])
     nats = 0.0
@@ -98,8 +98,8 @@ class TestClassification:
         assert found["loss"] == pytest.approx(expected)
 
     def test_it_needs_classes(self):
-        with pytest.raises(ValueError, match="classes=0"):
-            Classification().build(replace(SMALL, classes=0))
+        with pytest.raises(ValueError, match="num_classes=0"):
+            Classification().build(replace(SMALL, num_classes=0))
 
 
 class TestSimCLR:
@@ -172,7 +172,7 @@ def test_masked_autoencoding_is_evaluated_with_the_same_patches():
     with torch.no_grad():
         assert task.evaluate(module, [batch]) == task.evaluate(module, [batch])
     assert torch.equal(torch.get_rng_state(), state)
-    assert isinstance(task.backbone(module).config, VisionTransformerConfig)
+    assert isinstance(task.backbone(module).config, ViTConfig)
 
 
 class TestCTC:
@@ -215,8 +215,8 @@ class TestCTC:
         assert self.task.evaluate(Fixed(), [])["wer"] == 0
 
     def test_the_vocabulary_must_fit(self):
-        with pytest.raises(ValueError, match="28 characters needs vocabulary=29, got 30"):
-            self.task.build(SpeechModelConfig(vocabulary=30))
+        with pytest.raises(ValueError, match="28 characters needs vocab_size=29, got 30"):
+            self.task.build(SpeechModelConfig(vocab_size=30))
 
 
 class TestSynthetic:
@@ -233,7 +233,7 @@ class TestSynthetic:
         assert torch.equal(parts[1][0], inputs[1::3])
         assert not torch.equal(data.batch(1, 200, seed=0)[0], inputs)
         task = KSummation()
-        model = task.build(SequenceModelConfig(width=16, heads=2, length=10))
+        model = task.build(SequenceModelConfig(embed_dim=16, num_heads=2, seq_len=10))
         expected = (model(inputs) - sums).square().mean()
         torch.testing.assert_close(task.loss(model, (inputs, sums)), expected)
         with pytest.raises(ValueError, match="length must be even and k within"):

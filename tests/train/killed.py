@@ -16,7 +16,7 @@ from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, loop
 from sigattn.train.config import TrainConfig
 
-MODEL = LanguageModelConfig(context=32, layers=2, width=32, heads=2)
+MODEL = LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=2)
 TRAIN = TrainConfig(max_steps=14, batch_size=4, warmup_steps=3, validate_every=5, checkpoint_every=1, seed=3)
 
 

@@ -23,7 +23,7 @@ from sigattn.train.optimizer import make_optimizer
 from sigattn.train.schedule import factor
 from sigattn.validation import SettingsError
 
-MODEL = LanguageModelConfig(context=32, layers=2, width=32, heads=2)
+MODEL = LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=2)
 TRAIN = TrainConfig(max_steps=12, batch_size=4, warmup_steps=3, validate_every=5, checkpoint_every=4, seed=3)
 
 
@@ -101,7 +101,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, text):
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, text):
     train(MODEL, TRAIN, text, tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match="differs in batch_size, width;"):
-        train(replace(MODEL, width=16), replace(TRAIN, batch_size=2), text, tmp_path, resume=True)
+        train(replace(MODEL, embed_dim=16), replace(TRAIN, batch_size=2), text, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("damage", ["about.json", ".metadata", "__0_0.distcp"])
@@ -134,7 +134,7 @@ def test_schedules():
 
 
 def test_only_matrices_decay_and_mup_simple_slows_them():
-    model = LanguageModel(replace(MODEL, width=32))
+    model = LanguageModel(replace(MODEL, embed_dim=32))
     groups = make_optimizer(model, TRAIN, 32).param_groups
     assert [(g["weight_decay"], {p.dim() for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1})]
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
@@ -194,7 +194,7 @@ def test_half_precision(tmp_path, text):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("unchecked")
 def test_compiled(tmp_path, text):
-    model = replace(MODEL, layers=1)  # each kernel takes two seconds to compile
+    model = replace(MODEL, num_layers=1)  # each kernel takes two seconds to compile
     train(model, replace(TRAIN, max_steps=3), text, tmp_path / "plain")
     train(model, replace(TRAIN, max_steps=3, compile=True), text, tmp_path / "compiled")
     plain, compiled = (numbers(tmp_path / name)[-1]["loss"] for name in ("plain", "compiled"))

@@ -20,9 +20,18 @@ from sigattn.train.folder_lock import FolderInUseError, locked
 from sigattn.train.loop import NonFiniteLossError
 from tests.test_cli import failure
 
-MODEL = LanguageModelConfig(context=16, layers=1, width=16, heads=2)
+MODEL = LanguageModelConfig(max_seq_len=16, num_layers=1, embed_dim=16, num_heads=2)
 TRAIN = TrainConfig(max_steps=6, batch_size=2, warmup_steps=0, validate_every=3, checkpoint_every=2)
-QUICK = ["--training.max-steps", "2", "--training.batch-size", "4", "--model.context", "16", "--model.width", "32"]
+QUICK = [
+    "--training.max-steps",
+    "2",
+    "--training.batch-size",
+    "4",
+    "--model.max-seq-len",
+    "16",
+    "--model.embed-dim",
+    "32",
+]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +119,9 @@ class TestRefusedResume:
         run = ["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run")]
         cli.main([*run, *QUICK])
         before = contents(tmp_path)
-        _, message = failure([*run, *QUICK, "--training.learning-rate", "1", "--model.heads", "2", "--resume"], capsys)
+        _, message = failure(
+            [*run, *QUICK, "--training.learning-rate", "1", "--model.num-heads", "2", "--resume"], capsys
+        )
         assert "comes from a run that differs in heads, learning_rate;" in message
         assert contents(tmp_path) == before
 

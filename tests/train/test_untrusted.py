@@ -25,7 +25,7 @@ TRAIN = [
     "2",
     "--training.batch-size",
     "4",
-    "--model.context",
+    "--model.max-seq-len",
     "16",
 ]
 

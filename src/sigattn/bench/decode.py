@@ -26,7 +26,7 @@ from sigattn.bench.baselines import compiled, reset_compiled
 from sigattn.bench.results_file import Report
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.nn.kv_cache import LayerCache
+from sigattn.nn.kv_cache import KVCache
 from sigattn.validation import (
     SettingsError,
     check_among,
@@ -201,18 +201,18 @@ def generation(config: DecodeBenchmark, prompt: int, device: torch.device) -> li
         torch.manual_seed(0)
         model = LanguageModel(
             LanguageModelConfig(
-                layers=8,
-                width=512,
-                heads=8,
-                kv_heads=2,
-                context=prompt + 2048,
+                num_layers=8,
+                embed_dim=512,
+                num_heads=8,
+                num_kv_heads=2,
+                max_seq_len=prompt + 2048,
                 position="rope",
-                structure="hybrid",
+                norm_placement="hybrid",
                 activation="sigmoid" if mechanism == "sigmoid" else "softmax",
             )
         ).to(device)
         with torch.no_grad():
-            cache, tokens = model.new_cache(), torch.randint(256, (1, prompt), device=device)
+            cache, tokens = model.new_kv_cache(), torch.randint(256, (1, prompt), device=device)
             model.eval()(tokens, cache)
         calls[mechanism] = functools.partial(_next_token, model, cache, tokens[:, -1:])
     return [
@@ -227,7 +227,7 @@ def generation(config: DecodeBenchmark, prompt: int, device: torch.device) -> li
 
 
 @torch.no_grad()
-def _next_token(model: LanguageModel, cache: list[LayerCache], token: Tensor) -> None:
+def _next_token(model: LanguageModel, cache: list[KVCache], token: Tensor) -> None:
     """One step, after which the cache is as it was."""
     model(token, cache)
     for layer in cache:

@@ -89,20 +89,20 @@ def run(options: TrainingBenchmark) -> None:
 def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     text = TokenText.split(b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py"))), 512)
-    layers = {} if options.layers is None else {"layers": options.layers}
+    layers = {} if options.layers is None else {"num_layers": options.layers}
     jobs: list[tuple[str, Recipe, Data]] = []
     for kappa in options.kappas:
-        recipe = find_recipe(f"lm-kappa-{kappa}").with_transformer(vocabulary=256, **layers)
+        recipe = find_recipe(f"lm-kappa-{kappa}").with_transformer(vocab_size=256, **layers)
         jobs.append((f"language, kappa {kappa}, 512 bytes", recipe, TextData(text, 512)))
     if not options.vision:
         return jobs
     size = {
         **SIZES["S"],
         "image_size": 8 * options.upscale,
-        "patch": 4,
+        "patch_size": 4,
         "channels": 1,
-        "classes": 10,
-        "drop_branch": 0.0,
+        "num_classes": 10,
+        "drop_path": 0.0,
     }
     vision = find_recipe("vit-supervised").with_transformer(**{**size, **layers})
     vision = replace(vision, training=replace(vision.training, learning_rate=1e-3))
@@ -130,7 +130,7 @@ def _measure(recipe: Recipe, data: Data, options: TrainingBenchmark) -> dict[str
         with contextlib.suppress(_EnoughError):
             loop.train(recipe.task, recipe.model, training, data, Path(folder), on_row=enough)
         rows = metrics.read(Path(folder) / "metrics.jsonl")
-    tokens = getattr(recipe.model, "context", 1)
+    tokens = getattr(recipe.model, "max_seq_len", 1)
     last = rows[len(rows) // 2 :]
     return {
         "steps": len(rows),

@@ -97,7 +97,7 @@ def language_model_files(folder: Path, named: Path | None = None) -> tuple[Langu
     if path is not None and named is not None:
         raise DataError(f"the run has a tokenizer of its own, {path}: leave out --tokenizer")
     path = path or named
-    vocabulary = model.config.vocabulary
+    vocabulary = model.config.vocab_size
     if path is None:
         if vocabulary != 256 or (data is not None and data.suffix == ".bin"):
             raise DataError(

@@ -21,7 +21,7 @@ from sigattn.data.tokens import END
 from sigattn.distributed.process_mesh import init_process_mesh, shutdown
 from sigattn.experiments import datasets
 from sigattn.models import saving
-from sigattn.models.vision import VisionTransformer
+from sigattn.models.vision import ViT
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics
@@ -185,7 +185,7 @@ def generate(
     temperature: float = 0.7,
     top_k: int | None = None,
     top_p: float | None = None,
-    beams: int = 1,
+    num_beams: int = 1,
     stop: str = "",
     seed: int = 0,
     tokenizer: Path | None = None,
@@ -199,7 +199,7 @@ def generate(
         temperature: sampling temperature; 0 for the likeliest token each time.
         top_k: sample from this number of likeliest tokens only.
         top_p: sample from the likeliest tokens that together have this probability.
-        beams: above 1, beam search with this number of continuations; the temperature is then 0.
+        num_beams: above 1, beam search with this number of continuations; the temperature is then 0.
         stop: end after this character, or any text that is one token.
         seed: seed of sampling.
         tokenizer: tokenizer of a run that has stored none.
@@ -220,11 +220,11 @@ def generate(
         (made,) = model.generate(
             [torch.tensor(encode(prompt), dtype=torch.int64)],
             tokens,
-            temperature=0.0 if beams > 1 else temperature,
+            temperature=0.0 if num_beams > 1 else temperature,
             top_k=top_k,
             top_p=top_p,
-            beams=beams,
-            stop=ends,
+            num_beams=num_beams,
+            stop_tokens=ends,
             generator=torch.Generator().manual_seed(seed),
         )
     except ValueError as error:
@@ -245,7 +245,7 @@ def probe(
     """
     recipe, path, _ = read_run(folder)
     model = saving.load(folder / "model")
-    if not isinstance(model, VisionTransformer):
+    if not isinstance(model, ViT):
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no vision transformer")
     path = data or path
     if path is None:

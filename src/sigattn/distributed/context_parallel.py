@@ -172,12 +172,12 @@ class ContextParallelShard:
 
 @contextmanager
 def context_parallel(module: nn.Module, shard: ContextParallelShard | None) -> Iterator[None]:
-    """Set the attribute ``share`` of all layers of a module that have one, within the context."""
-    layers: list[Any] = [m for m in module.modules() if shard is not None and "share" in vars(m)]
+    """Set the attribute ``sequence_shard`` of all layers of a module that have one, within the context."""
+    layers: list[Any] = [m for m in module.modules() if shard is not None and "sequence_shard" in vars(m)]
     try:
         for layer in layers:
-            layer.share = shard
+            layer.sequence_shard = shard
         yield
     finally:
         for layer in layers:
-            layer.share = None
+            layer.sequence_shard = None

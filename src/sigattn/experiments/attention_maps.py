@@ -19,7 +19,7 @@ from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models.sequence import SequenceModel
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
-from sigattn.nn.functional import Pattern
+from sigattn.nn.functional import MaskSpec
 from sigattn.ops import reference
 
 SAMPLES = 8
@@ -31,17 +31,17 @@ def weights_of(model: SequenceModel, samples: Tensor) -> Tensor:  # (B, n, n)
     (layer, *_) = (m for m in model.modules() if isinstance(m, Attention))
     found: list[Tensor] = []
 
-    def attend(activation: Any, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+    def attend(activation: Any, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec) -> Tensor:
         problem = functional.problem_of(query, key, value, pattern)
         found.append(reference.attention_weights(problem, activation)[:, 0])
         return functional.attend(activation, query, key, value, pattern)
 
-    layer.compute = attend
+    layer.attention_fn = attend
     try:
         with torch.no_grad():
             model(samples)
     finally:
-        layer.compute = functional.attend
+        layer.attention_fn = functional.attend
     return found[0]
 
 
@@ -54,7 +54,7 @@ def hoyer(weights: Tensor) -> float:
 
 def run(setting: Setting) -> Result:
     """Plot attention weights of eight samples at four steps; compare the sparsity of the upper left block."""
-    recipe = k_summation.base(setting, 1, heads=1)
+    recipe = k_summation.base(setting, 1, num_heads=1)
     steps = recipe.training.max_steps
     at = sorted({0, steps // 4, steps // 2, steps})
     samples = next(iter(KSummation(held_out=40).validation(40)))[0]

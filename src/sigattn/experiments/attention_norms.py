@@ -1,7 +1,7 @@
 """Norm of the attention's output at initialisation, by position and bias (App. ASR, "Results and Ablations").
 
     sigattn norms                      # a minute on 2 cores; prints the table
-    sigattn norms --layers 6           # 10 seconds
+    sigattn norms --num-layers 6           # 10 seconds
 
 Expected, as in the paper: without a bias CAPE > RoPE > ALiBi, each orders of magnitude above softmax (80k, 40k, 20k and
 200 in the paper); with b = -log n all of them near softmax. The models are the paper's speech transformers at their
@@ -32,29 +32,29 @@ class AttentionNorms:
     """Settings of the measurement.
 
     Attributes:
-        layers: number of blocks.
-        width: model width.
-        heads: number of attention heads.
+        num_layers: number of blocks.
+        embed_dim: number of features of a position.
+        num_heads: number of attention heads.
         seconds: duration of the input.
         seed: seed of weights and input.
     """
 
-    layers: int = 36
-    width: int = 768
-    heads: int = 4
+    num_layers: int = 36
+    embed_dim: int = 768
+    num_heads: int = 4
     seconds: float = 15.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "layers", "width", "heads")
+        check_at_least(1, self, "num_layers", "embed_dim", "num_heads")
         check_positive(self, "seconds")
         check_seed(self, "seed")
         if self.seconds < FRAME:
             raise SettingsError(f"seconds must be at least {FRAME}, one frame, got {self.seconds}")
-        if self.width % (2 * self.heads):
+        if self.embed_dim % (2 * self.num_heads):
             raise SettingsError(
-                "width must be a multiple of twice the heads, because RoPE rotates pairs of features; got "
-                f"width={self.width}, heads={self.heads}"
+                "embed_dim must be a multiple of twice num_heads, because RoPE rotates pairs of features; got "
+                f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
             )
 
 
@@ -78,16 +78,18 @@ def _norm(options: AttentionNorms, position: str, kind: str, sound: torch.Tensor
     settings: dict[str, Any] = {
         "position": position,
         "activation": "softmax" if kind == "softmax" else "sigmoid",
-        "bias": {"softmax": None, "sigmoid, b = 0": 0.0, "sigmoid, b = -log n": "log_sample"}[kind],
+        "attention_bias": {"softmax": None, "sigmoid, b = 0": 0.0, "sigmoid, b = -log n": "log_sample"}[kind],
         "qk_norm": "none",
-        "layer_scale": None,
+        "init_values": None,
     }
-    config = SpeechModelConfig(layers=options.layers, width=options.width, heads=options.heads, **settings)
+    config = SpeechModelConfig(
+        num_layers=options.num_layers, embed_dim=options.embed_dim, num_heads=options.num_heads, **settings
+    )
     torch.manual_seed(options.seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Ramapuram")  # about the large norms measured here
         model = SpeechModel(config)
-    with torch.no_grad(), model.watching() as layers:
+    with torch.no_grad(), model.recording() as layers:
         model(sound)
-        norms = [layer.attention_norm for layer in layers if layer.attention_norm is not None]
+        norms = [layer.output_frobenius_norm for layer in layers if layer.output_frobenius_norm is not None]
     return torch.cat(norms).mean().item()

@@ -27,7 +27,7 @@ from sigattn.tasks.language import LanguageModelling
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {"activation": "softmax"},
     "sigmoid, b = -log of the training length": {},
-    "sigmoid, b = -log of the visible keys": {"bias": "log_visible"},
+    "sigmoid, b = -log of the visible keys": {"attention_bias": "log_visible"},
 }
 SOFTMAX, FIXED, VISIBLE = VARIANTS
 
@@ -35,7 +35,7 @@ SOFTMAX, FIXED, VISIBLE = VARIANTS
 def run(setting: Setting) -> Result:
     """Train all variants with ALiBi and evaluate them at other lengths."""
     context = setting.scaled(32, 128, 2048)
-    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=context)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
     recipe = shortened(recipe, setting.scaled(4, 400, 3000), setting.scaled(2, 16, 16))
     wanted = sweep.make_jobs({n: recipe.with_transformer(**VARIANTS[n]) for n in VARIANTS}, setting)
     sweep.train_all(setting, wanted)
@@ -92,9 +92,9 @@ def run(setting: Setting) -> Result:
 def bits_at(model: LanguageModel, setting: Setting, context: int, length: int) -> float:
     """Return held-out bits per byte over windows of a length, with the bias that the model was trained with."""
     config = model.config
-    if config.activation == "sigmoid" and config.bias is None:
-        config = replace(config, bias=-math.log(context))
-    longer = saving.build(replace(config, context=length))
+    if config.activation == "sigmoid" and config.attention_bias is None:
+        config = replace(config, attention_bias=-math.log(context))
+    longer = saving.build(replace(config, max_seq_len=length))
     longer.load_state_dict(model.state_dict())
     text = TextData(TokenText.split(load_text(setting.data), length), length, held_out=setting.scaled(2, 16, 64))
     with torch.no_grad():

@@ -76,8 +76,8 @@ def _transformers(model: Callable[..., Any], config: Any, bias: Bias) -> nn.Modu
 def alibi(bias: Bias, context: int) -> nn.Module:
     """Return this library's language model with ALiBi."""
     rule: Any = "log_visible" if bias == "log_visible" else bias
-    kind: Any = {"activation": "softmax"} if bias is None else {"bias": rule}
-    sizes: Any = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "context": context}
+    kind: Any = {"activation": "softmax"} if bias is None else {"attention_bias": rule}
+    sizes: Any = {"embed_dim": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "max_seq_len": context}
     return LanguageModel(LanguageModelConfig(position="alibi", **sizes, **kind))
 
 

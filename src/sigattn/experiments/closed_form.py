@@ -57,8 +57,8 @@ def run_regularity(setting: Setting) -> Result:
 def run_norms(setting: Setting) -> Result:
     """Measure the attention norms that App. ASR, "Results and Ablations", gives in its text."""
     options = attention_norms.AttentionNorms(
-        layers=setting.scaled(1, 36, 36),
-        width=setting.scaled(64, 768, 768),
+        num_layers=setting.scaled(1, 36, 36),
+        embed_dim=setting.scaled(64, 768, 768),
         seconds=setting.scaled(1.0, 15.0, 15.0),
     )
     found = attention_norms.run(options, lambda position, kind, norm: setting.log(f"{position}, {kind}: {norm:,.0f}"))

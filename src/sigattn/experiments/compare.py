@@ -27,7 +27,7 @@ from sigattn.data.text import TextData, TokenText
 from sigattn.experiments import datasets, intervals
 from sigattn.files import Kind, read_object
 from sigattn.models import saving
-from sigattn.models.vision import VisionTransformer
+from sigattn.models.vision import ViT
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.train import loop, metrics, workers
@@ -208,7 +208,7 @@ def _one(options: Compare, entry: Entry, mechanism: str, seed: int, identity: st
 
 def _data(options: Compare, entry: Entry, recipe: Recipe) -> Any:
     if entry.needs == "sources":
-        context: int = recipe.model.context  # type: ignore[union-attr]
+        context: int = recipe.model.max_seq_len  # type: ignore[union-attr]
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
         return TextData(TokenText.split(sources, context), context)
@@ -220,7 +220,7 @@ def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
         value: float = last[f"validation_{entry.measure}"]
         return value
     backbone = saving.load(folder / "model")
-    assert isinstance(backbone, VisionTransformer)
+    assert isinstance(backbone, ViT)
     training, held_out = Digits(strength=0.0).train_and_held_out()
     if entry.measure == "fine-tune":
         return fine_tune(backbone, training, held_out)

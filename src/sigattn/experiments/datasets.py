@@ -73,7 +73,7 @@ def load_held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None =
     if path is None or not isinstance(recipe.model, SpeechModelConfig) or not (path / "legacy").is_dir():
         return {"": load_dataset(recipe, path, tokenizer=tokenizer)}
     assert isinstance(recipe.task, CTC)
-    tokens, mels = Tokens(recipe.task.alphabet), recipe.model.mels
+    tokens, mels = Tokens(recipe.task.alphabet), recipe.model.num_mel_bins
     parts = by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
     return {name: Speech((), part, tokens, mels=mels) for name, part in parts.items() if part}
 
@@ -81,29 +81,29 @@ def load_held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None =
 def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None) -> Data:
     if path is not None and path.suffix == ".bin":
         own = packed_tokenizer(path, tokenizer)
-        text = packed(path, model.vocabulary, model.context)
-        return TextData(text, model.context, tokenizer=None if own is None else file_sha256(own))
+        text = packed(path, model.vocab_size, model.max_seq_len)
+        return TextData(text, model.max_seq_len, tokenizer=None if own is None else file_sha256(own))
     if tokenizer is None:
-        if model.vocabulary != 256:
+        if model.vocab_size != 256:
             raise SettingsError(
-                f"a vocabulary of {model.vocabulary} tokens needs --tokenizer FILE (sigattn tokenizer makes one), or "
-                "--data FILE.bin of sigattn pack; for bytes use --model.vocabulary 256"
+                f"a vocabulary of {model.vocab_size} tokens needs --tokenizer FILE (sigattn tokenizer makes one), or "
+                "--data FILE.bin of sigattn pack; for bytes use --model.vocab-size 256"
             )
         if path is not None and is_streamed(path):
-            return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.context)
-        return TextData(TokenText.split(load_text(path), model.context), model.context)
+            return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.max_seq_len)
+        return TextData(TokenText.split(load_text(path), model.max_seq_len), model.max_seq_len)
     if path is None:
         raise SettingsError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
     vocabulary = load_tokenizer(tokenizer)
     if is_streamed(path):
-        if vocabulary.get_vocab_size() > model.vocabulary:
-            raise DataError(f"the tokenizer has {vocabulary.get_vocab_size()} tokens, and the model {model.vocabulary}")
+        if vocabulary.get_vocab_size() > model.vocab_size:
+            raise DataError(f"the tokenizer has {vocabulary.get_vocab_size()} tokens, and the model {model.vocab_size}")
         name = f"{_streamed(path)} as {tokenizer.name}, {file_sha256(tokenizer)}"
         return StreamedText(
-            lambda: hub_documents(path), name, encoder(vocabulary), model.context, vocabulary=model.vocabulary
+            lambda: hub_documents(path), name, encoder(vocabulary), model.max_seq_len, vocabulary=model.vocab_size
         )
-    text = encode(path, vocabulary, model.vocabulary, model.context)
-    return TextData(text, model.context, tokenizer=file_sha256(tokenizer))
+    text = encode(path, vocabulary, model.vocab_size, model.max_seq_len)
+    return TextData(text, model.max_seq_len, tokenizer=file_sha256(tokenizer))
 
 
 def _streamed(path: Path) -> str:
@@ -123,8 +123,8 @@ def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Dat
     if path is not None:
         raise SettingsError(f"{recipe.name} generates its data: leave out --data")
     if isinstance(recipe.task, KSummation):
-        return synthetic.KSummation(model.length, recipe.task.k)
-    return synthetic.PairRepeat(model.symbols, model.length)
+        return synthetic.KSummation(model.seq_len, recipe.task.k)
+    return synthetic.PairRepeat(model.num_symbols, model.seq_len)
 
 
 def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:
@@ -141,7 +141,7 @@ def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data
             training,
             held_out,
             tokens,
-            mels=model.mels,
+            mels=model.num_mel_bins,
             spec_augment_from=None,
             archive=archive,
             unreadable=unreadable,
@@ -149,7 +149,7 @@ def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data
     start = 10_000 if "10,000" in recipe.augmentation else 0
     training = librispeech(path, _LIBRISPEECH[recipe.data], unreadable)
     held_out = librispeech(path, ("dev-clean", "dev-other"), unreadable)
-    return Speech(training, held_out, tokens, mels=model.mels, spec_augment_from=start, unreadable=unreadable)
+    return Speech(training, held_out, tokens, mels=model.num_mel_bins, spec_augment_from=start, unreadable=unreadable)
 
 
 def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
@@ -179,6 +179,6 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
 
 
 def _check_classes(labels: bool, name: str, found: int, vision: object) -> None:
-    classes = getattr(vision, "classes", 0)
+    classes = getattr(vision, "num_classes", 0)
     if labels and found != classes:
-        raise SettingsError(f"{name} has {found} classes and the model {classes}: use --model.classes {found}")
+        raise SettingsError(f"{name} has {found} classes and the model {classes}: use --model.num-classes {found}")

@@ -50,33 +50,38 @@ class Demo:
         run_folder: folder for metrics, checkpoints and the report.
         text: a text file, or a folder of text files; by default CPython's documentation.
         resume: continue the run in the run folder.
-        context: length of the sequences in bytes; n in b = -log n.
-        layers: number of blocks of each model.
-        width: model width.
-        heads: number of attention heads.
+        max_seq_len: length of the sequences in bytes; n in b = -log n.
+        num_layers: number of blocks of each model.
+        embed_dim: number of features of a position.
+        num_heads: number of attention heads.
         training: settings of the training loop.
     """
 
     run_folder: Path = Path("runs/demo")
     text: Path | None = None
     resume: bool = False
-    context: int = 256
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
+    max_seq_len: int = 256
+    num_layers: int = 4
+    embed_dim: int = 128
+    num_heads: int = 4
     training: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "context", "layers", "width", "heads")
+        check_at_least(1, self, "max_seq_len", "num_layers", "embed_dim", "num_heads")
 
 
 def models(options: Demo) -> dict[str, LanguageModelConfig]:
     """Return the configurations of the three models by folder name; they differ in activation and bias only."""
-    base = LanguageModelConfig(context=options.context, layers=options.layers, width=options.width, heads=options.heads)
+    base = LanguageModelConfig(
+        max_seq_len=options.max_seq_len,
+        num_layers=options.num_layers,
+        embed_dim=options.embed_dim,
+        num_heads=options.num_heads,
+    )
     return {
         "softmax": replace(base, activation="softmax"),
-        "sigmoid-log-n": replace(base, activation="sigmoid", bias="log_context"),
-        "sigmoid-no-bias": replace(base, activation="sigmoid", bias=0.0),
+        "sigmoid-log-n": replace(base, activation="sigmoid", attention_bias="log_context"),
+        "sigmoid-no-bias": replace(base, activation="sigmoid", attention_bias=0.0),
     }
 
 
@@ -102,7 +107,7 @@ def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
 
 def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     _check(options)
-    text = TokenText.split(load_text(options.text), options.context)
+    text = TokenText.split(load_text(options.text), options.max_seq_len)
     folder = options.run_folder
     _prepare_folder(folder, options.resume)
     with locked(folder):
@@ -121,7 +126,7 @@ def _train(options: Demo, text: TokenText, on_row: Callable[[str, Row], None]) -
             LanguageModelling(),
             config,
             options.training,
-            TextData(text, options.context),
+            TextData(text, options.max_seq_len),
             folder / name,
             resume=options.resume,
             on_row=functools.partial(on_row, title),
@@ -166,7 +171,7 @@ def sample(model: nn.Module, length: int = 400) -> str:
 def about(options: Demo, text: TokenText) -> dict[str, Any]:
     """Return settings, versions, machine and text of the demo."""
     return {
-        "model": {name: getattr(options, name) for name in ("context", "layers", "width", "heads")},
+        "model": {name: getattr(options, name) for name in ("max_seq_len", "num_layers", "embed_dim", "num_heads")},
         "training": asdict(options.training),
         "text": {
             "source": str(options.text) if options.text else "pydoc_data.topics",

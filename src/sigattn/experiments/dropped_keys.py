@@ -28,7 +28,7 @@ from sigattn.experiments.intervals import Verdict
 from sigattn.models import saving
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
-from sigattn.nn.functional import Pattern
+from sigattn.nn.functional import MaskSpec
 from sigattn.ops import reference
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.language import LanguageModelling
@@ -60,7 +60,7 @@ def keep_mask(contribution: Tensor, visible: Tensor, share: float) -> Tensor:
 
 
 def attend(
-    share: float, rescaled: bool, seen: Dropped, activation: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern
+    share: float, rescaled: bool, seen: Dropped, activation: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec
 ) -> Tensor:
     """Return the output of ``mechanism.attend`` without the smallest contributions, and add its errors to ``seen``."""
     problem = functional.problem_of(query, key, value, p)
@@ -89,18 +89,18 @@ def dropping(model: nn.Module, share: float, *, rescaled: bool) -> Iterator[Drop
     seen = Dropped()
     layers = [m for m in model.modules() if isinstance(m, Attention)]
     for layer in layers:
-        layer.compute = functools.partial(attend, share, rescaled, seen)
+        layer.attention_fn = functools.partial(attend, share, rescaled, seen)
     try:
         yield seen
     finally:
         for layer in layers:
-            layer.compute = functional.attend
+            layer.attention_fn = functional.attend
 
 
 def run(setting: Setting) -> Result:
     """Train both models, and measure errors and bits per byte with dropped keys."""
     context = setting.scaled(32, 256, 2048)
-    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=context)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
     recipe = shortened(recipe, setting.scaled(4, 400, 3000), setting.scaled(2, 16, 16))
     wanted = sweep.make_jobs({"sigmoid": recipe, "softmax": recipe.softmax()}, setting)
     sweep.train_all(setting, wanted)

@@ -90,7 +90,7 @@ def run(setting: Setting) -> Result:
 
 def run_evolution(setting: Setting) -> Result:
     """Measure norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
-    recipe = base(setting, 1, heads=1)
+    recipe = base(setting, 1, num_heads=1)
     steps = recipe.training.max_steps
     every = max(1, steps // setting.scaled(2, 5, 10))
     samples = next(iter(synthetic.KSummation(held_out=40).validation(40)))[0]

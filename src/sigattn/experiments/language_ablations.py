@@ -22,17 +22,17 @@ NORMS: dict[str, dict[str, Any]] = {
     "softmax, pre, ALiBi": {"activation": "softmax"},
     "sigmoid, pre, ALiBi, b = -log n": {},
     "sigmoid, pre, RoPE, b = -log n": {"position": "rope"},
-    "sigmoid, pre, RoPE, b = 0": {"position": "rope", "bias": 0.0},
-    "softmax, hybrid, ALiBi": {"activation": "softmax", "structure": "hybrid"},
-    "sigmoid, hybrid, ALiBi, b = 0": {"structure": "hybrid", "bias": 0.0},
+    "sigmoid, pre, RoPE, b = 0": {"position": "rope", "attention_bias": 0.0},
+    "softmax, hybrid, ALiBi": {"activation": "softmax", "norm_placement": "hybrid"},
+    "sigmoid, hybrid, ALiBi, b = 0": {"norm_placement": "hybrid", "attention_bias": 0.0},
 }
 SOFTMAX, PRE, ROPE, BARE, SOFT_HYBRID, HYBRID = NORMS
 
 POWERS: dict[str, dict[str, Any]] = {
-    "softmax": {"activation": "softmax", "bias": None},
+    "softmax": {"activation": "softmax", "attention_bias": None},
     "sigmoid, b = -log n": {},
-    "sigmoid, n^-1": {"bias": 0.0, "length_power": 1.0},
-    "sigmoid, n^-0.5": {"bias": 0.0, "length_power": 0.5},
+    "sigmoid, n^-1": {"attention_bias": 0.0, "length_power": 1.0},
+    "sigmoid, n^-0.5": {"attention_bias": 0.0, "length_power": 0.5},
 }
 
 
@@ -45,20 +45,20 @@ def of_norms(setting: Setting) -> Recipe:
     if setting.scale == "paper":
         raise ExperimentError(
             "norm-structure at the paper's scale trains six models of 1B parameters: run sigattn train lm-1b-2k --data "
-            "REDPAJAMA with --model.structure, --model.position and --model.bias, then sigattn lm-eval"
+            "REDPAJAMA with --model.norm-placement, --model.position and --model.attention-bias, then sigattn lm-eval"
         )
-    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=setting.scaled(32, 256, None))
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=setting.scaled(32, 256, None))
     return shortened(recipe, setting.scaled(4, 300, None), setting.scaled(2, 16, None))
 
 
 def of_one_block(setting: Setting) -> Recipe:
     """Return the one-block model of Figs. 4-7, with ALiBi."""
-    recipe = find_recipe("lm-realnews").with_transformer(position="alibi", bias="log_context")
+    recipe = find_recipe("lm-realnews").with_transformer(position="alibi", attention_bias="log_context")
     if setting.scale == "paper":
         return recipe
     context, steps = setting.scaled((32, 6), (256, 300), None)
     small = shortened(
-        recipe.with_transformer(vocabulary=256, context=context, width=128, heads=4, hidden=512), steps, 8
+        recipe.with_transformer(vocab_size=256, max_seq_len=context, embed_dim=128, num_heads=4, mlp_dim=512), steps, 8
     )
     return replace(
         small, training=replace(small.training, precision="float32", learning_rate=2e-3, final_learning_rate=0.05)

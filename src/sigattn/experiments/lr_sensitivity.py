@@ -33,7 +33,7 @@ def base(setting: Setting, kappa: int) -> Recipe:
         recipe.training, max_steps=steps, batch_size=batch, precision="float32", warmup_steps=steps // 16,
         validate_every=steps, checkpoint_every=steps, log_attention_every=0,
     )  # fmt: skip
-    return replace(recipe.with_transformer(vocabulary=256, context=context), training=training)
+    return replace(recipe.with_transformer(vocab_size=256, max_seq_len=context), training=training)
 
 
 def at_rates(recipe: Recipe, name: str, rates: Sequence[float]) -> dict[str, Recipe]:
@@ -73,7 +73,7 @@ def run(setting: Setting) -> Result:
     """Compare both mechanisms with and without QK-norm and LayerScale."""
     kappas = setting.scaled((1,), (1,), (1, 2, 4, 8, 16))
     changes: dict[str, dict[str, Any]] = {"both": {}, "no QK-norm": {"qk_norm": "none"}}
-    changes["no LayerScale"] = {"layer_scale": None}
+    changes["no LayerScale"] = {"init_values": None}
     variants = {}
     for kappa in kappas:
         for change, settings in changes.items():
@@ -129,7 +129,10 @@ def run_bias(setting: Setting) -> Result:
     recipe = base(setting, kappa)
     losses, sensitive, rates = measure(
         setting,
-        {f"b = {b:g}": recipe.with_transformer(bias=b) for b in setting.scaled((-10.0, -1.0), BIASES, BIASES)},
+        {
+            f"b = {b:g}": recipe.with_transformer(attention_bias=b)
+            for b in setting.scaled((-10.0, -1.0), BIASES, BIASES)
+        },
     )
     picture, axes = drawing.axes_grid(1, width=6.0, height=4.0)
     colours = (*COLOURS, "#56b4e9")

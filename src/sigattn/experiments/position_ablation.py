@@ -18,9 +18,9 @@ from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
 POSITIONS: dict[str, dict[str, Any]] = {
-    "SinCos": {"position": "sincos", "bias": 0.0},
-    "RoPE": {"position": "rope", "bias": 0.0},
-    "ALiBi": {"position": "alibi", "bias": 0.0},
+    "SinCos": {"position": "sincos", "attention_bias": 0.0},
+    "RoPE": {"position": "rope", "attention_bias": 0.0},
+    "ALiBi": {"position": "alibi", "attention_bias": 0.0},
     "RoPE, b": {"position": "rope"},
 }
 
@@ -34,13 +34,13 @@ def recipes(setting: Setting) -> dict[str, Recipe]:
             base.training, max_steps=steps, batch_size=8, precision="float32", learning_rate=2e-3,
             warmup_steps=steps // 10, final_learning_rate=0.05, validate_every=steps, checkpoint_every=steps,
         )  # fmt: skip
-        small = base.with_transformer(vocabulary=256, context=context, width=128, heads=4, hidden=512)
+        small = base.with_transformer(vocab_size=256, max_seq_len=context, embed_dim=128, num_heads=4, mlp_dim=512)
         base = replace(small, training=training)
     made = {}
     for name, settings in POSITIONS.items():
         # the paper's b = -10 is somewhat below -log n = -8.3 of its 4096 tokens; scaled here to the shorter contexts
-        bias = settings.get("bias", -10.0 if setting.scale == "paper" else setting.scaled(-4.0, -7.0, -10.0))
-        made[f"sigmoid, {name}"] = base.with_transformer(**{**settings, "bias": bias})
+        bias = settings.get("attention_bias", -10.0 if setting.scale == "paper" else setting.scaled(-4.0, -7.0, -10.0))
+        made[f"sigmoid, {name}"] = base.with_transformer(**{**settings, "attention_bias": bias})
         if name != "RoPE, b":
             made[f"softmax, {name}"] = base.with_transformer(position=settings["position"]).softmax()
     return made
@@ -66,7 +66,7 @@ def run(setting: Setting) -> Result:
                 {"position": name, "mechanism": mechanism, "seed": s, "loss": loss, "first_norm": a, "last_norm": b}
                 for s, (loss, a, b) in enumerate(zip(finals, first, last, strict=True))
             ]
-        bias = recipes(setting)[f"sigmoid, {name}"].transformer.bias
+        bias = recipes(setting)[f"sigmoid, {name}"].transformer.attention_bias
         axes[i].set_title(f"{name.partition(',')[0]}, b = {bias:g}")
         axes[len(POSITIONS) + i].set_yscale("log")
         axes[len(POSITIONS) + i].set_xlabel("step")

@@ -25,7 +25,7 @@ from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
 from sigattn.models.language import LanguageModelConfig
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
-from sigattn.nn.functional import Pattern
+from sigattn.nn.functional import MaskSpec
 from sigattn.ops import reference
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
@@ -43,7 +43,7 @@ def coarse_sigmoid(logits: Tensor, bits: int) -> Tensor:
     return p + (p * (1 - p)) * (logits - logits.detach())
 
 
-def attend(bits: int, activation: str, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+def attend(bits: int, activation: str, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec) -> Tensor:
     """Return the output of ``mechanism.attend`` with the coarse σ; materialises all weights."""
     del activation
     problem = functional.problem_of(query, key, value, pattern)
@@ -67,7 +67,7 @@ class CoarseLanguageModelling(LanguageModelling):
         built = super().build(model)
         for layer in built.modules():
             if isinstance(layer, Attention):
-                layer.compute = functools.partial(attend, self.bits)
+                layer.attention_fn = functools.partial(attend, self.bits)
         return built
 
 
@@ -95,7 +95,7 @@ def relative_errors(n: int, bits: int, generator: torch.Generator) -> dict[str, 
 def run(setting: Setting) -> Result:
     """Train with decreasing numbers of bits; compute the error of a single call over n."""
     bits = setting.scaled((17, 8), BITS, BITS)
-    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(context=setting.scaled(32, CONTEXT, CONTEXT))
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=setting.scaled(32, CONTEXT, CONTEXT))
     recipe = shortened(recipe, setting.scaled(4, 200, 600), setting.scaled(2, 8, 16))
     wanted: dict[str, Recipe] = {"exact": recipe}
     for b in bits:

@@ -33,25 +33,29 @@ SOFTMAX: dict[str, Any] = {"activation": "softmax", "qk_norm": "none"}
 BIASES: dict[str, dict[str, Any]] = {
     "softmax, RoPE": {**SOFTMAX, "position": "rope"},
     "sigmoid, RoPE, b = -log n": {"position": "rope"},
-    "sigmoid, RoPE, b = -log of the batch's longest": {"position": "rope", "bias": "log_batch"},
-    "sigmoid, RoPE, b = 0": {"position": "rope", "bias": 0.0},
-    "sigmoid, RoPE, b = -10, learned": {"position": "rope", "bias": -10.0, "learn_bias": "layer"},
+    "sigmoid, RoPE, b = -log of the batch's longest": {"position": "rope", "attention_bias": "log_batch"},
+    "sigmoid, RoPE, b = 0": {"position": "rope", "attention_bias": 0.0},
+    "sigmoid, RoPE, b = -10, learned": {"position": "rope", "attention_bias": -10.0, "learn_bias": "layer"},
     "softmax, ALiBi": {**SOFTMAX, "position": "alibi"},
     "sigmoid, ALiBi, b = -log n": {"position": "alibi"},
     "softmax, CAPE": {**SOFTMAX, "position": "cape"},
     "sigmoid, CAPE, b = -log n": {"position": "cape"},
 }
 STRUCTURES: dict[str, dict[str, Any]] = {
-    "softmax, 1 layer": {**SOFTMAX, "layers": 1},
-    "sigmoid, 1 layer": {"layers": 1},
-    "softmax, 3 layers": {**SOFTMAX, "layers": 3},
-    "sigmoid, 3 layers": {"layers": 3},
-    "sigmoid, hybrid-norm, no QK-norm, b = 0": {"structure": "hybrid_attention", "qk_norm": "none", "bias": 0.0},
-    "softmax, post-norm": {**SOFTMAX, "structure": "post"},
-    "sigmoid, post-norm": {"structure": "post"},
+    "softmax, 1 layer": {**SOFTMAX, "num_layers": 1},
+    "sigmoid, 1 layer": {"num_layers": 1},
+    "softmax, 3 layers": {**SOFTMAX, "num_layers": 3},
+    "sigmoid, 3 layers": {"num_layers": 3},
+    "sigmoid, hybrid-norm, no QK-norm, b = 0": {
+        "norm_placement": "hybrid_attention",
+        "qk_norm": "none",
+        "attention_bias": 0.0,
+    },
+    "softmax, post-norm": {**SOFTMAX, "norm_placement": "post"},
+    "sigmoid, post-norm": {"norm_placement": "post"},
     "softmax, conformer": {**SOFTMAX, "block_kind": "conformer"},
     "sigmoid, conformer": {"block_kind": "conformer"},
-    "sigmoid, conformer, b = -10, learned": {"block_kind": "conformer", "bias": -10.0, "learn_bias": "layer"},
+    "sigmoid, conformer, b = -10, learned": {"block_kind": "conformer", "attention_bias": -10.0, "learn_bias": "layer"},
 }
 DIGITS = (2, 4, 7, 14)  # largest number of digits of the strings of each bucket; training strings have up to 7
 WITHIN = 8.0  # points of CER: largest half width of an interval for which "same" can be confirmed
@@ -133,7 +137,7 @@ def buckets(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
     found: dict[str, list[Utterance]] = {}
     for fewest, most in zip((0, *DIGITS), DIGITS, strict=False):
         found[f"{fewest + 1}-{most} digits"] = [u for u in strings if fewest < len(u.pieces) <= most]
-    tokens, mels = Tokens(CTC().alphabet), recipe.model.mels
+    tokens, mels = Tokens(CTC().alphabet), recipe.model.num_mel_bins
     return {n: Speech((), part, tokens, mels=mels, archive=archive) for n, part in found.items() if part}
 
 

@@ -26,7 +26,7 @@ from sigattn.bench.baselines import Options
 from sigattn.experiments import cache, drawing
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
 from sigattn.experiments.intervals import Verdict
-from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
+from sigattn.models.vision import ViT, ViTConfig
 
 HEADS, HEAD_DIM = 12, 64  # the paper's
 Activation = Literal["softmax", "sigmoid"]
@@ -218,10 +218,15 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
     models = {}
     for mechanism in ACTIVATIONS:
         torch.manual_seed(0)
-        config = VisionTransformerConfig(
-            image_size=side, patch=1, layers=layers, width=heads * HEAD_DIM, heads=heads, activation=mechanism
+        config = ViTConfig(
+            image_size=side,
+            patch_size=1,
+            num_layers=layers,
+            embed_dim=heads * HEAD_DIM,
+            num_heads=heads,
+            activation=mechanism,
         )
-        models[mechanism] = VisionTransformer(config).to(device)
+        models[mechanism] = ViT(config).to(device)
     image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
     label = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -235,7 +240,7 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
         loss.backward()
         models[mechanism].zero_grad()
 
-    n = models["sigmoid"].config.tokens
+    n = models["sigmoid"].config.num_tokens
     found: dict[str, Any] = {"tokens": tokens, "n": n, "layers": layers}
     alone = time_attention(setting, n, False, heads, layers)
     for name, call, which in (("inference", inference, PASSES[0]), ("training", training, PASSES[1])):

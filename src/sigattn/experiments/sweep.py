@@ -130,7 +130,7 @@ def run_identity(setting: Setting, job: Job, prints: dict[str, str]) -> str:
     """
     model, recipe = job.recipe.model, job.recipe
     # the data of a language model depends on these two settings only; that of other recipes on any
-    own = (model.vocabulary, model.context) if isinstance(model, LanguageModelConfig) else (model, recipe.task)
+    own = (model.vocab_size, model.max_seq_len) if isinstance(model, LanguageModelConfig) else (model, recipe.task)
     key = repr((type(model), own, recipe.data, recipe.augmentation, job.data, job.tokenizer))
     if key not in prints:
         prints[key] = load_job_data(job).fingerprint

@@ -17,17 +17,17 @@ from sigattn.experiments.experiment import Experiment, ExperimentError, Setting
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
-NEITHER: dict[str, Any] = {"qk_norm": "none", "layer_scale": None}
+NEITHER: dict[str, Any] = {"qk_norm": "none", "init_values": None}
 VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "sigmoid, no QK-norm": {"qk_norm": "none"},
-    "sigmoid, no LayerScale": {"layer_scale": None},
+    "sigmoid, no LayerScale": {"init_values": None},
     "sigmoid, neither": NEITHER,
-    "sigmoid, n^-1, no LayerScale": {"length_power": 1.0, "layer_scale": None},
-    "sigmoid, one key head": {"kv_heads": 1},
+    "sigmoid, n^-1, no LayerScale": {"length_power": 1.0, "init_values": None},
+    "sigmoid, one key head": {"num_kv_heads": 1},
     "softmax": {"activation": "softmax"},
-    "softmax, no LayerScale": {"activation": "softmax", "layer_scale": None},
-    "softmax, one key head": {"activation": "softmax", "kv_heads": 1},
+    "softmax, no LayerScale": {"activation": "softmax", "init_values": None},
+    "softmax, one key head": {"activation": "softmax", "num_kv_heads": 1},
     "relu": {"activation": "relu"},
     "relu²": {"activation": "relu2"},
     "relu², neither": {"activation": "relu2", **NEITHER},
@@ -39,8 +39,8 @@ FREE: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "softmax": {"activation": "softmax"},
     "sigmoid, neither": NEITHER,
-    LEARNED: {**NEITHER, "temperature": 1.0, "bias": -10.0, "learn_bias": "layer"},
-    f"{LEARNED}, from t = 10": {**NEITHER, "temperature": 10.0, "bias": -10.0, "learn_bias": "layer"},
+    LEARNED: {**NEITHER, "temperature": 1.0, "attention_bias": -10.0, "learn_bias": "layer"},
+    f"{LEARNED}, from t = 10": {**NEITHER, "temperature": 10.0, "attention_bias": -10.0, "learn_bias": "layer"},
 }
 RELAXED: dict[str, dict[str, Any]] = {
     "sigmoid": {},
@@ -59,8 +59,8 @@ def base(setting: Setting) -> Recipe:
     if setting.scale == "paper":
         raise ExperimentError(
             "at the paper's scale each variant is a ViT-B on ImageNet-1k: run sigattn train vit-supervised --data "
-            "IMAGENET with --model.qk-norm, --model.layer-scale, --model.kv-heads, --model.activation, "
-            "--model.temperature, --model.bias and --model.learn-bias set as in this experiment"
+            "IMAGENET with --model.qk-norm, --model.init-values, --model.num-kv-heads, --model.activation, "
+            "--model.temperature, --model.attention-bias and --model.learn-bias set as in this experiment"
         )
     return shortened(find_recipe("vit-supervised-tiny"), setting.scaled(4, 400, None), setting.scaled(8, 128, None))
 

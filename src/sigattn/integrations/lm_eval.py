@@ -56,7 +56,7 @@ class SigattnLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """Length of the model's context."""
-        return self.model.config.context
+        return self.model.config.max_seq_len
 
     @property
     def tokenizer_name(self) -> str:
@@ -136,7 +136,7 @@ class SigattnLM(TemplateLM):
         while len(generated) < max_tokens:  # 32 tokens at a time, to stop soon after a stop text
             step = min(32, max_tokens - len(generated))
             so_far = torch.cat((prompt, prompt.new_tensor(generated)))[-self.max_length :]
-            (row,) = self.model.generate([so_far], step, temperature=temperature, stop=[self.end])
+            (row,) = self.model.generate([so_far], step, temperature=temperature, stop_tokens=[self.end])
             generated += row[len(so_far) :].tolist()
             text = self.tok_decode(generated)
             if self.end in generated or any(u in text for u in until if u):

@@ -1,7 +1,8 @@
 """Find softmax attention that ``attn_implementation="sigmoid"`` does not replace in a model of transformers.
 
-``unserved`` examines the code of a model's layers before they run; ``check`` runs a model and records its calls. Both
-search for softmax *attention*: a softmax that selects experts (a router), gates features or pools over layers is none.
+``unsupported_layers`` examines the code of a model's layers before they run; ``check`` runs a model and records its
+calls. Both search for softmax *attention*; a softmax that selects experts (a router), gates features or pools over
+layers does not count.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _NO_ATTENTION = {  # "attention" in their names, but their softmax is none
 _known_names: dict[type[nn.Module], set[str]] = {}
 
 
-def unserved(model: nn.Module) -> list[str]:
+def unsupported_layers(model: nn.Module) -> list[str]:
     """Return the attention of ``model`` that stays softmax although "sigmoid" was chosen, by name.
 
     A part of the model with another explicitly chosen implementation (``attn_implementation`` as a dictionary) is left
     out.
     """
-    return list(_unserved(model, "", None, set()))
+    return list(_unsupported_layers(model, "", None, set()))
 
 
 def fixed_choices(model_class: type[PreTrainedModel]) -> str | None:
@@ -48,7 +49,7 @@ def fixed_choices(model_class: type[PreTrainedModel]) -> str | None:
     return None
 
 
-def _unserved(module: nn.Module, path: str, implementation: str | None, chosen: set[int]) -> Iterator[str]:
+def _unsupported_layers(module: nn.Module, path: str, implementation: str | None, chosen: set[int]) -> Iterator[str]:
     """Walk through ``module``; ``chosen`` holds the ids of the configurations whose implementation the user can set."""
     kind = type(module).__name__
     label = f"{path} ({kind})" if path else kind
@@ -64,7 +65,7 @@ def _unserved(module: nn.Module, path: str, implementation: str | None, chosen: 
     if implementation == NAME and computes_softmax(module):
         yield label
     for name, child in module.named_children():
-        yield from _unserved(child, f"{path}.{name}" if path else name, implementation, chosen)
+        yield from _unsupported_layers(child, f"{path}.{name}" if path else name, implementation, chosen)
 
 
 def _sub_configs(config: PretrainedConfig) -> set[int]:

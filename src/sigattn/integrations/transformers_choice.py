@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sigattn.integrations.transformers_check import fixed_choices, unserved
+from sigattn.integrations.transformers_check import fixed_choices, unsupported_layers
 from sigattn.integrations.transformers_saving import NAME
 
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
@@ -125,7 +125,7 @@ def _accept(model: PreTrainedModel) -> None:
     Raises:
         ValueError: naming the layers that would stay softmax.
     """
-    if stay := unserved(model):
+    if stay := unsupported_layers(model):
         more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
         raise ValueError(
             f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '

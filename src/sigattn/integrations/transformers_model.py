@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.documents import Documents
-from sigattn.nn.kv_cache import LayerCache
+from sigattn.nn.kv_cache import KVCache
 from sigattn.optional import needs
 
 with needs("transformers"):
@@ -41,9 +41,9 @@ class SigattnConfig(PretrainedConfig):
     def __init__(self, model: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.model = dict(model or {})
         own = self.language_model
-        self.vocab_size, self.hidden_size, self.num_hidden_layers = own.vocabulary, own.width, own.layers
-        self.num_attention_heads, self.num_key_value_heads = own.heads, own.kv_heads or own.heads
-        self.head_dim, self.max_position_embeddings = own.head_dim, own.context
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = own.vocab_size, own.embed_dim, own.num_layers
+        self.num_attention_heads, self.num_key_value_heads = own.num_heads, own.num_kv_heads or own.num_heads
+        self.head_dim, self.max_position_embeddings = own.head_dim, own.max_seq_len
         kwargs.setdefault("tie_word_embeddings", False)  # LanguageModel ties its weights itself
         super().__init__(**kwargs)
 
@@ -134,7 +134,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         elif first is not None:
             if torch.is_grad_enabled() and self.training:
                 raise ValueError("training does not support padding on the left: pad on the right")
-            cache = self.model.new_cache(first)
+            cache = self.model.new_kv_cache(first)
         elif attention_mask is None and position_ids is not None:
             documents = _documents(position_ids.expand(input_ids.shape))
         logits = self.model(input_ids, cache, documents)
@@ -175,8 +175,8 @@ def _documents(position_ids: Tensor) -> Documents | None:
     return Documents(number, position, starts)
 
 
-class _CacheAdapter(LayerCache):
-    """Adapter of one layer of transformers' cache to ``LayerCache``."""
+class _CacheAdapter(KVCache):
+    """Adapter of one layer of transformers' cache to ``KVCache``."""
 
     def __init__(self, cache: Cache, layer: int, length: int, first: Tensor | None) -> None:
         super().__init__(1 << 62, first)

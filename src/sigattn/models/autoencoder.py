@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.models.transformer import Transformer, residual_stream
-from sigattn.models.vision import ImageSinusoids, VisionTransformer, VisionTransformerConfig
+from sigattn.models.vision import ImageSinusoids, ViT, ViTConfig
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
 from sigattn.shapes import Float
@@ -23,20 +23,20 @@ class MaskedAutoencoderConfig:
     Attributes:
         encoder: configuration of the encoder, whose classes are not used. Its bias should be "log_batch", -log of the
             actual number of tokens, which differs between pretraining (3 of 4 patches hidden) and later use.
-        decoder_layers: number of blocks of the decoder; options not listed here are those of the encoder.
-        decoder_width: number of features of a position in the decoder.
-        decoder_heads: number of attention heads of the decoder.
+        decoder_num_layers: number of blocks of the decoder; options not listed here are those of the encoder.
+        decoder_embed_dim: number of features of a position in the decoder.
+        decoder_num_heads: number of attention heads of the decoder.
         mask_ratio: fraction of the patches that is hidden.
     """
 
-    encoder: VisionTransformerConfig = field(default_factory=lambda: VisionTransformerConfig(bias="log_batch"))
-    decoder_layers: int = 8
-    decoder_width: int = 512
-    decoder_heads: int = 16
+    encoder: ViTConfig = field(default_factory=lambda: ViTConfig(attention_bias="log_batch"))
+    decoder_num_layers: int = 8
+    decoder_embed_dim: int = 512
+    decoder_num_heads: int = 16
     mask_ratio: float = 0.75
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "decoder_layers", "decoder_width", "decoder_heads")
+        check_at_least(1, self, "decoder_num_layers", "decoder_embed_dim", "decoder_num_heads")
         check_fraction(self, "mask_ratio")
 
 
@@ -48,15 +48,19 @@ class MaskedAutoencoder(Transformer):
         self.config = config
         e = config.encoder
         d = replace(
-            e, layers=config.decoder_layers, width=config.decoder_width, heads=config.decoder_heads, hidden=None
+            e,
+            num_layers=config.decoder_num_layers,
+            embed_dim=config.decoder_embed_dim,
+            num_heads=config.decoder_num_heads,
+            mlp_dim=None,
         )
-        self.encoder = VisionTransformer(replace(e, classes=0))
-        self.bridge = nn.Linear(e.width, d.width)
-        self.mask_token = nn.Parameter(torch.empty(1, 1, d.width))
-        self.position = ImageSinusoids(d.width, d.grid, d.grid)
-        self.blocks = nn.ModuleList(d.make_block(layer) for layer in range(d.layers))
-        self.norm = make_norm(d.norm, d.width)
-        self.output = nn.Linear(d.width, e.channels * e.patch**2)
+        self.encoder = ViT(replace(e, num_classes=0))
+        self.bridge = nn.Linear(e.embed_dim, d.embed_dim)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, d.embed_dim))
+        self.position = ImageSinusoids(d.embed_dim, d.grid_size, d.grid_size)
+        self.blocks = nn.ModuleList(d.make_block(layer) for layer in range(d.num_layers))
+        self.norm = make_norm(d.norm, d.embed_dim)
+        self.output = nn.Linear(d.embed_dim, e.channels * e.patch_size**2)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

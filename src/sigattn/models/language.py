@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.generation import Choice, Sequences, sample, search
+from sigattn.models.generation import GenerationState, SamplingConfig, beam_search, sample
 from sigattn.models.transformer import Transformer, TransformerConfig, residual_stream
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import FeedForward
 from sigattn.nn.initialization import Initialization, initialize
-from sigattn.nn.kv_cache import LayerCache
+from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
 from sigattn.nn.sequence_shard import SequenceShard
@@ -33,43 +33,43 @@ class LanguageModelConfig(TransformerConfig):
     """Configuration of a language model: by default Llama's (RMSNorm, SwiGLU, no linear biases) with QK-norm.
 
     Attributes:
-        vocabulary: number of tokens; 256 for bytes.
-        context: length of the longest sequence. Without ``bias``, the bias of "sigmoid" is -log of it.
+        vocab_size: number of tokens; 256 for bytes.
+        max_seq_len: length of the longest sequence. Without ``attention_bias``, the bias of "sigmoid" is -log of it.
         position: "rope", "alibi", "sincos" (added to the input) or "none".
-        tied: True if the output shares the embedding's weights.
+        tie_embeddings: True if the output shares the embedding's weights.
     """
 
-    vocabulary: int = 256
-    context: int = 256
+    vocab_size: int = 256
+    max_seq_len: int = 256
     position: Position = "rope"
-    tied: bool = True
+    tie_embeddings: bool = True
     qk_norm: Norm = "rms"
     norm: Norm = "rms"
     feed_forward: FeedForward = "swiglu"
-    linear_bias: bool = False
+    use_bias: bool = False
     initialization: Initialization = "fan_in"
 
-    USUAL_BIAS: ClassVar[float | Rule] = "log_context"
+    DEFAULT_BIAS: ClassVar[float | Rule] = "log_context"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(1, self, "vocabulary", "context")
+        check_at_least(1, self, "vocab_size", "max_seq_len")
 
     def make_block(self, layer: int) -> Block:
-        """Create the block of a layer, 0 … layers - 1.
+        """Create the block of a layer, 0 … num_layers - 1.
 
         Raises:
             ValueError: for options that exclude each other.
         """
         encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
             "rope": lambda: RotaryEmbedding(self.head_dim),
-            "alibi": lambda: Alibi(self.heads),
+            "alibi": lambda: Alibi(self.num_heads),
             "sincos": lambda: None,
             "none": lambda: None,
         }
         if self.position not in encodings:
             raise ValueError(f"position must be one of {', '.join(map(repr, encodings))}, got {self.position!r}")
-        return self.block(layer, encodings[self.position](), causal=True, context=self.context)
+        return self.make_transformer_block(layer, encodings[self.position](), causal=True, max_seq_len=self.max_seq_len)
 
 
 class LanguageModel(Transformer):
@@ -79,12 +79,12 @@ class LanguageModel(Transformer):
         super().__init__()
         self.config = config
         _warn(config)
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.position = SinusoidalEmbedding(config.width) if config.position == "sincos" else None
-        self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.layers))
-        self.norm = make_norm(config.norm, config.width)
-        self.share: SequenceShard | None = None  # as in ``Attention``
-        self.output = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
+        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.position = SinusoidalEmbedding(config.embed_dim) if config.position == "sincos" else None
+        self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.num_layers))
+        self.norm = make_norm(config.norm, config.embed_dim)
+        self.sequence_shard: SequenceShard | None = None  # as in ``Attention``
+        self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,22 +94,22 @@ class LanguageModel(Transformer):
     def forward(
         self,
         tokens: Int[Tensor, "batch length"],
-        cache: Sequence[LayerCache] | None = None,
+        cache: Sequence[KVCache] | None = None,
         documents: Documents | None = None,
-    ) -> Float[Tensor, "batch length vocabulary"]:
+    ) -> Float[Tensor, "batch length vocab"]:
         """Return the logits of each next token.
 
         Args:
             tokens: all tokens, or with a cache only the new ones.
-            cache: from ``new_cache``; the keys and values of the tokens are appended to it.
+            cache: from ``new_kv_cache``; the keys and values of the tokens are appended to it.
             documents: boundaries of the documents that a row packs; attention stays within a document.
 
         Raises:
             ValueError: if there are more tokens than the context.
         """
         first = cache[0].length if cache else 0
-        if first + tokens.shape[1] > self.config.context:
-            raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.context}")
+        if first + tokens.shape[1] > self.config.max_seq_len:
+            raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.max_seq_len}")
         x = residual_stream(self.embedding(tokens))  # (B, N, width)
         if self.position is not None:
             x = self.position(x, first, self._positions(tokens, first, cache, documents))
@@ -119,25 +119,25 @@ class LanguageModel(Transformer):
         return F.linear(self.norm(x), weight)
 
     def _positions(
-        self, tokens: Tensor, first: int, cache: Sequence[LayerCache] | None, documents: Documents | None
+        self, tokens: Tensor, first: int, cache: Sequence[KVCache] | None, documents: Documents | None
     ) -> Tensor | None:
         """Return the positions, (B, N), or None if they are first, first + 1, …"""
-        if self.share is not None:
-            return self.share.positions(tokens.device).expand(tokens.shape)
+        if self.sequence_shard is not None:
+            return self.sequence_shard.positions(tokens.device).expand(tokens.shape)
         if documents is not None:
-            return documents.position
-        if not cache or cache[0].first is None:
+            return documents.positions
+        if not cache or cache[0].left_padding is None:
             return None
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
-        return (positions - cache[0].first[:, None]).clamp(min=0)
+        return (positions - cache[0].left_padding[:, None]).clamp(min=0)
 
-    def new_cache(self, first: Int[Tensor, " batch"] | None = None) -> list[LayerCache]:
+    def new_kv_cache(self, left_padding: Int[Tensor, " batch"] | None = None) -> list[KVCache]:
         """Create an empty key/value cache for each layer.
 
         Args:
-            first: first position of each sample whose prompt is padded on the left; None if all are 0.
+            left_padding: first position of each sample whose prompt is padded on the left; None if all are 0.
         """
-        return [LayerCache(self.config.context, first) for _ in self.blocks]
+        return [KVCache(self.config.max_seq_len, left_padding) for _ in self.blocks]
 
     def loss(self, tokens: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"]) -> Float[Tensor, ""]:
         """Return the mean cross-entropy of the next tokens, in nats."""
@@ -147,14 +147,14 @@ class LanguageModel(Transformer):
     def generate(
         self,
         prompts: Int[Tensor, "batch length"] | Sequence[Tensor],
-        new_tokens: int,
+        max_new_tokens: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        beams: int = 1,
+        num_beams: int = 1,
         length_penalty: float = 1.0,
-        stop: Sequence[int] = (),
+        stop_tokens: Sequence[int] = (),
         generator: torch.Generator | None = None,
     ) -> Int[Tensor, "batch total"] | list[Tensor]:
         """Continue prompts of at least one token each.
@@ -164,13 +164,13 @@ class LanguageModel(Transformer):
 
         Args:
             prompts: (B, N), or a list of prompts of any lengths, (N,) each.
-            new_tokens: largest number of tokens to add to each prompt.
+            max_new_tokens: largest number of tokens to add to each prompt.
             temperature: divisor of the logits; 0 for greedy decoding.
             top_k: number of most probable tokens to sample from; None for all.
             top_p: probability of the smallest set of most probable tokens to sample from; None for all.
-            beams: number of beams; above 1 beam search, which needs temperature=0.
+            num_beams: number of beams; above 1 beam search, which needs temperature=0.
             length_penalty: beam search divides log-probabilities by this power of the length.
-            stop: tokens that end a sequence.
+            stop_tokens: tokens that end a sequence.
             generator: random number generator for sampling.
 
         Returns:
@@ -180,34 +180,37 @@ class LanguageModel(Transformer):
         Raises:
             ValueError: for an empty prompt, a token outside the vocabulary, or numbers out of range.
         """
-        choice = Choice(
+        choice = SamplingConfig(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            beams=beams,
+            num_beams=num_beams,
             length_penalty=length_penalty,
-            stop=tuple(stop),
+            stop_tokens=tuple(stop_tokens),
         )
-        if choice.stop and max(choice.stop) >= self.config.vocabulary:
-            size = self.config.vocabulary
-            raise SettingsError(f"stop must contain tokens of the vocabulary, 0 … {size - 1}, got {max(choice.stop)}")
+        if choice.stop_tokens and max(choice.stop_tokens) >= self.config.vocab_size:
+            size = self.config.vocab_size
+            raise SettingsError(
+                f"stop_tokens must contain tokens of the vocabulary, 0 … {size - 1}, got {max(choice.stop_tokens)}"
+            )
         rows = list(prompts)
-        if not rows or new_tokens < 0 or any(p.dim() != 1 or not len(p) for p in rows):
+        if not rows or max_new_tokens < 0 or any(p.dim() != 1 or not len(p) for p in rows):
             shapes = [tuple(p.shape) for p in rows]
             raise ValueError(
-                f"generate needs prompts of at least one token and new_tokens ≥ 0, got {shapes} and {new_tokens}"
+                f"generate needs prompts of at least one token and max_new_tokens ≥ 0, got {shapes} and "
+                f"{max_new_tokens}"
             )
-        size = self.config.vocabulary
+        size = self.config.vocab_size
         if any(int(p.min()) < 0 or int(p.max()) >= size for p in rows):
             raise SettingsError(f"prompts must contain tokens of the vocabulary, 0 … {size - 1}")
         training = self.training
         self.eval()
         try:
-            sequences = Sequences(self, self.new_cache, rows, self.config.context)
-            if beams > 1:
-                results = search(sequences, new_tokens, choice)
+            sequences = GenerationState(self, self.new_kv_cache, rows, self.config.max_seq_len)
+            if num_beams > 1:
+                results = beam_search(sequences, max_new_tokens, choice)
             else:
-                results = sample(sequences, new_tokens, choice, generator)
+                results = sample(sequences, max_new_tokens, choice, generator)
         finally:
             self.train(training)
         if not isinstance(prompts, Tensor):
@@ -219,15 +222,15 @@ class LanguageModel(Transformer):
 def _warn(c: LanguageModelConfig) -> None:
     """Warn of options that the paper found not to train (Sect. "Autoregressive Large Language Modeling", G.3)."""
     sigmoid = c.activation == "sigmoid"
-    if sigmoid and not c.keeps_its_norm and c.position != "alibi":
+    if sigmoid and not c.bounds_output and c.position != "alibi":
         warn_once(
-            'the outputs of sigmoid attention without a bias are at first far too large (Sect. "Ablations"): set bias '
-            'to "log_context", use ALiBi, or structure="hybrid"'
+            'the outputs of sigmoid attention without a bias are at first far too large (Sect. "Ablations"): set '
+            'attention_bias="log_context", use ALiBi, or norm_placement="hybrid"'
         )
-    if sigmoid and c.context > 2048 and not c.structure.startswith("hybrid"):
+    if sigmoid and c.max_seq_len > 2048 and not c.norm_placement.startswith("hybrid"):
         warn_once(
-            "pre-norm sigmoid language models are worse than softmax beyond 2048 tokens (App. G.3, norm structure): "
-            'use structure="hybrid"'
+            "pre-norm sigmoid language models are worse than softmax beyond 2048 tokens (App. G.3, norm placement): "
+            'use norm_placement="hybrid"'
         )
     if sigmoid and c.qk_norm == "none":
         warn_once(

@@ -18,15 +18,13 @@ from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfi
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
-from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
+from sigattn.models.vision import ViT, ViTConfig
 
-ModelConfig = (
-    LanguageModelConfig | VisionTransformerConfig | MaskedAutoencoderConfig | SpeechModelConfig | SequenceModelConfig
-)
+ModelConfig = LanguageModelConfig | ViTConfig | MaskedAutoencoderConfig | SpeechModelConfig | SequenceModelConfig
 
 MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
     "language": (LanguageModelConfig, LanguageModel),
-    "vision": (VisionTransformerConfig, VisionTransformer),
+    "vision": (ViTConfig, ViT),
     "masked-autoencoder": (MaskedAutoencoderConfig, MaskedAutoencoder),
     "speech": (SpeechModelConfig, SpeechModel),
     "sequence": (SequenceModelConfig, SequenceModel),
@@ -125,9 +123,9 @@ def from_dict(kind: type[ModelConfig], values: dict[str, Any]) -> ModelConfig:
         TypeError: for an unknown field.
     """
     if kind is MaskedAutoencoderConfig:
-        values = {**values, "encoder": from_dict(VisionTransformerConfig, values["encoder"])}
+        values = {**values, "encoder": from_dict(ViTConfig, values["encoder"])}
     if kind is SequenceModelConfig:
-        values = {**values, "mlp_widths": tuple(values["mlp_widths"])}
+        values = {**values, "mlp_dims": tuple(values["mlp_dims"])}
     return kind(**values)
 
 

@@ -22,37 +22,37 @@ class SequenceModelConfig(TransformerConfig):
     """Configuration: by default the transformer of k-summation, one layer of 8 heads and a learned bias, initially -4.
 
     Attributes:
-        length: length of the sequence.
-        symbols: number of symbols, without the one for padding; 0 for sequences of numbers.
-        outputs: number of outputs.
+        seq_len: length of the sequence.
+        num_symbols: number of symbols, without the one for padding; 0 for sequences of numbers.
+        num_outputs: number of outputs.
         kind: "transformer", or "mlp" on the numbers, or one-hot symbols, of the whole sequence.
-        mlp_widths: widths of the MLP's hidden layers.
+        mlp_dims: sizes of the MLP's hidden layers.
     """
 
-    layers: int = 1
-    width: int = 120
-    heads: int = 8
-    bias: float | Rule | None = -4.0
+    num_layers: int = 1
+    embed_dim: int = 120
+    num_heads: int = 8
+    attention_bias: float | Rule | None = -4.0
     learn_bias: Learn = "layer"
-    length: int = 40
-    symbols: int = 0
-    outputs: int = 1
+    seq_len: int = 40
+    num_symbols: int = 0
+    num_outputs: int = 1
     kind: Literal["transformer", "mlp"] = "transformer"
-    mlp_widths: tuple[int, ...] = (900, 300)
+    mlp_dims: tuple[int, ...] = (900, 300)
 
-    USUAL_BIAS: ClassVar[float | Rule] = -4.0
+    DEFAULT_BIAS: ClassVar[float | Rule] = -4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(1, self, "length", "outputs", "mlp_widths")
-        check_at_least(0, self, "symbols")
+        check_at_least(1, self, "seq_len", "num_outputs", "mlp_dims")
+        check_at_least(0, self, "num_symbols")
 
 
 class MLPHead(nn.Sequential):
     """MLP of one hidden layer, half as wide as the input."""
 
-    def __init__(self, width: int, outputs: int) -> None:
-        super().__init__(nn.Linear(width, width // 2), nn.GELU(), nn.Linear(width // 2, outputs))
+    def __init__(self, embed_dim: int, num_outputs: int) -> None:
+        super().__init__(nn.Linear(embed_dim, embed_dim // 2), nn.GELU(), nn.Linear(embed_dim // 2, num_outputs))
 
 
 class SequenceModel(Transformer):
@@ -65,17 +65,19 @@ class SequenceModel(Transformer):
         super().__init__()
         self.config = c = config
         if c.kind == "mlp":
-            widths = [c.length * (c.symbols + 1 if c.symbols else 1), *c.mlp_widths, c.outputs]
+            widths = [c.seq_len * (c.num_symbols + 1 if c.num_symbols else 1), *c.mlp_dims, c.num_outputs]
             parts: list[nn.Module] = []
             for inputs, outputs in itertools.pairwise(widths):
                 parts += [nn.ReLU()] * bool(parts) + [nn.Linear(inputs, outputs)]
             self.mlp = nn.Sequential(*parts)
             return
-        self.input = nn.Embedding(c.symbols + 1, c.width) if c.symbols else nn.Linear(1, c.width)
-        self.position = LearnableEmbedding(c.length, c.width)
-        self.blocks = nn.ModuleList(c.block(i, None, causal=False, context=c.length) for i in range(c.layers))
-        self.norm = make_norm(c.norm, c.width)
-        self.output = MLPHead(c.width, c.outputs)
+        self.input = nn.Embedding(c.num_symbols + 1, c.embed_dim) if c.num_symbols else nn.Linear(1, c.embed_dim)
+        self.position = LearnableEmbedding(c.seq_len, c.embed_dim)
+        self.blocks = nn.ModuleList(
+            c.make_transformer_block(i, None, causal=False, max_seq_len=c.seq_len) for i in range(c.num_layers)
+        )
+        self.norm = make_norm(c.norm, c.embed_dim)
+        self.output = MLPHead(c.embed_dim, c.num_outputs)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -88,19 +90,19 @@ class SequenceModel(Transformer):
             initialize(self, self.config.initialization)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs, (B, outputs), of (B, length) numbers or symbols, where ``symbols`` stands for padding.
+        """Return the outputs, (B, num_outputs), of (B, seq_len) numbers or symbols; ``num_symbols`` is padding.
 
         Raises:
             ValueError: for another length.
         """
         c = self.config
-        if inputs.shape[1:] != (c.length,):
-            raise ValueError(f"inputs must be (batch, {c.length}), got {tuple(inputs.shape)}")
+        if inputs.shape[1:] != (c.seq_len,):
+            raise ValueError(f"inputs must be (batch, {c.seq_len}), got {tuple(inputs.shape)}")
         if c.kind == "mlp":
-            flat = nn.functional.one_hot(inputs, c.symbols + 1).flatten(1).float() if c.symbols else inputs
+            flat = nn.functional.one_hot(inputs, c.num_symbols + 1).flatten(1).float() if c.num_symbols else inputs
             result: Tensor = self.mlp(flat)
             return result
-        x = self.position(self.input(inputs if c.symbols else inputs.unsqueeze(-1)))
+        x = self.position(self.input(inputs if c.num_symbols else inputs.unsqueeze(-1)))
         for block in self.blocks:
             x = self.run_block(block, x)
         return torch.as_tensor(self.output(self.norm(x).mean(1)))

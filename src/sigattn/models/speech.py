@@ -31,70 +31,70 @@ class SpeechModelConfig(TransformerConfig):
     """Configuration of a speech model: by default the paper's transformer of 255M parameters.
 
     Attributes:
-        mels: number of channels of the log-mel filterbank.
+        num_mel_bins: number of channels of the log-mel filterbank.
         step: seconds from one frame of the filterbank to the next.
-        kernel: kernel size of the first convolution, in frames.
+        kernel_size: kernel size of the first convolution, in frames.
         stride: stride of that convolution, in frames.
-        vocabulary: number of tokens, CTC's blank (0) included.
+        vocab_size: number of tokens, CTC's blank (0) included.
         position: "cape" or "sincos" (added to the input), "rope", "alibi" (with different slopes for earlier and later
             keys) or "none".
         block_kind: "transformer", or "conformer", whose feed-forward layers use swish.
-        conformer_kernel: kernel size of a conformer's convolution, in frames.
+        conformer_kernel_size: kernel size of a conformer's convolution, in frames.
         layer_drop: probability of skipping a layer, while training.
     """
 
-    layers: int = 36
-    width: int = 768
-    heads: int = 4
-    layer_scale: float | None = 1e-4
-    mels: int = 80
+    num_layers: int = 36
+    embed_dim: int = 768
+    num_heads: int = 4
+    init_values: float | None = 1e-4
+    num_mel_bins: int = 80
     step: float = 0.01
-    kernel: int = 7
+    kernel_size: int = 7
     stride: int = 3
-    vocabulary: int = 1 + len(ALPHABET)
+    vocab_size: int = 1 + len(ALPHABET)
     position: Position = "cape"
     block_kind: Literal["transformer", "conformer"] = "transformer"
-    conformer_kernel: int = 31
+    conformer_kernel_size: int = 31
     layer_drop: float = 0.0
 
-    USUAL_BIAS: ClassVar[float | Rule] = "log_sample"
+    DEFAULT_BIAS: ClassVar[float | Rule] = "log_sample"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(1, self, "mels", "kernel", "stride", "vocabulary", "conformer_kernel")
+        check_at_least(1, self, "num_mel_bins", "kernel_size", "stride", "vocab_size", "conformer_kernel_size")
         check_positive(self, "step")
         check_probability(self, "layer_drop")
 
     def make_block(self, layer: int) -> Block | ConformerBlock:
-        """Create the block of a layer, 0 … layers - 1.
+        """Create the block of a layer, 0 … num_layers - 1.
 
         Raises:
             ValueError: for options that exclude each other.
         """
         encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
             "rope": lambda: RotaryEmbedding(self.head_dim),
-            "alibi": lambda: Alibi(self.heads, "split"),
+            "alibi": lambda: Alibi(self.num_heads, "split"),
             **dict.fromkeys(("cape", "sincos", "none"), lambda: None),
         }
         if self.position not in encodings:
             raise ValueError(f"position must be one of {', '.join(map(repr, encodings))}, got {self.position!r}")
         position = encodings[self.position]()
         if self.block_kind == "transformer":
-            return self.block(layer, position, causal=False, context=None)
+            return self.make_transformer_block(layer, position, causal=False, max_seq_len=None)
         if self.block_kind != "conformer":
             raise ValueError(f'block_kind must be "transformer" or "conformer", got {self.block_kind!r}')
-        fixed = {"structure": "pre", "drop_branch": 0.0, "norm": "layer", "linear_bias": True}
+        fixed = {"norm_placement": "pre", "drop_path": 0.0, "norm": "layer", "use_bias": True}
         changed = [name for name, value in fixed.items() if getattr(self, name) != value]
         if changed or self.feed_forward not in ("gelu", "swish"):
             raise ValueError(
                 f'block_kind="conformer" does not support {changed or ["feed_forward"]}: keep the default values'
             )
         return ConformerBlock(
-            self.attention(position, causal=False, context=None),
-            self.width,
-            self.hidden_width,
-            kernel=self.conformer_kernel,
-            layer_scale=self.layer_scale,
+            self.make_attention(position, causal=False, max_seq_len=None),
+            self.embed_dim,
+            self.effective_mlp_dim,
+            kernel_size=self.conformer_kernel_size,
+            init_values=self.init_values,
             dropout=self.dropout,
         )
 
@@ -106,16 +106,16 @@ class SpeechModel(Transformer):
         super().__init__()
         self.config = c = config
         _warn(config)
-        self.convolution = nn.Conv1d(c.mels, c.width, c.kernel, c.stride, padding=c.kernel // 2)
+        self.convolution = nn.Conv1d(c.num_mel_bins, c.embed_dim, c.kernel_size, c.stride, padding=c.kernel_size // 2)
         self.position = {
-            "cape": lambda: Cape(c.width, step=c.step * c.stride),
-            "sincos": lambda: SinusoidalEmbedding(c.width),
+            "cape": lambda: Cape(c.embed_dim, step=c.step * c.stride),
+            "sincos": lambda: SinusoidalEmbedding(c.embed_dim),
         }.get(c.position, nn.Identity)()
         self.dropout = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(c.make_block(layer) for layer in range(c.layers))
+        self.blocks = nn.ModuleList(c.make_block(layer) for layer in range(c.num_layers))
         # a conformer block ends with a norm
-        self.norm = make_norm("none" if c.block_kind == "conformer" else c.norm, c.width)
-        self.output = nn.Linear(c.width, c.vocabulary)
+        self.norm = make_norm("none" if c.block_kind == "conformer" else c.norm, c.embed_dim)
+        self.output = nn.Linear(c.embed_dim, c.vocab_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -123,8 +123,8 @@ class SpeechModel(Transformer):
         initialize(self, self.config.initialization)
 
     def forward(
-        self, frames: Float[Tensor, "batch length mels"], lengths: Int[Tensor, " batch"] | None = None
-    ) -> tuple[Float[Tensor, "batch steps vocabulary"], Int[Tensor, " batch"]]:
+        self, frames: Float[Tensor, "batch length num_mel_bins"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> tuple[Float[Tensor, "batch steps vocab"], Int[Tensor, " batch"]]:
         """Return the log-probabilities, and the number of steps of each sample.
 
         Args:
@@ -153,11 +153,11 @@ class SpeechModel(Transformer):
     def steps(self, lengths: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
         """Return the number of output steps for numbers of frames."""
         c = self.config
-        return (lengths + 2 * (c.kernel // 2) - c.kernel) // c.stride + 1
+        return (lengths + 2 * (c.kernel_size // 2) - c.kernel_size) // c.stride + 1
 
     def loss(
         self,
-        frames: Float[Tensor, "batch length mels"],
+        frames: Float[Tensor, "batch length num_mel_bins"],
         lengths: Int[Tensor, " batch"],
         targets: Int[Tensor, "batch characters"],
         target_lengths: Int[Tensor, " batch"],
@@ -173,16 +173,16 @@ class SpeechModel(Transformer):
 def _warn(c: SpeechModelConfig) -> None:
     """Warn of options that the paper found not to train (Sect. "Automatic Speech Recognition", App. G.4)."""
     sigmoid = c.activation == "sigmoid"
-    if sigmoid and not c.keeps_its_norm:
+    if sigmoid and not c.bounds_output:
         warn_once(
             "sigmoid attention without a bias has gradient and loss spikes in speech models (App. ASR, results): use "
-            'bias="log_sample" or structure="hybrid_attention"'
+            'attention_bias="log_sample" or norm_placement="hybrid_attention"'
         )
     if sigmoid and c.position == "cape" and c.qk_norm == "none":
         warn_once(
             'sigmoid attention with CAPE and without QK-norm is unstable (Table "asr-results"): set qk_norm="layer"'
         )
-    if sigmoid and c.layer_scale is None:
+    if sigmoid and c.init_values is None:
         warn_once(
-            'sigmoid speech models without LayerScale generalise worse (Table "asr-results"): set layer_scale=1e-4'
+            'sigmoid speech models without LayerScale generalise worse (Table "asr-results"): set init_values=1e-4'
         )

@@ -22,90 +22,92 @@ Position = Literal["learnable", "sincos", "cape", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionTransformerConfig(TransformerConfig):
+class ViTConfig(TransformerConfig):
     """Configuration of a vision transformer: by default ViT-B/16, with the paper's QK-norm and LayerScale.
 
     Attributes:
         image_size: height and width of an image, in pixels.
-        patch: height and width of a patch, in pixels.
+        patch_size: height and width of a patch, in pixels.
         channels: number of channels of an image.
-        classes: number of classes; 0 for a model that returns its features.
+        num_classes: number of classes; 0 for a model that returns its features.
         position: encoding added to the patches: "learnable", "sincos" (fixed), "cape" or "none".
         pool: input of the linear output, the "cls" token or the "average" of the patches.
-        other_sizes: True to accept images of other sizes too (such as the small crops of DINO's augmentation); learned
-            positions are interpolated.
-        freeze_patches: True to keep the initial patch projection (MoCo v3; the paper's SimCLR).
+        dynamic_img_size: True to accept other image sizes too (such as DINO's small crops); learned positions are
+            interpolated.
+        freeze_patch_embed: True to keep the initial patch projection (MoCo v3; the paper's SimCLR).
     """
 
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
-    layer_scale: float | None = 1e-4
+    num_layers: int = 12
+    embed_dim: int = 768
+    num_heads: int = 12
+    init_values: float | None = 1e-4
     image_size: int = 224
-    patch: int = 16
+    patch_size: int = 16
     channels: int = 3
-    classes: int = 1000
+    num_classes: int = 1000
     position: Position = "learnable"
     pool: Literal["cls", "average"] = "cls"
-    other_sizes: bool = False
-    freeze_patches: bool = False
+    dynamic_img_size: bool = False
+    freeze_patch_embed: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(1, self, "image_size", "patch", "channels")
-        check_at_least(0, self, "classes")
+        check_at_least(1, self, "image_size", "patch_size", "channels")
+        check_at_least(0, self, "num_classes")
 
     @property
-    def grid(self) -> int:
+    def grid_size(self) -> int:
         """Number of patches along a side.
 
         Raises:
-            ValueError: if patch does not divide image_size.
+            ValueError: if patch_size does not divide image_size.
         """
-        if self.image_size % self.patch:
-            raise ValueError(f"image_size must be a multiple of patch, got {self.image_size} and {self.patch}")
-        return self.image_size // self.patch
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size must be a multiple of patch_size, got {self.image_size} and {self.patch_size}"
+            )
+        return self.image_size // self.patch_size
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Length of the sequence: the patches, and the CLS token if there is one."""
-        return self.grid**2 + (self.pool == "cls")
+        return self.grid_size**2 + (self.pool == "cls")
 
     def make_block(self, layer: int) -> Block:
-        """Create the block of a layer, 0 … layers - 1."""
-        return self.block(layer, None, causal=False, context=self.tokens)
+        """Create the block of a layer, 0 … num_layers - 1."""
+        return self.make_transformer_block(layer, None, causal=False, max_seq_len=self.num_tokens)
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "Ti": {"layers": 12, "width": 192, "heads": 3},
-    "S": {"layers": 12, "width": 384, "heads": 6},
-    "B": {"layers": 12, "width": 768, "heads": 12},
-    "L": {"layers": 24, "width": 1024, "heads": 16},
+    "Ti": {"num_layers": 12, "embed_dim": 192, "num_heads": 3},
+    "S": {"num_layers": 12, "embed_dim": 384, "num_heads": 6},
+    "B": {"num_layers": 12, "embed_dim": 768, "num_heads": 12},
+    "L": {"num_layers": 24, "embed_dim": 1024, "num_heads": 16},
 }
 
 
-class VisionTransformer(Transformer):
+class ViT(Transformer):
     """Vision transformer: patches with positions, blocks, a norm, and a linear output of CLS token or average."""
 
-    def __init__(self, config: VisionTransformerConfig) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        width, grid = config.width, config.grid
-        self.patches = nn.Conv2d(config.channels, width, config.patch, config.patch)
-        self.patches.requires_grad_(not config.freeze_patches)
+        width, grid = config.embed_dim, config.grid_size
+        self.patch_embed = nn.Conv2d(config.channels, width, config.patch_size, config.patch_size)
+        self.patch_embed.requires_grad_(not config.freeze_patch_embed)
         self.cls = nn.Parameter(torch.empty(1, 1, width)) if config.pool == "cls" else None
         self.position = make_position(config.position, width, grid, grid)
-        self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.num_layers))
         self.norm = make_norm(config.norm, width)
-        self.output = nn.Linear(width, config.classes) if config.classes else nn.Identity()
+        self.output = nn.Linear(width, config.num_classes) if config.num_classes else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise all parameters; "moco_v3" sets the range of the patch projection as timm does, for 3 channels."""
         initialize(self, self.config.initialization)
         if self.config.initialization == "moco_v3":
-            limit = (6 / (3 * self.config.patch**2 + self.config.width)) ** 0.5
-            nn.init.uniform_(self.patches.weight, -limit, limit)
+            limit = (6 / (3 * self.config.patch_size**2 + self.config.embed_dim)) ** 0.5
+            nn.init.uniform_(self.patch_embed.weight, -limit, limit)
         if self.cls is not None:
             nn.init.normal_(self.cls, std=1e-6)
 
@@ -128,15 +130,17 @@ class VisionTransformer(Transformer):
         c = self.config
         expected = (c.channels, c.image_size, c.image_size)
         if images.shape[1:] != expected and not (
-            c.other_sizes and images.shape[1] == c.channels and not any(side % c.patch for side in images.shape[2:])
+            c.dynamic_img_size
+            and images.shape[1] == c.channels
+            and not any(side % c.patch_size for side in images.shape[2:])
         ):
             raise ValueError(
                 f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}; with "
-                f"other_sizes=True height and width may be other multiples of patch={c.patch}"
+                f"dynamic_img_size=True height and width may be other multiples of patch_size={c.patch_size}"
             )
-        x = residual_stream(self.patches(images))  # (B, width, rows, columns)
+        x = residual_stream(self.patch_embed(images))  # (B, width, rows, columns)
         x, rows, columns = x.flatten(2).mT, x.shape[2], x.shape[3]
-        if (rows, columns) == (c.grid, c.grid):
+        if (rows, columns) == (c.grid_size, c.grid_size):
             result: Tensor = self.position(x)
             return result
         return _resized(self.position, c, x, rows, columns)
@@ -156,10 +160,10 @@ class ImageSinusoids(nn.Module):
 
     encoding: Tensor
 
-    def __init__(self, width: int, rows: int, columns: int) -> None:
+    def __init__(self, embed_dim: int, rows: int, columns: int) -> None:
         super().__init__()
         self.rows, self.columns = rows, columns
-        self.register_buffer("encoding", torch.empty(rows * columns, width), persistent=False)
+        self.register_buffer("encoding", torch.empty(rows * columns, embed_dim), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -171,29 +175,29 @@ class ImageSinusoids(nn.Module):
         return x + self.encoding.to(x.dtype)
 
 
-def make_position(kind: str, width: int, rows: int, columns: int) -> nn.Module:
+def make_position(kind: str, embed_dim: int, rows: int, columns: int) -> nn.Module:
     """Create the position encoding of an image's patches: "learnable", "sincos", "cape" or "none".
 
     Raises:
         ValueError: for an unknown kind.
     """
     if kind == "learnable":
-        return LearnableEmbedding(rows * columns, width)
+        return LearnableEmbedding(rows * columns, embed_dim)
     if kind == "sincos":
-        return ImageSinusoids(width, rows, columns)
+        return ImageSinusoids(embed_dim, rows, columns)
     if kind == "cape":
-        return ImageCape(width, rows, columns)
+        return ImageCape(embed_dim, rows, columns)
     if kind == "none":
         return nn.Identity()
     raise ValueError(f'position must be "learnable", "sincos", "cape" or "none", got {kind!r}')
 
 
-def _resized(position: nn.Module, config: VisionTransformerConfig, x: Tensor, rows: int, columns: int) -> Tensor:
+def _resized(position: nn.Module, config: ViTConfig, x: Tensor, rows: int, columns: int) -> Tensor:
     """Return x with the position encoding of another grid of patches; a learned encoding is interpolated."""
     if isinstance(position, LearnableEmbedding):
-        encoding = position.weight.unflatten(0, (config.grid, config.grid)).permute(2, 0, 1)[None]
+        encoding = position.weight.unflatten(0, (config.grid_size, config.grid_size)).permute(2, 0, 1)[None]
         encoding = F.interpolate(encoding, (rows, columns), mode="bicubic", antialias=True).flatten(2).mT
         return x + encoding.to(x.dtype)
-    resized = make_position(config.position, config.width, rows, columns)
+    resized = make_position(config.position, config.embed_dim, rows, columns)
     result: Tensor = resized.to(x.device).train(position.training)(x)
     return result

@@ -17,8 +17,8 @@ from sigattn.nn.feedforward import MLP as MLP
 from sigattn.nn.feedforward import SwiGLU as SwiGLU
 from sigattn.nn.guide import Recommendation as Recommendation
 from sigattn.nn.guide import recommend as recommend
+from sigattn.nn.norm import DropPath as DropPath
 from sigattn.nn.norm import LayerScale as LayerScale
-from sigattn.nn.norm import StochasticDepth as StochasticDepth
 from sigattn.nn.position import Alibi as Alibi
 from sigattn.nn.position import LearnableEmbedding as LearnableEmbedding
 from sigattn.nn.position import RotaryEmbedding as RotaryEmbedding

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from sigattn.nn import functional
 from sigattn.nn.bias import AttentionBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, as_bias
 from sigattn.nn.documents import Documents
-from sigattn.nn.functional import ELEMENTWISE, Activation, Compute, Pattern
-from sigattn.nn.kv_cache import LayerCache
+from sigattn.nn.functional import ELEMENTWISE, Activation, AttentionFn, MaskSpec
+from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
@@ -22,24 +22,24 @@ from sigattn.ops.problem import log_length_bias
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.shapes import Float, Int
 
-Watch = Literal["nothing", "norm", "everything"]
+Record = Literal["nothing", "norm", "everything"]
 
 
 class Attention(nn.Module):
     """Multi-head self- or cross-attention, ``activation(e^t Q Kᵀ / √d + b) V / n^α``, with its linear projections.
 
     Args:
-        width: number of input and output features; a multiple of heads.
-        heads: number of query heads.
+        embed_dim: number of input and output features; a multiple of num_heads.
+        num_heads: number of query heads.
         activation: "sigmoid" (this library's operator), "softmax" (PyTorch's), "performer" (softmax approximated by
             positive orthogonal random features), or "relu", "relu2", "gelu", "tanh", "identity", which materialise the
             attention weights.
-        bias: b, a number or a module of ``sigattn.nn.bias``: required for "sigmoid" (0.0 for none), None for "softmax"
-            and "performer", optional for the others.
-        kv_heads: number of key and value heads, a divisor of heads; None for heads.
+        attention_bias: b, a number or a module of ``sigattn.nn.bias``: required for "sigmoid" (0.0 for none), None for
+            "softmax" and "performer", optional for the others.
+        num_kv_heads: number of key and value heads, a divisor of num_heads; None for num_heads.
         qk_norm: norm of each head of Q and of K, before the position encoding: "rms", "layer" (both with a learned
             scale) or "none".
-        position: ``RotaryEmbedding`` of width / heads, ``Alibi`` of heads, or None.
+        position: ``RotaryEmbedding`` of embed_dim / num_heads, ``Alibi`` of num_heads, or None.
         causal: True to mask the keys after a query.
         window: number of keys before itself that a query sees, and as many after it if not causal; None for all.
         temperature: initial value of the learned scalar t; the logits are multiplied by e^t (App. "LayerScale Free
@@ -50,22 +50,24 @@ class Attention(nn.Module):
             hybrid-norm of the paper's language models comes after the projection: ``Block``.)
         output_norm_affine: True for a learned scale in that norm.
         dropout: probability of dropping an attention weight, while training.
-        source_width: number of features of the keys' and values' input, in cross-attention; None for width.
-        linear_bias: True for biases in the linear projections.
+        kv_embed_dim: number of features of the keys' and values' input, in cross-attention; None for embed_dim.
+        use_bias: True for biases in the linear projections.
         performer_features: number of random features; None for head_dim · log(head_dim + 1), rounded up.
 
     Attributes:
-        watch: measurements of the next forwards: "nothing", "norm" (sets ``attention_norm``) or "everything" (sets
-            ``statistics`` too).
-        attention_norm: (B,), Frobenius norm of the last forward's attention output, before output norm and projection;
-            Figs. 4-7 of the paper plot its mean over the batch.
+        record: measurements of the next forwards: "nothing", "norm" (sets ``output_frobenius_norm``) or
+            "everything" (sets ``statistics`` too).
+        output_frobenius_norm: (B,), Frobenius norm of the last forward's attention output, before output norm and
+            projection; Figs. 4-7 of the paper plot its mean over the batch.
         statistics: ``sigattn.attention_statistics`` of the last forward, in memory linear in the length.
-        share: this process's part of each sequence under context parallelism (``sigattn.distributed``); else None.
-        compute: function that computes the output of queries, keys and values, except for "performer"; by default
-            ``mechanism.attend``, and replaceable for experiments.
+        sequence_shard: this process's part of each sequence under context parallelism (``sigattn.distributed``), or
+            None.
+        attention_fn: function that computes the output of queries, keys and values, except for "performer"; by default
+            ``functional.attend``, and replaceable for experiments.
 
     Raises:
-        ValueError: if heads does not divide width, kv_heads does not divide heads, or two arguments exclude each other.
+        ValueError: if num_heads does not divide embed_dim, num_kv_heads does not divide num_heads, or two arguments
+            exclude each other.
     """
 
     # tensor parallelism splits a projection by output features ("columns") or by input features ("rows")
@@ -73,12 +75,12 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        width: int,
-        heads: int,
+        embed_dim: int,
+        num_heads: int,
         *,
         activation: Activation,
-        bias: AttentionBias | float | None,
-        kv_heads: int | None = None,
+        attention_bias: AttentionBias | float | None,
+        num_kv_heads: int | None = None,
         qk_norm: Norm = "rms",
         position: RotaryEmbedding | Alibi | None = None,
         causal: bool = True,
@@ -88,37 +90,37 @@ class Attention(nn.Module):
         output_norm: Norm = "none",
         output_norm_affine: bool = False,
         dropout: float = 0.0,
-        source_width: int | None = None,
-        linear_bias: bool = False,
+        kv_embed_dim: int | None = None,
+        use_bias: bool = False,
         performer_features: int | None = None,
     ) -> None:
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        _check_heads(width, heads, kv_heads)
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_heads(embed_dim, num_heads, num_kv_heads)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.activation, self.causal, self.window, self.dropout = activation, causal, window, dropout
         self.length_power = length_power
-        self.bias = None if bias is None else as_bias(bias)
+        self.attention_bias = None if attention_bias is None else as_bias(attention_bias)
         self.position = position
         self._check(performer_features)
-        source_width = width if source_width is None else source_width
-        self.query = nn.Linear(width, width, bias=linear_bias)
-        self.key = nn.Linear(source_width, kv_heads * self.head_dim, bias=linear_bias)
-        self.value = nn.Linear(source_width, kv_heads * self.head_dim, bias=linear_bias)
-        self.output = nn.Linear(width, width, bias=linear_bias)
+        kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
+        self.query = nn.Linear(embed_dim, embed_dim, bias=use_bias)
+        self.key = nn.Linear(kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
+        self.value = nn.Linear(kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
+        self.output = nn.Linear(embed_dim, embed_dim, bias=use_bias)
         self.query_norm = make_norm(qk_norm, self.head_dim, bias=False)
         self.key_norm = make_norm(qk_norm, self.head_dim, bias=False)
-        self.output_norm = make_norm(output_norm, width, affine=output_norm_affine)
+        self.output_norm = make_norm(output_norm, embed_dim, affine=output_norm_affine)
         self.initial_temperature = temperature
         self.temperature = None if temperature is None else nn.Parameter(torch.empty(1))
         self.reset_parameters()
         if activation == "performer":
             count = math.ceil(self.head_dim * math.log(self.head_dim + 1))
             self.performer = PerformerFeatures(self.head_dim, performer_features or count)
-        self.share: SequenceShard | None = None
-        self.compute: Compute = functional.attend
-        self.watch: Watch = "nothing"
-        self.attention_norm: Tensor | None = None
+        self.sequence_shard: SequenceShard | None = None
+        self.attention_fn: AttentionFn = functional.attend
+        self.record: Record = "nothing"
+        self.output_frobenius_norm: Tensor | None = None
         self.statistics: AttentionStatistics | None = None
 
     def shard_heads(self, rank: int, ranks: int) -> None:
@@ -129,16 +131,18 @@ class Attention(nn.Module):
         Raises:
             ValueError: if ranks does not divide the heads, or a part of the layer mixes heads.
         """
-        if self.heads % ranks or self.kv_heads % ranks:
-            raise ValueError(f"{self.heads} heads and {self.kv_heads} key heads do not divide among {ranks} processes")
-        learned = isinstance(self.bias, LearnableBias) and self.bias.value.numel() > 1
+        if self.num_heads % ranks or self.num_kv_heads % ranks:
+            raise ValueError(
+                f"{self.num_heads} heads and {self.num_kv_heads} key heads do not divide among {ranks} processes"
+            )
+        learned = isinstance(self.attention_bias, LearnableBias) and self.attention_bias.value.numel() > 1
         if learned or not isinstance(self.output_norm, nn.Identity) or self.activation == "performer":
             raise ValueError(
                 "tensor parallelism does not support a learned bias for each head, an output norm or a performer"
             )
-        self.heads, self.kv_heads = self.heads // ranks, self.kv_heads // ranks
+        self.num_heads, self.num_kv_heads = self.num_heads // ranks, self.num_kv_heads // ranks
         if isinstance(self.position, Alibi):
-            self.position.shard_heads(rank * self.heads, self.heads)
+            self.position.shard_heads(rank * self.num_heads, self.num_heads)
 
     def reset_parameters(self) -> None:
         """Set the temperature to its initial value; projections and norms have methods of their own."""
@@ -150,15 +154,17 @@ class Attention(nn.Module):
         name = self.activation
         if name not in (*ELEMENTWISE, "softmax", "performer"):
             raise ValueError(f"activation must be one of {(*ELEMENTWISE, 'softmax', 'performer')}, got {name!r}")
-        if name == "sigmoid" and self.bias is None:
-            raise ValueError("activation='sigmoid' needs a bias (0.0 for none), got bias=None")
-        if name in ("softmax", "performer") and (self.bias is not None or self.length_power):
+        if name == "sigmoid" and self.attention_bias is None:
+            raise ValueError("activation='sigmoid' needs a bias (0.0 for none), got attention_bias=None")
+        if name in ("softmax", "performer") and (self.attention_bias is not None or self.length_power):
             raise ValueError(
-                f"activation={name!r} is normalised and takes only bias=None and length_power=0, got {self.bias} and "
-                f"{self.length_power}"
+                f"activation={name!r} is normalised and takes only attention_bias=None and length_power=0, got "
+                f"{self.attention_bias} and {self.length_power}"
             )
-        if self.bias is not None and self.bias.needs_causal and not self.causal:
-            raise ValueError(f"{type(self.bias).__name__} counts the keys before a query and needs causal=True")
+        if self.attention_bias is not None and self.attention_bias.needs_causal and not self.causal:
+            raise ValueError(
+                f"{type(self.attention_bias).__name__} counts the keys before a query and needs causal=True"
+            )
         if name != "performer" and performer_features is not None:
             raise ValueError(f"performer_features needs activation='performer', got {name!r}")
         if name == "performer" and (self.window is not None or isinstance(self.position, Alibi) or self.dropout):
@@ -166,7 +172,7 @@ class Attention(nn.Module):
                 "activation='performer' has no explicit weights and does not support window, ALiBi or dropout; got "
                 f"window={self.window}, position={type(self.position).__name__}, dropout={self.dropout}"
             )
-        if isinstance(self.bias, QueryBias) and isinstance(self.position, RotaryEmbedding):
+        if isinstance(self.attention_bias, QueryBias) and isinstance(self.position, RotaryEmbedding):
             warn_once(
                 'a learnable bias added to Q is unstable with RoPE (Table "asr-results"): use -log n, or a learnable '
                 "bias on the logits"
@@ -175,16 +181,16 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch length width"],
-        source: Float[Tensor, "batch keys source_width"] | None = None,
+        kv_input: Float[Tensor, "batch keys kv_embed_dim"] | None = None,
         key_lengths: Int[Tensor, " batch"] | None = None,
-        cache: LayerCache | None = None,
+        cache: KVCache | None = None,
         documents: Documents | None = None,
     ) -> Float[Tensor, "batch length width"]:
         """Return the attention output.
 
         Args:
-            x: input of the queries, and of the keys and values if source is None.
-            source: input of the keys and values, in cross-attention.
+            x: input of the queries, and of the keys and values if kv_input is None.
+            kv_input: input of the keys and values, in cross-attention.
             key_lengths: number of keys of each sample padded on the right.
             cache: keys and values of the positions before x, to which those of x are appended; disables dropout.
             documents: boundaries of the documents that a row of x packs; attention stays within a document.
@@ -197,18 +203,20 @@ class Attention(nn.Module):
                 f"a cache needs causal=True and an activation other than 'performer', got causal={self.causal} and "
                 f"activation={self.activation!r}"
             )
-        if cache is not None and cache.first is not None and key_lengths is not None:
+        if cache is not None and cache.left_padding is not None and key_lengths is not None:
             raise ValueError("a cache of prompts padded on the left does not support key_lengths (right padding)")
-        if self.share is not None:
-            self._check_share(alone=source is None and key_lengths is None and cache is None and documents is None)
+        if self.sequence_shard is not None:
+            self._check_sequence_shard(
+                alone=kv_input is None and key_lengths is None and cache is None and documents is None
+            )
         if documents is not None:
-            self._check_documents(alone=source is None and key_lengths is None and cache is None)
+            self._check_documents(alone=kv_input is None and key_lengths is None and cache is None)
         first = 0 if cache is None else cache.length
         query = self._by_head(self.query(x))  # (B, Hq, N, D)
-        key, value = self._keys_and_values(x if source is None else source, first)
+        key, value = self._keys_and_values(x if kv_input is None else kv_input, first)
         query = self.query_norm(query)
-        if isinstance(self.bias, QueryBias):
-            query = self.bias.added_to(query)
+        if isinstance(self.attention_bias, QueryBias):
+            query = self.attention_bias.added_to(query)
         if isinstance(self.position, RotaryEmbedding):
             query = self.position(query, first, self._positions(query))
         if self.temperature is not None:
@@ -222,10 +230,10 @@ class Attention(nn.Module):
 
     def _positions(self, x: Tensor) -> Tensor | None:
         """Return the positions of this process's part of the sequence under context parallelism, else None."""
-        return None if self.share is None else self.share.positions(x.device)
+        return None if self.sequence_shard is None else self.sequence_shard.positions(x.device)
 
-    def _attend_shared(
-        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, share: SequenceShard
+    def _attend_sequence_shard(
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec, share: SequenceShard
     ) -> Tensor:  # (B, Hq, n, D)
         bias = pattern.bias
         if isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == share.length > 1:
@@ -237,10 +245,10 @@ class Attention(nn.Module):
             is_causal=pattern.causal,
             window=pattern.sides,
             bias=bias,
-            alibi_slopes=pattern.slopes,
+            alibi_slopes=pattern.alibi_slopes,
         )
 
-    def _check_share(self, *, alone: bool) -> None:
+    def _check_sequence_shard(self, *, alone: bool) -> None:
         if not alone or self.activation != "sigmoid" or (self.dropout and self.training):
             raise ValueError(
                 "context parallelism needs sigmoid self-attention without padding, cache, documents or dropout: got "
@@ -250,12 +258,12 @@ class Attention(nn.Module):
     def _check_documents(self, *, alone: bool) -> None:
         if not alone or not self.causal or self.activation == "performer":
             raise ValueError(
-                "documents need causal self-attention of whole rows: got source, key_lengths or a cache too, or "
+                "documents need causal self-attention of whole rows: got kv_input, key_lengths or a cache too, or "
                 f"causal={self.causal}, or activation={self.activation!r}"
             )
-        if isinstance(self.bias, (SampleLengthBias, VisibleKeysBias)):
+        if isinstance(self.attention_bias, (SampleLengthBias, VisibleKeysBias)):
             raise ValueError(
-                f"{type(self.bias).__name__} differs between rows, which documents do not support: use "
+                f"{type(self.attention_bias).__name__} differs between rows, which documents do not support: use "
                 "ContextLengthBias or a number"
             )
 
@@ -278,42 +286,44 @@ class Attention(nn.Module):
         key_lengths: Tensor | None,
         first: int,
         documents: Documents | None,
-        cache: LayerCache | None,
+        cache: KVCache | None,
     ) -> Tensor:  # (B, Hq, N, D)
         queries, keys = query.shape[2], key.shape[2]
         bias: float | Tensor = 0.0
-        if self.share is not None:
-            queries = keys = self.share.length
-        if self.bias is not None and not isinstance(self.bias, QueryBias):
-            bias = self.bias(queries, keys, first_query=first, lengths=key_lengths, device=query.device)
+        if self.sequence_shard is not None:
+            queries = keys = self.sequence_shard.length
+        if self.attention_bias is not None and not isinstance(self.attention_bias, QueryBias):
+            bias = self.attention_bias(queries, keys, query_offset=first, key_lengths=key_lengths, device=query.device)
         slopes = self.position() if isinstance(self.position, Alibi) else None
         dropout = self.dropout if self.training and cache is None else 0.0
-        first_key = None if cache is None else cache.first
-        pattern = Pattern(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents, first_key)
-        if first_key is not None and isinstance(self.bias, VisibleKeysBias):
-            without_padding = pattern._replace(window=self.bias.window)
+        first_key = None if cache is None else cache.left_padding
+        pattern = MaskSpec(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents, first_key)
+        if first_key is not None and isinstance(self.attention_bias, VisibleKeysBias):
+            without_padding = pattern._replace(window=self.attention_bias.window)
             n = functional.visible_keys(queries, keys, without_padding, query.device).clamp(min=1)
             pattern = pattern._replace(bias=log_length_bias(n))
-        if self.share is not None:
-            out: Tensor = self._attend_shared(query, key, value, pattern, self.share)
+        if self.sequence_shard is not None:
+            out: Tensor = self._attend_sequence_shard(query, key, value, pattern, self.sequence_shard)
         elif self.activation == "performer":
             out = self.performer(query, key, value, causal=self.causal, key_lengths=key_lengths)
         else:
-            out = self.compute(self.activation, query, key, value, pattern)
+            out = self.attention_fn(self.activation, query, key, value, pattern)
         if self.length_power:
             n = functional.visible_keys(queries, keys, pattern, query.device).clamp(min=1)
-            if self.share is not None:
-                n = n[:, :, self.share.positions(n.device)]
+            if self.sequence_shard is not None:
+                n = n[:, :, self.sequence_shard.positions(n.device)]
             out = out * (n**-self.length_power).to(out.dtype)
-        if self.watch != "nothing":
-            self.attention_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
-        if self.watch == "everything" and self.share is None:
+        if self.record != "nothing":
+            self.output_frobenius_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
+        if self.record == "everything" and self.sequence_shard is None:
             self.statistics = functional.statistics(self.activation, query, key, value, pattern)
         return out
 
 
-def _check_heads(width: int, heads: int, kv_heads: int) -> None:
-    if heads < 1 or width % heads:
-        raise ValueError(f"width must be a multiple of heads, got width={width}, heads={heads}")
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"heads must be a multiple of kv_heads, got heads={heads}, kv_heads={kv_heads}")
+def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    if num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(f"width must be a multiple of num_heads, got width={embed_dim}, heads={num_heads}")
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
+        )

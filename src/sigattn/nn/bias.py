@@ -5,7 +5,7 @@ tensor that broadcasts to (B, Hq, N, 1).
 
     NoBias                      0
     ConstantBias(value)         a number
-    ContextLengthBias(context)  -log of the model's context length: the paper's language models
+    ContextLengthBias(n)        -log of the model's context length: the paper's language models
     BatchLengthBias()           -log of the number of keys, the longest sequence of the batch: an alternative for speech
     SampleLengthBias()          -log of each sample's own length, which must be given: the paper's speech models
     VisibleKeysBias()           -log of the number of keys that each query sees, under a causal mask
@@ -42,14 +42,20 @@ class AttentionBias(nn.Module):
     cache_safe = True
 
     def forward(
-        self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_offset: int = 0,
+        key_lengths: Tensor | None = None,
+        device: torch.device,
     ) -> float | Tensor:
-        """Return the bias of queries first_query … first_query + queries - 1.
+        """Return the bias of queries query_offset … query_offset + num_queries - 1.
 
         Args:
-            queries, keys: their numbers.
-            first_query: position of the first query.
-            lengths: (B,), number of keys of each sample.
+            num_queries, num_keys: numbers of queries and keys.
+            query_offset: position of the first query.
+            key_lengths: (B,), number of keys of each sample.
             device: of the result, if it is a tensor.
         """
         raise TypeError(f"{type(self).__name__} is abstract: use a subclass of sigattn.nn.bias")
@@ -59,7 +65,13 @@ class NoBias(AttentionBias):
     """Bias of 0. Attention outputs are at first about n/2 times as large as softmax's: choose the norms accordingly."""
 
     def forward(
-        self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_offset: int = 0,
+        key_lengths: Tensor | None = None,
+        device: torch.device,
     ) -> float:
         """Return 0."""
         return 0.0
@@ -77,7 +89,13 @@ class ConstantBias(AttentionBias):
         self.value = float(value)
 
     def forward(
-        self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_offset: int = 0,
+        key_lengths: Tensor | None = None,
+        device: torch.device,
     ) -> float:
         """Return the number."""
         return self.value
@@ -91,11 +109,11 @@ class ContextLengthBias(ConstantBias):
     """Bias of -log of the context length, independent of the number of keys of a call.
 
     Args:
-        context: length of the longest sequence, at least 1.
+        max_seq_len: length of the longest sequence, at least 1.
     """
 
-    def __init__(self, context: int) -> None:
-        super().__init__(log_length_bias(context))
+    def __init__(self, max_seq_len: int) -> None:
+        super().__init__(log_length_bias(max_seq_len))
 
 
 class BatchLengthBias(AttentionBias):
@@ -104,10 +122,16 @@ class BatchLengthBias(AttentionBias):
     cache_safe = False
 
     def forward(
-        self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_offset: int = 0,
+        key_lengths: Tensor | None = None,
+        device: torch.device,
     ) -> float:
         """Return -log of the number of keys."""
-        return log_length_bias(max(keys, 1))
+        return log_length_bias(max(num_keys, 1))
 
 
 class SampleLengthBias(AttentionBias):
@@ -117,17 +141,23 @@ class SampleLengthBias(AttentionBias):
     cache_safe = False
 
     def forward(
-        self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_offset: int = 0,
+        key_lengths: Tensor | None = None,
+        device: torch.device,
     ) -> Tensor:
         """Return -log of the lengths, (B, 1, 1, 1) in float32.
 
         Raises:
-            ValueError: if lengths is None.
+            ValueError: if key_lengths is None.
         """
-        if lengths is None:
+        if key_lengths is None:
             raise ValueError("SampleLengthBias is -log of each sample's length: pass key_lengths")
-        lengths = lengths.to(device, torch.float32).clamp(min=1)
-        return log_length_bias(lengths).view(-1, 1, 1, 1)
+        key_lengths = key_lengths.to(device, torch.float32).clamp(min=1)
+        return log_length_bias(key_lengths).view(-1, 1, 1, 1)
 
 
 class VisibleKeysBias(AttentionBias):
@@ -144,10 +174,16 @@ class VisibleKeysBias(AttentionBias):
         self.window = window
 
     def forward(
-        self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_offset: int = 0,
+        key_lengths: Tensor | None = None,
+        device: torch.device,
     ) -> Tensor:
         """Return the bias of each query, (N, 1) in float32."""
-        visible = torch.arange(first_query + 1, first_query + queries + 1, device=device, dtype=torch.float32)
+        visible = torch.arange(query_offset + 1, query_offset + num_queries + 1, device=device, dtype=torch.float32)
         if self.window is not None:
             visible = visible.clamp(max=self.window + 1)
         return log_length_bias(visible).unsqueeze(-1)
@@ -159,14 +195,14 @@ class LearnableBias(AttentionBias):
     The paper's learnable bias starts at -10 or -5 and is less stable than -log n (App. ASR).
 
     Args:
-        initial: initial value, e.g. ``log_length_bias(context)``.
-        heads: number of query heads, for one bias per head; None for one bias.
+        initial: initial value, e.g. ``log_length_bias(max_seq_len)``.
+        num_heads: number of query heads, for one bias per head; None for one bias.
     """
 
-    def __init__(self, initial: float, heads: int | None = None) -> None:
+    def __init__(self, initial: float, num_heads: int | None = None) -> None:
         super().__init__()
         self.initial = float(initial)
-        self.value = nn.Parameter(torch.empty(1 if heads is None else (heads, 1, 1)))
+        self.value = nn.Parameter(torch.empty(1 if num_heads is None else (num_heads, 1, 1)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -174,7 +210,13 @@ class LearnableBias(AttentionBias):
         nn.init.constant_(self.value, self.initial)
 
     def forward(
-        self, queries: int, keys: int, *, first_query: int = 0, lengths: Tensor | None = None, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_offset: int = 0,
+        key_lengths: Tensor | None = None,
+        device: torch.device,
     ) -> Tensor:
         """Return the parameter, (1,) or (heads, 1, 1)."""
         return self.value
@@ -203,26 +245,31 @@ Learn = Literal["no", "layer", "head", "query"]
 
 
 def make_bias(
-    rule: float | Rule, *, learn: Learn = "no", context: int | None = None, heads: int, window: int | None = None
+    rule: float | Rule,
+    *,
+    learn: Learn = "no",
+    max_seq_len: int | None = None,
+    num_heads: int,
+    window: int | None = None,
 ) -> AttentionBias:
     """Create the bias that a configuration names.
 
     Args:
-        rule: a number, or "log_context" (-log of ``context``), "log_batch" (of the keys of a call), "log_sample" (of
-            each sample's own length) or "log_visible" (of the keys a query sees, under a causal mask).
+        rule: a number, or "log_context" (-log of ``max_seq_len``), "log_batch" (of the keys of a call), "log_sample"
+            (of each sample's own length) or "log_visible" (of the keys a query sees, under a causal mask).
         learn: "no", or, for a rule that is a number or "log_context": "layer" (one parameter), "head" (one per head) or
             "query" (one added to Q).
-        context: length of the longest sequence, needed for "log_context".
-        heads: number of query heads.
+        max_seq_len: length of the longest sequence, needed for "log_context".
+        num_heads: number of query heads.
         window: window of the attention, for "log_visible".
 
     Raises:
         ValueError: for another rule or learn, or if the two exclude each other.
     """
     if rule == "log_context":
-        if context is None:
+        if max_seq_len is None:
             raise ValueError('bias="log_context" needs a longest sequence, which this model does not have')
-        rule = log_length_bias(context)
+        rule = log_length_bias(max_seq_len)
     if isinstance(rule, str):
         if learn != "no":
             raise ValueError(f'a learned bias needs bias to be a number or "log_context", got {rule!r}')
@@ -240,7 +287,7 @@ def make_bias(
         return QueryBias(rule)
     if learn not in get_args(Learn):
         raise ValueError(f"learn must be one of {get_args(Learn)}, got {learn!r}")
-    return LearnableBias(rule, heads if learn == "head" else None)
+    return LearnableBias(rule, num_heads if learn == "head" else None)
 
 
 def as_bias(bias: AttentionBias | float) -> AttentionBias:

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.documents import Documents
-from sigattn.nn.kv_cache import LayerCache
-from sigattn.nn.norm import LayerScale, Norm, StochasticDepth, make_norm
+from sigattn.nn.kv_cache import KVCache
+from sigattn.nn.norm import DropPath, LayerScale, Norm, make_norm
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
 
-NormStructure = Literal["pre", "post", "hybrid", "hybrid_attention"]
+NormPlacement = Literal["pre", "post", "hybrid", "hybrid_attention"]
 
 
 class Block(nn.Module):
@@ -30,35 +30,35 @@ class Block(nn.Module):
 
     Args:
         attention, feed_forward: the layers, of the same width.
-        width: number of features.
-        structure: one of the above. "post" with sigmoid attention is hard to train (App. ASR) and gives a warning.
+        embed_dim: number of features.
+        norm_placement: one of the above. "post" with sigmoid attention is hard to train (App. ASR) and gives a warning.
         norm: "rms" or "layer".
         branch_norm_affine: True for parameters in norm₂; the guide recommends none.
-        layer_scale: initial value of LayerScale's factors; None for no LayerScale.
+        init_values: initial value of LayerScale's factors; None for no LayerScale.
         dropout: dropout probability of a branch's output, while training.
-        drop_branch: probability of dropping a branch for a sample, while training.
+        drop_path: probability of dropping a branch for a sample, while training.
 
     Raises:
-        ValueError: for an unknown structure.
+        ValueError: for an unknown norm_placement.
     """
 
     def __init__(
         self,
         attention: Attention,
         feed_forward: nn.Module,
-        width: int,
+        embed_dim: int,
         *,
-        structure: NormStructure = "pre",
+        norm_placement: NormPlacement = "pre",
         norm: Norm = "rms",
         branch_norm_affine: bool = False,
-        layer_scale: float | None = None,
+        init_values: float | None = None,
         dropout: float = 0.0,
-        drop_branch: float = 0.0,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
-        if structure not in get_args(NormStructure):
-            raise ValueError(f"structure must be one of {get_args(NormStructure)}, got {structure!r}")
-        if structure == "post" and attention.activation == "sigmoid":
+        if norm_placement not in get_args(NormPlacement):
+            raise ValueError(f"norm_placement must be one of {get_args(NormPlacement)}, got {norm_placement!r}")
+        if norm_placement == "post" and attention.activation == "sigmoid":
             warn_once(
                 "sigmoid attention in post-norm blocks is unstable or worse than softmax (App. ASR, results): use "
                 "pre-norm with a bias of -log n, or hybrid-norm"
@@ -66,31 +66,31 @@ class Block(nn.Module):
 
         def branch(hybrid: bool, scale: float | None) -> nn.Module:
             """Return the layers between a branch's output and the residual sum."""
-            parts: list[nn.Module] = [make_norm(norm, width, affine=branch_norm_affine)] if hybrid else []
+            parts: list[nn.Module] = [make_norm(norm, embed_dim, affine=branch_norm_affine)] if hybrid else []
             if scale is not None:
-                parts.append(LayerScale(width, scale))
+                parts.append(LayerScale(embed_dim, scale))
             if dropout:
                 parts.append(nn.Dropout(dropout))
-            if drop_branch:
-                parts.append(StochasticDepth(drop_branch))
+            if drop_path:
+                parts.append(DropPath(drop_path))
             return nn.Sequential(*parts)
 
-        self.structure = structure
+        self.norm_placement = norm_placement
         self.attention, self.feed_forward = attention, feed_forward
-        self.attention_norm, self.feed_forward_norm = make_norm(norm, width), make_norm(norm, width)
-        attention_scale = None if structure == "hybrid_attention" else layer_scale
-        self.attention_branch = branch(structure in ("hybrid", "hybrid_attention"), attention_scale)
-        self.feed_forward_branch = branch(structure == "hybrid", layer_scale)
+        self.attention_norm, self.feed_forward_norm = make_norm(norm, embed_dim), make_norm(norm, embed_dim)
+        attention_scale = None if norm_placement == "hybrid_attention" else init_values
+        self.attention_branch = branch(norm_placement in ("hybrid", "hybrid_attention"), attention_scale)
+        self.feed_forward_branch = branch(norm_placement == "hybrid", init_values)
 
     def forward(
         self,
         x: Float[Tensor, "batch length width"],
         key_lengths: Int[Tensor, " batch"] | None = None,
-        cache: LayerCache | None = None,
+        cache: KVCache | None = None,
         documents: Documents | None = None,
     ) -> Float[Tensor, "batch length width"]:
         """Return the block's output; key_lengths, cache and documents are those of ``Attention``."""
-        if self.structure == "post":
+        if self.norm_placement == "post":
             attended = self.attention(x, key_lengths=key_lengths, cache=cache, documents=documents)
             x = self.attention_norm(x + self.attention_branch(attended))
             result: Tensor = self.feed_forward_norm(x + self.feed_forward_branch(self.feed_forward(x)))

@@ -18,11 +18,11 @@ from sigattn.shapes import Float
 class Cape(nn.Module):
     """CAPE along time, added to the input.
 
-    Feature 2k is cos(ω_k t), feature 2k + 1 is sin(ω_k t), with ω_k = frequency_scale · 10000^(-2k / width) and t in
-    seconds. The defaults are those for speech: a position every 30 ms.
+    Feature 2k is cos(ω_k t), feature 2k + 1 is sin(ω_k t), with ω_k = frequency_scale · 10000^(-2k / embed_dim) and t
+    in seconds. The defaults are those for speech: a position every 30 ms.
 
     Args:
-        width: number of features, even.
+        embed_dim: number of features, even.
         step: seconds from one position to the next.
         frequency_scale: factor of the frequencies; 30 gives positions in seconds about the frequencies that frames of
             30 ms have by index.
@@ -31,14 +31,14 @@ class Cape(nn.Module):
         max_scale: at least 1.
 
     Raises:
-        ValueError: if width is odd, or an augmentation is out of its range.
+        ValueError: if embed_dim is odd, or an augmentation is out of its range.
     """
 
     frequencies: Tensor
 
     def __init__(
         self,
-        width: int,
+        embed_dim: int,
         *,
         step: float = 0.03,
         frequency_scale: float = 30.0,
@@ -47,10 +47,10 @@ class Cape(nn.Module):
         max_scale: float = 2.0,
     ) -> None:
         super().__init__()
-        _check("Cape", width, max_global_shift, max_local_shift, max_scale)
+        _check("Cape", embed_dim, max_global_shift, max_local_shift, max_scale)
         self.step, self.frequency_scale = step, frequency_scale
         self.max_global_shift, self.max_local_shift, self.max_scale = max_global_shift, max_local_shift, max_scale
-        self.register_buffer("frequencies", torch.empty(width // 2), persistent=False)
+        self.register_buffer("frequencies", torch.empty(embed_dim // 2), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -73,17 +73,17 @@ class Cape(nn.Module):
 class ImageCape(nn.Module):
     """CAPE of an image's patches, whose coordinates run from -1 to 1, added to the input.
 
-    Feature 2k is cos(π ω_k · (x, y)), feature 2k + 1 the sine, with ω_k = 10^(4k / width) (cos k, sin k).
+    Feature 2k is cos(π ω_k · (x, y)), feature 2k + 1 the sine, with ω_k = 10^(4k / embed_dim) (cos k, sin k).
 
     Args:
-        width: number of features, even.
+        embed_dim: number of features, even.
         rows, columns: numbers of patches.
         max_global_shift: of each coordinate.
         max_local_shift: of each coordinate, as a fraction of the distance between patches; at most 0.5.
         max_scale: at least 1.
 
     Raises:
-        ValueError: if width is odd, or an augmentation is out of its range.
+        ValueError: if embed_dim is odd, or an augmentation is out of its range.
     """
 
     frequencies: Tensor
@@ -91,7 +91,7 @@ class ImageCape(nn.Module):
 
     def __init__(
         self,
-        width: int,
+        embed_dim: int,
         rows: int,
         columns: int,
         *,
@@ -100,10 +100,10 @@ class ImageCape(nn.Module):
         max_scale: float = 1.4,
     ) -> None:
         super().__init__()
-        _check("ImageCape", width, max_global_shift, max_local_shift, max_scale)
+        _check("ImageCape", embed_dim, max_global_shift, max_local_shift, max_scale)
         self.rows, self.columns = rows, columns
         self.max_global_shift, self.max_local_shift, self.max_scale = max_global_shift, max_local_shift, max_scale
-        self.register_buffer("frequencies", torch.empty(2, width // 2), persistent=False)
+        self.register_buffer("frequencies", torch.empty(2, embed_dim // 2), persistent=False)
         self.register_buffer("coordinates", torch.empty(rows * columns, 2), persistent=False)
         self.reset_parameters()
 
@@ -142,7 +142,7 @@ def _uniform(shape: tuple[int, ...], limit: float, device: torch.device) -> Tens
 
 def _check(name: str, width: int, global_shift: float, local_shift: float, scale: float) -> None:
     if width % 2:
-        raise ValueError(f"{name} pairs sines with cosines, so width must be even, got {width}")
+        raise ValueError(f"{name} pairs sines with cosines, so embed_dim must be even, got {width}")
     if global_shift < 0 or not 0 <= local_shift <= 0.5 or scale < 1:
         raise ValueError(
             f"{name}: max_global_shift must be at least 0, max_local_shift within 0 … 0.5 (so that positions stay in "

@@ -18,22 +18,22 @@ class ConvolutionModule(nn.Module):
     Padding beyond a sample's length affects neither its frames nor the batch's statistics.
 
     Args:
-        width: number of features.
-        kernel: kernel size of the depthwise convolution, in frames; odd.
+        embed_dim: number of features.
+        kernel_size: kernel size of the depthwise convolution, in frames; odd.
         dropout: dropout probability of the output, while training.
 
     Raises:
-        ValueError: if kernel is even.
+        ValueError: if kernel_size is even.
     """
 
-    def __init__(self, width: int, kernel: int = 31, dropout: float = 0.0) -> None:
+    def __init__(self, embed_dim: int, kernel_size: int = 31, dropout: float = 0.0) -> None:
         super().__init__()
-        if kernel % 2 == 0:
-            raise ValueError(f"ConvolutionModule: kernel must be odd, got {kernel}")
-        self.input = nn.Linear(width, 2 * width)
-        self.depthwise = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
-        self.norm = MaskedBatchNorm(width)
-        self.output = nn.Linear(width, width)
+        if kernel_size % 2 == 0:
+            raise ValueError(f"ConvolutionModule: kernel_size must be odd, got {kernel_size}")
+        self.input = nn.Linear(embed_dim, 2 * embed_dim)
+        self.depthwise = nn.Conv1d(embed_dim, embed_dim, kernel_size, padding=kernel_size // 2, groups=embed_dim)
+        self.norm = MaskedBatchNorm(embed_dim)
+        self.output = nn.Linear(embed_dim, embed_dim)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -55,29 +55,29 @@ class ConformerBlock(nn.Module):
 
     Args:
         attention: attention layer of the same width.
-        width: number of features. hidden: number of features within the two feed-forward layers.
-        kernel: kernel size of the convolution.
-        layer_scale: initial value of LayerScale's factors on each branch; None for no LayerScale.
+        embed_dim: number of features. mlp_dim: number of features within the two feed-forward layers.
+        kernel_size: kernel size of the convolution.
+        init_values: initial value of LayerScale's factors on each branch; None for no LayerScale.
         dropout: dropout probability of branches and within feed-forward layers, while training.
     """
 
     def __init__(
         self,
         attention: Attention,
-        width: int,
-        hidden: int,
+        embed_dim: int,
+        mlp_dim: int,
         *,
-        kernel: int = 31,
-        layer_scale: float | None = None,
+        kernel_size: int = 31,
+        init_values: float | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.first, self.last = (MLP(width, hidden, dropout, activation="swish") for _ in range(2))
+        self.first, self.last = (MLP(embed_dim, mlp_dim, dropout, activation="swish") for _ in range(2))
         self.attention = attention
-        self.convolution = ConvolutionModule(width, kernel, dropout)
+        self.convolution = ConvolutionModule(embed_dim, kernel_size, dropout)
         self.attention_dropout = nn.Dropout(dropout)
-        self.norms = nn.ModuleList(make_norm("layer", width) for _ in range(5))
-        scales = [nn.Identity() if layer_scale is None else LayerScale(width, layer_scale) for _ in range(4)]
+        self.norms = nn.ModuleList(make_norm("layer", embed_dim) for _ in range(5))
+        scales = [nn.Identity() if init_values is None else LayerScale(embed_dim, init_values) for _ in range(4)]
         self.scales = nn.ModuleList(scales)
 
     def forward(

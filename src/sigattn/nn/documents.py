@@ -12,20 +12,20 @@ class Documents(NamedTuple):
     """Document boundaries of a batch of rows of packed tokens. The first token of a row always starts a document.
 
     Attributes:
-        number: (B, N), index of each token's document within its row: 0, 0, 1, 1, 1, …
-        position: (B, N), position of each token within its document, from 0.
-        starts: (documents + 1,) int32, index of each document's first token in the concatenated rows, then B · N.
+        ids: (B, N), index of each token's document within its row: 0, 0, 1, 1, 1, …
+        positions: (B, N), position of each token within its document, from 0.
+        cu_seqlens: (documents + 1,) int32, index of each document's first token in the concatenated rows, then B · N.
     """
 
-    number: Tensor
-    position: Tensor
-    starts: Tensor
+    ids: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
 
     @classmethod
-    def ending_with(cls, tokens: Tensor, end_token: int) -> Documents:
+    def from_end_token(cls, tokens: Tensor, end_token: int) -> Documents:
         """Find the documents of tokens (B, N) in which each document's last token is ``end_token``.
 
-        >>> Documents.ending_with(torch.tensor([[5, 0, 7, 7, 0, 3]]), 0).number.tolist()
+        >>> Documents.from_end_token(torch.tensor([[5, 0, 7, 7, 0, 3]]), 0).ids.tolist()
         [[0, 0, 1, 1, 1, 2]]
         """
         batch, length = tokens.shape
@@ -41,4 +41,4 @@ class Documents(NamedTuple):
     @property
     def mask(self) -> Tensor:
         """Return (B, 1, N, N), True where two tokens belong to the same document."""
-        return (self.number[:, :, None] == self.number[:, None, :]).unsqueeze(1)
+        return (self.ids[:, :, None] == self.ids[:, None, :]).unsqueeze(1)

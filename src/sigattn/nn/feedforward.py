@@ -14,7 +14,7 @@ FeedForward = Literal["swiglu", "gelu", "relu", "swish"]
 
 
 def make_feed_forward(
-    kind: FeedForward, width: int, hidden: int, *, bias: bool = True, dropout: float = 0.0
+    kind: FeedForward, embed_dim: int, mlp_dim: int, *, use_bias: bool = True, dropout: float = 0.0
 ) -> nn.Module:
     """Create a feed-forward layer: a ``SwiGLU``, or an ``MLP`` with "gelu", "relu" or "swish".
 
@@ -22,26 +22,26 @@ def make_feed_forward(
         ValueError: for another kind, or for "swiglu" with biases or dropout.
     """
     if kind == "swiglu":
-        if bias or dropout:
-            raise ValueError(f"SwiGLU supports neither biases nor dropout, got bias={bias}, dropout={dropout}")
-        return SwiGLU(width, hidden)
-    return MLP(width, hidden, dropout, activation=kind, bias=bias)
+        if use_bias or dropout:
+            raise ValueError(f"SwiGLU supports neither biases nor dropout, got use_bias={use_bias}, dropout={dropout}")
+        return SwiGLU(embed_dim, mlp_dim)
+    return MLP(embed_dim, mlp_dim, dropout, activation=kind, use_bias=use_bias)
 
 
 class SwiGLU(nn.Module):
     """``W₃ (silu(W₁ x) ∘ W₂ x)`` (Shazeer, 2020), without biases.
 
     Args:
-        width: number of input and output features.
-        hidden: number of hidden features.
+        embed_dim: number of input and output features.
+        mlp_dim: number of hidden features.
     """
 
     tp_plan: ClassVar[dict[str, str]] = {"gate": "columns", "value": "columns", "output": "rows"}  # see Attention
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, embed_dim: int, mlp_dim: int) -> None:
         super().__init__()
-        self.gate, self.value = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.output = nn.Linear(hidden, width, bias=False)
+        self.gate, self.value = nn.Linear(embed_dim, mlp_dim, bias=False), nn.Linear(embed_dim, mlp_dim, bias=False)
+        self.output = nn.Linear(mlp_dim, embed_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Apply the layer to each position."""
@@ -56,11 +56,11 @@ class MLP(nn.Module):
     """``W₂ f(W₁ x)``, the feed-forward layer of vision and speech transformers (GELU) and of conformers (swish).
 
     Args:
-        width: number of input and output features.
-        hidden: number of hidden features.
+        embed_dim: number of input and output features.
+        mlp_dim: number of hidden features.
         dropout: dropout probability after each of the two linear layers, while training.
         activation: f, "gelu", "relu" or "swish".
-        bias: True for biases in the linear layers.
+        use_bias: True for biases in the linear layers.
 
     Raises:
         ValueError: for another activation.
@@ -69,12 +69,15 @@ class MLP(nn.Module):
     tp_plan: ClassVar[dict[str, str]] = {"input": "columns", "output": "rows"}  # see Attention
 
     def __init__(
-        self, width: int, hidden: int, dropout: float = 0.0, *, activation: str = "gelu", bias: bool = True
+        self, embed_dim: int, mlp_dim: int, dropout: float = 0.0, *, activation: str = "gelu", use_bias: bool = True
     ) -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
             raise ValueError(f"MLP: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
-        self.input, self.output = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
+        self.input, self.output = (
+            nn.Linear(embed_dim, mlp_dim, bias=use_bias),
+            nn.Linear(mlp_dim, embed_dim, bias=use_bias),
+        )
         self.activation = activation
         self.dropout = nn.Dropout(dropout)
 

@@ -24,30 +24,30 @@ Activation = Literal["sigmoid", "softmax", "relu", "relu2", "gelu", "tanh", "ide
 ELEMENTWISE = ("sigmoid", "relu", "relu2", "gelu", "tanh", "identity")
 
 
-class Pattern(NamedTuple):
+class MaskSpec(NamedTuple):
     """Mask, bias and dropout of one attention call.
 
     Attributes:
         causal: True to mask the keys after a query.
         window: number of keys before a query (and after it, if not causal) that it sees; None for no limit.
         key_lengths: (B,), number of keys of each sample padded on the right; or None.
-        slopes: ALiBi's slopes, (Hq,) or (1, Hq, 2); or None.
+        alibi_slopes: ALiBi's slopes, (Hq,) or (1, Hq, 2); or None.
         bias: b, a number or a tensor that broadcasts to (B, Hq, N, 1).
         dropout: probability of dropping a weight; 0 when not training.
-        first_query: position of the first query among the keys, when earlier keys come from a cache.
+        query_offset: position of the first query among the keys, when earlier keys come from a cache.
         documents: documents that attention stays within; or None. They need causal, no cache and no padding.
-        first_key: (B,), position of each sample's first key, when a cache holds prompts padded on the left; or None.
+        left_padding: (B,), position of each sample's first key, when a cache holds prompts padded on the left; or None.
     """
 
     causal: bool
     window: int | None
     key_lengths: Tensor | None
-    slopes: Tensor | None
+    alibi_slopes: Tensor | None
     bias: float | Tensor
     dropout: float
-    first_query: int = 0
+    query_offset: int = 0
     documents: Documents | None = None
-    first_key: Tensor | None = None
+    left_padding: Tensor | None = None
 
     @property
     def sides(self) -> tuple[int, int] | None:
@@ -56,10 +56,10 @@ class Pattern(NamedTuple):
 
 
 # The type of ``attend``, and of a replacement of it in ``Attention.compute``.
-Compute = Callable[[Activation, Tensor, Tensor, Tensor, Pattern], Tensor]
+AttentionFn = Callable[[Activation, Tensor, Tensor, Tensor, MaskSpec], Tensor]
 
 
-def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec) -> Tensor:
     """Return the attention output, (B, Hq, N, D), of query (B, Hq, N, D) and key and value (B, Hkv, M, D).
 
     "performer" is not supported here: it needs the random features of the layer.
@@ -68,14 +68,14 @@ def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, pa
 
 
 def statistics(
-    activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern
+    activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec
 ) -> AttentionStatistics:
     """Return ``attention_statistics`` of the weights that ``attend`` computes, before dropout.
 
     Raises:
         ValueError: for "performer", which has no explicit weights, and with cached keys.
     """
-    if activation == "performer" or pattern.first_query:
+    if activation == "performer" or pattern.query_offset:
         raise ValueError("attention statistics do not support activation='performer' or a key/value cache")
     p = pattern
     return attention_statistics(
@@ -87,35 +87,35 @@ def statistics(
         enable_gqa=True,
         bias=p.bias.detach() if isinstance(p.bias, Tensor) else p.bias,
         window=p.sides,
-        alibi_slopes=p.slopes,
+        alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
         activation=activation,
     )
 
 
-def visible_keys(queries: int, keys: int, pattern: Pattern, device: torch.device) -> Tensor:
+def visible_keys(queries: int, keys: int, pattern: MaskSpec, device: torch.device) -> Tensor:
     """Count the keys that each query sees, the n of n^(-α) in App. G.1: (1 or B, 1, N, 1), float32."""
     if pattern.documents is not None:
-        seen = pattern.documents.position + 1  # (B, N)
+        seen = pattern.documents.positions + 1  # (B, N)
         seen = seen if pattern.window is None else seen.clamp(max=pattern.window + 1)
         return seen[:, None, :, None].float()
-    i = torch.arange(pattern.first_query, pattern.first_query + queries, device=device)
+    i = torch.arange(pattern.query_offset, pattern.query_offset + queries, device=device)
     window = keys + queries if pattern.window is None else pattern.window
     first = (i - window).clamp(min=0)  # (N,)
-    if pattern.first_key is not None:
-        first = torch.maximum(first, pattern.first_key.to(device)[:, None])  # (B, N)
+    if pattern.left_padding is not None:
+        first = torch.maximum(first, pattern.left_padding.to(device)[:, None])  # (B, N)
     last = i + (0 if pattern.causal else window)  # (N,)
     total = torch.tensor([keys], device=device) if pattern.key_lengths is None else pattern.key_lengths.to(device)
     last = torch.minimum(last, total[:, None] - 1)  # (B, N)
     return (last - first + 1).clamp(min=0).view(-1, 1, queries, 1).float()
 
 
-def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
-    if p.first_key is not None or (p.first_query and query.shape[2] == 1 and p.key_lengths is None):
+def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
+    if p.left_padding is not None or (p.query_offset and query.shape[2] == 1 and p.key_lengths is None):
         return _sigmoid_of_cache(query, key, value, p)
     if p.documents is not None:
         return _sigmoid_of_documents(query, key, value, p, p.documents)
-    if p.first_query:
+    if p.query_offset:
         problem = problem_of(query, key, value, p)
         return custom_ops.call(problem, custom_ops.choose(problem, None))
     return sigmoid_attention(
@@ -127,16 +127,16 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
         enable_gqa=True,
         bias=p.bias,
         window=p.sides,
-        alibi_slopes=p.slopes,
+        alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
     )
 
 
-def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
     if custom_ops.is_autocast_enabled(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
-    unmasked = p.slopes is None and p.first_key is None and (p.window is None or p.window >= key.shape[2] - 1)
+    unmasked = p.alibi_slopes is None and p.left_padding is None and (p.window is None or p.window >= key.shape[2] - 1)
     if unmasked and query.shape[2] == 1 and isinstance(p.bias, float):
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         out = decode.attend(q, k, v, p.bias, query.shape[3] ** -0.5)
@@ -152,8 +152,8 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> 
         value.transpose(1, 2),
         lengths,
         bias.squeeze(-1) if bias.dim() else bias,
-        alibi_slopes=None if p.slopes is None else two_sided(p.slopes),
-        left_padding=p.first_key,
+        alibi_slopes=None if p.alibi_slopes is None else two_sided(p.alibi_slopes),
+        left_padding=p.left_padding,
         left=left,
         right=right,
         fast=settings.is_fast(None),
@@ -161,7 +161,7 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> 
     return kvcache.call(problem, kvcache.choose(problem, None)).transpose(1, 2)
 
 
-def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern, documents: Documents) -> Tensor:
+def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec, documents: Documents) -> Tensor:
     """Attend within each document by the kernels for packed sequences, which skip pairs of documents."""
     batch, length = query.shape[0], query.shape[2]
     bias = bias_operand(p.bias, query)
@@ -177,9 +177,9 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern,
         v,
         bias,
         None,
-        None if p.slopes is None else two_sided(p.slopes),
-        documents.starts,
-        documents.starts,
+        None if p.alibi_slopes is None else two_sided(p.alibi_slopes),
+        documents.cu_seqlens,
+        documents.cu_seqlens,
         new_seed(p.dropout, q.device),
         length,
         length,
@@ -194,16 +194,16 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: Pattern,
     return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
     problem = problem_of(query, key, value, p)
-    if p.first_key is not None:
+    if p.left_padding is not None:
         j = torch.arange(key.shape[2], device=key.device)
-        problem = problem._replace(attn_mask=(j >= p.first_key[:, None])[:, None, None])
+        problem = problem._replace(attn_mask=(j >= p.left_padding[:, None])[:, None, None])
     with custom_ops.without_autocast(problem):
         return reference.attention(problem, activation)
 
 
-def problem_of(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem:
+def problem_of(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Problem:
     """Return the operator's canonical form of the call, in autocast's dtype if autocast is on."""
     if custom_ops.is_autocast_enabled(query.device.type):
         query, key, value = (autocast(t) for t in (query, key, value))
@@ -216,13 +216,13 @@ def problem_of(query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Problem
         is_causal=p.causal,
         bias=p.bias,
         window=p.sides,
-        alibi_slopes=p.slopes,
+        alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
-        query_offset=p.first_query,
+        query_offset=p.query_offset,
     )
 
 
-def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> Tensor:
+def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
     mask = _softmax_mask(query, key, p)
     return F.scaled_dot_product_attention(
         query,
@@ -235,31 +235,31 @@ def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: Pattern) -> T
     )
 
 
-def _softmax_mask(query: Tensor, key: Tensor, p: Pattern) -> Tensor | None:
+def _softmax_mask(query: Tensor, key: Tensor, p: MaskSpec) -> Tensor | None:
     """Return the mask of windows, padding, caches and ALiBi, broadcastable to (B, Hq, N, M); None if not needed."""
-    plain = all(x is None for x in (p.window, p.key_lengths, p.slopes, p.documents, p.first_key))
-    if plain and not (p.causal and p.first_query):
+    plain = all(x is None for x in (p.window, p.key_lengths, p.alibi_slopes, p.documents, p.left_padding))
+    if plain and not (p.causal and p.query_offset):
         return None
-    i = torch.arange(p.first_query, p.first_query + query.shape[2], device=query.device).unsqueeze(1)
+    i = torch.arange(p.query_offset, p.query_offset + query.shape[2], device=query.device).unsqueeze(1)
     j = torch.arange(key.shape[2], device=query.device)
     seen = (j <= i) if p.causal else torch.ones_like(j <= i)
     if p.window is not None:
         seen = seen & ((i - j).abs() <= p.window)
     if p.key_lengths is not None:
         seen = seen & (j < p.key_lengths.view(-1, 1, 1, 1).to(j.device))
-    if p.first_key is not None:
-        seen = seen & (j >= p.first_key[:, None, None, None].to(j.device))
+    if p.left_padding is not None:
+        seen = seen & (j >= p.left_padding[:, None, None, None].to(j.device))
     if p.documents is not None:
         seen = seen & p.documents.mask
-    if p.slopes is None:
+    if p.alibi_slopes is None:
         return seen
-    slopes = p.slopes if p.slopes.dim() == 3 else p.slopes.view(1, -1, 1).expand(1, -1, 2)
+    slopes = p.alibi_slopes if p.alibi_slopes.dim() == 3 else p.alibi_slopes.view(1, -1, 1).expand(1, -1, 2)
     before, after = slopes.unflatten(-1, (2, 1, 1)).unbind(2)  # (1, Hq, 1, 1)
     penalty = torch.where(j < i, before, after) * (i - j).abs()
     return (-penalty).masked_fill(~seen, -torch.inf).to(query.dtype)
 
 
-_ATTEND: dict[str, Callable[[str, Tensor, Tensor, Tensor, Pattern], Tensor]] = {
+_ATTEND: dict[str, Callable[[str, Tensor, Tensor, Tensor, MaskSpec], Tensor]] = {
     "sigmoid": _sigmoid,
     "softmax": _softmax,
     **{name: _elementwise for name in ELEMENTWISE if name != "sigmoid"},

@@ -11,8 +11,8 @@ class Recommendation(NamedTuple):
     Attributes:
         position: position encoding: "learnable", "sincos", "cape", "rope" or "alibi".
         qk_norm, layer_scale: True if they are recommended.
-        bias: rule of b, as in ``sigattn.nn.bias.make_bias``; 0.0 for none.
-        structure: "pre" or "hybrid" (for speech, "hybrid_attention").
+        attention_bias: rule of b, as in ``sigattn.nn.bias.make_bias``; 0.0 for none.
+        norm_placement: "pre" or "hybrid" (for speech, "hybrid_attention").
         reason: reason, with the section or table of the paper.
         recipe: name of the recipe with this configuration.
     """
@@ -20,8 +20,8 @@ class Recommendation(NamedTuple):
     position: str
     qk_norm: bool
     layer_scale: bool
-    bias: float | str
-    structure: str
+    attention_bias: float | str
+    norm_placement: str
     reason: str
     recipe: str
 
@@ -47,7 +47,7 @@ def recommend(domain: str, objective: str | None = None, sequence_length: int | 
     Raises:
         ValueError: for a case that the guide does not contain.
 
-    >>> recommend("language", sequence_length=4096).structure
+    >>> recommend("language", sequence_length=4096).norm_placement
     'hybrid'
     """
     if domain not in OBJECTIVES:
@@ -66,7 +66,8 @@ def recommend(domain: str, objective: str | None = None, sequence_length: int | 
             "the most stable bias, and -log of the longest length in the batch is as good; LayerScale is needed to "
             'generalise; of the position encodings ALiBi has the lowest error and CAPE is the least stable (Sect. '
             '"Automatic Speech Recognition", Tables "asr-results" and "asr-results-ext"). Alternative: hybrid-norm on '
-            'the attention with RoPE, without QK-norm and bias: structure="hybrid_attention", recipe asr-ls960-hybrid',
+            'the attention with RoPE, without QK-norm and bias: norm_placement="hybrid_attention", '
+            'recipe asr-ls960-hybrid',
             "asr-ls960",
         )  # fmt: skip
     if sequence_length is None:

@@ -64,13 +64,13 @@ _KINDS: dict[str, Callable[[Tensor], None]] = {
 }
 
 
-def mup_simple(model: nn.Module, width: int, base_width: int = 768) -> dict[str, float]:
+def mup_simple(model: nn.Module, embed_dim: int, base_embed_dim: int = 768) -> dict[str, float]:
     """Return μP-simple's factors of the learning rate, by parameter name (Wortsman et al., 2023; App. G.3).
 
     The factor is min(base_width / width, 1) for matrices of attention and feed-forward layers and 1 for all other
     parameters.
     """
-    factor = min(base_width / width, 1.0)
+    factor = min(base_embed_dim / embed_dim, 1.0)
     matrices = {
         id(p)
         for module in model.modules()

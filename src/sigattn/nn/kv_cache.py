@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class LayerCache:
+class KVCache:
     """Key/value cache of one attention layer, allocated once for the longest sequence.
 
     Args:
@@ -18,8 +18,8 @@ class LayerCache:
         key, value: (B, Hkv, capacity, D); None before the first ``append``.
     """
 
-    def __init__(self, capacity: int, first: Tensor | None = None) -> None:
-        self.capacity, self.first, self.length = capacity, first, 0
+    def __init__(self, capacity: int, left_padding: Tensor | None = None) -> None:
+        self.capacity, self.left_padding, self.length = capacity, left_padding, 0
         self.key: Tensor | None = None
         self.value: Tensor | None = None
 
@@ -36,8 +36,8 @@ class LayerCache:
         if stop > self.capacity:
             new = key.shape[2]
             raise ValueError(f"the cache has {self.capacity} positions and holds {self.length}: {new} more do not fit")
-        if self.first is not None and len(self.first) != len(key):
-            raise ValueError(f"the cache is for a batch of {len(self.first)}, got a batch of {len(key)}")
+        if self.left_padding is not None and len(self.left_padding) != len(key):
+            raise ValueError(f"the cache is for a batch of {len(self.left_padding)}, got a batch of {len(key)}")
         if self.key is None or self.value is None:
             self.key = key.new_empty(*key.shape[:2], self.capacity, key.shape[3])
             self.value = value.new_empty(*value.shape[:2], self.capacity, value.shape[3])
@@ -48,9 +48,9 @@ class LayerCache:
         self.length = stop
         return self.key[:, :, :stop], self.value[:, :, :stop]
 
-    def pick(self, samples: Tensor) -> None:
+    def reorder(self, samples: Tensor) -> None:
         """Keep the samples of these indices, in their order; an index may occur several times, e.g. in beam search."""
-        if self.first is not None:
-            self.first = self.first[samples]
+        if self.left_padding is not None:
+            self.left_padding = self.left_padding[samples]
         if self.key is not None and self.value is not None:
             self.key, self.value = self.key[samples], self.value[samples]

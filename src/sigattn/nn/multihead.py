@@ -159,7 +159,7 @@ def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor
         lengths = torch.full((len(q),), num_keys, device=q.device)
     else:
         lengths = visible.flatten().expand(len(q))
-    return sigmoid_bias(q.shape[2], num_keys, lengths=lengths, device=q.device)
+    return sigmoid_bias(q.shape[2], num_keys, key_lengths=lengths, device=q.device)
 
 
 def _joined(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: int) -> Tensor | None:

@@ -13,13 +13,13 @@ from sigattn.shapes import Float
 Norm = Literal["none", "rms", "layer"]
 
 
-def make_norm(kind: Norm, width: int, *, affine: bool = True, bias: bool = True) -> nn.Module:
+def make_norm(kind: Norm, dim: int, *, affine: bool = True, bias: bool = True) -> nn.Module:
     """Create a norm over the last axis.
 
     Args:
         kind: "rms" (eps 1e-5, as in the paper's language models), "layer" (eps 1e-6, as in vision transformers), or
             "none" (identity).
-        width: number of features.
+        dim: number of features.
         affine: True for a learned scale (and a learned bias, for "layer").
         bias: False for "layer" without its bias.
 
@@ -27,9 +27,9 @@ def make_norm(kind: Norm, width: int, *, affine: bool = True, bias: bool = True)
         ValueError: for another kind.
     """
     if kind == "rms":
-        return RMSNorm(width, eps=1e-5, elementwise_affine=affine)
+        return RMSNorm(dim, eps=1e-5, elementwise_affine=affine)
     if kind == "layer":
-        return LayerNorm(width, eps=1e-6, elementwise_affine=affine, bias=bias)
+        return LayerNorm(dim, eps=1e-6, elementwise_affine=affine, bias=bias)
     if kind == "none":
         return nn.Identity()
     raise ValueError(f'a norm must be "none", "rms" or "layer", got {kind!r}')
@@ -58,47 +58,47 @@ class LayerScale(nn.Module):
     """Learned factor for each feature of a residual branch, small at first (Touvron et al., 2021).
 
     Args:
-        width: number of features.
-        initial: initial value of the factors; 1e-4 in the paper's vision and language models.
+        dim: number of features.
+        init_values: initial value of the factors; 1e-4 in the paper's vision and language models.
     """
 
-    def __init__(self, width: int, initial: float = 1e-4) -> None:
+    def __init__(self, dim: int, init_values: float = 1e-4) -> None:
         super().__init__()
-        self.initial = initial
-        self.weight = nn.Parameter(torch.empty(width))
+        self.init_values = init_values
+        self.weight = nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the factors to their initial value."""
-        nn.init.constant_(self.weight, self.initial)
+        nn.init.constant_(self.weight, self.init_values)
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Multiply each feature by its factor."""
         return x * self.weight
 
 
-class StochasticDepth(nn.Module):
+class DropPath(nn.Module):
     """Drop a residual branch for random samples while training, and scale it up for the others (Huang et al., 2016).
 
     Args:
-        probability: probability of dropping, in [0, 1).
+        drop_prob: probability of dropping, in [0, 1).
 
     Raises:
-        ValueError: if the probability is out of range.
+        ValueError: if drop_prob is out of range.
     """
 
-    def __init__(self, probability: float) -> None:
+    def __init__(self, drop_prob: float) -> None:
         super().__init__()
-        if not 0 <= probability < 1:
-            raise ValueError(f"StochasticDepth: the probability must lie in [0, 1), got {probability}")
-        self.probability = probability
+        if not 0 <= drop_prob < 1:
+            raise ValueError(f"DropPath: drop_prob must lie in [0, 1), got {drop_prob}")
+        self.drop_prob = drop_prob
 
     def forward(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
         """Return x (B, …) with some samples set to zero while training, and unchanged in evaluation."""
-        if not self.training or not self.probability:
+        if not self.training or not self.drop_prob:
             return x
-        keep = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device) >= self.probability
-        return x * keep / (1 - self.probability)
+        keep = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device) >= self.drop_prob
+        return x * keep / (1 - self.drop_prob)
 
 
 class BatchNorm(nn.BatchNorm1d):

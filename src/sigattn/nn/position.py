@@ -38,12 +38,12 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch heads length head_dim"],
-        first_position: int = 0,
+        offset: int = 0,
         positions: Int[Tensor, " length"] | None = None,
     ) -> Float[Tensor, "batch heads length head_dim"]:
-        """Rotate queries or keys at positions first_position, first_position + 1, …, or at ``positions``."""
+        """Rotate queries or keys at positions offset, offset + 1, …, or at ``positions``."""
         if positions is None:
-            positions = torch.arange(first_position, first_position + x.shape[2], device=x.device)
+            positions = torch.arange(offset, offset + x.shape[2], device=x.device)
         angles = positions.float()[:, None] * self.frequencies  # (length, head_dim / 2)
         cos, sin = angles.cos(), angles.sin()
         a, b = x.float().chunk(2, dim=-1)
@@ -56,23 +56,23 @@ def _frequencies(like: Tensor, base: float) -> Tensor:
     return base ** (-i / len(like))
 
 
-def alibi_slopes(heads: int) -> Tensor:  # (heads,)
+def alibi_slopes(num_heads: int) -> Tensor:  # (num_heads,)
     """Return the slopes of ALiBi (Press et al., 2022): 2^(-8/h), 2^(-16/h), …, 2^-8.
 
     If h is not a power of two, the slopes of the next smaller power of two come first, then every other slope of the
     next larger one.
 
     Raises:
-        ValueError: if heads is less than 1.
+        ValueError: if num_heads is less than 1.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    if heads < 1:
-        raise ValueError(f"alibi_slopes: heads must be at least 1, got {heads}")
-    below = 1 << (heads.bit_length() - 1)
+    if num_heads < 1:
+        raise ValueError(f"alibi_slopes: num_heads must be at least 1, got {num_heads}")
+    below = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
-    between = [2.0 ** (-4 * (i + 1) / below) for i in range(0, 2 * (heads - below), 2)]
+    between = [2.0 ** (-4 * (i + 1) / below) for i in range(0, 2 * (num_heads - below), 2)]
     return torch.tensor(first + between)
 
 
@@ -80,7 +80,7 @@ class Alibi(nn.Module):
     """ALiBi's slopes of a layer: the penalty of a logit for each position between query and key.
 
     Args:
-        heads: number of query heads.
+        num_heads: number of query heads.
         sides: "causal" or "symmetric" (one slope for both sides), or "split" for encoders: the slope is ``steepness``
             times as large for later keys in half of the heads, and for earlier keys in the other half.
         steepness: see ``sides``.
@@ -91,20 +91,20 @@ class Alibi(nn.Module):
 
     slopes: Tensor
 
-    def __init__(self, heads: int, sides: str = "causal", steepness: float = 4.0) -> None:
+    def __init__(self, num_heads: int, sides: str = "causal", steepness: float = 4.0) -> None:
         super().__init__()
         if sides not in ("causal", "symmetric", "split"):
             raise ValueError(f'Alibi: sides must be "causal", "symmetric" or "split", got {sides!r}')
-        if sides == "split" and heads < 2:
+        if sides == "split" and num_heads < 2:
             raise ValueError('Alibi: sides="split" needs at least two heads, one for each side')
-        self.heads, self.sides, self.steepness = heads, sides, steepness
-        shape = (1, heads, 2) if sides == "split" else (heads,)
+        self.num_heads, self.sides, self.steepness = num_heads, sides, steepness
+        shape = (1, num_heads, 2) if sides == "split" else (num_heads,)
         self.register_buffer("slopes", torch.empty(shape), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Compute the slopes."""
-        heads = self.heads
+        heads = self.num_heads
         if self.sides != "split":
             self.slopes.copy_(alibi_slopes(heads))
             return
@@ -121,7 +121,7 @@ class Alibi(nn.Module):
         self.slopes = whole[first : first + count] if whole.dim() == 1 else whole[:, first : first + count]
 
     def forward(self) -> Tensor:
-        """Return ``alibi_slopes`` for ``sigmoid_attention``: (heads,), or (1, heads, 2) for split sides."""
+        """Return ``alibi_slopes`` for ``sigmoid_attention``: (num_heads,), or (1, num_heads, 2) for split sides."""
         return self.slopes
 
 
@@ -129,21 +129,23 @@ class SinusoidalEmbedding(nn.Module):
     """Fixed sines and cosines of Vaswani et al. (2017), added to the input.
 
     Args:
-        width: number of features, even.
+        embed_dim: number of features, even.
         base: the largest wavelength is 2π · base positions.
 
     Raises:
-        ValueError: if width is odd.
+        ValueError: if embed_dim is odd.
     """
 
     frequencies: Tensor
 
-    def __init__(self, width: int, base: float = 10_000.0) -> None:
+    def __init__(self, embed_dim: int, base: float = 10_000.0) -> None:
         super().__init__()
-        if width % 2:
-            raise ValueError(f"SinusoidalEmbedding pairs sines with cosines, so width must be even, got {width}")
+        if embed_dim % 2:
+            raise ValueError(
+                f"SinusoidalEmbedding pairs sines with cosines, so embed_dim must be even, got {embed_dim}"
+            )
         self.base = base
-        self.register_buffer("frequencies", torch.empty(width // 2), persistent=False)
+        self.register_buffer("frequencies", torch.empty(embed_dim // 2), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -153,25 +155,29 @@ class SinusoidalEmbedding(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch length width"],
-        first_position: int = 0,
+        offset: int = 0,
         positions: Int[Tensor, "batch length"] | None = None,
     ) -> Float[Tensor, "batch length width"]:
-        """Add the encoding of positions first_position, first_position + 1, …, or of ``positions``."""
+        """Add the encoding of positions offset, offset + 1, …, or of ``positions``."""
         if positions is None:
-            positions = torch.arange(first_position, first_position + x.shape[1], device=x.device)
+            positions = torch.arange(offset, offset + x.shape[1], device=x.device)
         angles = positions.float().unsqueeze(-1) * self.frequencies  # (batch?, length, width / 2)
         return x + torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).to(x.dtype)
 
 
-def image_sinusoids(width: int, rows: int, columns: int, base: float = 10_000.0) -> Tensor:  # (rows · columns, width)
+def image_sinusoids(
+    embed_dim: int, rows: int, columns: int, base: float = 10_000.0
+) -> Tensor:  # (rows · columns, width)
     """Return the fixed encoding of MoCo v3 and MAE for an image's patches: half of the features for each coordinate.
 
     Raises:
-        ValueError: if width is not a multiple of 4.
+        ValueError: if embed_dim is not a multiple of 4.
     """
-    if width % 4:
-        raise ValueError(f"image_sinusoids needs a multiple of 4 (sine and cosine of x and y), got width={width}")
-    frequencies = base ** -(torch.arange(width // 4) / (width // 4))
+    if embed_dim % 4:
+        raise ValueError(
+            f"image_sinusoids needs a multiple of 4 (sine and cosine of x and y), got embed_dim={embed_dim}"
+        )
+    frequencies = base ** -(torch.arange(embed_dim // 4) / (embed_dim // 4))
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     parts = [c.flatten()[:, None] * frequencies for c in (x, y)]
     return torch.cat([part for angles in parts for part in (angles.sin(), angles.cos())], -1)
@@ -181,28 +187,27 @@ class LearnableEmbedding(nn.Module):
     """Learned vector for each position, added to the input.
 
     Args:
-        length: number of positions. width: number of features. std: standard deviation of the initial values.
+        num_positions: number of positions. embed_dim: number of features.
+        std: standard deviation of the initial values.
     """
 
-    def __init__(self, length: int, width: int, std: float = 0.02) -> None:
+    def __init__(self, num_positions: int, embed_dim: int, std: float = 0.02) -> None:
         super().__init__()
         self.std = std
-        self.weight = nn.Parameter(torch.empty(length, width))
+        self.weight = nn.Parameter(torch.empty(num_positions, embed_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the vectors from a truncated normal distribution."""
         nn.init.trunc_normal_(self.weight, std=self.std)
 
-    def forward(
-        self, x: Float[Tensor, "batch length width"], first_position: int = 0
-    ) -> Float[Tensor, "batch length width"]:
-        """Add the vectors of positions first_position, first_position + 1, …
+    def forward(self, x: Float[Tensor, "batch length width"], offset: int = 0) -> Float[Tensor, "batch length width"]:
+        """Add the vectors of positions offset, offset + 1, …
 
         Raises:
             ValueError: if there are more positions than vectors.
         """
-        stop = first_position + x.shape[1]
+        stop = offset + x.shape[1]
         if stop > len(self.weight):
             raise ValueError(f"LearnableEmbedding has {len(self.weight)} positions, and the input ends at {stop}")
-        return x + self.weight[first_position:stop]
+        return x + self.weight[offset:stop]

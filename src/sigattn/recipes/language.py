@@ -24,7 +24,8 @@ def lm_85m_2k() -> Recipe:
     Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes lm-85m-2k``, an estimate by FLOPs. Paper: training loss
     equals softmax's (Fig. "85m_4k_nll", at 4096 tokens).
     """
-    return _language("lm-85m-2k", layers=12, width=768, heads=12, context=2048, tokens=MILLION, steps=400_000,
+    return _language("lm-85m-2k", num_layers=12, embed_dim=768, num_heads=12, max_seq_len=2048,
+                     tokens=MILLION, steps=400_000,
                      paper="training loss equals softmax's")  # fmt: skip
 
 
@@ -36,7 +37,8 @@ def lm_1b_2k() -> Recipe:
     Hardware: 64 GPUs of 80 GB. Time: 0.34 s per step in the paper (softmax 0.38). Paper: average of nine evaluations
     49.5, softmax 49.4.
     """
-    return _language("lm-1b-2k", layers=24, width=2048, heads=32, context=2048, tokens=MILLION, steps=300_000,
+    return _language("lm-1b-2k", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=2048,
+                     tokens=MILLION, steps=300_000,
                      paper="average of nine evaluations 49.5, softmax 49.4")  # fmt: skip
 
 
@@ -48,8 +50,10 @@ def lm_1b_2k_hybrid() -> Recipe:
     Hardware: 64 GPUs of 80 GB. Time: see ``sigattn recipes lm-1b-2k-hybrid``, an estimate by FLOPs. Paper: average of
     nine evaluations 49.4 (Table "lm_norm_ablations"), softmax with hybrid-norm 50.9.
     """
-    return _language("lm-1b-2k-hybrid", layers=24, width=2048, heads=32, context=2048, tokens=MILLION, steps=300_000,
-                     structure="hybrid", bias=0.0, paper="average of nine evaluations 49.4, softmax 50.9")  # fmt: skip
+    return _language("lm-1b-2k-hybrid", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=2048,
+                     tokens=MILLION, steps=300_000,
+                     norm_placement="hybrid", attention_bias=0.0,
+                     paper="average of nine evaluations 49.4, softmax 50.9")  # fmt: skip
 
 
 def lm_1b_4k() -> Recipe:
@@ -60,8 +64,10 @@ def lm_1b_4k() -> Recipe:
     Hardware: 64 GPUs of 80 GB. Time: 0.67 s per step in the paper (pre-norm; softmax 0.84). Paper: average of nine
     evaluations 50.0 without a bias and 50.2 with one, softmax with hybrid-norm 49.4; pre-norm sigmoid 48.2.
     """
-    return _language("lm-1b-4k", layers=24, width=2048, heads=32, context=4096, tokens=MILLION, steps=300_000,
-                     structure="hybrid", bias=0.0, paper="average of nine evaluations 50.0, softmax 49.4")  # fmt: skip
+    return _language("lm-1b-4k", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=4096,
+                     tokens=MILLION, steps=300_000,
+                     norm_placement="hybrid", attention_bias=0.0,
+                     paper="average of nine evaluations 50.0, softmax 49.4")  # fmt: skip
 
 
 def lm_7b_4k() -> Recipe:
@@ -72,25 +78,36 @@ def lm_7b_4k() -> Recipe:
     Hardware: 256 GPUs of 80 GB. Time: 3.4 s per step in the paper (softmax 3.85). Paper: average of nine evaluations
     59.6, softmax 59.0.
     """
-    return _language("lm-7b-4k", layers=32, width=4096, heads=32, context=4096, tokens=4 * MILLION, steps=250_000,
-                     structure="hybrid", bias=0.0, paper="average of nine evaluations 59.6, softmax 59.0")  # fmt: skip
+    return _language("lm-7b-4k", num_layers=32, embed_dim=4096, num_heads=32, max_seq_len=4096,
+                     tokens=4 * MILLION, steps=250_000,
+                     norm_placement="hybrid", attention_bias=0.0,
+                     paper="average of nine evaluations 59.6, softmax 59.0")  # fmt: skip
 
 
 def _language(
-    name: str, *, layers: int, width: int, heads: int, context: int, tokens: int, steps: int, paper: str, **model: Any
+    name: str,
+    *,
+    num_layers: int,
+    embed_dim: int,
+    num_heads: int,
+    max_seq_len: int,
+    tokens: int,
+    steps: int,
+    paper: str,
+    **model: Any,
 ) -> Recipe:
-    length = "<=2k" if context <= 2048 else ">2k"
+    length = "<=2k" if max_seq_len <= 2048 else ">2k"
     return Recipe(
         name=name,
         domain="AR Language",
         objective=f"Next-token ({length} seq len)",
         model=LanguageModelConfig(
-            vocabulary=32_768,
-            context=context,
-            layers=layers,
-            width=width,
-            heads=heads,
-            hidden=round_up(8 * width / 3, 256),
+            vocab_size=32_768,
+            max_seq_len=max_seq_len,
+            num_layers=num_layers,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            mlp_dim=round_up(8 * embed_dim / 3, 256),
             position="alibi",
             qk_norm="rms",
             **model,
@@ -98,7 +115,7 @@ def _language(
         task=LanguageModelling(),
         training=TrainConfig(
             max_steps=steps,
-            batch_size=tokens // context,
+            batch_size=tokens // max_seq_len,
             precision="bfloat16",
             learning_rate=1e-2,
             mup_simple=True,
@@ -107,7 +124,7 @@ def _language(
             weight_decay=1e-4,
             max_grad_norm=1.0,
             parallel="fsdp",
-            checkpoint_activations=width >= 2048,
+            checkpoint_activations=embed_dim >= 2048,
             validate_every=5000,
             eval_batch_size=8,
             checkpoint_every=1000,
@@ -125,17 +142,17 @@ def _kappa(k: int) -> Recipe:
         domain="AR Language",
         objective="LR sensitivity",
         model=LanguageModelConfig(
-            vocabulary=32_100,
-            context=512,
-            layers=2 * k,
-            width=64 * k,
-            heads=k,
-            hidden=256 * k,
+            vocab_size=32_100,
+            max_seq_len=512,
+            num_layers=2 * k,
+            embed_dim=64 * k,
+            num_heads=k,
+            mlp_dim=256 * k,
             feed_forward="gelu",
             norm="layer",
             qk_norm="layer",
             position="rope",
-            layer_scale=1e-4,
+            init_values=1e-4,
             initialization="trunc_normal",
         ),
         task=LanguageModelling(),
@@ -220,18 +237,18 @@ def lm_realnews() -> Recipe:
         domain="AR Language",
         objective="Position ablation",
         model=LanguageModelConfig(
-            vocabulary=32_100,
-            context=4096,
-            layers=1,
-            width=3072,
-            heads=12,
-            hidden=12_288,
+            vocab_size=32_100,
+            max_seq_len=4096,
+            num_layers=1,
+            embed_dim=3072,
+            num_heads=12,
+            mlp_dim=12_288,
             feed_forward="gelu",
             norm="layer",
             qk_norm="layer",
             position="rope",
-            bias=-10.0,
-            tied=False,
+            attention_bias=-10.0,
+            tie_embeddings=False,
             initialization="trunc_normal",
         ),
         task=LanguageModelling(),

@@ -15,7 +15,7 @@ from sigattn.models.saving import ModelConfig, build
 from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.transformer import TransformerConfig
-from sigattn.models.vision import VisionTransformerConfig
+from sigattn.models.vision import ViTConfig
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.simclr import SimCLR
 from sigattn.tasks.task import Task
@@ -63,7 +63,7 @@ class Recipe:
 
     def softmax(self) -> Recipe:
         """Return the softmax twin, which differs in the attention only."""
-        twin = self.with_transformer(activation="softmax", bias=None, learn_bias="no", **self.softmax_changes)
+        twin = self.with_transformer(activation="softmax", attention_bias=None, learn_bias="no", **self.softmax_changes)
         return replace(twin, name=f"{self.name}-softmax")
 
     def parameters(self) -> int:
@@ -74,16 +74,16 @@ class Recipe:
         """Return the number of tokens (patches, frames) of all training steps."""
         model, samples = self.model, self.training.max_steps * self.training.batch_size
         if isinstance(model, LanguageModelConfig):
-            return float(samples * model.context)
+            return float(samples * model.max_seq_len)
         if isinstance(model, SpeechModelConfig):
             return samples / (model.step * model.stride)
         if isinstance(model, MaskedAutoencoderConfig):
-            return samples * model.encoder.grid**2 * (1 - model.mask_ratio)
+            return samples * model.encoder.grid_size**2 * (1 - model.mask_ratio)
         if isinstance(model, SequenceModelConfig):
-            return float(samples * model.length)
+            return float(samples * model.seq_len)
         # BYOL: two large and four small views, and the teacher's forward pass (a third of the FLOPs) of two large views
         views = {SimCLR: 2.0, BYOL: 2 + 4 * (96 / 224) ** 2 + 2 / 3}.get(type(self.task), 1.0)
-        return samples * model.tokens * views
+        return samples * model.num_tokens * views
 
     def gpu_hours(self, utilisation: float = 0.4) -> float:
         """Return an estimate of the H100 hours of the training: 6 FLOPs per parameter and token at 989 TFLOP/s.
@@ -115,7 +115,7 @@ class Recipe:
         t = self.transformer
         names = {"learnable": "Learnable", "sincos": "SinCos", "cape": "CAPE", "rope": "RoPE", "alibi": "ALiBi"}
         structures = {"pre": "Pre-Norm", "post": "Post-Norm"}
-        bias = t.USUAL_BIAS if t.bias is None else t.bias
+        bias = t.DEFAULT_BIAS if t.attention_bias is None else t.attention_bias
         position = getattr(t, "position", "none")
         return {
             "Domain": self.domain,
@@ -123,9 +123,9 @@ class Recipe:
             "Model Size": _size(self.parameters()),
             "Pos Embed": names.get(position, position),
             "QK Norm": "No" if t.qk_norm == "none" else "Yes",
-            "LayerScale": "No" if t.layer_scale is None else "Yes",
+            "LayerScale": "No" if t.init_values is None else "Yes",
             "Sigmoid Bias": "No" if bias == 0.0 else "Yes",
-            "Norm Strategy": structures.get(t.structure, "Hybrid-Norm"),
+            "Norm Strategy": structures.get(t.norm_placement, "Hybrid-Norm"),
         }
 
 
@@ -133,7 +133,7 @@ def _size(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.{0 if parameters >= 1e7 else 1}f}M"
 
 
-_SMALL: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "hidden": None}
+_SMALL: dict[str, Any] = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "mlp_dim": None}
 _SMALL_TRAINING: dict[str, Any] = {
     "grad_accum_steps": 1,
     "precision": "float32",
@@ -149,11 +149,13 @@ _SMALL_TRAINING: dict[str, Any] = {
 
 
 def _small(transformer: TransformerConfig, **more: Any) -> Any:
-    shared = transformer.kv_heads
-    kv_heads = None if shared is None else max(1, _SMALL["heads"] * shared // transformer.heads)
-    scale = None if transformer.layer_scale is None else 0.01
-    drop = min(transformer.drop_branch, 0.1)
-    return replace(transformer, **{**_SMALL, "kv_heads": kv_heads, "layer_scale": scale, "drop_branch": drop, **more})
+    shared = transformer.num_kv_heads
+    num_kv_heads = None if shared is None else max(1, _SMALL["num_heads"] * shared // transformer.num_heads)
+    scale = None if transformer.init_values is None else 0.01
+    drop = min(transformer.drop_path, 0.1)
+    return replace(
+        transformer, **{**_SMALL, "num_kv_heads": num_kv_heads, "init_values": scale, "drop_path": drop, **more}
+    )
 
 
 def _train(training: TrainConfig, **settings: Any) -> TrainConfig:
@@ -163,13 +165,13 @@ def _train(training: TrainConfig, **settings: Any) -> TrainConfig:
 
 
 def _tiny_language(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    model = _small(recipe.transformer, vocabulary=256, context=256)
+    model = _small(recipe.transformer, vocab_size=256, max_seq_len=256)
     training = _train(recipe.training, max_steps=600, batch_size=16, learning_rate=4e-3)
     return model, training, "CPython's documentation, as bytes"
 
 
 def _tiny_vision(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    sizes = {"image_size": 8, "patch": 2, "channels": 1, "classes": 10}
+    sizes = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10}
     training = _train(recipe.training, max_steps=800, batch_size=128, learning_rate=2e-3)
     return _small(recipe.transformer, **sizes), training, "scikit-learn's handwritten digits"
 
@@ -177,26 +179,26 @@ def _tiny_vision(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
 def _tiny_autoencoder(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
     assert isinstance(recipe.model, MaskedAutoencoderConfig)
     encoder, training, data = _tiny_vision(recipe)
-    assert isinstance(encoder, VisionTransformerConfig)
-    model = replace(recipe.model, encoder=encoder, decoder_layers=1, decoder_width=64, decoder_heads=4)
+    assert isinstance(encoder, ViTConfig)
+    model = replace(recipe.model, encoder=encoder, decoder_num_layers=1, decoder_embed_dim=64, decoder_num_heads=4)
     return model, training, data
 
 
 def _tiny_speech(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    model = _small(recipe.transformer, conformer_kernel=15, layer_drop=0.0, dropout=0.1)
+    model = _small(recipe.transformer, conformer_kernel_size=15, layer_drop=0.0, dropout=0.1)
     training = _train(recipe.training, max_steps=1000, batch_size=60, learning_rate=2e-3)
     return model, training, "spoken digits (FSDD)"
 
 
 def _tiny_sequence(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    model = _small(recipe.transformer, layers=recipe.transformer.layers, mlp_widths=(64, 64))
+    model = _small(recipe.transformer, num_layers=recipe.transformer.num_layers, mlp_dims=(64, 64))
     training = _train(recipe.training, max_steps=500, batch_size=128, learning_rate=2e-3, optimizer="adam")
     return model, training, recipe.data
 
 
 _TINY: dict[type, Callable[[Recipe], tuple[ModelConfig, TrainConfig, str]]] = {
     LanguageModelConfig: _tiny_language,
-    VisionTransformerConfig: _tiny_vision,
+    ViTConfig: _tiny_vision,
     MaskedAutoencoderConfig: _tiny_autoencoder,
     SpeechModelConfig: _tiny_speech,
     SequenceModelConfig: _tiny_sequence,

@@ -37,8 +37,8 @@ def asr_ls960_hybrid() -> Recipe:
     Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls960-hybrid``, an estimate by FLOPs. Paper: word error
     rate 2.2 / 5.0 on test-clean / test-other (Table "asr-results-ext"), softmax 2.2 / 5.5.
     """
-    return _ls960("asr-ls960-hybrid", position="rope", qk_norm="none", bias=0.0, structure="hybrid_attention",
-                  paper="WER 2.2 / 5.0, softmax 2.2 / 5.5")  # fmt: skip
+    return _ls960("asr-ls960-hybrid", position="rope", qk_norm="none", attention_bias=0.0,
+                  norm_placement="hybrid_attention", paper="WER 2.2 / 5.0, softmax 2.2 / 5.5")  # fmt: skip
 
 
 def asr_conformer_ls960() -> Recipe:
@@ -50,7 +50,7 @@ def asr_conformer_ls960() -> Recipe:
     error rate 2.5 / 5.8 on test-clean / test-other, softmax 2.5 / 5.6.
     """
     model = SpeechModelConfig(
-        layers=16, width=512, heads=4, hidden=2048, block_kind="conformer", position="rope", dropout=0.1
+        num_layers=16, embed_dim=512, num_heads=4, mlp_dim=2048, block_kind="conformer", position="rope", dropout=0.1
     )
     training = _training(
         steps=400_000, hours=4.44, rate=2e-3, warmup=10_000, start=250_000, every=50_000, betas=(0.9, 0.98),
@@ -101,7 +101,7 @@ def asr_ls100_post() -> Recipe:
     Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls100-post``, an estimate by FLOPs. Paper: word error
     rate 8.4 / 22.7 on test-clean / test-other with CAPE, softmax 6.5 / 18.2.
     """
-    model = SpeechModelConfig(structure="post", position="cape", dropout=0.3, layer_drop=0.3)
+    model = SpeechModelConfig(norm_placement="post", position="cape", dropout=0.3, layer_drop=0.3)
     training = _training(
         steps=500_000, hours=1.1, rate=0.03, warmup=64_000, start=330_000, every=50_000, optimizer="adagrad"
     )
@@ -117,7 +117,7 @@ def _ls960(name: str, *, paper: str, **model: Any) -> Recipe:
 
 
 def _ls100(layers: int, paper: str) -> Recipe:
-    model = SpeechModelConfig(layers=layers, qk_norm="none", dropout=0.3, layer_drop=0.3)
+    model = SpeechModelConfig(num_layers=layers, qk_norm="none", dropout=0.3, layer_drop=0.3)
     training = _training(
         steps=400_000, hours=1.1, rate=0.1, warmup=64_000, start=200_000, every=30_000, optimizer="adagrad"
     )

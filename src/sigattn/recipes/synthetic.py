@@ -37,7 +37,7 @@ def pair_repeat() -> Recipe:
     Hardware: 2 CPU cores. Time: an hour; see ``sigattn recipes pair-repeat``. Paper: sigmoid learns it from fewer
     samples than softmax, and both lose accuracy alike at other lengths (Fig. "repeat_seq_results").
     """
-    model = SequenceModelConfig(layers=2, width=160, length=22, symbols=9, mlp_widths=(500, 500))
+    model = SequenceModelConfig(num_layers=2, embed_dim=160, seq_len=22, num_symbols=9, mlp_dims=(500, 500))
     return Recipe(
         name="pair-repeat",
         domain="Synthetic",

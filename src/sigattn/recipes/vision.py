@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
-from sigattn.models.vision import SIZES, VisionTransformerConfig
+from sigattn.models.vision import SIZES, ViTConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
@@ -34,7 +34,7 @@ def vit_supervised() -> Recipe:
         name="vit-supervised",
         domain="Vision",
         objective="Supervised",
-        model=VisionTransformerConfig(position="learnable", drop_branch=0.28),
+        model=ViTConfig(position="learnable", drop_path=0.28),
         task=Classification(),
         training=_training(300, 20, rate=1e-4, weight_decay=0.3),
         data="ImageNet-1k",
@@ -55,7 +55,7 @@ def vit_byol() -> Recipe:
         name="vit-byol",
         domain="Vision",
         objective="BYOL",
-        model=VisionTransformerConfig(position="learnable", drop_branch=0.2, other_sizes=True),
+        model=ViTConfig(position="learnable", drop_path=0.2, dynamic_img_size=True),
         task=BYOL(momentum=0.996),
         training=_training(600, 40, rate=1e-4, weight_decay=0.3),
         data="ImageNet-1k",
@@ -76,7 +76,7 @@ def vit_simclr() -> Recipe:
         name="vit-simclr",
         domain="Vision",
         objective="SimCLR",
-        model=VisionTransformerConfig(position="sincos", initialization="moco_v3", freeze_patches=True),
+        model=ViTConfig(position="sincos", initialization="moco_v3", freeze_patch_embed=True),
         task=SimCLR(),
         training=_training(300, 10, rate=2e-4, weight_decay=0.1),
         data="ImageNet-1k",
@@ -93,7 +93,7 @@ def vit_mae() -> Recipe:
     Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes vit-mae``, an estimate by FLOPs. Paper: matches softmax after
     fine-tuning.
     """
-    encoder = VisionTransformerConfig(**SIZES["L"], position="learnable", bias="log_batch", classes=0)
+    encoder = ViTConfig(**SIZES["L"], position="learnable", attention_bias="log_batch", num_classes=0)
     return Recipe(
         name="vit-mae",
         domain="Vision",

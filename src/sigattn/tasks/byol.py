@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
-from sigattn.models.vision import VisionTransformerConfig
+from sigattn.models.vision import ViTConfig
 from sigattn.tasks.projector import projector
 from sigattn.tasks.simclr import Projected
 from sigattn.tasks.task import Task
@@ -62,9 +62,9 @@ class BYOL(Task):
             raise SettingsError(f"momentum must lie in [0, 1], got {self.momentum}")
         check_at_least(1, self, "base_batch", "hidden", "outputs")
 
-    def build(self, model: VisionTransformerConfig) -> nn.Module:
+    def build(self, model: ViTConfig) -> nn.Module:
         """Return student (backbone and projector), predictor and teacher."""
-        student = Projected(replace(model, classes=0), [self.hidden, self.hidden, self.outputs])
+        student = Projected(replace(model, num_classes=0), [self.hidden, self.hidden, self.outputs])
         return StudentAndTeacher(student, projector([self.outputs, self.hidden, self.outputs]))
 
     def backbone(self, module: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
-from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
+from sigattn.models.vision import ViT, ViTConfig
 from sigattn.tasks.task import Task
 from sigattn.validation import check_not_negative, check_probability
 
@@ -34,15 +34,15 @@ class Classification(Task):
         check_probability(self, "label_smoothing")
         check_not_negative(self, "mixup")
 
-    def build(self, model: VisionTransformerConfig) -> nn.Module:
+    def build(self, model: ViTConfig) -> nn.Module:
         """Return the vision transformer.
 
         Raises:
             ValueError: if it has fewer than 2 classes.
         """
-        if model.classes < 2:
-            raise ValueError(f"Classification needs a model with at least 2 classes, got classes={model.classes}")
-        return VisionTransformer(model)
+        if model.num_classes < 2:
+            raise ValueError(f"Classification needs a model with at least 2 classes, got classes={model.num_classes}")
+        return ViT(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy in nats, with mixed targets if mixup is on."""

@@ -36,10 +36,10 @@ class CTC(Task):
             MissingPackageError: if jiwer, which ``evaluate`` needs, is missing.
         """
         require("jiwer", "word error rates", "'sigattn[speech]'")
-        if model.vocabulary != 1 + len(self.alphabet):
+        if model.vocab_size != 1 + len(self.alphabet):
             raise SettingsError(
-                f"an alphabet of {len(self.alphabet)} characters needs vocabulary={1 + len(self.alphabet)}, got "
-                f"{model.vocabulary}"
+                f"an alphabet of {len(self.alphabet)} characters needs vocab_size={1 + len(self.alphabet)}, got "
+                f"{model.vocab_size}"
             )
         return SpeechModel(model)
 

@@ -42,8 +42,8 @@ class LanguageModelling(Task):
         Raises:
             SettingsError: if its vocabulary does not contain the end token.
         """
-        if self.end_token is not None and self.end_token >= model.vocabulary:
-            raise SettingsError(f"end_token must be below the vocabulary of {model.vocabulary}, got {self.end_token}")
+        if self.end_token is not None and self.end_token >= model.vocab_size:
+            raise SettingsError(f"end_token must be below the vocabulary of {model.vocab_size}, got {self.end_token}")
         return LanguageModel(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
@@ -57,7 +57,7 @@ class LanguageModelling(Task):
         if self.end_token is None:
             logits = module(tokens)
         else:
-            logits = module(tokens, documents=Documents.ending_with(tokens, self.end_token))
+            logits = module(tokens, documents=Documents.from_end_token(tokens, self.end_token))
             targets = targets.masked_fill(tokens == self.end_token, -1)
         return logits.flatten(0, 1).float(), targets.flatten()
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
 from sigattn.distributed.collectives import all_gather_rows
-from sigattn.models.vision import VisionTransformer, VisionTransformerConfig
+from sigattn.models.vision import ViT, ViTConfig
 from sigattn.tasks.projector import projector
 from sigattn.tasks.task import Task
 from sigattn.validation import check_at_least, check_positive
@@ -21,10 +21,10 @@ from sigattn.validation import check_at_least, check_positive
 class Projected(nn.Module):
     """Backbone followed by a projector."""
 
-    def __init__(self, model: VisionTransformerConfig, widths: list[int]) -> None:
+    def __init__(self, model: ViTConfig, widths: list[int]) -> None:
         super().__init__()
-        self.backbone = VisionTransformer(model)
-        self.projector = projector([model.width, *widths])
+        self.backbone = ViT(model)
+        self.projector = projector([model.embed_dim, *widths])
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the projections of images, (B, C, H, W) → (B, outputs)."""
@@ -54,9 +54,9 @@ class SimCLR(Task):
         check_positive(self, "temperature")
         check_at_least(1, self, "hidden", "outputs")
 
-    def build(self, model: VisionTransformerConfig) -> nn.Module:
+    def build(self, model: ViTConfig) -> nn.Module:
         """Return backbone and projector."""
-        return Projected(replace(model, classes=0), [self.hidden, self.hidden, self.outputs])
+        return Projected(replace(model, num_classes=0), [self.hidden, self.hidden, self.outputs])
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the backbone without the projector."""

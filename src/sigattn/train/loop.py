@@ -22,7 +22,7 @@ from sigattn.distributed.process_mesh import ProcessMesh, init_process_mesh
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
-from sigattn.models.transformer import Transformer, watching
+from sigattn.models.transformer import Transformer, recording
 from sigattn.nn.attention import Attention
 from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig
@@ -217,7 +217,7 @@ class _Run:
                 part.checkpoint_activations = config.checkpoint_activations
         if config.compile:
             module.compile()
-        width = getattr(model, "width", None) or model.encoder.width
+        width = getattr(model, "embed_dim", None) or model.encoder.embed_dim
         processes = processes.with_mesh(config.tensor_parallel, config.context_parallel)
         _check_context(model, config)
         if config.parallel != "fsdp" or processes.num_replicas == 1 or config.tensor_parallel > 1:
@@ -306,7 +306,7 @@ class _Run:
         batch = tuple(t.to(device, non_blocking=True) for t in batch)
         watch = bool(config.log_attention_every) and step % config.log_attention_every == 0
         closely = bool(config.statistics_every) and step % config.statistics_every == 0
-        with watching(self.module, "everything" if closely else "norm" if watch else "nothing") as layers:
+        with recording(self.module, "everything" if closely else "norm" if watch else "nothing") as layers:
             loss, attention_norm = self._backward(batch, layers if watch or closely else [])
             statistics = [layer.statistics for layer in layers if closely and layer.statistics is not None]
         norm = sharding.total_grad_norm(self.module, self.processes)
@@ -354,7 +354,7 @@ class _Run:
                 torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
             ):
                 loss = self.task.loss(self.module, piece)
-            norms += [layer.attention_norm for layer in watched if layer.attention_norm is not None]
+            norms += [layer.output_frobenius_norm for layer in watched if layer.output_frobenius_norm is not None]
             # gradients are averaged over processes but the losses are to be added, hence the factor of replicas
             with sharding.gradient_sync(self.module, i == count - 1), context_parallel(self.module, share):
                 (loss * weight * self.processes.num_replicas).backward()

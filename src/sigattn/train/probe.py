@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
-from sigattn.models.vision import VisionTransformer
+from sigattn.models.vision import ViT
 
 
 @torch.no_grad()
-def features(backbone: VisionTransformer, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+def features(backbone: ViT, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     """Return a backbone's features (samples, width) and the labels (samples,) of batches of images and labels."""
     backbone.eval()
     device = next(backbone.parameters()).device
@@ -52,7 +52,7 @@ def linear_probe(
 
 
 def fine_tune(
-    backbone: VisionTransformer,
+    backbone: ViT,
     training: Batch,
     held_out: Batch,
     *,
@@ -68,7 +68,7 @@ def fine_tune(
     torch.manual_seed(seed)
     images, labels = training
     classes = int(max(labels.max(), held_out[1].max())) + 1
-    model = nn.ModuleDict({"backbone": backbone, "output": nn.Linear(backbone.config.width, classes)})
+    model = nn.ModuleDict({"backbone": backbone, "output": nn.Linear(backbone.config.embed_dim, classes)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.05)
     steps = epochs * -(-len(images) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
