@@ -100,7 +100,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, text):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, text):
     train(MODEL, TRAIN, text, tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="differs in batch_size, width;"):
+    with pytest.raises(checkpoint.CheckpointError, match="differs in batch_size, embed_dim;"):
         train(replace(MODEL, embed_dim=16), replace(TRAIN, batch_size=2), text, tmp_path, resume=True)
 
 

@@ -322,7 +322,7 @@ class Attention(nn.Module):
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
     if num_heads < 1 or embed_dim % num_heads:
-        raise ValueError(f"embed_dim must be a multiple of num_heads, got embed_dim={embed_dim}, heads={num_heads}")
+        raise ValueError(f"embed_dim must be a multiple of num_heads, got embed_dim={embed_dim}, num_heads={num_heads}")
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
