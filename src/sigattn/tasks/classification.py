@@ -41,7 +41,9 @@ class Classification(Task):
             ValueError: if it has fewer than 2 classes.
         """
         if model.num_classes < 2:
-            raise ValueError(f"Classification needs a model with at least 2 classes, got num_classes={model.num_classes}")
+            raise ValueError(
+                f"Classification needs a model with at least 2 classes, got num_classes={model.num_classes}"
+            )
         return ViT(model)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
