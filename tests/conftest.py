@@ -110,6 +110,6 @@ def in_this_process(monkeypatch):
     from sigattn.train import workers
 
     threads = torch.get_num_threads()
-    monkeypatch.setattr(workers, "pool", lambda _: _InThisProcess())
+    monkeypatch.setattr(workers, "worker_pool", lambda _: _InThisProcess())
     yield
     torch.set_num_threads(threads)

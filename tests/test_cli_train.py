@@ -241,28 +241,28 @@ class TestCompare:
     @pytest.mark.usefixtures("in_this_process")
     def test_the_table(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(compare, "ENTRIES", [e for e in compare.ENTRIES if "SimCLR" in e.title])
-        quick = replace(compare.Compare(), folder=tmp_path, seeds=2, steps=2, workers=1)
-        table = compare.run(quick, print)
+        quick = replace(compare.ComparisonConfig(), folder=tmp_path, seeds=2, steps=2, workers=1)
+        table = compare.compare_activations(quick, print)
         assert "4 of 4" in capsys.readouterr().out
         assert "| digits, SimCLR and linear probe: top-1 |" in table
         assert len(json.loads((tmp_path / "results.json").read_text())) == 4
-        assert compare.run(quick, print) == table  # nothing is done twice
+        assert compare.compare_activations(quick, print) == table  # nothing is done twice
         assert capsys.readouterr().out == ""
         assert "2 seeds, 2 steps. Data: scikit-learn's handwritten digits (" in table
-        longer = compare.run(replace(quick, steps=3, seeds=1), print)
+        longer = compare.compare_activations(replace(quick, steps=3, seeds=1), print)
         assert "2 of 2" in capsys.readouterr().out  # what was done with other settings is done again
         assert {r["steps"] for r in json.loads((tmp_path / "results.json").read_text())} == {3}
         assert "1 seeds, 3 steps" in longer
         monkeypatch.setattr(compare.Digits, "fingerprint", "other data")
-        compare.run(replace(quick, steps=3, seeds=1), print)
+        compare.compare_activations(replace(quick, steps=3, seeds=1), print)
         assert "2 of 2" in capsys.readouterr().out
 
     def test_differences_have_welch_s_interval(self):
-        text = compare.difference([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])
+        text = compare.describe_difference([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])
         assert text == "+1 ± 2.3"  # t(4) = 2.78, standard error 0.816
-        assert compare.difference([1.0, 1.1, 1.2], [5.0, 5.1, 5.2]).endswith("*")
-        assert compare.difference([1.0], [2.0]) == "+1"
-        assert compare.difference([1.0, 1.0], [2.0, 2.0]) == "+1"
+        assert compare.describe_difference([1.0, 1.1, 1.2], [5.0, 5.1, 5.2]).endswith("*")
+        assert compare.describe_difference([1.0], [2.0]) == "+1"
+        assert compare.describe_difference([1.0, 1.0], [2.0, 2.0]) == "+1"
 
     def test_recordings_are_left_out_without_their_folder(self):
         assert any(e.needs == "speech" for e in compare.ENTRIES)

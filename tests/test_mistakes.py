@@ -345,7 +345,7 @@ def test_what_a_worker_process_cannot_read(tmp_path, capfd):
 
 
 def test_results_of_compare_that_do_not_parse(tmp_path, capsys):
-    options = compare.Compare(folder=tmp_path, seeds=1, only="MAE")
+    options = compare.ComparisonConfig(folder=tmp_path, seeds=1, only="MAE")
     for entry in options.entries:
         data = compare._data(options, entry, find_recipe(entry.recipe)).fingerprint
         for mechanism in compare.ACTIVATIONS:

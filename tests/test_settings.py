@@ -11,7 +11,7 @@ import torch
 
 from sigattn.cli import COMMANDS, main
 from sigattn.cli.bench import BENCHMARKS
-from sigattn.experiments.compare import Compare
+from sigattn.experiments.compare import ComparisonConfig
 from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import build
@@ -22,7 +22,7 @@ from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError, check_at_least
 
 ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mean nothing anywhere
-    "AttentionNorms.seed": {0},
+    "AttentionNormsConfig.seed": {0},
     "BYOL.momentum": {0},  # the teacher is the student
     "SamplingConfig.length_penalty": {0, -1},  # no penalty; one that favours short sequences
     "SamplingConfig.stop_tokens": {0},  # a token's number
@@ -115,7 +115,7 @@ def test_a_number_means_something_or_is_refused_by_name(kind, name, value):
 
 def test_the_sweep_reaches_the_command_line_s_settings():
     names = {kind.__name__ for kind in configurations()}
-    assert {"TrainConfig", "Demo", "Compare", "Theory", "CpuBenchmark", "SpeechModelConfig", "BYOL"} <= names
+    assert {"TrainConfig", "Demo", "ComparisonConfig", "Theory", "CpuBenchmark", "SpeechModelConfig", "BYOL"} <= names
     assert len(list(cases())) > 300
     known = {f"{kind.__name__}.{field.name}" for kind in configurations() for field in dataclasses.fields(kind)}
     assert set(ACCEPTED) <= known
@@ -175,7 +175,7 @@ def test_help_shows_these_texts(capsys, monkeypatch):
         main(["compare", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     for name in ("speech", "seeds", "steps", "workers", "only"):
-        (text,) = re.findall(rf"^ {{4}}{name}: (.*)$", inspect.getdoc(Compare), re.MULTILINE)
+        (text,) = re.findall(rf"^ {{4}}{name}: (.*)$", inspect.getdoc(ComparisonConfig), re.MULTILINE)
         assert text in said
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import statistics
 from dataclasses import fields as dataclass_fields
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from sigattn.experiments import (
     sweep,
 )
 from sigattn.experiments.experiment import SCALES, ExperimentError, Result, Setting
+from sigattn.experiments.intervals import Difference
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
@@ -83,18 +83,18 @@ class TestStatistics:
 
     def test_one_seed_shows_nothing(self):
         assert intervals.welch([1.0], [2.0]) == (1.0, math.inf)
-        assert intervals.interval(1.0, math.inf) == "+1"
+        assert str(intervals.welch([1.0], [2.0])) == "+1"
         assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
 
     def test_verdicts_of_differences(self):
-        assert intervals.verdict_equal(0.1, 0.2, 0.3) == "agrees"
-        assert intervals.verdict_equal(0.1, 0.5, 0.3) == "not shown"
-        assert intervals.verdict_equal(-0.3, 0.2, 0.3) == "differs"
-        assert intervals.verdict_equal(0.3, 0.2, 0.3) == "differs"
-        assert intervals.verdict_positive(0.3, 0.2) == "agrees"
-        assert intervals.verdict_positive(0.1, 0.2) == intervals.verdict_positive(-0.1, 0.2) == "not shown"
-        assert intervals.verdict_positive(-0.3, 0.2) == "differs"
-        assert intervals.verdict_positive(-0.3, math.inf) == "not shown"
+        assert Difference(0.1, 0.2).verdict_equal(0.3) == "agrees"
+        assert Difference(0.1, 0.5).verdict_equal(0.3) == "not shown"
+        assert Difference(-0.3, 0.2).verdict_equal(0.3) == "differs"
+        assert Difference(0.3, 0.2).verdict_equal(0.3) == "differs"
+        assert Difference(0.3, 0.2).verdict_positive() == "agrees"
+        assert Difference(0.1, 0.2).verdict_positive() == Difference(-0.1, 0.2).verdict_positive() == "not shown"
+        assert Difference(-0.3, 0.2).verdict_positive() == (-Difference(0.3, 0.2)).verdict_positive() == "differs"
+        assert Difference(-0.3, math.inf).verdict_positive() == "not shown"
         assert intervals.verdict_all(["agrees", "agrees"]) == "agrees"
         assert intervals.verdict_all(["agrees", "not shown"]) == "not shown"
         assert intervals.verdict_all(["differs", "not shown"]) == "differs"
@@ -108,18 +108,17 @@ class TestStatistics:
 def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = lr_sensitivity.base(setting, 1).with_transformer(qk_norm="none")
-    (job,) = sweep.make_jobs(lr_sensitivity.at_rates(recipe, "wild", [1e30]), setting)
-    (outcome,) = sweep.train_all(setting, [job])[job.name]
+    ((outcome,),) = sweep.train_variants(setting, lr_sensitivity.at_rates(recipe, "wild", [1e30])).values()
     assert outcome.diverged
-    assert lr_sensitivity.losses_of([outcome]) == [math.inf]
+    assert lr_sensitivity.final_losses([outcome]) == [math.inf]
 
 
 def test_a_run_with_other_settings_is_done_again(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = k_summation.base(setting, 1)
-    shorter = replace(recipe, training=replace(recipe.training, max_steps=2))
-    (first,) = sweep.train_all(setting, [sweep.Job("same name", shorter, 0)])["same name"]
-    (second,) = sweep.train_all(setting, [sweep.Job("same name", recipe, 0)])["same name"]
+    shorter = recipe.with_training(max_steps=2)
+    (first,) = sweep.train_variants(setting, {"same name": shorter})["same name"]
+    (second,) = sweep.train_variants(setting, {"same name": recipe})["same name"]
     assert (len(first.rows), len(second.rows)) == (2, recipe.training.max_steps)
 
 
@@ -133,7 +132,7 @@ def test_a_run_on_other_data_is_done_again_and_the_page_names_it(tmp_path):
 
     def losses(path, lines):
         setting = Setting("smoke", 1, tmp_path, lines.append, workers=1, data=path)
-        (outcome,) = sweep.train_all(setting, sweep.make_jobs({"same name": recipe}, setting))["same name"]
+        (outcome,) = sweep.train_variants(setting, {"same name": recipe})["same name"]
         result = experiment_result()
         written = pages.write_page(tmp_path / "page", find_experiment("lr-sensitivity"), setting, result, ABOUT)
         assert [line.split(" (")[0] for line in written.data] == [str(path)]

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 
 CODE = """
 import os, sys, time
-from sigattn.train.workers import pool
+from sigattn.train.workers import worker_pool
 
 def work(_):
     print(os.getpid(), flush=True)
     time.sleep(60)
 
 if __name__ == "__main__":
-    with pool(2) as processes:
+    with worker_pool(2) as processes:
         list(processes.map(work, range(2)))
 """
 

@@ -73,14 +73,14 @@ def _settings(config: object) -> dict[str, Any]:
     return flat
 
 
-def show_norms(options: attention_norms.AttentionNorms) -> None:
+def show_norms(options: attention_norms.AttentionNormsConfig) -> None:
     """Measure the norm of attention outputs at initialisation for each position and bias (a minute on 2 cores)."""
     console, found = Console(), {}
 
     def show(position: str, kind: str, norm: float) -> None:
         found[position, kind] = norm
 
-    attention_norms.run(options, show)
+    attention_norms.measure_attention_norms(options, show)
     table = Table(box=box.SIMPLE_HEAD, title="Attention output norm at initialisation, mean over layers")
     for column in ("position", *attention_norms.KINDS):
         table.add_column(column, justify="left" if column == "position" else "right")
@@ -89,7 +89,9 @@ def show_norms(options: attention_norms.AttentionNorms) -> None:
     console.print(table)
 
 
-def compare_all(options: compare.Compare) -> None:
+def compare_all(options: compare.ComparisonConfig) -> None:
     """Compare sigmoid with softmax on every task, three seeds each (under an hour on 2 cores), in one table."""
     console = Console()
-    console.print(compare.run(options, lambda line: print(line, flush=True)), soft_wrap=True, highlight=False)
+    console.print(
+        compare.compare_activations(options, lambda line: print(line, flush=True)), soft_wrap=True, highlight=False
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import matplotlib.figure
@@ -12,9 +12,6 @@ import matplotlib.figure
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Finding, Result, Setting
 from sigattn.recipes.recipe import Recipe
-
-SOFTMAX_COLOURS = ("#d55e00", "#e69f00", "#999999")
-COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
 
 
 @dataclass(frozen=True)
@@ -56,40 +53,43 @@ class Ablation:
 
     def __call__(self, setting: Setting) -> Result:
         """Train all variants and compare their metrics."""
-        names = self.smoke if setting.scale == "smoke" and self.smoke else tuple(self.variants)
-        recipe = self.base(setting)
-        wanted = {name: recipe.with_transformer(**self.variants[name]) for name in names}
-        found = sweep.train_all(setting, sweep.make_jobs(wanted, setting))
-        values = {name: [o.final[self.metric] for o in found[name]] for name in names}
-        findings = [
-            evaluate_claim(claim, values) for claim in self.claims if {claim.name, claim.baseline} <= set(names)
-        ]
-        picture = plot_training(found) if self.curves else plot_seeds(values, self.label)
-        rows = [(name, intervals.mean_std(values[name])) for name in names]
-        data = [{"variant": name, self.metric: values[name]} for name in names]
-        return Result(("variant", self.label), rows, findings, data, picture)
+        outcomes = train_changes(setting, self.base(setting), self.variants, self.smoke)
+        values = {name: [o.final[self.metric] for o in found] for name, found in outcomes.items()}
+        return Result(
+            ("variant", self.label),
+            [(name, intervals.mean_std(values[name])) for name in values],
+            check_claims(self.claims, values),
+            [{"variant": name, self.metric: values[name]} for name in values],
+            plot_training(outcomes) if self.curves else plot_seeds(values, self.label),
+        )
 
 
-def evaluate_claim(claim: Claim, values: dict[str, list[float]]) -> Finding:
-    """Return the finding for a claim, given the metrics of each variant's seeds."""
-    delta, margin = intervals.welch(values[claim.baseline], values[claim.name])
-    seen = f"({claim.name}) less ({claim.baseline}): {intervals.interval(delta, margin)}"
-    if claim.relation == "same":
-        return Finding(claim.text, intervals.verdict_equal(delta, margin, claim.within), seen)
-    if claim.relation == "lower":
-        delta = -delta
-    return Finding(claim.text, intervals.verdict_positive(delta, margin), seen)
+def train_changes(
+    setting: Setting, recipe: Recipe, variants: dict[str, dict[str, Any]], smoke: Sequence[str] | None
+) -> dict[str, list[sweep.Outcome]]:
+    """Train a recipe with changed fields of its blocks; at scale "smoke", the variants named in ``smoke`` only."""
+    names = smoke if setting.scale == "smoke" and smoke else tuple(variants)
+    return sweep.train_variants(setting, {name: recipe.with_transformer(**variants[name]) for name in names})
 
 
-def variant_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each variant; those of softmax are shades of orange and grey."""
-    softmax, other = iter(SOFTMAX_COLOURS), iter(COLOURS)
-    return {name: next(softmax if "softmax" in name else other) for name in names}
+def check_claims(claims: Sequence[Claim], values: dict[str, list[float]]) -> list[Finding]:
+    """Return the findings for the claims about variants in ``values``, the metrics of each variant's seeds."""
+    findings = []
+    for claim in claims:
+        if not {claim.name, claim.baseline} <= set(values):
+            continue
+        difference = intervals.welch(values[claim.baseline], values[claim.name])
+        if claim.relation == "same":
+            verdict = difference.verdict_equal(claim.within)
+        else:
+            verdict = (difference if claim.relation == "higher" else -difference).verdict_positive()
+        findings.append(Finding(claim.text, verdict, f"({claim.name}) less ({claim.baseline}): {difference}"))
+    return findings
 
 
 def plot_seeds(values: dict[str, list[float]], label: str) -> matplotlib.figure.Figure:
     """Plot the value of each seed as a dot, and their mean as a bar."""
-    picture, (axis,) = drawing.axes_grid(1, width=7.0, height=1.0 + 0.25 * len(values))
+    figure, (axis,) = drawing.axes_grid(1, width=7.0, height=1.0 + 0.25 * len(values))
     for i, (name, found) in enumerate(values.items()):
         kind = next((k for k in ("softmax", "sigmoid") if k in name), "mlp")
         axis.plot(found, [i] * len(found), "o", ms=4, color=drawing.COLOUR_OF[kind], alpha=0.6)
@@ -97,26 +97,17 @@ def plot_seeds(values: dict[str, list[float]], label: str) -> matplotlib.figure.
     axis.set_yticks(range(len(values)), list(values))
     axis.set_ylim(len(values) - 0.5, -0.5)
     axis.set_xlabel(f"{label}: each seed, and the mean")
-    return picture
+    return figure
 
 
-def plot_training(found: dict[str, list[sweep.Outcome]]) -> matplotlib.figure.Figure:
+def plot_training(outcomes: dict[str, list[sweep.Outcome]]) -> matplotlib.figure.Figure:
     """Plot losses and attention norms over the steps."""
-    picture, axes = drawing.axes_grid(2, width=5.4, height=4.0)
-    for name, colour in variant_colours(found).items():
-        drawing.plot_curves(axes[0], [[r["loss"] for r in o.rows] for o in found[name]], name, colour)
-        norms = [[r["attention_norm"] for r in o.rows] for o in found[name]]
-        drawing.plot_curves(axes[1], norms, name, colour, window=1)
+    figure, axes = drawing.axes_grid(2, width=5.4, height=4.0)
+    for name, colour in drawing.variant_colours(outcomes).items():
+        runs = [o.rows for o in outcomes[name]]
+        drawing.plot_metric(axes[0], runs, "loss", name, colour, window=10)
+        drawing.plot_metric(axes[1], runs, "attention_norm", name, colour)
     axes[0].set(xlabel="step", ylabel="training loss, nats")
     axes[1].set(xlabel="step", ylabel="‖P V‖", yscale="log")
     axes[0].legend(frameon=False, fontsize=8)
-    return picture
-
-
-def shortened(recipe: Recipe, steps: int, batch: int) -> Recipe:
-    """Return the recipe with ``steps`` updates, validated at the last one."""
-    training = replace(
-        recipe.training, max_steps=steps, batch_size=batch, warmup_steps=steps // 10, validate_every=steps,
-        checkpoint_every=steps,
-    )  # fmt: skip
-    return replace(recipe, training=training)
+    return figure

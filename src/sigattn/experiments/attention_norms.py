@@ -1,7 +1,7 @@
 """Norm of the attention's output at initialisation, by position and bias (App. ASR, "Results and Ablations").
 
     sigattn norms                      # a minute on 2 cores; prints the table
-    sigattn norms --num-layers 6           # 10 seconds
+    sigattn norms --num-layers 6         # 10 seconds
 
 Expected, as in the paper: without a bias CAPE > RoPE > ALiBi, each orders of magnitude above softmax (80k, 40k, 20k and
 200 in the paper); with b = -log n all of them near softmax. The models are the paper's speech transformers at their
@@ -24,11 +24,15 @@ from sigattn.validation import SettingsError, check_at_least, check_positive, ch
 
 FRAME = 0.01  # seconds
 POSITIONS = ("cape", "rope", "alibi")
-KINDS = ("softmax", "sigmoid, b = 0", "sigmoid, b = -log n")
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {"activation": "softmax"},
+    "sigmoid, b = 0": {"attention_bias": 0.0},
+    "sigmoid, b = -log n": {"attention_bias": "log_sample"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionNorms:
+class AttentionNormsConfig:
     """Settings of the measurement.
 
     Attributes:
@@ -58,37 +62,34 @@ class AttentionNorms:
             )
 
 
-def run(options: AttentionNorms, show: Callable[[str, str, float], None]) -> dict[tuple[str, str], float]:
+def measure_attention_norms(
+    config: AttentionNormsConfig, show: Callable[[str, str, float], None]
+) -> dict[tuple[str, str], float]:
     """Return the Frobenius norm of the attention's output, averaged over layers, by position and kind.
 
     ``show`` is called with (position, kind, norm) after each measurement.
     """
-    torch.manual_seed(options.seed)
-    frames = round(options.seconds / FRAME)
+    torch.manual_seed(config.seed)
+    frames = round(config.seconds / FRAME)
     sound = 4 * F.avg_pool1d(torch.randn(1, 80, frames + 20), 21, 1).mT  # (1, frames, 80)
-    found = {}
+    norms = {}
     for position in POSITIONS:
-        for kind in KINDS:
-            found[position, kind] = _norm(options, position, kind, sound)
-            show(position, kind, found[position, kind])
-    return found
+        for kind, settings in KINDS.items():
+            norms[position, kind] = _norm(config, sound, position=position, **settings)
+            show(position, kind, norms[position, kind])
+    return norms
 
 
-def _norm(options: AttentionNorms, position: str, kind: str, sound: torch.Tensor) -> float:
-    settings: dict[str, Any] = {
-        "position": position,
-        "activation": "softmax" if kind == "softmax" else "sigmoid",
-        "attention_bias": {"softmax": None, "sigmoid, b = 0": 0.0, "sigmoid, b = -log n": "log_sample"}[kind],
-        "qk_norm": "none",
-        "init_values": None,
+def _norm(config: AttentionNormsConfig, sound: torch.Tensor, **settings: Any) -> float:
+    sizes: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "embed_dim": config.embed_dim,
+        "num_heads": config.num_heads,
     }
-    config = SpeechModelConfig(
-        num_layers=options.num_layers, embed_dim=options.embed_dim, num_heads=options.num_heads, **settings
-    )
-    torch.manual_seed(options.seed)
+    torch.manual_seed(config.seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Ramapuram")  # about the large norms measured here
-        model = SpeechModel(config)
+        model = SpeechModel(SpeechModelConfig(qk_norm="none", init_values=None, **sizes, **settings))
     with torch.no_grad(), model.recording() as layers:
         model(sound)
         norms = [layer.output_frobenius_norm for layer in layers if layer.output_frobenius_norm is not None]

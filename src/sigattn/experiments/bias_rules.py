@@ -17,8 +17,8 @@ import torch
 
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.ablation import shortened, variant_colours
-from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
+from sigattn.experiments.experiment import Experiment, Finding, Result, Setting, select
+from sigattn.experiments.intervals import Difference
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.registry import find_recipe
@@ -32,64 +32,60 @@ VARIANTS: dict[str, dict[str, Any]] = {
 SOFTMAX, FIXED, VISIBLE = VARIANTS
 
 
-def run(setting: Setting) -> Result:
+def compare_bias_rules(setting: Setting) -> Result:
     """Train all variants with ALiBi and evaluate them at other lengths."""
     context = setting.scaled(32, 128, 2048)
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
-    recipe = shortened(recipe, setting.scaled(4, 400, 3000), setting.scaled(2, 16, 16))
-    wanted = sweep.make_jobs({n: recipe.with_transformer(**VARIANTS[n]) for n in VARIANTS}, setting)
-    sweep.train_all(setting, wanted)
+    recipe = sweep.shortened(recipe, setting.scaled(4, 400, 3000), setting.scaled(2, 16, 16))
+    variants = {name: recipe.with_transformer(**changes) for name, changes in VARIANTS.items()}
+    outcomes = sweep.train_variants(setting, variants)
     lengths = [context // 4, context, 2 * context, 4 * context, 8 * context]
     if setting.scale == "smoke":
         lengths = lengths[1:3]
     data = []
-    for job in wanted:
-        model = saving.load(sweep.model_folder(setting, job))
-        assert isinstance(model, LanguageModel)
-        for length in lengths:
-            bits = bits_at(model, setting, context, length)
-            data.append({"variant": job.name, "seed": job.seed, "length": length, "bits": bits})
-            setting.log(f"{job.name}, seed {job.seed}, {length} tokens: {bits:.3f}")
-    values = {
-        (name, n): [r["bits"] for r in data if (r["variant"], r["length"]) == (name, n)]
-        for name in VARIANTS
-        for n in lengths
-    }
-    picture, (axis,) = drawing.axes_grid(1, width=6.4, height=4.0)
-    for name, colour in variant_colours(VARIANTS).items():
+    for name, runs in outcomes.items():
+        for run in runs:
+            model = run.load_model()
+            for length in lengths:
+                bits = bits_at_length(model, setting, context, length)
+                data.append({"variant": name, "seed": run.seed, "length": length, "bits": bits})
+                setting.log(f"{name}, seed {run.seed}, {length} tokens: {bits:.3f}")
+    values = {(name, n): select(data, "bits", variant=name, length=n) for name in VARIANTS for n in lengths}
+    figure, (axis,) = drawing.axes_grid(1, width=6.4, height=4.0)
+    for name, colour in drawing.variant_colours(VARIANTS).items():
         drawing.plot_band(axis, lengths, [values[name, n] for n in lengths], name, colour)
     axis.axvline(context, color="#999999", linestyle=":", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set(xlabel=f"tokens (trained on {context})", ylabel="held-out bits per byte")
     axis.legend(frameon=False, fontsize=8)
     longest = lengths[-1]
-    here, there = (intervals.welch(values[FIXED, n], values[VISIBLE, n]) for n in (context, longest))
-    grown = {name: intervals.welch(values[name, context], values[name, longest]) for name in VARIANTS}
+    at_training, at_longest = (intervals.welch(values[FIXED, n], values[VISIBLE, n]) for n in (context, longest))
+    growth = {name: intervals.welch(values[name, context], values[name, longest]) for name in VARIANTS}
+    more = Difference(
+        growth[FIXED].delta - growth[SOFTMAX].delta, math.hypot(growth[FIXED].margin, growth[SOFTMAX].margin)
+    )
     findings = [
         Finding(
             "At the training length both rules are equally good.",
-            intervals.verdict_equal(*here, 0.05),
-            f"bits, visible keys less fixed: {intervals.interval(*here)}",
+            at_training.verdict_equal(0.05),
+            f"bits, visible keys less fixed: {at_training}",
         ),
         Finding(
             f"At {longest // context} times the training length the fixed bias is as good as -log of the visible keys.",
-            intervals.verdict_equal(*there, 0.05),
-            f"bits, visible keys less fixed: {intervals.interval(*there)}",
+            at_longest.verdict_equal(0.05),
+            f"bits, visible keys less fixed: {at_longest}",
         ),
         Finding(
             "With ALiBi and a fixed bias, sigmoid extrapolates to longer texts as softmax does.",
-            intervals.verdict_equal(
-                grown[FIXED][0] - grown[SOFTMAX][0], math.hypot(grown[FIXED][1], grown[SOFTMAX][1]), 0.1
-            ),
-            ", ".join(f"{name}: {intervals.interval(*grown[name])}" for name in VARIANTS)
-            + f" bits from {context} to {longest} tokens",
+            more.verdict_equal(0.1),
+            ", ".join(f"{name}: {growth[name]}" for name in VARIANTS) + f" bits from {context} to {longest} tokens",
         ),
     ]
     rows = [(name, *(intervals.mean_std(values[name, n]) for n in lengths)) for name in VARIANTS]
-    return Result(("variant", *(f"n = {n}" for n in lengths)), rows, findings, data, picture)
+    return Result(("variant", *(f"n = {n}" for n in lengths)), rows, findings, data, figure)
 
 
-def bits_at(model: LanguageModel, setting: Setting, context: int, length: int) -> float:
+def bits_at_length(model: LanguageModel, setting: Setting, context: int, length: int) -> float:
     """Return held-out bits per byte over windows of a length, with the bias that the model was trained with."""
     config = model.config
     if config.activation == "sigmoid" and config.attention_bias is None:
@@ -101,12 +97,14 @@ def bits_at(model: LanguageModel, setting: Setting, context: int, length: int) -
         return LanguageModelling().evaluate(longer.eval(), text.validation(4))["bits"]
 
 
-EXPERIMENT = Experiment(
-    "bias-rules",
-    "Beyond the paper: a fixed bias, or one that follows the visible keys",
-    "Sect. 2 and App. E choose b = -log n",
-    run,
-    {"smoke": 0.2, "small": 5.0, "paper": None},
-    "1 GPU",
-    "2 layers of 64, trained on 128 bytes, 400 steps",
+EXPERIMENTS = (
+    Experiment(
+        "bias-rules",
+        "Beyond the paper: a fixed bias, or one that follows the visible keys",
+        "Sect. 2 and App. E choose b = -log n",
+        compare_bias_rules,
+        {"smoke": 0.2, "small": 5.0, "paper": None},
+        "1 GPU",
+        "2 layers of 64, trained on 128 bytes, 400 steps",
+    ),
 )

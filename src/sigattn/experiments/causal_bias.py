@@ -12,9 +12,9 @@ the bias and a number does not.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from concurrent.futures import as_completed
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from sigattn.data.text import TokenText, load_text
 from sigattn.experiments import cache, drawing, intervals
-from sigattn.experiments.ablation import variant_colours
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.train import workers
@@ -165,7 +164,7 @@ def _train_alone(*call: Any) -> dict[str, Any]:
     return _train_job(*call)
 
 
-def run(setting: Setting) -> Result:
+def compare_causal_biases(setting: Setting) -> Result:
     """Train every architecture with every rule; compare held-out bits per byte."""
     try:
         import transformers  # noqa: F401
@@ -187,12 +186,9 @@ def run(setting: Setting) -> Result:
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     if setting.scale == "smoke":  # importing transformers in two further processes takes longer than the training
         found = {job: _train_job(*call) for job, call in calls.items()}
-        return _report(setting, names, found, context)
-    with workers.pool(setting.workers) as pool:
-        waiting = {pool.submit(_train_alone, *call): job for job, call in calls.items()}
-        for done in as_completed(waiting):
-            job = waiting[done]
-            found[job] = done.result()
+    else:
+        alone = {job: functools.partial(_train_alone, *call) for job, call in calls.items()}
+        for job, found[job] in workers.run_in_workers(alone, setting.workers):
             last = next(iter(found[job]["final"].values()))
             setting.log(f"{job[0]}, {job[1]}, seed {job[2]}: {last:.3f} bits per byte")
     return _report(setting, names, found, context)
@@ -212,9 +208,9 @@ def _report(setting: Setting, names: tuple[str, ...], found: dict[Any, dict[str,
         for c in columns
         for s, v in zip(seeds, values(a, c), strict=True)
     ]
-    picture, axes = drawing.axes_grid(len(names), width=3.6)
+    figure, axes = drawing.axes_grid(len(names), width=3.6)
     for axis, architecture in zip(axes, names, strict=True):
-        for rule, colour in variant_colours(RULES).items():
+        for rule, colour in drawing.variant_colours(RULES).items():
             curves = [found[architecture, rule, s]["curve"] for s in seeds]
             steps = sorted(curves[0], key=int)
             drawing.plot_band(axis, [int(s) for s in steps], [[c[s] for c in curves] for s in steps], rule, colour)
@@ -222,34 +218,35 @@ def _report(setting: Setting, names: tuple[str, ...], found: dict[Any, dict[str,
     axes[0].legend(frameon=False, fontsize=8)
     findings = []
     for rule, length in ((VISIBLE, context), (ZERO, context), (VISIBLE, half), (HALF, half)):
-        differences = [
-            intervals.welch(values(a, f"{LENGTH} at {length}"), values(a, f"{rule} at {length}")) for a in names
-        ]
+        differences = {
+            a: intervals.welch(values(a, f"{LENGTH} at {length}"), values(a, f"{rule} at {length}")) for a in names
+        }
         findings.append(
             Finding(
                 f"At {length} bytes, trained at {context}: {rule} is not better than the default, -log n.",
-                intervals.verdict_all([_no_better(*d) for d in differences]),
-                "bits less those of -log n: "
-                + ", ".join(f"{a} {intervals.interval(*d)}" for a, d in zip(names, differences, strict=True)),
+                intervals.verdict_all([_verdict_no_better(*d) for d in differences.values()]),
+                "bits less those of -log n: " + ", ".join(f"{a} {d}" for a, d in differences.items()),
             )
         )
     rows = [(a, *(intervals.mean_std(values(a, c)) for c in columns)) for a in names]
-    return Result(("architecture", *columns), rows, findings, data, picture)
+    return Result(("architecture", *columns), rows, findings, data, figure)
 
 
-def _no_better(delta: float, margin: float) -> intervals.Verdict:
+def _verdict_no_better(delta: float, margin: float) -> intervals.Verdict:
     """Return "agrees" if the whole interval lies above -MARGIN, "differs" if below 0 and the mean beyond the margin."""
     if delta - margin > -MARGIN:
         return "agrees"
     return "differs" if delta + margin < 0 and delta < -MARGIN else "not shown"
 
 
-EXPERIMENT = Experiment(
-    "causal-bias",
-    "Beyond the paper: the default bias of causal attention, over three architectures",
-    "Sect. 2 and App. E choose b = -log n",
-    run,
-    {"smoke": 0.2, "small": 8.0, "paper": None},
-    "1 GPU",
-    "3 layers of 96, 128 bytes, 2,000 steps; about 8 minutes for each seed of each architecture on a core",
+EXPERIMENTS = (
+    Experiment(
+        "causal-bias",
+        "Beyond the paper: the default bias of causal attention, over three architectures",
+        "Sect. 2 and App. E choose b = -log n",
+        compare_causal_biases,
+        {"smoke": 0.2, "small": 8.0, "paper": None},
+        "1 GPU",
+        "3 layers of 96, 128 bytes, 2,000 steps; about 8 minutes for each seed of each architecture on a core",
+    ),
 )

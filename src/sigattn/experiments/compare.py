@@ -14,8 +14,7 @@ import statistics
 import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ ENTRIES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare:
+class ComparisonConfig:
     """Settings of the comparison.
 
     Attributes:
@@ -117,75 +116,67 @@ RESULT: dict[str, Kind] = {  # keys of a run's result.json
 }
 
 
-def run(options: Compare, show: Callable[[str], None]) -> str:
+def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -> str:
     """Train all models that are not finished with these settings and data, and return the table as Markdown.
 
-    Writes table.md and results.json into ``options.folder``; ``show`` is called with one line per finished run.
+    Writes table.md and results.json into ``config.folder``; ``show`` is called with one line per finished run.
     """
-    entries = options.entries
-    fingerprints = {e: _data(options, e, find_recipe(e.recipe)).fingerprint for e in entries}
+    entries = config.entries
+    fingerprints = {e: _data(config, e, find_recipe(e.recipe)).fingerprint for e in entries}
     identities = {
-        (e, m, s): _identity(options, e, m, s, fingerprints[e])
-        for e in entries for m in ACTIVATIONS for s in range(options.seeds)
+        (e, m, s): _identity(config, e, m, s, fingerprints[e])
+        for e in entries for m in ACTIVATIONS for s in range(config.seeds)
     }  # fmt: skip
-    jobs = sorted((job for job in identities if load_result(_result_file(options, *job), identities[job]) is None),
+    jobs = sorted((job for job in identities if load_result(_result_file(config, *job), identities[job]) is None),
                   key=lambda job: (entries.index(job[0]), job[2]))  # fmt: skip
-    with workers.pool(options.workers) as processes:
-        futures = {
-            processes.submit(workers.train_in_worker, partial(_one, options, *job, identities[job])): job
-            for job in jobs
-        }
-        for i, future in enumerate(as_completed(futures), 1):
-            entry, mechanism, seed = futures[future]
-            result = future.result()
-            show(f"{i} of {len(jobs)}: {entry.title}, {mechanism}, seed {seed}: {result['value']:.4g}")
-    results = [read_object(_result_file(options, *job), **RESULT) for job in identities]
-    table = markdown(results) + "\n" + sources(options, fingerprints)
-    (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (options.folder / "table.md").write_text(table)
+    calls = {job: partial(_train_one, config, *job, identities[job]) for job in jobs}
+    for i, ((entry, activation, seed), result) in enumerate(workers.run_in_workers(calls, config.workers), 1):
+        show(f"{i} of {len(jobs)}: {entry.title}, {activation}, seed {seed}: {result['value']:.4g}")
+    results = [read_object(_result_file(config, *job), **RESULT) for job in identities]
+    table = comparison_table(results) + "\n" + describe_data(config, fingerprints)
+    (config.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (config.folder / "table.md").write_text(table)
     return table
 
 
-def sources(options: Compare, fingerprints: dict[Entry, str]) -> str:
+def describe_data(config: ComparisonConfig, fingerprints: dict[Entry, str]) -> str:
     """Return seeds, steps and data sets with their fingerprints as one line of Markdown."""
-    names = {"speech": str(options.speech), "sources": "the standard library's *.py files"}
+    names = {"speech": str(config.speech), "sources": "the standard library's *.py files"}
     data = {names.get(e.needs, find_recipe(e.recipe).data): fingerprint for e, fingerprint in fingerprints.items()}
-    steps = "each recipe's own steps" if options.steps is None else f"{options.steps} steps"
-    return f"{options.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
+    steps = "each recipe's own steps" if config.steps is None else f"{config.steps} steps"
+    return f"{config.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
 
 
-def _configured(options: Compare, entry: Entry, mechanism: str, seed: int) -> Recipe:
+def _configured(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int) -> Recipe:
     """Return the recipe of a run: sigmoid or its softmax twin, with the entry's changes, the seed and the steps."""
     recipe = find_recipe(entry.recipe).with_transformer(**dict(entry.changes))
     recipe = recipe if mechanism == "sigmoid" else recipe.softmax()
-    training = replace(recipe.training, seed=seed)
-    if options.steps is not None:
-        training = replace(training, max_steps=options.steps, warmup_steps=options.steps // 10)
-    return replace(recipe, training=training)
+    steps = {} if config.steps is None else {"max_steps": config.steps, "warmup_steps": config.steps // 10}
+    return recipe.with_training(seed=seed, **steps)
 
 
-def _identity(options: Compare, entry: Entry, mechanism: str, seed: int, data: str) -> str:
-    recipe = _configured(options, entry, mechanism, seed)
+def _identity(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int, data: str) -> str:
+    recipe = _configured(config, entry, mechanism, seed)
     return identity(recipe.task, recipe.model, recipe.training, data, measure=entry.measure)
 
 
-def _run_folder(options: Compare, entry: Entry, mechanism: str, seed: int) -> Path:
+def _run_folder(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int) -> Path:
     name = "".join(c if c.isalnum() else "-" for c in entry.title.partition(":")[0])
-    return options.folder / name / f"{mechanism}-{seed}"
+    return config.folder / name / f"{mechanism}-{seed}"
 
 
-def _result_file(options: Compare, entry: Entry, mechanism: str, seed: int) -> Path:
-    return _run_folder(options, entry, mechanism, seed) / "result.json"
+def _result_file(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int) -> Path:
+    return _run_folder(config, entry, mechanism, seed) / "result.json"
 
 
-def _one(options: Compare, entry: Entry, mechanism: str, seed: int, identity: str) -> dict[str, Any]:
+def _train_one(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int, identity: str) -> dict[str, Any]:
     """Train and evaluate one model, and return its result."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*Ramapuram")
-    recipe = _configured(options, entry, mechanism, seed)
-    folder = _run_folder(options, entry, mechanism, seed)
+    recipe = _configured(config, entry, mechanism, seed)
+    folder = _run_folder(config, entry, mechanism, seed)
     with prepared_folder(folder, identity):
-        data = _data(options, entry, recipe)
+        data = _data(config, entry, recipe)
         loop.train(recipe.task, recipe.model, recipe.training, data, folder, resume=True)
         rows = metrics.read(folder / "metrics.jsonl")
         result = {
@@ -206,13 +197,13 @@ def _one(options: Compare, entry: Entry, mechanism: str, seed: int, identity: st
     return result
 
 
-def _data(options: Compare, entry: Entry, recipe: Recipe) -> Any:
+def _data(config: ComparisonConfig, entry: Entry, recipe: Recipe) -> Any:
     if entry.needs == "sources":
         context: int = recipe.model.max_seq_len  # type: ignore[union-attr]
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
         return TextData(TokenText.split(sources, context), context)
-    return datasets.load_dataset(recipe, options.speech if entry.needs == "speech" else None)
+    return datasets.load_dataset(recipe, config.speech if entry.needs == "speech" else None)
 
 
 def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
@@ -227,7 +218,7 @@ def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
     return linear_probe(features(backbone, [training]), features(backbone, [held_out]))
 
 
-def markdown(results: Sequence[dict[str, Any]]) -> str:
+def comparison_table(results: Sequence[dict[str, Any]]) -> str:
     """Return the table: mean ± standard deviation over seeds, and the difference with its 95 % interval (Welch)."""
     head = (
         "| | softmax | sigmoid | sigmoid - softmax | spikes: gradient, loss | attention norm, first → last | steps/s |"
@@ -236,7 +227,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     for title in dict.fromkeys(r["entry"] for r in results):
         pair = [[r for r in results if r["entry"] == title and r["mechanism"] == m] for m in ACTIVATIONS]
         values = [[r["value"] for r in runs] for runs in pair]
-        cells = [title, *(intervals.mean_std(v) for v in values), difference(*values)]
+        cells = [title, *(intervals.mean_std(v) for v in values), describe_difference(*values)]
         for keys in (("gradient_spikes", "loss_spikes"), ("first_attention_norm", "last_attention_norm")):
             arrow = " → " if "norm" in keys[0] else ", "
             both = [arrow.join(f"{statistics.mean(r[k] for r in runs):,.3g}" for k in keys) for runs in pair]
@@ -246,9 +237,9 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def difference(first: Sequence[float], second: Sequence[float]) -> str:
+def describe_difference(first: Sequence[float], second: Sequence[float]) -> str:
     """Format mean(second) - mean(first) with its 95 % interval, and a star if the interval excludes 0."""
-    delta, margin = intervals.welch(first, second)
-    if not margin:  # all seeds gave the same value: there is no interval
-        return f"{delta:+.3g}"
-    return intervals.interval(delta, margin) + ("" if abs(delta) <= margin else " *")
+    difference = intervals.welch(first, second)
+    if not difference.margin:  # all seeds gave the same value: there is no interval
+        return f"{difference.delta:+.3g}"
+    return str(difference) + ("" if abs(difference.delta) <= difference.margin else " *")

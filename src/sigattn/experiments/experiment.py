@@ -80,6 +80,11 @@ class Result:
     figure: matplotlib.figure.Figure | None = None
 
 
+def select(rows: Sequence[dict[str, Any]], key: str, **where: Any) -> list[Any]:
+    """Return the values of ``key`` in the rows that have the given values of other keys."""
+    return [row[key] for row in rows if all(row[k] == v for k, v in where.items())]
+
+
 @dataclass(frozen=True)
 class Experiment:
     """Experiment that reproduces a figure or table of the paper.

@@ -2,187 +2,240 @@
 
     sigattn reproduce k-summation --scale small             (--scale paper: a GPU, or some hours on a CPU)
     sigattn reproduce attention-evolution --scale small
+    sigattn reproduce attention-maps --scale small
 
-Expected: the loss grows with k, equally for both mechanisms. At the end of training, the weights of sigmoid attention
-are less sparse than those of softmax.
+Expected: the loss grows with k, equally for both activations. Over training, the weights show a 2 × 2 structure of
+blocks, because the two halves of the input differ in meaning. At the end, the weights of sigmoid attention are less
+sparse than those of softmax, also in the upper left block, where numbers attend to numbers.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sigattn.data import synthetic
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
+from sigattn.experiments.experiment import Experiment, Finding, Result, Setting, select
+from sigattn.experiments.instrumentation import replaced_attention
 from sigattn.models import saving
 from sigattn.models.sequence import SequenceModel
+from sigattn.nn import functional
+from sigattn.ops import reference
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.k_summation import KSummation
-from sigattn.train.run_cache import load_result
+
+ACTIVATIONS = ("softmax", "sigmoid")
+MAP_COLOURS = {"softmax": "Greys", "sigmoid": "Blues"}
+MAP_SAMPLES = 8
 
 
 def base(setting: Setting, k: int, **model: Any) -> Recipe:
     """Return the recipe, with fewer steps below the paper's scale."""
-    recipe = find_recipe("k-summation")
-    recipe = replace(recipe.with_transformer(**model), task=KSummation(k=k))
+    recipe = replace(find_recipe("k-summation").with_transformer(**model), task=KSummation(k=k))
     steps = setting.scaled(6, 400, recipe.training.max_steps)
-    return replace(
-        recipe,
-        training=replace(
-            recipe.training,
-            max_steps=steps,
-            batch_size=setting.scaled(8, 64, 256),
-            validate_every=steps,
-            checkpoint_every=steps,
-        ),
-    )
+    return sweep.shortened(recipe, steps, setting.scaled(8, 64, 256), warmup_steps=0)
 
 
-def run(setting: Setting) -> Result:
-    """Compare three architectures over k."""
+def measure_loss_over_k(setting: Setting) -> Result:
+    """Compare the final losses of three architectures over k."""
     ks = setting.scaled((1, 2), (1, 4, 16), (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20))
-    wanted = {}
+    variants = {}
     for k in ks:
-        wanted[f"sigmoid, {k}"] = base(setting, k)
-        wanted[f"softmax, {k}"] = base(setting, k).softmax()
-        wanted[f"mlp, {k}"] = base(setting, k, kind="mlp")
-    found = sweep.train_all(setting, sweep.make_jobs(wanted, setting))
-    losses = {n: [[o.final["loss"] for o in found[f"{n}, {k}"]] for k in ks] for n in ("softmax", "sigmoid", "mlp")}
-    picture, axes = drawing.axes_grid(1, width=6.0, height=4.0)
+        variants[f"sigmoid, {k}"] = base(setting, k)
+        variants[f"softmax, {k}"] = base(setting, k).softmax()
+        variants[f"mlp, {k}"] = base(setting, k, kind="mlp")
+    outcomes = sweep.train_variants(setting, variants)
+    losses = {
+        name: [[run.final["loss"] for run in outcomes[f"{name}, {k}"]] for k in ks] for name in (*ACTIVATIONS, "mlp")
+    }
+    figure, (axis,) = drawing.axes_grid(1, width=6.0, height=4.0)
     for name, values in losses.items():
-        drawing.plot_band(axes[0], ks, values, name, drawing.COLOUR_OF[name])
-    axes[0].set(yscale="log", xlabel="k of n = 40", ylabel="held-out squared error")
-    axes[0].legend(frameon=False)
+        drawing.plot_band(axis, ks, values, name, drawing.COLOUR_OF[name])
+    axis.set(yscale="log", xlabel="k of n = 40", ylabel="held-out squared error")
+    axis.legend(frameon=False)
     rows = [(str(k), *(intervals.mean_std(losses[n][i]) for n in losses)) for i, k in enumerate(ks)]
-    apart = [intervals.welch([math.log(x) for x in losses["softmax"][i]], [math.log(x) for x in losses["sigmoid"][i]])
-             for i in range(len(ks))]  # fmt: skip
-    same = sum(abs(delta) <= margin for delta, margin in apart)
-    grow, margin = intervals.welch(losses["sigmoid"][0], losses["sigmoid"][-1])
+    logs = {name: [[math.log(x) for x in at_k] for at_k in losses[name]] for name in ACTIVATIONS}
+    ratios = [intervals.welch(soft, sigm) for soft, sigm in zip(logs["softmax"], logs["sigmoid"], strict=True)]
+    growth = intervals.welch(losses["sigmoid"][0], losses["sigmoid"][-1])
     # a model that always predicts 0 has an error of k
-    idle = [k for i, k in enumerate(ks) if statistics.mean(losses["sigmoid"][i] + losses["softmax"][i]) > k / 2]
-    but = f"; neither has learned k = {', '.join(map(str, idle))} (error above k / 2)" if idle else ""
+    untrained = [k for i, k in enumerate(ks) if statistics.mean(losses["sigmoid"][i] + losses["softmax"][i]) > k / 2]
+    note = f"; neither has learned k = {', '.join(map(str, untrained))} (error above k / 2)" if untrained else ""
     findings = [
         Finding(
             "The loss grows with k.",
-            "not shown" if idle else intervals.verdict_positive(grow, margin),
-            f"sigmoid, k = {ks[-1]} less k = {ks[0]}: {intervals.interval(grow, margin)}{but}",
+            "not shown" if untrained else growth.verdict_positive(),
+            f"sigmoid, k = {ks[-1]} less k = {ks[0]}: {growth}{note}",
         ),
         Finding(
             "Sigmoid scales with k as softmax does.",
-            "not shown" if idle else intervals.verdict_all([intervals.verdict_equal(*a, 0.5) for a in apart]),
-            f"within the 95 % interval of log loss at {same} of {len(ks)} values of k; log(sigmoid / softmax) "
-            + ", ".join(intervals.interval(*a) for a in apart)
-            + but,
+            "not shown" if untrained else intervals.verdict_all([r.verdict_equal(0.5) for r in ratios]),
+            f"within the 95 % interval of log loss at {sum(abs(r.delta) <= r.margin for r in ratios)} of {len(ks)} "
+            f"values of k; log(sigmoid / softmax) {', '.join(map(str, ratios))}{note}",
         ),
     ]
     data = [{"model": n, "k": k, "losses": losses[n][i]} for n in losses for i, k in enumerate(ks)]
-    return Result(("k", "softmax", "sigmoid", "MLP"), rows, findings, data, picture)
+    return Result(("k", "softmax", "sigmoid", "MLP"), rows, findings, data, figure)
 
 
-def run_evolution(setting: Setting) -> Result:
+def measure_weights_over_training(setting: Setting) -> Result:
     """Measure norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
-    recipe = base(setting, 1, num_heads=1)
-    steps = recipe.training.max_steps
+    steps = base(setting, 1).training.max_steps
     every = max(1, steps // setting.scaled(2, 5, 10))
-    samples = next(iter(synthetic.KSummation(held_out=40).validation(40)))[0]
-    data: list[dict[str, Any]] = []
-    for mechanism in ("softmax", "sigmoid"):
-        own = recipe if mechanism == "sigmoid" else recipe.softmax()
-        for seed in range(setting.seeds):
-            for step in range(0, steps + 1, every):
-                model = model_after(setting, own, mechanism, seed, step)
-                report = model.attention_report(samples)[0]
-                data.append(
-                    {
-                        "mechanism": mechanism,
-                        "seed": seed,
-                        "step": step,
-                        "sparsity": report.hoyer_sparsity.mean().item(),
-                        "norm": report.output_norm.mean().item(),
-                        "row_mass": report.row_mass_mean.mean().item(),
-                    }
-                )
-            setting.log(f"{mechanism}, seed {seed}")
-    picture, axes = drawing.axes_grid(3)
-    for axis, key in zip(axes, ("norm", "sparsity", "row_mass"), strict=True):
-        for mechanism in ("softmax", "sigmoid"):
-            at = sorted({r["step"] for r in data})
-            values = [[r[key] for r in data if (r["mechanism"], r["step"]) == (mechanism, s)] for s in at]
-            drawing.plot_band(axis, at, values, mechanism, drawing.COLOUR_OF[mechanism])
-        axis.set(xlabel="step", title={"norm": "‖P V‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}[key])
+    models, error = _train_to(setting, range(0, steps + 1, every))
+    data = []
+    for (activation, seed, step), model in models.items():
+        report = model.attention_report(_samples())[0]
+        values = {"sparsity": report.hoyer_sparsity, "norm": report.output_norm, "row_mass": report.row_mass_mean}
+        means = {name: value.mean().item() for name, value in values.items()}
+        data.append({"mechanism": activation, "seed": seed, "step": step, **means})
+    at = sorted({row["step"] for row in data})
+    figure, axes = drawing.axes_grid(3)
+    titles = {"norm": "‖P V‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        for activation in ACTIVATIONS:
+            over_steps = [select(data, key, mechanism=activation, step=s) for s in at]
+            drawing.plot_band(axis, at, over_steps, activation, drawing.COLOUR_OF[activation])
+        axis.set(xlabel="step", title=title)
     axes[0].legend(frameon=False)
-    last = max(r["step"] for r in data)
-    ends = {
-        m: [r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, last)] for m in ("softmax", "sigmoid")
-    }
-    delta, margin = intervals.welch(ends["softmax"], ends["sigmoid"])
-    error = error_after(setting, tuple(ends), last)
-    idle = error > 0.5  # a model that always predicts 0 has an error of 1
-    findings = [
-        Finding(
-            "At the end of training sigmoid attention is less sparse than softmax.",
-            "not shown" if idle else intervals.verdict_positive(-delta, margin),
-            f"Hoyer sparsity, sigmoid - softmax: {intervals.interval(delta, margin)}; squared error "
-            f"{error:.2g}" + (", so the problem has not been learned" if idle else ""),
-        )
-    ]
-    rows = [(m, intervals.mean_std([r["sparsity"] for r in data if (r["mechanism"], r["step"]) == (m, 0)]),
-             intervals.mean_std(ends[m])) for m in ends]  # fmt: skip
-    return Result(("", "sparsity, first", "sparsity, last"), rows, findings, data, picture)
+    sparsity = {a: [select(data, "sparsity", mechanism=a, step=s) for s in (0, at[-1])] for a in ACTIVATIONS}
+    finding = _sparsity_finding(
+        "At the end of training sigmoid attention is less sparse than softmax.",
+        "Hoyer sparsity",
+        intervals.welch(sparsity["softmax"][1], sparsity["sigmoid"][1]),
+        error,
+    )
+    rows = [(a, *(intervals.mean_std(values) for values in sparsity[a])) for a in ACTIVATIONS]
+    return Result(("", "sparsity, first", "sparsity, last"), rows, [finding], data, figure)
 
 
-def _evolution_folder(setting: Setting, mechanism: str, seed: int, steps: int) -> Path:
-    return setting.folder / "runs" / f"{mechanism}-{seed}-{steps}"
+def plot_weights_of_samples(setting: Setting) -> Result:
+    """Plot attention weights of eight samples at four steps; compare the sparsity of the upper left block."""
+    steps = base(setting, 1).training.max_steps
+    at = sorted({0, steps // 4, steps // 2, steps})
+    models, error = _train_to(setting, at)
+    maps: dict[tuple[str, int], Tensor] = {}
+    data = []
+    for (activation, seed, step), model in models.items():
+        weights = attention_weights(model, _samples())
+        half = weights.shape[-1] // 2
+        if seed == 0:
+            maps[activation, step] = weights[:MAP_SAMPLES]
+        blocks = {"upper_left": hoyer_sparsity(weights[:, :half, :half]), "whole": hoyer_sparsity(weights)}
+        data.append({"mechanism": activation, "seed": seed, "step": step, **blocks})
+    figure, axes = drawing.axes_grid(2 * MAP_SAMPLES, len(at), width=0.9, height=1.0)
+    for i, step in enumerate(at):
+        for j, (activation, colours) in enumerate(MAP_COLOURS.items()):
+            # clip the colour scale, because a few large weights would make all others of softmax invisible
+            most = float(maps[activation, step].flatten().quantile(0.995))
+            for axis, weights in zip(axes[i * 2 * MAP_SAMPLES + j :: 2], maps[activation, step], strict=False):
+                axis.imshow(weights.tolist(), cmap=colours, vmin=0, vmax=most)
+                axis.set(xticks=[], yticks=[])
+                axis.grid(visible=False)
+        axes[i * 2 * MAP_SAMPLES].set_ylabel(f"step {step}", fontsize=7)
+    sparsity = {a: [select(data, "upper_left", mechanism=a, step=s) for s in at] for a in ACTIVATIONS}
+    finding = _sparsity_finding(
+        "At the end, where numbers attend to numbers, sigmoid attention is less sparse than softmax.",
+        "Hoyer sparsity of the upper left block",
+        intervals.welch(sparsity["softmax"][-1], sparsity["sigmoid"][-1]),
+        error,
+    )
+    rows = [(a, *(intervals.mean_std(values) for values in sparsity[a])) for a in ACTIVATIONS]
+    return Result(("sparsity, upper left", *(f"step {s}" for s in at)), rows, [finding], data, figure)
 
 
-def error_after(setting: Setting, mechanisms: Sequence[str], steps: int) -> float:
-    """Return the mean squared error of the runs that end after ``steps`` steps."""
-    folders = (_evolution_folder(setting, m, s, steps) for m in mechanisms for s in range(setting.seeds))
-    return statistics.mean(json.loads((f / sweep.DONE).read_text())["final"]["loss"] for f in folders)
+def attention_weights(model: SequenceModel, samples: Tensor) -> Tensor:  # (B, n, n)
+    """Return the attention weights of the first head of the first layer."""
+    found: list[Tensor] = []
+
+    def attend(activation: Any, query: Tensor, key: Tensor, value: Tensor, pattern: functional.MaskSpec) -> Tensor:
+        problem = functional.problem_of(query, key, value, pattern)
+        found.append(reference.attention_weights(problem, activation)[:, 0])
+        return functional.attend(activation, query, key, value, pattern)
+
+    with replaced_attention(model, attend), torch.no_grad():
+        model(samples)
+    return found[0]
 
 
-def model_after(setting: Setting, recipe: Recipe, mechanism: str, seed: int, steps: int) -> SequenceModel:
-    """Return the model after ``steps`` steps, from a separate run that equals the beginning of a longer one."""
-    if not steps:
-        torch.manual_seed(seed)
-        model = saving.build(recipe.model)
-        assert isinstance(model, SequenceModel)
-        return model.eval()
-    part = replace(recipe, training=replace(recipe.training, max_steps=steps))
-    folder = _evolution_folder(setting, mechanism, seed, steps)
-    job = sweep.Job(mechanism, part, seed)
-    own = sweep.run_identity(setting, job, {})
-    if load_result(folder / sweep.DONE, own) is None:
-        sweep.train_one(folder, job, own)
-    model = saving.load(folder / "model")
-    assert isinstance(model, SequenceModel)
-    return model
+def hoyer_sparsity(weights: Tensor) -> float:
+    """Return the Hoyer sparsity, the mean over rows p of (√n - ‖p‖₁ / ‖p‖₂) / (√n - 1)."""
+    root = weights.shape[-1] ** 0.5
+    ratio = weights.sum(-1) / weights.norm(dim=-1).clamp(min=1e-12)
+    return ((root - ratio) / (root - 1)).mean().item()
 
 
-EXPERIMENT = Experiment(
-    "k-summation",
-    "k-summation with an MLP, softmax and sigmoid attention",
-    'Fig. "final_loss_k_summation", App. G.6',
-    run,
-    {"smoke": 0.2, "small": 4.0, "paper": None},
-    "1 GPU",
-    "three values of k, batch 64, 400 steps: no training converges",
-)
-EVOLUTION = Experiment(
-    "attention-evolution",
-    "How attention weights change over training",
-    'Figs. "attn_evolve", "attn_metric_evolve", App. G.6',
-    run_evolution,
-    {"smoke": 0.2, "small": 3.0, "paper": None},
-    "1 GPU",
-    "batch 64, up to 400 steps; each point is a separate run that ends at that step (the learning rate is constant)",
+def _samples() -> Tensor:
+    """Return 40 held-out samples."""
+    samples: Tensor = next(iter(synthetic.KSummation(held_out=40).validation(40)))[0]
+    return samples
+
+
+def _train_to(setting: Setting, at: Any) -> tuple[dict[tuple[str, int, int], Any], float]:
+    """Return models with one head by activation, seed and step, and the mean squared error after the last step.
+
+    Each is the model of a separate run, which equals the beginning of a longer one.
+    """
+    recipe = base(setting, 1, num_heads=1)
+    recipes = {"softmax": recipe.softmax(), "sigmoid": recipe}
+    variants = {f"{a}, {s} steps": recipes[a].with_training(max_steps=s) for a in ACTIVATIONS for s in at if s}
+    outcomes = sweep.train_variants(setting, variants)
+    models = {}
+    for activation in ACTIVATIONS:
+        for seed in range(setting.seeds):
+            for step in at:
+                if step:
+                    models[activation, seed, step] = outcomes[f"{activation}, {step} steps"][seed].load_model()
+                else:
+                    torch.manual_seed(seed)
+                    models[activation, seed, 0] = saving.build(recipes[activation].model).eval()
+    last = [run.final["loss"] for a in ACTIVATIONS for run in outcomes[f"{a}, {max(at)} steps"]]
+    return models, statistics.mean(last)
+
+
+def _sparsity_finding(claim: str, quantity: str, difference: intervals.Difference, error: float) -> Finding:
+    learned = error <= 0.5  # a model that always predicts 0 has an error of 1
+    return Finding(
+        claim,
+        (-difference).verdict_positive() if learned else "not shown",
+        f"{quantity}, sigmoid - softmax: {difference}; squared error {error:.2g}"
+        + ("" if learned else ", so the problem has not been learned"),
+    )
+
+
+_SEPARATE_RUNS = "batch 64, up to 400 steps; each {} is a separate run that ends at that step"
+EXPERIMENTS = (
+    Experiment(
+        "k-summation",
+        "k-summation with an MLP, softmax and sigmoid attention",
+        'Fig. "final_loss_k_summation", App. G.6',
+        measure_loss_over_k,
+        {"smoke": 0.2, "small": 4.0, "paper": None},
+        "1 GPU",
+        "three values of k, batch 64, 400 steps: no training converges",
+    ),
+    Experiment(
+        "attention-evolution",
+        "How attention weights change over training",
+        'Figs. "attn_evolve", "attn_metric_evolve", App. G.6',
+        measure_weights_over_training,
+        {"smoke": 0.2, "small": 3.0, "paper": None},
+        "1 GPU",
+        _SEPARATE_RUNS.format("point") + " (the learning rate is constant)",
+    ),
+    Experiment(
+        "attention-maps",
+        "Attention weights of eight samples over training",
+        'Fig. "attn_by_sample", App. G.6',
+        plot_weights_of_samples,
+        {"smoke": 0.2, "small": 3.0, "paper": None},
+        "1 GPU",
+        _SEPARATE_RUNS.format("row of maps"),
+    ),
 )

@@ -10,11 +10,12 @@ b = -log n.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from sigattn.experiments.ablation import Ablation, Claim, shortened
+from sigattn.experiments import sweep
+from sigattn.experiments.ablation import Ablation, Claim
 from sigattn.experiments.experiment import Experiment, ExperimentError, Setting
+from sigattn.experiments.position_ablation import one_block_recipe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
@@ -36,7 +37,7 @@ POWERS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_norms(setting: Setting) -> Recipe:
+def norm_recipe(setting: Setting) -> Recipe:
     """Return a small form of the 1B model.
 
     Raises:
@@ -48,29 +49,20 @@ def of_norms(setting: Setting) -> Recipe:
             "REDPAJAMA with --model.norm-placement, --model.position and --model.attention-bias, then sigattn lm-eval"
         )
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=setting.scaled(32, 256, None))
-    return shortened(recipe, setting.scaled(4, 300, None), setting.scaled(2, 16, None))
+    return sweep.shortened(recipe, setting.scaled(4, 300, None), setting.scaled(2, 16, None))
 
 
-def of_one_block(setting: Setting) -> Recipe:
+def alibi_recipe(setting: Setting) -> Recipe:
     """Return the one-block model of Figs. 4-7, with ALiBi."""
-    recipe = find_recipe("lm-realnews").with_transformer(position="alibi", attention_bias="log_context")
-    if setting.scale == "paper":
-        return recipe
-    context, steps = setting.scaled((32, 6), (256, 300), None)
-    small = shortened(
-        recipe.with_transformer(vocab_size=256, max_seq_len=context, embed_dim=128, num_heads=4, mlp_dim=512), steps, 8
-    )
-    return replace(
-        small, training=replace(small.training, precision="float32", learning_rate=2e-3, final_learning_rate=0.05)
-    )
+    return one_block_recipe(setting, position="alibi", attention_bias="log_context")
 
 
-EXPERIMENT = Experiment(
+NORM_STRUCTURE = Experiment(
     "norm-structure",
     "Pre-norm and hybrid-norm in language models",
     'Table "lm_norm_ablations", App. G.3',
     Ablation(
-        of_norms,
+        norm_recipe,
         NORMS,
         "bits",
         "held-out bits per byte",
@@ -86,12 +78,12 @@ EXPERIMENT = Experiment(
     "64 GPUs of 80 GB",
     "2 layers of 64 instead of 1B parameters, 256 bytes, 300 steps; held-out bits instead of nine evaluations",
 )
-POWER = Experiment(
+LENGTH_POWER = Experiment(
     "length-power",
     "Output divided by n or √n, or a bias of -log n",
     'Figs. "no_scaling", "seq_len_scaling", "sqrt_scaling", App. G.1',
     Ablation(
-        of_one_block,
+        alibi_recipe,
         POWERS,
         "loss",
         "held-out loss, nats",
@@ -106,3 +98,4 @@ POWER = Experiment(
     "1 GPU of 80 GB",
     "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 300 steps instead of 65,536",
 )
+EXPERIMENTS = (NORM_STRUCTURE, LENGTH_POWER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sigattn.experiments import (
-    attention_maps,
     bias_rules,
     causal_bias,
     closed_form,
@@ -21,36 +20,23 @@ from sigattn.experiments import (
 )
 from sigattn.experiments.experiment import Experiment, ExperimentError
 
-EXPERIMENTS: dict[str, Experiment] = {
-    e.name: e
-    for e in (
-        closed_form.FLOPS,
-        closed_form.REGULARITY,
-        closed_form.NORMS,
-        train_losses.EXPERIMENT,
-        position_ablation.EXPERIMENT,
-        lr_sensitivity.EXPERIMENT,
-        lr_sensitivity.BIAS,
-        vision_ablations.EXPERIMENT,
-        vision_ablations.LAYERSCALE_FREE,
-        vision_ablations.RELAXATIONS,
-        speech.BIAS,
-        speech.STRUCTURE,
-        language_ablations.EXPERIMENT,
-        language_ablations.POWER,
-        k_summation.EXPERIMENT,
-        k_summation.EVOLUTION,
-        attention_maps.EXPERIMENT,
-        pair_repeat.EXPERIMENT,
-        speed.ATTENTION,
-        speed.CROSSING,
-        speed.VIT,
-        sigma_accuracy.EXPERIMENT,
-        bias_rules.EXPERIMENT,
-        causal_bias.EXPERIMENT,
-        dropped_keys.EXPERIMENT,
-    )
-}
+_MODULES = (
+    closed_form,
+    train_losses,
+    position_ablation,
+    lr_sensitivity,
+    vision_ablations,
+    speech,
+    language_ablations,
+    k_summation,
+    pair_repeat,
+    speed,
+    sigma_accuracy,
+    bias_rules,
+    causal_bias,
+    dropped_keys,
+)
+EXPERIMENTS: dict[str, Experiment] = {e.name: e for module in _MODULES for e in module.EXPERIMENTS}
 
 
 def find_experiment(name: str) -> Experiment:

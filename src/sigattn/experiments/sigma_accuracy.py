@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.ablation import shortened
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
+from sigattn.experiments.instrumentation import replace_attention
 from sigattn.models.language import LanguageModelConfig
 from sigattn.nn import functional
-from sigattn.nn.attention import Attention
-from sigattn.nn.functional import MaskSpec
 from sigattn.ops import reference
-from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.language import LanguageModelling
 
@@ -43,9 +41,8 @@ def coarse_sigmoid(logits: Tensor, bits: int) -> Tensor:
     return p + (p * (1 - p)) * (logits - logits.detach())
 
 
-def attend(bits: int, activation: str, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec) -> Tensor:
-    """Return the output of ``mechanism.attend`` with the coarse σ; materialises all weights."""
-    del activation
+def attend(bits: int, _: str, query: Tensor, key: Tensor, value: Tensor, pattern: functional.MaskSpec) -> Tensor:
+    """Return the output of ``functional.attend`` with the coarse σ; materialises all weights."""
     problem = functional.problem_of(query, key, value, pattern)
     logits, visible = reference.masked_logits(problem)
     weights = coarse_sigmoid(logits, bits).masked_fill(~visible, 0)
@@ -64,11 +61,9 @@ class CoarseLanguageModelling(LanguageModelling):
 
     def build(self, model: LanguageModelConfig) -> nn.Module:
         """Build the language model and replace the attention of its layers."""
-        built = super().build(model)
-        for layer in built.modules():
-            if isinstance(layer, Attention):
-                layer.attention_fn = functools.partial(attend, self.bits)
-        return built
+        module = super().build(model)
+        replace_attention(module, functools.partial(attend, self.bits))
+        return module
 
 
 def relative_errors(n: int, bits: int, generator: torch.Generator) -> dict[str, float]:
@@ -92,78 +87,77 @@ def relative_errors(n: int, bits: int, generator: torch.Generator) -> dict[str, 
     return found
 
 
-def run(setting: Setting) -> Result:
+def measure_effect_on_training(setting: Setting) -> Result:
     """Train with decreasing numbers of bits; compute the error of a single call over n."""
     bits = setting.scaled((17, 8), BITS, BITS)
-    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=setting.scaled(32, CONTEXT, CONTEXT))
-    recipe = shortened(recipe, setting.scaled(4, 200, 600), setting.scaled(2, 8, 16))
-    wanted: dict[str, Recipe] = {"exact": recipe}
-    for b in bits:
-        wanted[f"{b} bits"] = Recipe(**{**vars(recipe), "task": CoarseLanguageModelling(bits=b)})
-    found = sweep.train_all(setting, sweep.make_jobs(wanted, setting))
-    final = {name: [o.final["bits"] for o in found[name]] for name in wanted}
-    generator = torch.Generator().manual_seed(0)
-    lengths = setting.scaled((256, 1024), tuple(4**i for i in range(4, 10)), tuple(4**i for i in range(4, 10)))
-    errors = [{"n": n, **relative_errors(n, HARDWARE_BITS, generator)} for n in lengths]
-    picture, axes = drawing.axes_grid(2, width=5.2, height=3.8)
-    for tensor, style in (("output", "-"), ("dQ", "--")):
-        for variant, colour in (("coarse", drawing.COLOUR_OF["sigmoid"]), ("bfloat16", "#999999")):
-            label = f"{tensor}, {'tanh of 17 bits' if variant == 'coarse' else 'weights in bfloat16'}"
-            axes[0].plot(lengths, [e[f"{variant} {tensor}"] for e in errors], style, color=colour, label=label)
-    axes[0].set(xscale="log", yscale="log", xlabel="tokens n", ylabel="relative error of one call")
-    axes[0].legend(frameon=False, fontsize=8)
     context = setting.scaled(32, CONTEXT, CONTEXT)
-    emulated = [context * 2.0 ** (HARDWARE_BITS - b) for b in bits]
-    drawing.plot_band(axes[1], emulated, [final[f"{b} bits"] for b in bits], "coarse σ", drawing.COLOUR_OF["sigmoid"])
-    mean = sum(final["exact"]) / len(final["exact"])
-    axes[1].axhline(mean, color="#999999", linestyle=":", label="accurate σ")
-    axes[1].set(xscale="log", xlabel="emulated length, tokens", ylabel="held-out bits per byte")
-    axes[1].legend(frameon=False)
+    recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
+    recipe = sweep.shortened(recipe, setting.scaled(4, 200, 600), setting.scaled(2, 8, 16))
+    coarse = {f"{b} bits": replace(recipe, task=CoarseLanguageModelling(bits=b)) for b in bits}
+    outcomes = sweep.train_variants(setting, {"exact": recipe, **coarse})
+    final = {name: [o.final["bits"] for o in found] for name, found in outcomes.items()}
+    generator = torch.Generator().manual_seed(0)
+    lengths = [4**i for i in setting.scaled(range(4, 6), range(4, 10), range(4, 10))]
+    errors = [{"n": n, **relative_errors(n, HARDWARE_BITS, generator)} for n in lengths]
+    emulated = {b: context * 2 ** (HARDWARE_BITS - b) for b in bits}
     worse = {b: intervals.welch(final["exact"], final[f"{b} bits"]) for b in bits}
-    first = next((b for b in sorted(bits, reverse=True) if worse[b][0] > worse[b][1]), None)
-    beyond = next((e["n"] for e in errors if e["coarse dQ"] > e["bfloat16 dQ"]), None)
+    thirteen = worse[13 if 13 in worse else bits[0]]
+    first = next((b for b in sorted(bits, reverse=True) if worse[b].delta > worse[b].margin), None)
+    exceeding = next((e["n"] for e in errors if e["coarse dQ"] > e["bfloat16 dQ"]), None)
     findings = [
         Finding(
             "At the paper's lengths (4,096 and below) the kernel's error has no measurable effect on training.",
-            intervals.verdict_equal(*worse[13 if 13 in worse else bits[0]], 0.05),
+            thirteen.verdict_equal(0.05),
             f"13 bits at {context} tokens emulate {context * 16:,}: held-out bits less those of an accurate σ "
-            f"{intervals.interval(*worse[13 if 13 in worse else bits[0]])}",
+            f"{thirteen}",
         ),
         Finding(
             "At some length it has.",
             "not shown" if first is None else "agrees",
             "no number of bits made a difference"
             if first is None
-            else f"from {first} bits on, which emulate {context * 2 ** (HARDWARE_BITS - first):,} tokens: "
-            f"{intervals.interval(*worse[first])} bits per byte",
+            else f"from {first} bits on, which emulate {emulated[first]:,} tokens: {worse[first]} bits per byte",
         ),
         Finding(
             "The error of one call exceeds that of bfloat16 weights from some length on.",
-            "not shown" if beyond is None else "agrees",
-            "at no length measured" if beyond is None else f"in dQ from n = {beyond:,} on",
+            "not shown" if exceeding is None else "agrees",
+            "at no length measured" if exceeding is None else f"in dQ from n = {exceeding:,} on",
         ),
     ]
     rows = [("accurate", "–", intervals.mean_std(final["exact"]), "")] + [
-        (f"{b} bits", f"{n:,.0f}", intervals.mean_std(final[f"{b} bits"]), intervals.interval(*worse[b]))
-        for b, n in zip(bits, emulated, strict=True)
+        (f"{b} bits", f"{emulated[b]:,}", intervals.mean_std(final[f"{b} bits"]), str(worse[b])) for b in bits
     ]
-    data: list[dict[str, Any]] = [{"sigma": name, "bits_a_byte": final[name]} for name in wanted]
-    return Result(
-        ("σ", "emulated n", "held-out bits per byte", "less those of accurate σ"),
-        rows,
-        findings,
-        [*data, *errors],
-        picture,
-    )
+    data: list[dict[str, Any]] = [{"sigma": name, "bits_a_byte": values} for name, values in final.items()]
+    columns = ("σ", "emulated n", "held-out bits per byte", "less those of accurate σ")
+    return Result(columns, rows, findings, [*data, *errors], _figure(errors, emulated, final))
 
 
-EXPERIMENT = Experiment(
-    "sigma-accuracy",
-    "Beyond the paper: an accurate σ, or tanh's, in training",
-    "App. FlashSigmoid computes σ by an approximate tanh",
-    run,
-    {"smoke": 0.2, "small": 6.0, "paper": None},
-    "2 CPU cores",
-    "an emulation: a grid of 2^-bits replaces the GPU's tanh.approx, whose own error sigattn bench accuracy measures "
-    "on a GPU",
+def _figure(errors: list[dict[str, Any]], emulated: dict[int, int], final: dict[str, list[float]]) -> Any:
+    figure, (error_axis, training_axis) = drawing.axes_grid(2, width=5.2, height=3.8)
+    lengths = [e["n"] for e in errors]
+    for tensor, style in (("output", "-"), ("dQ", "--")):
+        for variant, colour in (("coarse", drawing.COLOUR_OF["sigmoid"]), ("bfloat16", "#999999")):
+            label = f"{tensor}, {'tanh of 17 bits' if variant == 'coarse' else 'weights in bfloat16'}"
+            error_axis.plot(lengths, [e[f"{variant} {tensor}"] for e in errors], style, color=colour, label=label)
+    error_axis.set(xscale="log", yscale="log", xlabel="tokens n", ylabel="relative error of one call")
+    error_axis.legend(frameon=False, fontsize=8)
+    values = [final[f"{b} bits"] for b in emulated]
+    drawing.plot_band(training_axis, list(emulated.values()), values, "coarse σ", drawing.COLOUR_OF["sigmoid"])
+    training_axis.axhline(statistics.mean(final["exact"]), color="#999999", linestyle=":", label="accurate σ")
+    training_axis.set(xscale="log", xlabel="emulated length, tokens", ylabel="held-out bits per byte")
+    training_axis.legend(frameon=False)
+    return figure
+
+
+EXPERIMENTS = (
+    Experiment(
+        "sigma-accuracy",
+        "Beyond the paper: an accurate σ, or tanh's, in training",
+        "App. FlashSigmoid computes σ by an approximate tanh",
+        measure_effect_on_training,
+        {"smoke": 0.2, "small": 6.0, "paper": None},
+        "2 CPU cores",
+        "an emulation: a grid of 2^-bits replaces the GPU's tanh.approx, whose own error sigattn bench accuracy "
+        "measures on a GPU",
+    ),
 )

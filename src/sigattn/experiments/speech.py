@@ -21,8 +21,7 @@ from sigattn.data.corpora import spoken_digits
 from sigattn.data.speech import Speech, Tokens, Utterance
 from sigattn.experiments import ablation, drawing, intervals, sweep
 from sigattn.experiments.ablation import Claim
-from sigattn.experiments.experiment import Experiment, ExperimentError, Result, Setting
-from sigattn.models import saving
+from sigattn.experiments.experiment import Experiment, ExperimentError, Result, Setting, select
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
@@ -74,7 +73,7 @@ def base(setting: Setting) -> Recipe:
             "sigattn evaluate RUN --data TEDLIUM for the errors by duration"
         )
     recipe = find_recipe("asr-ls960-tiny").with_transformer(position="rope")
-    return ablation.shortened(recipe, setting.scaled(4, 400, None), setting.scaled(4, 20, None))
+    return sweep.shortened(recipe, setting.scaled(4, 400, None), setting.scaled(4, 20, None))
 
 
 @dataclass(frozen=True)
@@ -93,42 +92,33 @@ class SpeechTable:
 
     def __call__(self, setting: Setting) -> Result:
         """Train all variants and evaluate them on strings of every length."""
-        names = self.smoke if setting.scale == "smoke" else tuple(self.variants)
         recipe = base(setting)
-        wanted = sweep.make_jobs({n: recipe.with_transformer(**self.variants[n]) for n in names}, setting)
-        found = sweep.train_all(setting, wanted)
-        parts = buckets(setting, recipe)
+        outcomes = ablation.train_changes(setting, recipe, self.variants, self.smoke)
+        parts = strings_by_length(setting, recipe)
         data: list[dict[str, Any]] = []
-        for job in wanted:
-            outcome = found[job.name][job.seed]
-            spikes = metrics.count_spikes([r["gradient_norm"] for r in outcome.rows], 3.0)
-            model = saving.load(sweep.model_folder(setting, job))
-            for part, speech in parts.items():
-                with torch.no_grad():
-                    errors = CTC().evaluate(model.eval(), speech.validation(60))
-                row = {"variant": job.name, "seed": job.seed, "part": part, "gradient_spikes": spikes}
-                data.append({**row, "wer": errors["wer"], "cer": errors["cer"]})
-        trained = {n: [o.final["cer"] for o in found[n]] for n in names}
-        last = f"{DIGITS[-2] + 1}-{DIGITS[-1]} digits"
-        longest = {n: [r["cer"] for r in data if (r["variant"], r["part"]) == (n, last)] for n in names}
-        findings = [
-            ablation.evaluate_claim(c, values)
-            for claims, values in ((self.claims, trained), (self.longer, longest))
-            for c in claims
-            if {c.name, c.baseline} <= set(names)
-        ]
+        for name, runs in outcomes.items():
+            for run in runs:
+                spikes = metrics.count_spikes([row["gradient_norm"] for row in run.rows], 3.0)
+                model = run.load_model()
+                for part, speech in parts.items():
+                    with torch.no_grad():
+                        errors = CTC().evaluate(model, speech.validation(60))
+                    row = {"variant": name, "seed": run.seed, "part": part, "gradient_spikes": spikes}
+                    data.append({**row, "wer": errors["wer"], "cer": errors["cer"]})
+        trained = {name: [run.final["cer"] for run in runs] for name, runs in outcomes.items()}
+        longest = {name: select(data, "cer", variant=name, part=list(parts)[-1]) for name in outcomes}
+        findings = ablation.check_claims(self.claims, trained) + ablation.check_claims(self.longer, longest)
         rows = []
-        for n in names:
-            own = [r for r in data if r["variant"] == n]
-            cells = [intervals.mean_std([r["cer"] for r in own if r["part"] == part]) for part in parts]
-            words = intervals.mean_std([o.final["wer"] for o in found[n]])
-            norm = statistics.mean(r["gradient_spikes"] for r in own)
-            rows.append((n, words, intervals.mean_std(trained[n]), *cells, f"{norm:.0f}"))
+        for name, runs in outcomes.items():
+            cells = [intervals.mean_std(select(data, "cer", variant=name, part=part)) for part in parts]
+            words = intervals.mean_std([run.final["wer"] for run in runs])
+            spikes = statistics.mean(select(data, "gradient_spikes", variant=name))
+            rows.append((name, words, intervals.mean_std(trained[name]), *cells, f"{spikes:.0f}"))
         columns = ("variant", "WER %", "CER %", *(f"CER %, {part}" for part in parts), "gradient spikes")
-        return Result(columns, rows, findings, data, _picture(data, list(parts), names))
+        return Result(columns, rows, findings, data, _figure(data, list(parts), list(outcomes)))
 
 
-def buckets(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
+def strings_by_length(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
     """Return held-out strings grouped by number of digits; the last group is longer than any string in training."""
     _, strings, archive = spoken_digits(
         sweep.recordings_path(setting), training=1, held_out=setting.scaled(24, 160, 160), longest=DIGITS[-1]
@@ -141,17 +131,16 @@ def buckets(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
     return {n: Speech((), part, tokens, mels=mels, archive=archive) for n, part in found.items() if part}
 
 
-def _picture(data: list[dict[str, Any]], parts: list[str], names: Sequence[str]) -> Any:
-    picture, (axis,) = drawing.axes_grid(1, width=8.0, height=4.6)
+def _figure(data: list[dict[str, Any]], parts: list[str], names: Sequence[str]) -> Any:
+    figure, (axis,) = drawing.axes_grid(1, width=8.0, height=4.6)
     for i, name in enumerate(names):
-        values = [[r["cer"] for r in data if (r["variant"], r["part"]) == (name, part)] for part in parts]
         style = "-" if name.startswith("sigmoid") else "--"
-        means = [statistics.mean(v) for v in values]
+        means = [statistics.mean(select(data, "cer", variant=name, part=part)) for part in parts]
         axis.plot(range(len(parts)), means, style, marker="o", ms=3, label=name, color=f"C{i}")
     axis.set_xticks(range(len(parts)), parts)
     axis.set_ylabel("character errors, % (dashed: softmax)")
     axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return picture
+    return figure
 
 
 def _experiment(name: str, title: str, source: str, run: Callable[[Setting], Result], minutes: float) -> Experiment:
@@ -227,3 +216,4 @@ STRUCTURE = _experiment(
     ),
     8.0,
 )
+EXPERIMENTS = (BIAS, STRUCTURE)

@@ -105,7 +105,7 @@ def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, l
     return found
 
 
-def run_attention(setting: Setting) -> Result:
+def measure_attention_times(setting: Setting) -> Result:
     """Measure both passes, full and causal, over the length."""
     lengths = setting.scaled((32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096, 16_384, 32_768, 78_000))
     rows = [
@@ -164,7 +164,7 @@ def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[di
     ]
 
 
-def run_crossing(setting: Setting) -> Result:
+def measure_norm_crossing(setting: Setting) -> Result:
     """Measure T*, the length from which on sigmoid followed by a norm is faster than softmax."""
     lengths = setting.scaled(
         (32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 576, 1024, 2048, 5184, 10_000, 16_384, 60_000)
@@ -254,7 +254,7 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
     return found
 
 
-def run_vit(setting: Setting) -> Result:
+def measure_vit_times(setting: Setting) -> Result:
     """Compare measured gains with those predicted from the attention's share, s = (τ_sm - τ_σ) / (τ_sm + τ)."""
     sides = setting.scaled({16: 4}, TOKENS, TOKENS)
     data = [
@@ -313,7 +313,7 @@ ATTENTION = Experiment(
     "attention-times",
     "Time of attention, forward and backward, over the length",
     'Figs. 3, "h100-softmax-sigmoid-fwd-bwd", App. FlashSigmoid',
-    run_attention,
+    measure_attention_times,
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},
     _GPU,
     "the GPU of this machine, or else its CPU, in float32, up to 8,192 tokens",
@@ -322,7 +322,7 @@ CROSSING = Experiment(
     "norm-crossing",
     "From which length sigmoid with a LayerNorm is faster than softmax",
     "The table of T*, App. Practitioner's Guide",
-    run_crossing,
+    measure_norm_crossing,
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},
     _GPU,
     "the GPU of this machine, or else its CPU, in float32, up to 8,192 tokens",
@@ -331,9 +331,10 @@ VIT = Experiment(
     "vit-times",
     "A vision transformer at 4,096 to 10,000 tokens",
     'Fig. "ComparisonsOfFlashesOnH100", App. FlashSigmoid',
-    run_vit,
+    measure_vit_times,
     {"smoke": 0.1, "small": 4.0, "paper": 3.0},
     _GPU,
     "one image on the GPU of this machine, or else its CPU, instead of epochs on 32 GPUs; on a CPU 2 layers of 192 in "
     "float32",
 )
+EXPERIMENTS = (ATTENTION, CROSSING, VIT)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from sigattn.data.dataset import Data
 from sigattn.experiments import datasets, tones
 from sigattn.experiments.experiment import ExperimentError, Setting
+from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
@@ -23,23 +22,27 @@ from sigattn.train.identity import identity
 from sigattn.train.loop import NonFiniteLossError
 from sigattn.train.run_cache import load_result, prepared_folder, store_result
 
-DONE = "done.json"
+RESULT_FILE = "done.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class Run:
     """Training run of a sweep.
 
     Attributes:
-        name: name of the variant, and of its folder. recipe: the recipe. seed: seed of weights and data.
+        name: name of the variant. recipe: its recipe, with the seed of this run. folder: folder of the run.
         data: data of a language model (``Setting.data``), or recordings of a speech model. tokenizer: for text.
     """
 
     name: str
     recipe: Recipe
-    seed: int
-    data: Path | None = None
-    tokenizer: Path | None = None
+    folder: Path
+    data: Path | None
+    tokenizer: Path | None
+
+    def load_data(self) -> Data:
+        """Load the named data, CPython's documentation, or the generated data of a synthetic problem."""
+        return datasets.load_dataset(self.recipe, self.data, tokenizer=self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -47,42 +50,60 @@ class Outcome:
     """Result of a run.
 
     Attributes:
-        rows: measurements of each step. final: metrics at the end, without the prefix "validation_".
-        diverged: True if training stopped at a loss that is not finite.
+        seed: seed of the run. rows: measurements of each step. final: metrics at the end, without "validation_".
+        diverged: True if training stopped at a loss that is not finite. folder: folder of the run.
     """
 
+    seed: int
     rows: list[dict[str, Any]]
     final: dict[str, float]
     diverged: bool
+    folder: Path
 
-    def mean_of_last(self, key: str = "loss", share: float = 0.1) -> float:
-        """Return the mean of a measurement over the last ``share`` of the steps."""
+    def mean_of_last(self, key: str = "loss", fraction: float = 0.1) -> float:
+        """Return the mean of a measurement over the last ``fraction`` of the steps."""
         values = [row[key] for row in self.rows if key in row]
-        values = values[-max(1, round(share * len(values))) :]
+        values = values[-max(1, round(fraction * len(values))) :]
         return float(sum(values) / len(values))
 
+    def load_model(self) -> Any:
+        """Return the trained model in evaluation mode."""
+        return saving.load(self.folder / "model").eval()
 
-def make_jobs(recipes: dict[str, Recipe], setting: Setting) -> list[Job]:
-    """Return a job for each recipe and seed.
+
+def shortened(recipe: Recipe, steps: int, batch_size: int, **training: Any) -> Recipe:
+    """Return the recipe with ``steps`` steps, a warm-up over a tenth of them, and one evaluation, at the last.
+
+    Args:
+        training: further changed settings of training.
+    """
+    usual = {"warmup_steps": steps // 10, "validate_every": steps, "checkpoint_every": steps}
+    return recipe.with_training(**{"max_steps": steps, "batch_size": batch_size, **usual, **training})
+
+
+def train_variants(setting: Setting, recipes: dict[str, Recipe]) -> dict[str, list[Outcome]]:
+    """Train every recipe with every seed, and return the outcomes by name and seed.
+
+    A run is repeated only if its settings or its data have changed.
 
     Raises:
-        ExperimentError: at the paper's scale, without data for language models.
+        ExperimentError: at the paper's scale, without data for language models; or without recordings for speech.
     """
-    language = any(isinstance(r.model, LanguageModelConfig) for r in recipes.values())
-    if setting.scale == "paper" and language and setting.data is None:
-        raise ExperimentError(
-            "the paper's scale trains language models on C4's realnews: sigattn tokenizer and sigattn pack --data "
-            "hf:allenai/c4:realnewslike make a file of tokens; name it with --data"
-        )
-    speech = any(isinstance(r.model, SpeechModelConfig) for r in recipes.values())
-    recordings = recordings_path(setting) if speech else None
-    return [
-        Job(name, recipe, seed, recordings)
-        if isinstance(recipe.model, SpeechModelConfig)
-        else Job(name, recipe, seed, setting.data, setting.tokenizer)
-        for seed in range(setting.seeds)
-        for name, recipe in recipes.items()
-    ]
+    fingerprints: dict[str, str] = {}
+    runs = [_run(setting, name, recipe, seed) for seed in range(setting.seeds) for name, recipe in recipes.items()]
+    identities = {run.folder: _identity(setting, run, fingerprints) for run in runs}
+    todo = [run for run in runs if load_result(run.folder / RESULT_FILE, identities[run.folder]) is None]
+    calls = {(run.name, run.recipe.training.seed): partial(_train, run, identities[run.folder]) for run in todo}
+    for i, ((name, seed), _) in enumerate(workers.run_in_workers(calls, setting.workers), 1):
+        setting.log(f"{i} of {len(calls)} runs: {name}, seed {seed}")
+    outcomes: dict[str, list[Outcome]] = {}
+    for run in runs:
+        result = load_result(run.folder / RESULT_FILE, identities[run.folder])
+        assert result is not None
+        rows = metrics.read(run.folder / "metrics.jsonl")
+        outcome = Outcome(run.recipe.training.seed, rows, result["final"], result["diverged"], run.folder)
+        outcomes.setdefault(run.name, []).append(outcome)
+    return outcomes
 
 
 def recordings_path(setting: Setting) -> Path:
@@ -100,77 +121,51 @@ def recordings_path(setting: Setting) -> Path:
     )
 
 
-def train_all(setting: Setting, wanted: Sequence[Job]) -> dict[str, list[Outcome]]:
-    """Run all jobs, and return the outcomes by name and seed. Runs with other settings or data are repeated."""
-    prints: dict[str, str] = {}
-    runs = [(job, run_folder(setting, job), run_identity(setting, job, prints)) for job in wanted]
-    todo = [run for run in runs if load_result(run[1] / DONE, run[2]) is None]
-    if todo:
-        with workers.pool(min(setting.workers, len(todo))) as processes:
-            start = partial(workers.train_in_worker, train_one)
-            futures = {processes.submit(start, folder, job, own): job for job, folder, own in todo}
-            for i, future in enumerate(as_completed(futures), 1):
-                future.result()
-                setting.log(f"{i} of {len(todo)} runs: {futures[future].name}, seed {futures[future].seed}")
-    found: dict[str, list[Outcome]] = {}
-    for job, folder, own in runs:
-        about = load_result(folder / DONE, own)
-        assert about is not None
-        rows = metrics.read(folder / "metrics.jsonl")
-        found.setdefault(job.name, []).append(Outcome(rows, about["final"], about["diverged"]))
-    return found
+def _run(setting: Setting, name: str, recipe: Recipe, seed: int) -> Run:
+    recipe = recipe.with_training(seed=seed)
+    folder_name = "".join(c if c.isalnum() or c in ".-" else "-" for c in name)
+    folder = setting.folder / "runs" / folder_name / str(seed)
+    if isinstance(recipe.model, SpeechModelConfig):
+        return Run(name, recipe, folder, recordings_path(setting), None)
+    if not isinstance(recipe.model, LanguageModelConfig):
+        return Run(name, recipe, folder, None, None)
+    if setting.scale == "paper" and setting.data is None:
+        raise ExperimentError(
+            "the paper's scale trains language models on C4's realnews: sigattn tokenizer and sigattn pack --data "
+            "hf:allenai/c4:realnewslike make a file of tokens; name it with --data"
+        )
+    return Run(name, recipe, folder, setting.data, setting.tokenizer)
 
 
-def run_identity(setting: Setting, job: Job, prints: dict[str, str]) -> str:
+def _identity(setting: Setting, run: Run, fingerprints: dict[str, str]) -> str:
     """Return the identity of a run, and record its data in ``setting.fingerprints``.
 
     Args:
-        setting: setting of the experiment. job: the run.
-        prints: fingerprints of data computed so far, to which new ones are added.
+        fingerprints: fingerprints of data computed so far, to which new ones are added.
     """
-    model, recipe = job.recipe.model, job.recipe
+    model, recipe = run.recipe.model, run.recipe
     # the data of a language model depends on these two settings only; that of other recipes on any
     own = (model.vocab_size, model.max_seq_len) if isinstance(model, LanguageModelConfig) else (model, recipe.task)
-    key = repr((type(model), own, recipe.data, recipe.augmentation, job.data, job.tokenizer))
-    if key not in prints:
-        prints[key] = load_job_data(job).fingerprint
-    used = recipe.data if job.data is None else str(job.data)
-    setting.fingerprints[used if job.tokenizer is None else f"{used}, {job.tokenizer}"] = prints[key]
-    return identity(recipe.task, model, replace(recipe.training, seed=job.seed), prints[key])
+    key = repr((type(model), own, recipe.data, recipe.augmentation, run.data, run.tokenizer))
+    if key not in fingerprints:
+        fingerprints[key] = run.load_data().fingerprint
+    name = recipe.data if run.data is None else str(run.data)
+    setting.fingerprints[name if run.tokenizer is None else f"{name}, {run.tokenizer}"] = fingerprints[key]
+    return identity(recipe.task, model, recipe.training, fingerprints[key])
 
 
-def train_one(folder: Path, job: Job, identity: str) -> None:
-    """Train a job and record that it is finished. Files of a run of another identity are deleted first."""
+def _train(run: Run, identity: str) -> None:
+    """Train and store the result. Files of a run of another identity are deleted first."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*Ramapuram")
-    training = replace(job.recipe.training, seed=job.seed)
     diverged = False
-    with prepared_folder(folder, identity):
+    with prepared_folder(run.folder, identity):
         try:
-            loop.train(job.recipe.task, job.recipe.model, training, load_job_data(job), folder, resume=True)
+            recipe = run.recipe
+            loop.train(recipe.task, recipe.model, recipe.training, run.load_data(), run.folder, resume=True)
         except NonFiniteLossError:
             diverged = True
-        rows = metrics.read(folder / "metrics.jsonl")
+        rows = metrics.read(run.folder / "metrics.jsonl")
         last = rows[-1] if rows else {}
         final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
-        store_result(folder / DONE, identity, {"final": final, "diverged": diverged})
-
-
-def load_job_data(job: Job) -> Data:
-    """Return the data of a run: the named data, CPython's documentation, or generated data of synthetic problems."""
-    if isinstance(job.recipe.model, SpeechModelConfig):
-        return datasets.load_dataset(job.recipe, job.data)
-    if not isinstance(job.recipe.model, LanguageModelConfig):
-        return datasets.load_dataset(job.recipe, None)
-    return datasets.load_dataset(job.recipe, job.data, tokenizer=job.tokenizer)
-
-
-def run_folder(setting: Setting, job: Job) -> Path:
-    """Return the folder of a run."""
-    name = "".join(c if c.isalnum() or c in ".-" else "-" for c in job.name)
-    return setting.folder / "runs" / name / str(job.seed)
-
-
-def model_folder(setting: Setting, job: Job) -> Path:
-    """Return the folder of the trained model."""
-    return run_folder(setting, job) / "model"
+        store_result(run.folder / RESULT_FILE, identity, {"final": final, "diverged": diverged})

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sigattn.experiments.ablation import Ablation, Claim, shortened
+from sigattn.experiments import sweep
+from sigattn.experiments.ablation import Ablation, Claim
 from sigattn.experiments.experiment import Experiment, ExperimentError, Setting
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
@@ -62,7 +63,8 @@ def base(setting: Setting) -> Recipe:
             "IMAGENET with --model.qk-norm, --model.init-values, --model.num-kv-heads, --model.activation, "
             "--model.temperature, --model.attention-bias and --model.learn-bias set as in this experiment"
         )
-    return shortened(find_recipe("vit-supervised-tiny"), setting.scaled(4, 400, None), setting.scaled(8, 128, None))
+    steps, batch_size = setting.scaled((4, 8), (400, 128), None)
+    return sweep.shortened(find_recipe("vit-supervised-tiny"), steps, batch_size)
 
 
 _HARDWARE = "8 GPUs of 80 GB"
@@ -70,7 +72,7 @@ _DIFFERS = "handwritten digits of 8 × 8 pixels instead of ImageNet, 2 layers of
 _SAME = Claim("Sigmoid matches softmax.", "sigmoid", "same", "softmax", 0.03)
 
 
-EXPERIMENT = Experiment(
+ABLATIONS = Experiment(
     "vision-ablations",
     "Supervised vision: QK-norm, LayerScale, key heads, activations",
     'Fig. 11, Sect. "Ablations"',
@@ -149,3 +151,4 @@ RELAXATIONS = Experiment(
     _HARDWARE,
     _DIFFERS,
 )
+EXPERIMENTS = (ABLATIONS, LAYERSCALE_FREE, RELAXATIONS)

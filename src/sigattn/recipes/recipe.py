@@ -61,6 +61,10 @@ class Recipe:
             return replace(self, model=replace(self.model, encoder=replace(self.model.encoder, **changes)))
         return replace(self, model=replace(self.model, **changes))
 
+    def with_training(self, **changes: Any) -> Recipe:
+        """Return a copy with settings of training changed."""
+        return replace(self, training=replace(self.training, **changes))
+
     def softmax(self) -> Recipe:
         """Return the softmax twin, which differs in the attention only."""
         twin = self.with_transformer(activation="softmax", attention_bias=None, learn_bias="no", **self.softmax_changes)

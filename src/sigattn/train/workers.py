@@ -5,18 +5,27 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TypeVar
 
 from sigattn.train.loop import Interrupted
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
-def pool(workers: int) -> ProcessPoolExecutor:
+def worker_pool(workers: int) -> ProcessPoolExecutor:
     """Return a pool of spawned processes that end when this process ends, even if it is killed."""
     return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_watch_parent)
+
+
+def run_in_workers(calls: Mapping[K, Callable[[], T]], workers: int) -> Iterator[tuple[K, T]]:
+    """Call functions that train in parallel; iterate over their keys and results as they complete."""
+    with worker_pool(max(1, min(workers, len(calls)))) as pool:
+        futures = {pool.submit(train_in_worker, call): key for key, call in calls.items()}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
 
 def train_in_worker(function: Callable[..., T], *args: object) -> T:
