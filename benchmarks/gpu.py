@@ -1,4 +1,4 @@
-"""Run the steps of gpu.sh, each in a process of its own with a time limit, and keep the archive of results current."""
+"""Run the steps of gpu.sh, each in a subprocess with a time limit, and keep the archive of results up to date."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ARCHIVE, SUMMARY = "results.tar.gz", "summary.txt"
 RUNNING = "running"
 GRACE = 6.0  # seconds between SIGINT, on which a step ends by itself, and SIGKILL
-LONGEST_LOG = 48 * 1024  # bytes of a log that are kept, half of its start and half of its end
+MAX_LOG_BYTES = 48 * 1024  # of a log in the archive: the start and the end
 
 
 class Runner:
-    """The steps in order, within the time there is.
+    """Runner of the steps, in order and within the time limit.
 
-    The results lie in a folder named by a fingerprint of source, GPU, PyTorch and wheels: results of other code stay
-    in the archive, and are not mixed with those of this. OUT only ever holds whole files.
+    The results are in a folder named by a fingerprint of source, GPU, PyTorch and wheels: results of other code stay in
+    the archive and are not mixed with these. Files in OUT are replaced atomically.
     """
 
     def __init__(self, out: Path, seconds: float, wheels: Path | None, earlier: Path | None) -> None:
@@ -53,11 +53,11 @@ class Runner:
         found = sorted(wheels.glob("*.whl")) if wheels else []
         self.folder = self.work / "kept" / fingerprint([wheel.name for wheel in found])
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        self.forgive()
+        self.forget_interrupted_attempts()
         self.environment = {
             **os.environ,
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins that happen to be installed
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the processes of sigattn.bench.subprocesses are many already
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # installed plugins are not needed
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # sigattn.bench.subprocesses runs in parallel already
         }
         for wheel in found:
             zipfile.ZipFile(wheel).extractall(self.work / "wheels")
@@ -72,46 +72,46 @@ class Runner:
                     state[step.name] = {"status": f"{step.under[0]} is not installed", "complete": False}
                 elif step.under and TINY:
                     state[step.name] = {"status": "not part of a rehearsal", "complete": False}
-                elif self.left() < 2 * GRACE:
+                elif self.seconds_left() < 2 * GRACE:
                     state.setdefault(step.name, {"status": "not begun", "complete": False})
                 else:
                     state[step.name] = {"status": RUNNING, "complete": False}
-                    self.keep(state)
-                    state[step.name] = self.step(step)
-                self.keep(state)
+                    self.write_state(state)
+                    state[step.name] = self.run_step(step)
+                self.write_state(state)
 
     def state(self) -> dict[str, Any]:
-        """The steps so far, by name."""
+        """Return the state of the steps so far, by name."""
         path = self.folder / "state.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def keep(self, state: dict[str, Any]) -> None:
+    def write_state(self, state: dict[str, Any]) -> None:
         """Write the state of the steps."""
         (self.folder / "state.json").write_text(json.dumps(state, indent=1))
         self.pack()
 
-    def forgive(self) -> None:
-        """Do not count the last try of a case during which an earlier call was killed."""
+    def forget_interrupted_attempts(self) -> None:
+        """Do not count the last attempt at a case during which an earlier call was killed."""
         for name, state in self.state().items():
             if state["status"] == RUNNING:
                 for path in (self.folder / f"{name}.json", *(self.folder / name).glob("[!.]*.json")):
                     if path.exists():
                         path.write_text(json.dumps(json.loads(path.read_text()) | {"attempts": {}}, indent=1))
 
-    def left(self) -> float:
-        """Seconds until everything is to be over."""
+    def seconds_left(self) -> float:
+        """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def step(self, step: Step) -> dict[str, Any]:
-        """Run a step within its time, again if its process ends early and had come further; return its state."""
+    def run_step(self, step: Step) -> dict[str, Any]:
+        """Run a step within its time limit, again if its process crashed after some progress; return its state."""
         start = time.monotonic()
         end = min(start + step.seconds, self.deadline - GRACE - 2)
         print(f"== {step.name} (at most {end - start:.0f} s)", flush=True)
         status, complete = "", False
         while not status:
             before = self.progress()
-            code = self.process_of(step, end)
-            if code in step.last:
+            code = self.run_process(step, end)
+            if code in step.final_codes:
                 status, complete = "done" if code in (0, 5) else f"done, exit {code}", True
             elif time.monotonic() >= end:
                 status = "cut off"
@@ -122,14 +122,14 @@ class Runner:
         self.statuses.append(status)
         return {"status": status, "complete": complete, "seconds": round(seconds, 1)}
 
-    def process_of(self, step: Step, end: float) -> int:
-        """Run the process of a step; at the end of its time send SIGINT, later SIGKILL. Pack what it writes."""
+    def run_process(self, step: Step, end: float) -> int:
+        """Run a step once in a subprocess; at the end of its time send SIGINT, later SIGKILL. Return the exit code."""
         environment = {**self.environment, **step.environment}
         if step.pytest:
             written, before = self.folder / f"{step.name}.jsonl", self.work / f"{step.name}-before.jsonl"
             before.write_bytes(written.read_bytes() if written.exists() else b"")
             environment |= {"SIGATTN_OUTCOMES": str(written), "SIGATTN_OUTCOMES_BEFORE": str(before)}
-            environment["OMP_NUM_THREADS"] = "1"  # a process for each processor
+            environment["OMP_NUM_THREADS"] = "1"  # the tests use one process for each processor
         with open(self.folder / "logs" / f"{step.name}.log", "ab") as log:
             self.process = subprocess.Popen(
                 command(step, self.folder), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log,
@@ -142,7 +142,7 @@ class Runner:
         return self.process.returncode
 
     def wait(self, end: float) -> None:
-        """Wait for the process, and pack what it has changed, in a tenth of the time."""
+        """Wait for the process and update the archive meanwhile, at most a tenth of the time."""
         while self.process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
             if time.monotonic() > self.pack_again_at:
@@ -151,7 +151,7 @@ class Runner:
                 self.pack_again_at = time.monotonic() + 10 * (time.monotonic() - start)
 
     def stop(self) -> None:
-        """End the process and those it started."""
+        """End the process and its children."""
         for number, patience in ((signal.SIGINT, GRACE), (signal.SIGKILL, 5.0)):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, number)
@@ -160,10 +160,10 @@ class Runner:
                 except subprocess.TimeoutExpired:
                     continue
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it left behind
+            os.killpg(self.process.pid, signal.SIGKILL)  # remaining children
 
     def progress(self) -> list[Any]:
-        """What changes when a case or a test is finished, or has been tried."""
+        """Return values that change when a case or a test has been finished or attempted."""
         reports = [json.loads(path.read_text()) for path in sorted(self.folder.glob("*/[!.]*.json"))]
         reports += [json.loads(path.read_text()) for path in sorted(self.folder.glob("[!.]*.json"))]
         outcomes = [path.stat().st_size for path in sorted(self.folder.glob("*.jsonl"))]
@@ -180,29 +180,29 @@ class Runner:
         temporary = self.out / f".{ARCHIVE}"
         with tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
             for path in files:
-                content = trimmed(path)
+                content = read_trimmed(path)
                 entry = tarfile.TarInfo(str(path.relative_to(root)))
                 entry.size, entry.mtime = len(content), int(time.time())
                 archive.addfile(entry, io.BytesIO(content))
         temporary.replace(self.out / ARCHIVE)
         try:
             text = summary(self.folder, STEPS)
-        except Exception as error:  # the archive is what counts
+        except Exception as error:  # the archive matters more
             text = f"no summary: {type(error).__name__}: {error}\n"
         temporary = self.out / f".{SUMMARY}"
         temporary.write_text(text)
         temporary.replace(self.out / SUMMARY)
 
 
-def trimmed(path: Path) -> bytes:
-    """The content of a file, of a long log its start and its end."""
+def read_trimmed(path: Path) -> bytes:
+    """Return the content of a file; the start and the end of a long log."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:  # replaced at this moment
         return b""
-    if path.suffix != ".log" or len(content) <= LONGEST_LOG:
+    if path.suffix != ".log" or len(content) <= MAX_LOG_BYTES:
         return content
-    half = LONGEST_LOG // 2
+    half = MAX_LOG_BYTES // 2
     return content[:half] + b"\n[...]\n" + content[-half:]
 
 
@@ -211,7 +211,7 @@ def _die_with_parent() -> None:
 
 
 def fingerprint(wheels: list[str]) -> str:
-    """A name for what is measured: the library's source, the versions of PyTorch and Triton, baselines, and the GPU."""
+    """Return a digest of the library's source, the versions of PyTorch and Triton, the baselines and the GPU."""
     digest = hashlib.sha256(" ".join(wheels).encode())
     for package in ("torch", "triton"):
         digest.update(importlib.metadata.version(package).encode())
@@ -224,7 +224,7 @@ def fingerprint(wheels: list[str]) -> str:
 
 
 def main() -> int:
-    """Run what the command line asks for; return 1 if a step of this call failed."""
+    """Run the chosen steps; return 1 if a step of this call failed."""
     parser = argparse.ArgumentParser(description="see gpu.sh")
     parser.add_argument("out", type=Path)
     parser.add_argument("--from", dest="earlier", type=Path)

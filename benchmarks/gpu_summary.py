@@ -1,4 +1,4 @@
-"""The results of gpu.sh as text."""
+"""Summary of the results of gpu.sh as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_steps import Step
 
 
 def summary(folder: Path, steps: Sequence[Step]) -> str:
-    """Return what was measured as text: the machine, the steps, failed tests, and the rows of each benchmark."""
+    """Return the summary: machine, steps, failed tests, and the rows of each benchmark."""
     lines = [f"results of {folder.name}"]
     for name in ("machine", "state"):
         path = folder / f"{name}.json"
@@ -51,7 +51,7 @@ def _row_lines(step: Step, folder: Path) -> list[str]:
     lines += [f"{line}" for key in ("crossings", "generation", "average_speed_up") for line in report.get(key, ())]
     for row in (row for row in report["rows"] if row.get("faster")):
         where = f"{row['kernel']}, n = {row['n']}, D = {row['head_dim']}, {'causal' if row['causal'] else 'full'}"
-        lines.append(f"faster, right: candidate for the default of {where}: {row['config']}")
+        lines.append(f"faster and correct, candidate for the default of {where}: {row['config']}")
     reasons = {name.partition(",")[0]: reason for name, reason in report["absent"].items()}
     lines += [f"absent: {name}: {reason[:160]}" for name, reason in reasons.items()]
     return lines + [f"given up, its process ended twice: {case}" for case in report["given_up"]]

@@ -1,6 +1,6 @@
-"""pytest plugin: writes a line of JSON for each finished test, and leaves out the tests that an earlier run finished.
+"""pytest plugin: write a line of JSON for each finished test, and skip the tests that an earlier run finished.
 
-SIGATTN_OUTCOMES: the file that gets the lines. SIGATTN_OUTCOMES_BEFORE: such a file of earlier runs.
+SIGATTN_OUTCOMES: file of the lines. SIGATTN_OUTCOMES_BEFORE: such a file of earlier runs.
 """
 
 import json
@@ -15,13 +15,13 @@ _is_worker = False
 
 
 def pytest_configure(config):
-    """Find out if this process is a worker of xdist."""
+    """Record if this process is a worker of xdist."""
     global _is_worker
     _is_worker = hasattr(config, "workerinput")
 
 
 def read(path):
-    """Return the outcomes in a file by test; a line that was cut off is left out."""
+    """Return the outcomes in a file by test, without an incomplete last line."""
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -34,7 +34,7 @@ def read(path):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what was finished before."""
+    """Deselect the tests that an earlier run finished."""
     before = read(Path(os.environ["SIGATTN_OUTCOMES_BEFORE"]))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in before])
     items[:] = [item for item in items if item.nodeid not in before]
@@ -58,11 +58,11 @@ def pytest_runtest_logreport(report):
 def pytest_runtest_logfinish():
     """End a process whose CUDA context is lost: every later test in it would fail as well."""
     if _faulted and _is_worker:
-        os._exit(1)  # xdist starts another
+        os._exit(1)  # xdist starts a new one
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Without xdist: end the run, which gpu.py starts again."""
+    """Without xdist, end the run after a fault; gpu.py starts it again."""
     if _faulted and nextitem is not None:
-        item.session.shouldstop = "a kernel faulted: the process is started anew"
+        item.session.shouldstop = "a kernel faulted: the process is restarted"

@@ -1,15 +1,15 @@
-"""What a trial may meet; called in a process of its own."""
+"""Function that fails in various ways, called in a subprocess."""
 
 import os
 import time
 
 
-def act(what: object) -> None:
-    if what == "raise":
+def fail(how: object) -> None:
+    if how == "raise":
         raise ValueError("a reason\nand more")
-    if what == "hang":
+    if how == "hang":
         time.sleep(60)
-    if what == "die":
+    if how == "die":
         os._exit(3)
-    if what == "fault":
+    if how == "fault":
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -1,82 +1,74 @@
-"""The CPU benchmark: its truth, its gate, its results."""
+"""The CPU benchmark: its implementations, the check of their results, its rows."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sigattn.bench import cpu, memory
+from sigattn.bench import baselines, cpu, memory
+from sigattn.bench.baselines import CPU_IMPLEMENTATIONS, NAIVE, OURS, SDPA
+from sigattn.bench.reference import WrongResultError
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", [cpu.SOFTMAX, cpu.NAIVE])
-def test_truth_is_what_autograd_says(name, causal):
-    q, k, v, g = torch.randn(4, 1, 2, 37, 8, dtype=torch.float64).unbind()
-    inputs = cpu.Inputs((q, k, v), g, causal)
-    function = cpu.softmax if name == cpu.SOFTMAX else cpu.naive
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = function(*leaves, inputs.bias, causal)
-    gradients = torch.autograd.grad(out, leaves, g)
-    at = torch.tensor([0, 5, 36])
-    for ours, theirs in zip(cpu.truth(inputs, at, name == cpu.SOFTMAX), (out.detach(), *gradients), strict=True):
-        torch.testing.assert_close(ours, theirs[:, :, at])
+def test_a_wrong_implementation_is_not_timed(monkeypatch):
+    def without_bias(q, k, v, o):
+        return baselines.naive_sigmoid(q, k, v, replace(o, bias=0.0))
 
-
-def test_a_wrong_implementation_is_not_timed():
-    q, k, v, g = torch.randn(4, 1, 2, 37, 8).unbind()
-    with pytest.raises(RuntimeError, match="forgetful is wrong at n=37"):
-        cpu.check("forgetful", lambda q, k, v, b, c: cpu.naive(q, k, v, 0.0, c), cpu.Inputs((q, k, v), g, False))
-
-    def nan_in_one_gradient(q, k, v, b, c):
+    def nan_in_one_gradient(q, k, v, o):
         (k := k * 1).register_hook(lambda grad: grad * torch.nan)
-        return cpu.naive(q, k, v, b, c)
+        return baselines.naive_sigmoid(q, k, v, o)
 
-    with pytest.raises(RuntimeError, match="NaN is wrong at n=37"):
-        cpu.check("NaN", nan_in_one_gradient, cpu.Inputs((q, k, v), g, False))
+    config = cpu.CpuBenchmark(num_heads=2, head_dim=8, rounds=1, compiled=False)
+    for wrong in (without_bias, nan_in_one_gradient):
+        with monkeypatch.context() as patched:
+            patched.setitem(CPU_IMPLEMENTATIONS, OURS, baselines.Implementation(False, wrong, cpu=True))
+            with pytest.raises(WrongResultError, match=r"\(1, 2, 37, 8\)"):
+                cpu.measure(config, 37, "float32", False)
 
 
 def test_results_and_their_provenance(tmp_path):
     config = cpu.CpuBenchmark(
-        lengths=(16, 64), heads=2, rounds=2, compiled=False, memory=False, results=tmp_path / "r.json"
+        lengths=(16, 64), num_heads=2, rounds=2, compiled=False, memory=False, results=tmp_path / "r.json"
     )
-    cpu.run(config)
+    cpu.benchmark_cpu(config)
     report = json.loads((tmp_path / "r.json").read_text())
     described = {"benchmark", "date", "commit", "source", "device", "versions", "configuration"}
     assert described | {"rows", "memory"} == report.keys()
-    assert report["configuration"]["heads"] == 2
+    assert report["configuration"]["num_heads"] == 2
     seen = {(r["n"], r["dtype"], r["causal"], r["pass"], r["implementation"]) for r in report["rows"]}
     assert len(seen) == len(report["rows"]) == 2 * 2 * 2 * 2 * 3
     for row in report["rows"]:
         assert row["median_ms"] > 0
         assert row["relative_error"] < 0.06
-        if row["implementation"] == cpu.SOFTMAX:
+        if row["implementation"] == SDPA:
             assert row["softmax_time_over_this"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*[Dd]eprecat")
-def test_the_compiled_formula_takes_part(tmp_path, monkeypatch):
+def test_the_compiled_formula_is_timed(tmp_path, monkeypatch):
     measure = cpu.measure  # each compilation takes seconds
     monkeypatch.setattr(cpu, "measure", lambda *a: measure(*a) if a[-1] else [])
     config = cpu.CpuBenchmark(
-        lengths=(16,), heads=1, dtypes=("float32",), rounds=1, memory=False, results=tmp_path / "r.json"
+        lengths=(16,), num_heads=1, dtypes=("float32",), rounds=1, memory=False, results=tmp_path / "r.json"
     )
-    rows = cpu.run(config)["rows"]
-    assert {row["implementation"] for row in rows} == {cpu.SOFTMAX, cpu.OURS, cpu.NAIVE, cpu.COMPILED}
+    rows = cpu.benchmark_cpu(config)["rows"]
+    assert {row["implementation"] for row in rows} == set(CPU_IMPLEMENTATIONS)
 
 
-def test_naive_is_left_out_where_it_would_not_fit():
-    config = cpu.CpuBenchmark(naive_limit_gib=1.0, compiled=False)
-    assert cpu.NAIVE in cpu.implementations(config, 2048)
-    assert cpu.NAIVE not in cpu.implementations(config, 16384)
+def test_the_plain_formula_is_omitted_where_it_would_not_fit():
+    config = cpu.CpuBenchmark(max_naive_gib=1.0, compiled=False)
+    assert NAIVE in cpu.implementations(config, 2048)
+    assert NAIVE not in cpu.implementations(config, 16384)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_linear_in_the_length(dtype):
     """One head, 16,384 tokens: the weights alone would be 1 GiB in float32."""
-    row = memory.in_own_process("sigattn", 16_384, 1, 64, dtype, True, 2)
+    row = memory.measure_in_subprocess(OURS, 16_384, 1, 64, dtype, True, 2)
     assert 0 < row["extra_mib"] < 128
 
 
-def test_the_measure_of_memory_sees_what_a_formula_needs():
+def test_the_memory_of_a_plain_formula_is_measured():
     """The plain formula at n = 4096 holds several matrices of 64 MiB."""
-    assert memory.in_own_process("naive sigmoid", 4096, 1, 64, "float32", False, 2)["extra_mib"] > 128
+    assert memory.measure_in_subprocess(NAIVE, 4096, 1, 64, "float32", False, 2)["extra_mib"] > 128

@@ -1,4 +1,4 @@
-"""The GPU benchmarks at tiny sizes, with interpreted kernels: that they work on the day there is a GPU."""
+"""The GPU benchmarks at tiny sizes with interpreted kernels."""
 
 import functools
 import importlib
@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigattn.bench import accuracy, baselines, gpu, hybridnorm, kernels, overhead, subprocesses, training, tune
-from sigattn.bench.baselines import IMPLEMENTATIONS, OURS, Implementation, Options
+from sigattn.bench import accuracy, baselines, hybridnorm, kernels, overhead, subprocesses, timing, training, tune
+from sigattn.bench.baselines import IMPLEMENTATIONS, NAIVE, OURS, SDPA, Implementation
+from sigattn.bench.inputs import Options
 from sigattn.bench.provenance import BenchmarkError
 from sigattn.ops.triton import tuning
 
@@ -22,16 +23,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gp
 def test_kernels(tmp_path):
     config = kernels.KernelBenchmark(
         lengths=(16, 32),
-        heads=2,
+        num_heads=2,
         head_dims=(16,),
-        batch=2,
+        batch_size=2,
         dtype="float32",
         rounds=1,
         round_seconds=0.0,
         precompile=False,
         results=tmp_path,
     )
-    report = kernels.run(config)
+    report = kernels.benchmark_kernels(config)
     assert json.loads((tmp_path / "kernels.json").read_text())["rows"] == json.loads(json.dumps(report["rows"]))
     assert {(r["n"], r["causal"], r["alibi"], r["pass"]) for r in report["rows"] if r["implementation"] == OURS} == {
         (n, causal, alibi, direction)
@@ -41,47 +42,49 @@ def test_kernels(tmp_path):
     }
     assert all(r["error"] < 1e-5 and r["gradient_error"] < 1e-5 for r in report["rows"])
     assert any("it needs a GPU" in reason for reason in report["absent"].values())
-    assert {r["over"] for r in report["average_speed_up"]} == {"SDPA softmax"}
+    assert {r["over"] for r in report["average_speed_up"]} == {SDPA}
     assert "interpreted" in report["device"]
     assert {p.name for p in tmp_path.glob("*.png")} == {"d16.png", "d16_alibi.png"}
 
 
 def test_kernels_stop_in_time(tmp_path):
-    report = kernels.run(kernels.KernelBenchmark(seconds=1e-9, profile=False, precompile=False, results=tmp_path))
+    report = kernels.benchmark_kernels(
+        kernels.KernelBenchmark(max_seconds=1e-9, profile=False, precompile=False, results=tmp_path)
+    )
     assert not report["rows"]
     assert len(report["left_out_for_time"]) == 11 * 4 + 11
 
 
-def test_a_implementation_that_fails_in_its_own_process_is_not_timed(monkeypatch, tmp_path):
+def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch, tmp_path):
     config = kernels.KernelBenchmark(
-        lengths=(16,), heads=1, head_dims=(16,), batch=1, dtype="float32", rounds=1, round_seconds=0.0, alibi=False,
-        profile=False, baselines=("naive sigmoid", "SDPA softmax"), results=tmp_path,
+        lengths=(16,), num_heads=1, head_dims=(16,), batch_size=1, dtype="float32", rounds=1, round_seconds=0.0,
+        alibi=False, profile=False, baselines=(NAIVE, SDPA), results=tmp_path,
     )  # fmt: skip
 
     def failures(function, groups, **_):
         assert function == "sigattn.bench.kernels:try_once"
-        kernels.try_once(groups["naive sigmoid", 16, True, False, 0][0])
-        return {key: {0: "no end after 30 s"} if key[0] == "SDPA softmax" else {} for key in groups}
+        kernels.try_once(groups[NAIVE, 16, True, False, 0][0])
+        return {key: {0: "no end after 30 s"} if key[0] == SDPA else {} for key in groups}
 
     monkeypatch.setattr(subprocesses, "find_failures", failures)
-    report = kernels.run(config)
-    assert {r["implementation"] for r in report["rows"]} == {OURS, "naive sigmoid"}
+    report = kernels.benchmark_kernels(config)
+    assert {r["implementation"] for r in report["rows"]} == {OURS, NAIVE}
     assert set(report["absent"].values()) == {"no end after 30 s"}
 
 
-def test_lengths_take_turns():
-    """A run that is cut short after a few settings has every length and every kind of problem."""
+def test_lengths_alternate():
+    """A run that is interrupted after a few settings has measured every length and every kind of problem."""
     config = kernels.KernelBenchmark()
     found = [s for s in kernels.settings(config) if not s.alibi]
     assert len(set(found)) == len(found) == 11 * 4
     for start in range(len(found) - 11):
         assert {s.n for s in found[start : start + 11]} == set(config.lengths)
         assert len({(s.head_dim, s.causal) for s in found[start : start + 4]}) == 4
-    assert len(set(kernels._in_turn(range(4), range(6)))) == 24
+    assert len(set(kernels._interleave(range(4), range(6)))) == 24
 
 
-def test_what_runs_eagerly_is_no_compiled_implementation(monkeypatch):
-    """Beyond the limit of recompilations, or with torch.compile switched off."""
+def test_an_eager_call_does_not_count_as_compiled(monkeypatch):
+    """After too many recompilations, or with torch.compile disabled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     call = baselines.compiled(lambda x: x + 1)
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -115,25 +118,13 @@ def test_a_wrong_implementation_is_not_timed(monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "wrong", Implementation(False, wrong, cpu=True))
     monkeypatch.setitem(IMPLEMENTATIONS, "broken", Implementation(False, broken, cpu=True))
     absent = {}
-    config = kernels.KernelBenchmark(heads=1, batch=1, dtype="float32", rounds=1, round_seconds=0.0)
+    config = kernels.KernelBenchmark(num_heads=1, batch_size=1, dtype="float32", rounds=1, round_seconds=0.0)
     rows = kernels.measure(config, kernels.Setting(16, 16, False, False), absent)
     assert {"wrong", "broken", "NaN"}.isdisjoint(r["implementation"] for r in rows)
     reasons = {name.split(",")[0]: reason for name, reason in absent.items()}
-    assert "it is wrong" in reasons["wrong"]
-    assert "it is wrong" in reasons["NaN"]
+    assert "WrongResultError" in reasons["wrong"]
+    assert "WrongResultError" in reasons["NaN"]
     assert "no kernel image" in reasons["broken"]
-
-
-def test_truth_of_softmax_and_alibi():
-    """The benchmark's truth against PyTorch's own attention and autograd."""
-    problem = gpu.inputs(1, 2, 20, 8, torch.float32, causal=True, alibi=True)
-    q, k, v = gpu.leaves(problem)
-    i = torch.arange(20)
-    mask = -problem.options.slopes[:, None, None] * (i[:, None] - i).abs()
-    mask = mask.masked_fill(i[:, None] < i, -math.inf)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
-    gradients = torch.autograd.grad(out, (q, k, v), problem.grad_out)
-    assert max(gpu.errors(problem, True, out.detach(), gradients)) < 1e-5
 
 
 def test_accuracy_of_float16_at_65536_keys(tmp_path, monkeypatch):
@@ -143,9 +134,9 @@ def test_accuracy_of_float16_at_65536_keys(tmp_path, monkeypatch):
     rows = []
     for dtype, lengths in (("float16", (64, 65536)), ("bfloat16", (64, 8192))):
         config = accuracy.AccuracyBenchmark(
-            lengths=lengths, queries=16, head_dim=16, whole=False, dtypes=(dtype,), results=tmp_path
+            lengths=lengths, queries=16, head_dim=16, all_queries=False, dtypes=(dtype,), results=tmp_path
         )
-        rows += [r for r in accuracy.run(config)["rows"] if r["implementation"] == OURS]
+        rows += [r for r in accuracy.benchmark_accuracy(config)["rows"] if r["implementation"] == OURS]
     assert len(rows) == 4
     for r in rows:
         rounding = {"float16": 2**-11, "bfloat16": 2**-8}[r["dtype"]]
@@ -157,15 +148,18 @@ def test_accuracy_of_float16_at_65536_keys(tmp_path, monkeypatch):
 
 def test_hybridnorm(tmp_path):
     config = hybridnorm.HybridNormBenchmark(
-        lengths=(16, 32), heads=2, head_dim=16, dtype="float32", rounds=1, round_seconds=0.0, results=tmp_path
+        lengths=(16, 32), num_heads=2, head_dim=16, dtype="float32", rounds=1, round_seconds=0.0, results=tmp_path
     )
-    report = hybridnorm.run(config)
+    report = hybridnorm.benchmark_hybridnorm(config)
     assert {(c["causal"], c["norm"]) for c in report["crossings"]} == {
         (c, n) for c in (False, True) for n in ("affine", "no affine")
     }
 
 
 def test_crossing_is_the_last_one():
+    assert hybridnorm.crossing_length([(64, 0.9), (128, 1.1), (256, 0.8), (512, 0.7)]) == 256
+    assert hybridnorm.crossing_length([(64, 0.9), (128, 1.1)]) is None
+
     def row(n, ratio):
         return {"n": n, "causal": False, "implementation": "affine", "softmax_time_over_this": {"x": ratio}}
 
@@ -178,48 +172,48 @@ def test_crossing_is_the_last_one():
 
 def test_overhead(tmp_path):
     config = overhead.OverheadBenchmark(
-        n=20, heads=1, head_dim=16, batches=(1,), dtype="float32", rounds=1, round_seconds=0.0,
+        n=20, num_heads=1, head_dim=16, batch_sizes=(1,), dtype="float32", rounds=1, round_seconds=0.0,
         results=tmp_path / "overhead.json",
     )  # fmt: skip
-    report = overhead.run(config)
+    report = overhead.benchmark_overhead(config)
     ours = {(r["implementation"], r["pass"]) for r in report["rows"]}
     assert {
         (name, direction) for name in (OURS, overhead.THROUGH_TRITON) for direction in ("forward", "training")
     } <= ours
     assert tuning.DIRECT_LAUNCH
     assert json.loads((tmp_path / "overhead.json").read_text())["rows"] == report["rows"]
-    for row in report["preparations"]:  # of a call that was made before there is less to do
-        assert 0 < row["again_microseconds"] < min(row["first_microseconds"], row["not_kept_microseconds"])
+    for row in report["host_times"]:  # a call from the cache does less
+        assert 0 < row["cached_microseconds"] < min(row["first_microseconds"], row["uncached_microseconds"])
 
 
-def test_times_of_graphs_count_where_both_have_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "captured", lambda call: call)
+def test_times_of_graphs_are_used_where_both_have_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "capture_graph", lambda call: call)
     config = kernels.KernelBenchmark(
-        lengths=(16,), heads=1, head_dims=(16,), batch=1, dtype="float32", rounds=1, round_seconds=0.0, alibi=False,
-        precompile=False, results=tmp_path,
+        lengths=(16,), num_heads=1, head_dims=(16,), batch_size=1, dtype="float32", rounds=1, round_seconds=0.0,
+        alibi=False, precompile=False, results=tmp_path,
     )  # fmt: skip
-    for row in kernels.run(config)["rows"]:
+    for row in kernels.benchmark_kernels(config)["rows"]:
         assert (row["graph_ms"] is None) == (row["pass"] == "backward")
-    assert kernels._ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": 2.0}) == 4.0
-    assert kernels._ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": None}) == 3.0
+    assert kernels._time_ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": 2.0}) == 4.0
+    assert kernels._time_ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": None}) == 3.0
 
 
 def test_tune(tmp_path):
     config = tune.TuneBenchmark(
-        lengths=(32,), heads=1, head_dims=(16,), most_flops=1.0, most_candidates=1, rounds=1, round_seconds=0.0,
+        lengths=(32,), num_heads=1, head_dims=(16,), max_flops=1.0, max_candidates=1, rounds=1, round_seconds=0.0,
         results=tmp_path,
     )  # fmt: skip
-    rows = tune.run(config)["rows"]
+    rows = tune.tune_kernels(config)["rows"]
     assert {r["kernel"] for r in rows} == {tuning.FWD, tuning.DKDV, tuning.DQ, tuning.FUSED}
     assert all("ms" in r for r in rows), rows
 
 
 def test_training(tmp_path):
-    quick = {"kappas": (1,), "seconds": 60.0, "steps": 2, "batch": 1, "upscale": 1, "layers": 1}
-    training.run(training.TrainingBenchmark(results=tmp_path, **quick))
+    quick = {"kappas": (1,), "seconds": 60.0, "max_steps": 2, "batch_size": 1, "upscale": 1, "num_layers": 1}
+    training.benchmark_training(training.TrainingBenchmark(results=tmp_path, **quick))
     runs = json.loads((tmp_path / "training.json").read_text())["rows"]
-    assert [(r["model"].partition(",")[0], r["mechanism"]) for r in runs] == [
-        (model, mechanism) for model in ("language", "ViT-S") for mechanism in ("sigmoid", "softmax")
+    assert [(r["model"].partition(",")[0], r["activation"]) for r in runs] == [
+        (model, activation) for model in ("language", "ViT-S") for activation in ("sigmoid", "softmax")
     ]
     assert all(r["steps"] == 2 and r["tokens_or_images_per_second"] > 0 for r in runs)
 
@@ -227,11 +221,11 @@ def test_training(tmp_path):
 def test_without_a_gpu_and_without_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(BenchmarkError, match="needs a GPU"):
-        kernels.run(kernels.KernelBenchmark())
+        kernels.benchmark_kernels(kernels.KernelBenchmark())
 
 
 def test_every_step_of_the_script_can_be_configured(monkeypatch, tmp_path):
-    """Names and values of its settings, of the tiny ones too; its tests exist."""
+    """Names and values of its settings are valid, also in a rehearsal, and its tests exist."""
     root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(root / "benchmarks")
     steps = importlib.import_module("gpu_steps").STEPS
@@ -240,9 +234,11 @@ def test_every_step_of_the_script_can_be_configured(monkeypatch, tmp_path):
         for path in (x for x in step.pytest if x.endswith(".py")):
             assert (root / path).exists()
         if step.benchmark:
-            kind = getattr(importlib.import_module(f"sigattn.bench.{step.benchmark[0]}"), step.benchmark[1])
+            module, kind, function = step.benchmark
+            found = importlib.import_module(f"sigattn.bench.{module}")
+            assert callable(getattr(found, function))
             for settings in (step.settings, step.settings | step.tiny):
-                kind(results=tmp_path, resume=True, **settings)
+                getattr(found, kind)(results=tmp_path, resume=True, **settings)
 
 
 def test_the_script_runs_a_step_once(tmp_path):
@@ -253,15 +249,14 @@ def test_the_script_runs_a_step_once(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("== decode: done" in done.stdout) == began
-        assert "decode: context | batch" in done.stdout  # the summary
+        assert "decode: context_length | batch_size" in done.stdout  # the summary
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.tar.gz", "summary.txt"]
 
 
-def test_implementations_compute_the_same():
-    """Those that run here, with ALiBi too."""
+def test_implementations_agree():
     q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
     for slopes in (None, torch.tensor([0.25, 0.5])):
         options = Options(-1.0, True, slopes)
         torch.testing.assert_close(
-            IMPLEMENTATIONS[OURS].call(q, k, v, options), IMPLEMENTATIONS["naive sigmoid"].call(q, k, v, options)
+            IMPLEMENTATIONS[OURS].call(q, k, v, options), IMPLEMENTATIONS[NAIVE].call(q, k, v, options)
         )

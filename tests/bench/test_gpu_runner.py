@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: killed at any time it leaves a whole archive, and the next call goes on where it ended."""
+"""benchmarks/gpu.py: killed at any time it leaves a complete archive, and the next call resumes it."""
 
 import importlib
 import json
@@ -13,22 +13,22 @@ from pathlib import Path
 import pytest
 
 from sigattn.bench.provenance import BenchmarkError
-from sigattn.bench.results_file import Report
+from sigattn.bench.results_file import ResultsFile
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 outcomes = importlib.import_module("outcomes")
-# A benchmark of 20 cases. Modules that Report does not need are replaced, because importing PyTorch takes seconds.
+# A benchmark of 20 cases. Modules that ResultsFile does not need are replaced, because importing PyTorch takes seconds.
 STEP = """
 import os, signal, sys, time, types
 from pathlib import Path
 sys.modules |= {name: types.ModuleType(name) for name in ("torch", "sigattn")}
 sys.modules["sigattn"].__path__ = [SRC]
-from sigattn.bench.results_file import Report
+from sigattn.bench.results_file import ResultsFile
 folder, measured, behaviour = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 if behaviour == "ignores SIGINT":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-with Report(folder / "rows.json", {"date": "today"}, resume=True) as report:
+with ResultsFile(folder / "rows.json", {"date": "today"}, resume=True) as report:
     for case in report.remaining(range(20)):
         time.sleep(0.03)
         with open(measured, "a") as file:
@@ -44,7 +44,7 @@ import sys, gpu
 behaviours = sys.argv.pop().split(",")
 measured, step = sys.argv.pop(), sys.argv.pop()
 gpu.STEPS = tuple(
-    gpu.Step(f"step{n}", 60 if b in ("quick", "dies") else 2, ("rows", ""), columns=("case",))
+    gpu.Step(f"step{n}", 60 if b in ("quick", "dies") else 2, ("rows", "", ""), columns=("case",))
     for n, b in enumerate(behaviours)
 )
 gpu.command = lambda s, folder: [sys.executable, step, str(folder / s.name), measured, behaviours[int(s.name[4:])]]
@@ -120,7 +120,7 @@ def test_killed_at_any_time(runner, tmp_path):
 
 
 def test_steps_that_take_too_long_or_die(runner, tmp_path):
-    """SIGINT, then SIGKILL; a case during which the process dies twice is given up, and the others are measured."""
+    """SIGINT, then SIGKILL; a case during which the process dies twice is skipped, and the others are measured."""
     process = runner("slow", "ignores SIGINT", "dies", options=("--seconds", "60"))
     assert process.wait() == 0, (tmp_path / "said").read_text()
     state, reports = archived(tmp_path)
@@ -139,7 +139,7 @@ def test_too_little_time_for_a_step(runner, tmp_path):
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_tests_that_lose_the_gpu(tmp_path, parallel):
-    """Each failure is named with its error; after a fault the tests go on in another process; none runs twice."""
+    """Each failure is reported with its error; after a fault the tests continue in a new process; none runs twice."""
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
         "lost = False\n"
@@ -171,21 +171,21 @@ def test_tests_that_lose_the_gpu(tmp_path, parallel):
 
 
 def test_results_of_other_code_are_not_continued(tmp_path):
-    described = {"benchmark": "x", "source": "a", "date": "1", "configuration": {"n": (1, 2), "seconds": 3.0}}
-    with Report(tmp_path / "x.json", described) as report:
+    described = {"benchmark": "x", "source": "a", "date": "1", "configuration": {"n": (1, 2), "max_seconds": 3.0}}
+    with ResultsFile(tmp_path / "x.json", described) as report:
         for case in report.remaining(["first", "second"]):
             report.add(case, [{"value": 1}])
-    changed = described | {"configuration": {"n": (1, 2), "seconds": 9.0}, "date": "2"}
-    assert Report(tmp_path / "x.json", changed, resume=True).has("second")
+    changed = described | {"configuration": {"n": (1, 2), "max_seconds": 9.0}, "date": "2"}
+    assert ResultsFile(tmp_path / "x.json", changed, resume=True).has("second")
     for other in ({"source": "b"}, {"configuration": {"n": (1, 3)}}):
         with pytest.raises(BenchmarkError, match=f"differs in: {next(iter(other))}"):
-            Report(tmp_path / "x.json", described | other, resume=True)
-    assert not Report(tmp_path / "x.json", described).has("second")
+            ResultsFile(tmp_path / "x.json", described | other, resume=True)
+    assert not ResultsFile(tmp_path / "x.json", described).has("second")
 
 
-def test_an_exception_is_noted_and_a_case_is_tried_twice(tmp_path):
+def test_an_exception_is_recorded_and_a_case_attempted_twice(tmp_path):
     def run():
-        with Report(tmp_path / "x.json", {"date": ""}, resume=True) as report:
+        with ResultsFile(tmp_path / "x.json", {"date": ""}, resume=True) as report:
             for case in report.remaining(["first", "second"]):
                 raise ValueError(f"{case} is broken")
 

@@ -1,4 +1,4 @@
-"""The tables of docs/speed.md are what ``benchmarks/results/static.json`` says.
+"""The tables of docs/speed.md agree with ``benchmarks/results/static.json``.
 
 ``python -m tests.bench.test_speed_page`` prints them.
 """
@@ -20,7 +20,7 @@ def hopper(rows):
 
 
 def line(r):
-    """One kernel: what the compiler made of it, and the model's cycles per score."""
+    """Return the row of one kernel, with the model's cycles per score."""
     loop, c = r["loops"][0], r["config"]
     cycles = loop["hopper_cycles"]
     spills = f"{r['spills']} ({max(x['spills'] for x in r['loops'])})"
@@ -37,10 +37,10 @@ def tables(rows):
     portable = [r for r in full if "Gluon" not in r["kernel"]]
     yield [line(r) for r in portable if "," not in r["kernel"] or r["kernel"] in ("dk", "dv")]
     yield [line(r) for r in portable if r["kernel"].endswith("TMA")]
-    in_force = [
+    current = [
         r for r in full if r["kernel"].endswith(("Gluon", "Gluon, prefetch")) and r["config"]["stages"] == _stages(r)
     ]
-    yield [line(r) for r in in_force]
+    yield [line(r) for r in current]
     yield [prediction(rows, d) for d in (64, 128, 256)]
 
 
@@ -53,7 +53,7 @@ def _stages(r):
 
 
 def prediction(rows, head_dim):
-    """TFLOP/s by the model: of the forward, and of the backward's kernels one after another."""
+    """Return the row of the TFLOP/s by the model, of the forward and of the backward's kernels in sequence."""
     times = {
         r["kernel"]: r["loops"][0]["hopper_cycles"]["time"]
         for r in hopper(rows)
@@ -64,7 +64,7 @@ def prediction(rows, head_dim):
     return f"| {head_dim} | {forward:.0f} | {TENSOR_PEAK * 5 * product / sum(times.values()):.0f} |"
 
 
-def test_the_tables_are_what_the_results_say():
+def test_tables_agree_with_the_results():
     rows = json.loads((ROOT / "benchmarks/results/static.json").read_text())["rows"]
     page = (ROOT / "docs/speed.md").read_text().splitlines()
     for table in tables(rows):
@@ -74,13 +74,13 @@ def test_the_tables_are_what_the_results_say():
     assert sum(x.endswith(COLUMNS) for x in page) == 3
 
 
-def test_the_results_are_of_the_tables():
-    """The configurations in the results are those in force."""
+def test_results_are_of_the_current_tables():
+    """The configurations in the results are the current ones."""
     rows = json.loads((ROOT / "benchmarks/results/static.json").read_text())["rows"]
     for r in hopper(rows):
         if r["kernel"] in (tuning.FWD, tuning.DKDV, tuning.DQ):
-            in_force = tuning.kernel_config(r["kernel"], 90, r["head_dim"], 2)
-            assert tuning.Config(**r["config"]) == in_force, r
+            current = tuning.kernel_config(r["kernel"], 90, r["head_dim"], 2)
+            assert tuning.Config(**r["config"]) == current, r
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for GPUs that are not there: in a process without the interpreter."""
+"""Machine code of the kernels, compiled for absent GPUs in subprocesses without the interpreter."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ for case in json.loads(sys.argv[1]):
 
 
 def compiled(cases, advised=False):
-    """Compile, in a process of its own; advised: whether ptxas is expected to serialise the products."""
+    """Compile in a subprocess; ``advised``: ptxas is expected to serialise the products."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(cases)], capture_output=True, text=True, env=environment
@@ -75,7 +75,7 @@ OWN_OPTIONS = {
 @pytest.mark.parametrize("architecture", SHARED)
 @pytest.mark.parametrize("causal", [False, True])
 def test_default_configurations(architecture, causal):
-    """No spills in loops, shared memory that is there, tensor cores used, few special-function instructions."""
+    """No spills in loops, shared memory within the limit, tensor cores used, few special-function instructions."""
     dims = DIMS if EVERYTHING or architecture == 90 else DIMS[causal : causal + 1]
     cases = [(k, architecture, "bfloat16", d, causal) for d in dims for k in kernels(architecture, d, "bfloat16")]
     for report in compiled(cases):
@@ -84,7 +84,7 @@ def test_default_configurations(architecture, causal):
         assert report["loops"][0]["spills"] == 0, what
         assert max(loop["spills"] for loop in report["loops"]) <= (3 if report["head_dim"] == 256 else 0), what
         assert report["shared"] <= SHARED[architecture], what
-        if architecture == 90 and report["head_dim"] <= 128:  # one's σ beside another's products
+        if architecture == 90 and report["head_dim"] <= 128:  # σ of one overlaps with products of another
             assert report["programs"] >= 2, what
         expected = {80: "HMMA", 90: "HGMMA", 100: "UTC"}[architecture]
         if report["head_dim"] <= 128 or architecture == 90:
@@ -138,7 +138,7 @@ def test_products_are_asynchronous_on_hopper(dtype, head_dim):
 
 
 def test_some_products_are_asynchronous_on_hopper():
-    """A sample of the above; and without the mend of ``tile.zeros`` ptxas serialises, and the check notices."""
+    """A sample of the above; without the volatile ``tile.zeros`` ptxas serialises, and the check finds that."""
     cases = [case for dtype, d in TENSOR_CORES if d != 64 for case in options_of_hopper(dtype, d)]
     compiled(random.sample(cases, 3))
     compiled([(tuning.FWD, 90, "bfloat16", 64, False, {"WGMMA": False})], advised=True)
@@ -219,12 +219,12 @@ def test_every_option_compiles():
     ],
 )
 def test_programs_on_a_multiprocessor(architecture, registers, warps, shared, expected):
-    """Registers, shared memory and warps, each where it is scarce, as NVIDIA's occupancy calculator counts."""
+    """Limited by registers, shared memory or warps, as in NVIDIA's occupancy calculator."""
     assert hopper_model.programs(architecture, registers, warps, shared * 1024) == expected
 
 
 def test_time_of_a_score():
-    """Two programs overlap, one does not, and copies bind where few rows share them."""
+    """Two programs overlap, one does not, and copies are the limit where few rows share them."""
     body = [("HGMMA.64x64x16.F32.BF16", " R24, gdesc[UR4], R24")] * 4 + [("FFMA", " R1, R2, R3, R4")] * 320
     body += [("HGMMA.64x64x16.F32.BF16", " R88, R132, gdesc[UR16].tnspB, R88")] * 4
     loop = hopper_model.loop_of(body, 32.0)  # a tile of 64 × 64 in four warps, D = 64
@@ -252,7 +252,7 @@ for report in static_hopper.compile_all(json.loads(sys.argv[1])):
 
 
 def test_hopper_kernels():
-    """Tensor cores asynchronous, nothing spilled to speak of, masks at the edges alone."""
+    """Asynchronous products, few spills, masks only at the edges."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     head_dims = json.dumps([64, 128] if EVERYTHING else [64])
     done = subprocess.run([sys.executable, "-c", HOPPER, head_dims], capture_output=True, text=True, env=environment)
@@ -273,13 +273,13 @@ def test_which_advisories_say_that_products_are_serialised():
     assert machine_code.advisories_in(f"{injected}\n{serialised}\nptxas info : Used 128 registers") == [serialised]
 
 
-def test_what_is_handed_over_early():
+def test_missing_fences_are_found():
     whole = ["stmatrix.sync", "fence.proxy.async.shared::cta;", "bar.sync 2, 128;", "mbarrier.arrive.shared::cta.b64"]
-    assert static_hopper.handed_over_early("\n".join(whole)) == ""
+    assert static_hopper.missing_fence("\n".join(whole)) == ""
     for missing in (1, 2):
-        assert "mbarrier" in static_hopper.handed_over_early("\n".join(whole[:missing] + whole[missing + 1 :]))
+        assert "mbarrier" in static_hopper.missing_fence("\n".join(whole[:missing] + whole[missing + 1 :]))
     swapped = [whole[0], whole[2], whole[1], whole[3]]
-    assert "mbarrier" in static_hopper.handed_over_early("\n".join(swapped))
+    assert "mbarrier" in static_hopper.missing_fence("\n".join(swapped))
 
 
 def test_an_unknown_architecture_is_named():
@@ -287,5 +287,5 @@ def test_an_unknown_architecture_is_named():
     command = [sys.executable, "-m", "sigattn", "bench", "static", "--architectures", "71", "--head-dims", "64"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "sigattn: this Triton's ptxas knows no architecture sm_71"
+    assert done.stderr.splitlines()[-1] == "sigattn: Triton's ptxas does not support architecture sm_71"
     assert "Traceback" not in done.stderr

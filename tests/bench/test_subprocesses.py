@@ -1,9 +1,9 @@
-"""Calls that may hang or take their process with them."""
+"""Calls that hang, raise or crash their subprocess."""
 
 from sigattn.bench import subprocesses
 
 
-def test_each_failure_is_one_call_s():
+def test_each_failure_affects_one_call():
     groups = {
         "fine": [1, 2],
         "raises": ["raise", 1, "raise"],
@@ -12,7 +12,7 @@ def test_each_failure_is_one_call_s():
         "faults": [1, "fault", 2, "fault"],
         "nothing": [],
     }
-    found = subprocesses.find_failures("tests.bench.subprocess_calls:act", groups, seconds=2, workers=3)
+    found = subprocesses.find_failures("tests.bench.subprocess_calls:fail", groups, seconds=2, workers=3)
     assert found["fine"] == found["nothing"] == {}
     assert found["raises"] == {0: "ValueError: a reason", 2: "ValueError: a reason"}
     assert found["hangs"] == {1: "no end after 2 s"}
@@ -22,7 +22,7 @@ def test_each_failure_is_one_call_s():
     assert "illegal memory access" in found["faults"][1]
 
 
-def test_a_module_that_is_not_there():
-    found = subprocesses.find_failures("tests.bench.no_such_module:act", {"a": [1, 2]})["a"]
+def test_missing_module():
+    found = subprocesses.find_failures("tests.bench.no_such_module:fail", {"a": [1, 2]})["a"]
     assert list(found) == [0, 1]
     assert "no_such_module" in found[0]

@@ -20,7 +20,6 @@ from sigattn.experiments import (
     lr_sensitivity,
     pages,
     sigma_accuracy,
-    speed,
     sweep,
 )
 from sigattn.experiments.experiment import SCALES, ExperimentError, Result, Setting
@@ -221,11 +220,6 @@ def test_what_was_measured_is_kept(tmp_path):
     assert cache.memoize(path, {"n": 2}, measure) == {"ms": 2}
     path.write_text("{")
     assert cache.memoize(path, {"n": 2}, measure) == {"ms": 3}
-
-
-def test_crossing_is_the_last_one():
-    assert speed.crossing([(64, 0.9), (128, 1.1), (256, 0.8), (512, 0.7)]) == 256
-    assert speed.crossing([(64, 0.9), (128, 1.1)]) is None
 
 
 def test_coarse_sigmoid():

@@ -1,14 +1,14 @@
-"""Who takes part in the GPU benchmarks: our operator, and every peer that this machine has.
+"""Implementations that the benchmarks compare: our operator and its baselines, with softmax or sigmoid.
 
-All take (B, H, N, D) query, key and value and an ``Options``, and compute softmax or sigmoid attention. Each imports
-what it needs when it is first called; ``available`` says beforehand why one is missing.
+All take query, key and value, (B, H, n, D), and ``Options``. An implementation imports its package when it is first
+called; ``Implementation.unavailable`` gives the reason beforehand if it cannot run.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,34 +18,36 @@ from torch.nn import functional as F
 
 import sigattn
 from sigattn import flash
+from sigattn.bench import reference
+from sigattn.bench.inputs import Inputs, Options
 from sigattn.bench.provenance import BenchmarkError
+from sigattn.bench.timing import Timing
 
-
-@dataclass(frozen=True)
-class Options:
-    """What is computed: the bias of a sigmoid, causality, and the slopes of ALiBi, (H,), or None."""
-
-    bias: float
-    causal: bool = False
-    slopes: Tensor | None = None
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, Options], Tensor]
+FORWARD, BACKWARD, TRAINING = "forward", "backward", "training"
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute attention.
+    """One implementation of attention.
 
     Attributes:
-        softmax: whether it is softmax attention, which sigmoid attention is compared with.
-        call: the way. module: what must be importable for it.
-        dtypes: those it takes. cpu: whether it runs on a CPU. alibi, backward: whether it has these.
-        quadratic: whether it holds the whole matrix of weights.
-        recompiles: whether it is compiled anew for each length.
+        softmax: it computes softmax attention, with which sigmoid attention is compared.
+        call: the function.
+        module: what must be importable.
+        dtypes: supported dtypes.
+        cpu: it runs on a CPU.
+        alibi: it supports ALiBi.
+        backward: it has a backward pass.
+        quadratic: it materialises the matrix of weights.
+        recompiles: it is compiled for each length.
     """
 
     softmax: bool
-    call: Callable[[Tensor, Tensor, Tensor, Options], Tensor]
+    call: AttentionFunction
     module: str = "torch"
-    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    dtypes: tuple[torch.dtype, ...] = (*_HALF, torch.float32)
     cpu: bool = False
     alibi: bool = False
     backward: bool = True
@@ -53,38 +55,72 @@ class Implementation:
     recompiles: bool = False
 
     def unavailable(self, device: torch.device, dtype: torch.dtype, options: Options) -> str | None:
-        """Why it cannot take part, or None."""
+        """Return the reason why it cannot run here, or None."""
         if device.type == "cpu" and not self.cpu:
             return "it needs a GPU"
         if dtype not in self.dtypes:
-            return f"it does not take {dtype}"
+            return f"it does not support {dtype}"
         if options.slopes is not None and not self.alibi:
-            return "it has no ALiBi"
+            return "it does not support ALiBi"
         try:
             importlib.import_module(self.module)
-        except Exception as error:  # a peer may refuse to be imported in ways of its own
+        except Exception as error:  # packages raise various errors, not only ImportError
             return f"{self.module} cannot be imported: {error}"
         return None
 
 
-def _sdpa(backend: str) -> Callable[[Tensor, Tensor, Tensor, Options], Tensor]:
-    def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+def checked_passes(
+    implementation: Implementation, inputs: Inputs, *, backward: bool = True
+) -> tuple[dict[str, Callable[[], object]], tuple[float, float | None]]:
+    """Check an implementation against the reference.
 
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=o.causal)
+    Args:
+        implementation: checked with its backward pass, if it has one.
+        inputs: the problem.
+        backward: False omits the backward pass.
 
-    return call
+    Returns:
+        The calls to time, and the relative errors of the output and of the worst gradient. The calls are FORWARD
+        without gradients, BACKWARD alone, from a graph that is kept, and TRAINING, forward and backward.
+
+    Raises:
+        WrongResultError: if a result is wrong.
+    """
+    q, k, v = inputs.query, inputs.key, inputs.value
+    call, options, grad_out = implementation.call, inputs.options, inputs.grad_out
+    if not (backward and implementation.backward):
+        with torch.no_grad():
+            errors = reference.check(inputs, implementation.softmax, call(q, k, v, options))
+        return {FORWARD: lambda: call(q, k, v, options)}, errors
+    leaves = inputs.leaves()
+    out = call(*leaves, options)
+    gradients = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+    errors = reference.check(inputs, implementation.softmax, out.detach(), gradients)
+    return {
+        FORWARD: lambda: call(q, k, v, options),
+        BACKWARD: lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True),
+        TRAINING: lambda: torch.autograd.grad(call(*leaves, options), leaves, grad_out),
+    }, errors
 
 
-def _softmax_on_cpu(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=o.causal)
+def error_line(error: Exception) -> str:
+    """Return type and first line of an exception, for the results."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def ratio_to_fastest_softmax(timing: Timing) -> float | None:
+    """Return the time of the fastest softmax divided by this one's; None without a softmax."""
+    others = ((name, ratio) for name, ratio in timing.ratios.items() if name in IMPLEMENTATIONS)
+    return min((ratio for name, ratio in others if IMPLEMENTATIONS[name].softmax), default=None)
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
-    """``torch.compile`` that raises where it would run the function eagerly, as beyond its limit of recompilations.
+    """Compile with ``torch.compile``; raise where it would run the function eagerly, as after too many recompilations.
 
-    FlexAttention and formulas that run eagerly would otherwise be timed under the name of the compiled ones.
+    Otherwise an eager formula or FlexAttention would be timed under the name of the compiled one.
     """
 
     @functools.wraps(function)
@@ -95,71 +131,26 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable
 
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # a backward is timed on its own, again and again
+    torch._functorch.config.donated_buffer = False  # a kept graph is differentiated many times
     result: Callable[..., Any] = torch.compile(traced, fullgraph=True, dynamic=dynamic)
     return result
 
 
 def reset_compiled() -> None:
-    """Forget what torch.compile has compiled in this process, so that each problem has the whole limit to itself."""
+    """Discard what torch.compile has compiled in this process, so that each problem has the whole recompile limit."""
     torch._dynamo.reset()
 
 
-@functools.lru_cache(maxsize=8)
-def _causal_blocks(n: int, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
+# -- implementations --------------------------------------------------------------------------------------------------
 
 
-def _position(o: Options, score: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return score if o.slopes is None else score - o.slopes[h] * (i - j).abs()
+def sdpa_softmax(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    """Softmax attention by PyTorch, with its default backend."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=o.causal)
 
 
-@functools.cache
-def _flex(softmax: bool) -> Callable[..., Any]:
-    from torch.nn.attention import flex_attention as flex
-
-    def flex_softmax(q: Tensor, k: Tensor, v: Tensor, o: Options, mask: Any) -> Any:
-        if o.slopes is None:
-            return flex.flex_attention(q, k, v, block_mask=mask)
-        return flex.flex_attention(q, k, v, lambda s, b, h, i, j: _position(o, s, h, i, j), block_mask=mask)
-
-    def flex_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options, mask: Any) -> Any:
-        """Softmax of log σ, times the sum that it was divided by."""
-
-        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return F.logsigmoid(_position(o, s, h, i, j) + o.bias)
-
-        out, aux = flex.flex_attention(q, k, v, score, block_mask=mask, return_aux=flex.AuxRequest(lse=True))
-        assert aux.lse is not None  # it was asked for
-        return out * aux.lse.exp().unsqueeze(-1).to(out.dtype)
-
-    return compiled(flex_softmax if softmax else flex_sigmoid)
-
-
-def _flex_attention(softmax: bool) -> Callable[[Tensor, Tensor, Tensor, Options], Tensor]:
-    def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-        mask = _causal_blocks(q.shape[2], q.device) if o.causal else None
-        out: Tensor = _flex(softmax)(q, k, v, o, mask)
-        return out
-
-    return call
-
-
-def _transposed(module: str, name: str, **fixed: Any) -> Callable[[Tensor, Tensor, Tensor, Options], Tensor]:
-    """A function of another package in flash-attn's layout."""
-
-    def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-        options = {key: value(o) for key, value in fixed.items()}
-        function = getattr(importlib.import_module(module), name)
-        out = function(*(t.transpose(1, 2) for t in (q, k, v)), **options)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return call
-
-
-def _naive(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+def naive_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    """Sigmoid attention as a plain formula."""
     s = q @ k.mT * q.shape[-1] ** -0.5 + o.bias
     if o.slopes is not None:
         i = torch.arange(q.shape[2], device=q.device)
@@ -170,48 +161,123 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
 
 @functools.cache
 def _compiled_naive() -> Callable[..., Any]:
-    return compiled(_naive)
+    return compiled(naive_sigmoid)
 
 
-def _ours(backend: str, precision: str = "accurate") -> Callable[[Tensor, Tensor, Tensor, Options], Tensor]:
+def _compiled_naive_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    out: Tensor = _compiled_naive()(q, k, v, o)
+    return out
+
+
+def _sigattn(backend: str | None) -> AttentionFunction:
     def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = flash.flash_attn_func(
-            q,
-            k,
-            v,
-            causal=o.causal,
-            alibi_slopes=o.slopes,
-            sigmoid_bias=o.bias,
-            sigmoid_precision=precision,
-            backend=backend,
+        return sigattn.sigmoid_attention(
+            q, k, v, is_causal=o.causal, bias=o.bias, alibi_slopes=o.slopes, backend=backend
         )
-        return out.transpose(1, 2)
 
     return call
 
 
-def _ours_dense(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    return sigattn.sigmoid_attention(q, k, v, is_causal=o.causal, bias=o.bias, alibi_slopes=o.slopes, backend="triton")
+def _sigattn_fast(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = flash.flash_attn_func(
+        q, k, v, causal=o.causal, alibi_slopes=o.slopes, sigmoid_bias=o.bias, sigmoid_precision="fast", backend="triton"
+    )
+    return out.transpose(1, 2)
 
 
-_HALF = (torch.float16, torch.bfloat16)
-OURS = "sigattn"
+def _sdpa(backend: str) -> AttentionFunction:
+    def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return sdpa_softmax(q, k, v, o)
+
+    return call
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_blocks(n: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
+
+
+def _add_alibi(o: Options, score: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score if o.slopes is None else score - o.slopes[h] * (i - j).abs()
+
+
+@functools.cache
+def _flex(softmax: bool) -> Callable[..., Any]:
+    from torch.nn.attention import flex_attention as flex
+
+    def flex_softmax(q: Tensor, k: Tensor, v: Tensor, o: Options, mask: Any) -> Any:
+        if o.slopes is None:
+            return flex.flex_attention(q, k, v, block_mask=mask)
+        return flex.flex_attention(q, k, v, lambda s, b, h, i, j: _add_alibi(o, s, h, i, j), block_mask=mask)
+
+    def flex_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options, mask: Any) -> Any:
+        """Softmax of log σ, multiplied by the sum that normalised it."""
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return F.logsigmoid(_add_alibi(o, s, h, i, j) + o.bias)
+
+        out, aux = flex.flex_attention(q, k, v, score, block_mask=mask, return_aux=flex.AuxRequest(lse=True))
+        assert aux.lse is not None  # requested above
+        return out * aux.lse.exp().unsqueeze(-1).to(out.dtype)
+
+    return compiled(flex_softmax if softmax else flex_sigmoid)
+
+
+def _flex_attention(softmax: bool) -> AttentionFunction:
+    def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+        mask = _causal_blocks(q.shape[2], q.device) if o.causal else None
+        out: Tensor = _flex(softmax)(q, k, v, o, mask)
+        return out
+
+    return call
+
+
+def _flash_layout(module: str, name: str, **options: Callable[[Options], Any]) -> AttentionFunction:
+    """Return a function of another package that takes flash-attn's layout, (B, n, H, D)."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+        function = getattr(importlib.import_module(module), name)
+        given = {key: value(o) for key, value in options.items()}
+        out = function(*(t.transpose(1, 2) for t in (q, k, v)), **given)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
+def _causal(o: Options) -> bool:
+    return o.causal
+
+
+def _slopes(o: Options) -> Tensor | None:
+    return o.slopes
+
+
+def _bias(o: Options) -> float:
+    return o.bias
+
+
+OURS, SDPA, NAIVE, COMPILED_NAIVE = "sigattn", "SDPA softmax", "naive sigmoid", "compiled naive sigmoid"
 IMPLEMENTATIONS = {
-    OURS: Implementation(False, _ours_dense, "triton", cpu=True, alibi=True),
-    "sigattn fast": Implementation(False, _ours("triton", "fast"), "triton", alibi=True),
+    OURS: Implementation(False, _sigattn("triton"), "triton", cpu=True, alibi=True),
+    "sigattn fast": Implementation(False, _sigattn_fast, "triton", alibi=True),
     "cuDNN softmax": Implementation(True, _sdpa("CUDNN_ATTENTION"), dtypes=_HALF),
     "flash softmax": Implementation(True, _sdpa("FLASH_ATTENTION"), dtypes=_HALF),
-    "SDPA softmax": Implementation(True, _softmax_on_cpu, cpu=True),
+    SDPA: Implementation(True, sdpa_softmax, cpu=True),
     "flash-attn 3 softmax": Implementation(
         True,
-        _transposed("flash_attn_interface", "flash_attn_func", causal=lambda o: o.causal),
+        _flash_layout("flash_attn_interface", "flash_attn_func", causal=_causal),
         "flash_attn_interface",
         dtypes=_HALF,
     ),
     "flash-attn 2 softmax": Implementation(
         True,
-        _transposed("flash_attn", "flash_attn_func", causal=lambda o: o.causal, alibi_slopes=lambda o: o.slopes),
+        _flash_layout("flash_attn", "flash_attn_func", causal=_causal, alibi_slopes=_slopes),
         "flash_attn",
         dtypes=_HALF,
         alibi=True,
@@ -220,24 +286,22 @@ IMPLEMENTATIONS = {
     "Flex sigmoid": Implementation(False, _flex_attention(False), alibi=True, recompiles=True),
     "triton-sigmoid": Implementation(
         False,
-        _transposed("triton_sigmoid", "sigmoid_attention", is_causal=lambda o: o.causal, sigmoid_bias=lambda o: o.bias),
+        _flash_layout("triton_sigmoid", "sigmoid_attention", is_causal=_causal, sigmoid_bias=_bias),
         "triton_sigmoid",
     ),
     "FlashSigmoid": Implementation(
         False,
-        _transposed(
-            "flash_sigmoid",
-            "flash_attn_func",
-            causal=lambda o: o.causal,
-            alibi_slopes=lambda o: o.slopes,
-            sigmoid_bias=lambda o: o.bias,
-        ),
+        _flash_layout("flash_sigmoid", "flash_attn_func", causal=_causal, alibi_slopes=_slopes, sigmoid_bias=_bias),
         "flash_sigmoid",
         dtypes=_HALF,
         alibi=True,
     ),
-    "naive sigmoid": Implementation(False, _naive, cpu=True, alibi=True, quadratic=True),
-    "compiled naive sigmoid": Implementation(
-        False, lambda q, k, v, o: _compiled_naive()(q, k, v, o), alibi=True, quadratic=True, recompiles=True
-    ),
+    NAIVE: Implementation(False, naive_sigmoid, cpu=True, alibi=True, quadratic=True),
+    COMPILED_NAIVE: Implementation(False, _compiled_naive_sigmoid, alibi=True, quadratic=True, recompiles=True),
+}
+CPU_IMPLEMENTATIONS: Mapping[str, Implementation] = {
+    SDPA: IMPLEMENTATIONS[SDPA],
+    OURS: Implementation(False, _sigattn(None), cpu=True),
+    NAIVE: IMPLEMENTATIONS[NAIVE],
+    COMPILED_NAIVE: IMPLEMENTATIONS[COMPILED_NAIVE],
 }

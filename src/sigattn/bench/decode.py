@@ -1,8 +1,8 @@
-"""``sigattn bench decode``: one new token against a cache, beside PyTorch's softmax, on a GPU or a CPU.
+"""``sigattn bench decode``: one new token with a key/value cache, compared with PyTorch's softmax, on a GPU or a CPU.
 
-Decoding reads the cache once and does little else, so what counts is bytes a second, beside those of a plain copy on
-the same machine. Each implementation is checked against float64 before it is timed. Caches
-are (batch, length, heads, head_dim) as flash-attn has them, (batch, heads, length, head_dim), or pages.
+Decoding is bound by reading the cache, so the measure is bytes per second, compared with a plain copy on the same
+machine. Each implementation is checked against float64 before it is timed. Caches are (batch, length, heads, head_dim)
+as in flash-attn, (batch, heads, length, head_dim), or paged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.bench import gpu, provenance
-from sigattn.bench.baselines import compiled, reset_compiled
-from sigattn.bench.results_file import Report
+from sigattn.bench import provenance, reference
+from sigattn.bench.baselines import OURS, SDPA, compiled, error_line, reset_compiled
+from sigattn.bench.inputs import DTYPES
+from sigattn.bench.results_file import ResultsFile
+from sigattn.bench.tables import new_table, number, print_path
+from sigattn.bench.timing import time_calls
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.kv_cache import KVCache
@@ -36,168 +39,178 @@ from sigattn.validation import (
     check_positive,
 )
 
-OURS, PAGED, SOFTMAX, FLEX = "sigattn", "sigattn, pages of 64", "SDPA softmax", "Flex softmax"
+PAGED, FLEX = f"{OURS}, pages of 64", "Flex softmax"
 PAGE = 64
-LAYOUTS = ("length first", "heads first")
+LENGTH_FIRST, HEADS_FIRST = "length first", "heads first"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBenchmark:
-    """What to measure.
+    """Configuration of the decoding benchmark.
 
     Attributes:
-        contexts: keys in the cache.
-        batches: numbers of samples.
-        heads: query heads of the model.
-        kv_heads: key and value heads of the model.
+        context_lengths: numbers of keys in the cache.
+        batch_sizes: numbers of samples.
+        num_heads: query heads of the model.
+        num_kv_heads: key and value heads of the model.
         head_dim: features of a head.
         dtypes: "float32", "bfloat16", "float16".
-        most_gib: caches larger than this are left out.
+        max_gib: omit larger caches.
         threads: PyTorch's threads, on a CPU.
-        flex: whether FlexAttention takes part, on a GPU.
-        prompts: lengths after which a language model makes a token, sigmoid beside its softmax twin.
+        flex: also time FlexAttention, on a GPU.
+        prompt_lengths: prompts after which language models with sigmoid and with softmax generate a token.
         rounds: how often each implementation is timed.
-        round_seconds: the least time of a round.
+        round_seconds: shortest time of a round.
         resume: continue the results in the file instead of replacing them.
-        results: where to write the results as JSON.
+        results: where to write the results (JSON).
     """
 
-    contexts: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
-    batches: tuple[int, ...] = (1, 8, 32, 128)
-    heads: int = 32
-    kv_heads: int = 8
+    context_lengths: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+    batch_sizes: tuple[int, ...] = (1, 8, 32, 128)
+    num_heads: int = 32
+    num_kv_heads: int = 8
     head_dim: int = 128
     dtypes: tuple[str, ...] = ("bfloat16",)
-    most_gib: float = 8.0
+    max_gib: float = 8.0
     threads: int = 2
     flex: bool = True
-    prompts: tuple[int, ...] = (64, 1024, 8192)
+    prompt_lengths: tuple[int, ...] = (64, 1024, 8192)
     rounds: int = 7
     round_seconds: float = 0.01
     resume: bool = False
     results: Path = Path("runs/bench/decode.json")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "contexts", "batches", "heads", "kv_heads", "head_dim", "threads", "prompts", "rounds")
-        check_positive(self, "most_gib")
-        if self.heads % self.kv_heads:
-            raise SettingsError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        check_at_least(
+            1,
+            self,
+            "context_lengths",
+            "batch_sizes",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "threads",
+            "prompt_lengths",
+            "rounds",
+        )
+        check_positive(self, "max_gib")
+        if self.num_heads % self.num_kv_heads:
+            raise SettingsError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
         check_not_negative(self, "round_seconds")
-        check_among(tuple(gpu.DTYPES), self, "dtypes")
-        check_not_empty(self, "contexts", "batches", "dtypes")
+        check_among(tuple(DTYPES), self, "dtypes")
+        check_not_empty(self, "context_lengths", "batch_sizes", "dtypes")
+
+
+def benchmark_decode(config: DecodeBenchmark) -> dict[str, Any]:
+    """Measure, write the results after each cache, print tables; return what was written."""
+    console, device = Console(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    described = provenance.describe("decode", asdict(config), gpu=device.type == "cuda")
+    with ResultsFile(config.results, described, resume=config.resume) as results:
+        try:
+            for dtype, context_length, batch_size in results.remaining(cases(config)):
+                rows = measure(config, context_length, batch_size, dtype, device, results.data["absent"])
+                results.add((dtype, context_length, batch_size), rows)
+        finally:
+            torch.set_num_threads(threads)
+        for (prompt_length,) in results.remaining([(length,) for length in config.prompt_lengths]):
+            results.data.setdefault("generation", []).extend(measure_generation(config, prompt_length, device))
+            results.add((prompt_length,), [])
+        written = results.write(generation=results.data.get("generation", []))
+    for dtype in config.dtypes:
+        console.print(decode_table(written["rows"], dtype))
+    for row in written["generation"]:
+        console.print(
+            f"{row['activation']}, prompt of {row['prompt_length']:,} tokens: {row['tokens_per_second']:.1f} tokens/s "
+            f"({row['softmax_time_over_this']:.2f} × softmax)",
+            highlight=False,
+        )
+    print_path(config.results)
+    return written
+
+
+def cases(config: DecodeBenchmark) -> list[tuple[str, int, int]]:
+    """Return dtype, context length and batch size of the caches of at most ``max_gib``."""
+
+    def size(dtype: str, context_length: int, batch_size: int) -> int:
+        return 2 * batch_size * context_length * config.num_kv_heads * config.head_dim * DTYPES[dtype].itemsize
+
+    found = itertools.product(config.dtypes, config.context_lengths, config.batch_sizes)
+    return [case for case in found if size(*case) <= config.max_gib * 2**30]
 
 
 @dataclass(frozen=True)
-class Cache:
-    """One new query for each sample, (B, 1, Hq, D), and the keys and values, (B, M, Hkv, D) seen in one layout."""
+class CacheInputs:
+    """One new query for each sample, (B, 1, Hq, D), and the cached keys and values, (B, M, Hkv, D)."""
 
     query: Tensor
     key: Tensor
     value: Tensor
 
-    @property
-    def bytes(self) -> int:
-        """Of keys and values."""
-        return 2 * self.key.numel() * self.key.element_size()
-
-
-def run(config: DecodeBenchmark) -> dict[str, Any]:
-    """Measure, write the results after each cache, print tables; return what was written."""
-    console, device = Console(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    described = provenance.describe("decode", {**asdict(config), "results": ""})
-    if device.type == "cuda":
-        described["device"] = torch.cuda.get_device_name()
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads)
-    with Report(config.results, described, resume=config.resume) as report:
-        try:
-            for dtype, context, batch in report.remaining(cases(config)):
-                found = measure(config, context, batch, gpu.DTYPES[dtype], device, report.data["absent"])
-                report.add((dtype, context, batch), found)
-        finally:
-            torch.set_num_threads(before)
-        for (prompt,) in report.remaining([(prompt,) for prompt in config.prompts]):
-            report.data.setdefault("generation", []).extend(generation(config, prompt, device))
-            report.add((prompt,), [])
-        result = report.write(generation=report.data.get("generation", []))
-    for dtype in config.dtypes:
-        console.print(table(result["rows"], dtype))
-    for row in result["generation"]:
-        console.print(
-            f"{row['mechanism']}, {row['prompt']:,} tokens before: {row['tokens_per_second']:.1f} tokens/s "
-            f"({row['softmax_time_over_this']:.2f} × softmax)",
-            highlight=False,
-        )
-    console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return result
-
-
-def cases(config: DecodeBenchmark) -> list[tuple[str, int, int]]:
-    """Dtype, context and batch size of the caches that are small enough."""
-
-    def size(dtype: str, context: int, batch: int) -> int:
-        return 2 * batch * context * config.kv_heads * config.head_dim * gpu.DTYPES[dtype].itemsize
-
-    found = itertools.product(config.dtypes, config.contexts, config.batches)
-    return [case for case in found if size(*case) <= config.most_gib * 2**30]
-
 
 def measure(
-    config: DecodeBenchmark, context: int, batch: int, dtype: torch.dtype, device: torch.device, absent: dict[str, str]
+    config: DecodeBenchmark,
+    context_length: int,
+    batch_size: int,
+    dtype: str,
+    device: torch.device,
+    absent: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """All implementations on caches of one size: a row for each implementation and layout."""
-    generator = torch.Generator(device).manual_seed(context)
+    """Time all implementations on caches of one size; return a row for each implementation and layout.
+
+    absent: receives the reasons of the implementations that are not timed.
+    """
+    generator = torch.Generator(device).manual_seed(context_length)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(DTYPES[dtype])
 
     reset_compiled()
     rows = []
-    query = randn(batch, 1, config.heads, config.head_dim)
-    for layout in LAYOUTS:
-        shape = (batch, context, config.kv_heads, config.head_dim)
-        if layout == "heads first":
-            b, m, h, d = shape
-            key, value = (randn(b, h, m, d).transpose(1, 2) for _ in range(2))
-        else:
-            key, value = randn(*shape), randn(*shape)
-        cache = Cache(query, key, value)
+    query = randn(batch_size, 1, config.num_heads, config.head_dim)
+    for layout in (LENGTH_FIRST, HEADS_FIRST):
+        b, m, h, d = batch_size, context_length, config.num_kv_heads, config.head_dim
+        key, value = (
+            randn(b, h, m, d).transpose(1, 2) if layout == HEADS_FIRST else randn(b, m, h, d) for _ in range(2)
+        )
+        inputs = CacheInputs(query, key, value)
         calls: dict[str, Callable[[], object]] = {}
         errors: dict[str, float] = {}
-        for name, call in implementations(config, cache, layout).items():
+        for name, call in implementations(config, inputs, layout).items():
             try:
-                errors[name] = check(name, call, cache)
-            except Exception as error:  # wrong, or failed in a way of its own: it is not timed, and the others are
-                absent[f"{name}, {dtype}, {context} keys, batch {batch}, {layout}"] = (
-                    f"{type(error).__name__}: {error}"[:300]
-                )
-            else:
+                errors[name] = check(name, call, inputs)
                 calls[name] = call
-        calls["copy"] = functools.partial(torch.empty_like(cache.key).copy_, cache.key)
+            except Exception as error:  # implementations fail in various ways; the results give the reason
+                absent[f"{name}, {dtype}, {context_length} keys, batch {batch_size}, {layout}"] = error_line(error)
+        calls["copy"] = functools.partial(torch.empty_like(key).copy_, key)
+        moved = key.nbytes + value.nbytes  # a copy of the keys reads and writes as many bytes
         with torch.no_grad():
-            for name, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds):
-                moved = cache.bytes  # a copy of the keys reads and writes as much as reading keys and values
-                rows.append(
-                    {
-                        "context": context,
-                        "batch": batch,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "layout": layout,
-                        "implementation": name,
-                        "median_ms": seconds * 1e3,
-                        "gigabytes_per_second": moved / seconds / 1e9,
-                        "softmax_time_over_this": ratios.get(SOFTMAX),
-                        "copy_time_over_this": ratios["copy"],
-                        "relative_error": errors.get(name),
-                    }
-                )
+            timings = time_calls(calls, config.rounds, config.round_seconds)
+        rows += [
+            {
+                "context_length": context_length,
+                "batch_size": batch_size,
+                "dtype": dtype,
+                "layout": layout,
+                "implementation": name,
+                "median_ms": seconds * 1e3,
+                "gigabytes_per_second": moved / seconds / 1e9,
+                "softmax_time_over_this": ratios.get(SDPA),
+                "copy_time_over_this": ratios["copy"],
+                "relative_error": errors.get(name),
+            }
+            for name, seconds, ratios in timings
+        ]
     return rows
 
 
-def generation(config: DecodeBenchmark, prompt: int, device: torch.device) -> list[dict[str, Any]]:
-    """Tokens a second of a language model (8 layers of 512, 8 heads of which 2 for keys), after a prompt."""
+def measure_generation(config: DecodeBenchmark, prompt_length: int, device: torch.device) -> list[dict[str, Any]]:
+    """Measure the tokens per second of a language model after a prompt (8 layers, width 512, 8 heads, 2 key heads)."""
     calls: dict[str, Callable[[], object]] = {}
-    for mechanism in ("sigmoid", "softmax"):
+    for activation in ("sigmoid", "softmax"):
         torch.manual_seed(0)
         model = LanguageModel(
             LanguageModelConfig(
@@ -205,38 +218,38 @@ def generation(config: DecodeBenchmark, prompt: int, device: torch.device) -> li
                 embed_dim=512,
                 num_heads=8,
                 num_kv_heads=2,
-                max_seq_len=prompt + 2048,
+                max_seq_len=prompt_length + 2048,
                 position="rope",
                 norm_placement="hybrid",
-                activation="sigmoid" if mechanism == "sigmoid" else "softmax",
+                activation="sigmoid" if activation == "sigmoid" else "softmax",
             )
         ).to(device)
         with torch.no_grad():
-            cache, tokens = model.new_kv_cache(), torch.randint(256, (1, prompt), device=device)
+            cache, tokens = model.new_kv_cache(), torch.randint(256, (1, prompt_length), device=device)
             model.eval()(tokens, cache)
-        calls[mechanism] = functools.partial(_next_token, model, cache, tokens[:, -1:])
+        calls[activation] = functools.partial(_next_token, model, cache, tokens[:, -1:])
     return [
         {
-            "prompt": prompt,
-            "mechanism": mechanism,
+            "prompt_length": prompt_length,
+            "activation": activation,
             "tokens_per_second": 1 / seconds,
             "softmax_time_over_this": ratios["softmax"],
         }
-        for mechanism, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds)
+        for activation, seconds, ratios in time_calls(calls, config.rounds, config.round_seconds)
     ]
 
 
 @torch.no_grad()
 def _next_token(model: LanguageModel, cache: list[KVCache], token: Tensor) -> None:
-    """One step, after which the cache is as it was."""
+    """Run one step and remove its token from the cache again."""
     model(token, cache)
     for layer in cache:
         layer.length -= 1
 
 
-def implementations(config: DecodeBenchmark, cache: Cache, layout: str) -> dict[str, Callable[[], Tensor]]:
-    """Who takes part: each gives (B, 1, Hq, D)."""
-    q, k, v = cache.query, cache.key, cache.value
+def implementations(config: DecodeBenchmark, inputs: CacheInputs, layout: str) -> dict[str, Callable[[], Tensor]]:
+    """Return the calls that are timed; each returns (B, 1, Hq, D)."""
+    q, k, v = inputs.query, inputs.key, inputs.value
     bias = -math.log(k.shape[1])
 
     def ours() -> Tensor:
@@ -246,15 +259,13 @@ def implementations(config: DecodeBenchmark, cache: Cache, layout: str) -> dict[
         queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True).transpose(1, 2)
 
-    calls = {SOFTMAX: softmax, OURS: ours}
-    if layout == "length first" and k.shape[1] % PAGE == 0:
+    calls = {SDPA: softmax, OURS: ours}
+    if layout == LENGTH_FIRST and k.shape[1] % PAGE == 0:
         key_pages, value_pages = (t.reshape(-1, PAGE, *t.shape[2:]) for t in (k, v))
-        places = torch.arange(len(key_pages), device=k.device, dtype=torch.int32).view(len(k), -1)
+        table = torch.arange(len(key_pages), device=k.device, dtype=torch.int32).view(len(k), -1)
 
         def paged() -> Tensor:
-            return flash_attn_with_kvcache(
-                q, key_pages, value_pages, block_table=places, causal=True, sigmoid_bias=bias
-            )
+            return flash_attn_with_kvcache(q, key_pages, value_pages, block_table=table, causal=True, sigmoid_bias=bias)
 
         calls[PAGED] = paged
     if config.flex and q.is_cuda:
@@ -277,47 +288,46 @@ def _compiled_flex() -> Callable[..., Any]:
     return compiled(flex)
 
 
-def check(name: str, call: Callable[[], Tensor], cache: Cache) -> float:
-    """The error of the first sample's first and last head against float64, relative to the largest value.
+def check(name: str, call: Callable[[], Tensor], inputs: CacheInputs) -> float:
+    """Return the error of the first sample's first and last head against float64, relative to the largest value.
 
     Raises:
-        RuntimeError: if it is beyond what the dtype explains; a wrong implementation is not timed.
+        WrongResultError: if it exceeds the tolerance of the dtype, or is NaN.
     """
-    heads = cache.query.shape[2]
-    group = heads // cache.key.shape[2]
+    num_heads = inputs.query.shape[2]
+    group = num_heads // inputs.key.shape[2]
     with torch.no_grad():
         out = call()
     errors = []
-    for h in (0, heads - 1):
-        q = cache.query[0, 0, h].double()
-        k, v = (t[0, :, h // group].double() for t in (cache.key, cache.value))
+    for h in (0, num_heads - 1):
+        q = inputs.query[0, 0, h].double()
+        k, v = (t[0, :, h // group].double() for t in (inputs.key, inputs.value))
         s = k @ q * q.shape[0] ** -0.5
         p = s.softmax(0) if "softmax" in name else torch.sigmoid(s - math.log(len(k)))
         expected = p @ v
         errors.append(((out[0, 0, h].double() - expected).abs().max() / expected.abs().max()).item())
-    worst = gpu.largest(errors)
-    if not worst <= gpu.TOLERANCE[out.dtype]:
-        raise RuntimeError(f"{name} is wrong at {tuple(cache.key.shape)}, {out.dtype}: relative error {worst}")
-    return worst
+    if not all(error <= reference.tolerance(out) for error in errors):  # max() may skip NaN
+        raise reference.WrongResultError(
+            f"{name} is wrong for a cache of {tuple(inputs.key.shape)}, {out.dtype}: relative errors {errors}"
+        )
+    return max(errors)
 
 
-def table(rows: list[dict[str, Any]], dtype: str) -> Table:
-    """The rows of one dtype."""
-    result = Table(title=f"{dtype}: one token against a cache")
-    for column in ("context", "batch", "layout", "", "ms", "GB/s", "× softmax", "× copy", "error"):
-        result.add_column(column, justify="left" if column in ("layout", "") else "right")
+def decode_table(rows: list[dict[str, Any]], dtype: str) -> Table:
+    """Return a table of the rows of one dtype."""
+    numbers = ("context", "batch", "ms", "GB/s", "× softmax", "× copy", "error")
+    table = new_table(f"{dtype}: one token with a cache", ("layout", ""), numbers)
     for row in (r for r in rows if r["dtype"] == dtype):
-        error = row["relative_error"]
-        result.add_row(
-            f"{row['context']:,}",
-            str(row["batch"]),
+        table.add_row(
             row["layout"],
             row["implementation"],
-            f"{row['median_ms']:.3f}",
-            f"{row['gigabytes_per_second']:.1f}",
-            "–" if row["softmax_time_over_this"] is None else f"{row['softmax_time_over_this']:.2f}",
-            f"{row['copy_time_over_this']:.2f}",
-            "" if error is None else f"{error:.1e}",
+            f"{row['context_length']:,}",
+            str(row["batch_size"]),
+            number(row["median_ms"], ".3f"),
+            number(row["gigabytes_per_second"], ".1f"),
+            number(row["softmax_time_over_this"]),
+            number(row["copy_time_over_this"]),
+            number(row["relative_error"], ".1e"),
             end_section=row["implementation"] == "copy",
         )
-    return result
+    return table

@@ -1,6 +1,6 @@
-"""A model of the time of a score on a multiprocessor: cycles of each unit, and which of them overlap.
+"""Model of the time per score on a Hopper multiprocessor, from the cycles of its units and their overlap.
 
-It is arithmetic over the machine code and the multiprocessor's limits; no GPU has confirmed it.
+It is computed from the machine code and the limits of the multiprocessor; no GPU has confirmed it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Lanes that a Hopper multiprocessor issues in a cycle, its dense 16-bit matrix products, and bytes of shared memory.
+# Per cycle of a Hopper multiprocessor: lanes issued by each unit, FLOPs of 16-bit products, bytes of shared memory.
 SPECIAL_LANES, FMA_LANES, ALU_LANES, ISSUE_LANES, TENSOR_FLOPS, SHARED_BYTES = 16, 128, 64, 128, 4096, 128
-# What L2 gives a multiprocessor in a cycle, in bytes: 5120 for the whole chip. NVIDIA states that for the A100; for
-# Hopper no figure is published.
+# Bytes that a multiprocessor reads from L2 in a cycle: 5120 for the whole chip according to NVIDIA for the A100; no
+# figure is published for Hopper.
 L2_BYTES = 5120 / 132
 REGISTERS = 65536  # of a multiprocessor, on every architecture
 
-# A multiprocessor's shared memory in KiB, warps and programs (CUDA C++ Programming Guide, technical specifications).
+# Shared memory in KiB, warps and programs of a multiprocessor (CUDA C++ Programming Guide, technical specifications).
 _LIMITS = {
     80: (164, 64, 32),
     86: (100, 48, 16),
@@ -39,25 +39,37 @@ def programs(architecture: int, registers: int, warps: int, shared: int) -> int 
     """
     if architecture not in _LIMITS:
         return None
-    memory, most_warps, most = _LIMITS[architecture]
-    of_warp = -(-registers * 32 // 256) * 256  # registers are given to a warp in units of 256
-    by_registers = 4 * (REGISTERS // 4 // of_warp) // warps  # each quarter of the multiprocessor has its own
-    return min(by_registers, memory * 1024 // (shared + 1024), most_warps // warps, most)
+    memory, max_warps, max_programs = _LIMITS[architecture]
+    per_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256
+    by_registers = 4 * (REGISTERS // 4 // per_warp) // warps  # each quarter of the multiprocessor has its own
+    return min(by_registers, memory * 1024 // (shared + 1024), max_warps // warps, max_programs)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """An innermost loop: instructions per score, by unit."""
+    """Instructions per score in an innermost loop.
+
+    Attributes:
+        special: of the special-function unit (MUFU).
+        fma: of the FMA units.
+        alu: of the integer units.
+        tensor: of the tensor cores.
+        all: of all units.
+        selects: comparisons and selections, the cost of masks.
+        spills: stores to and loads from local memory in one iteration.
+        tensor_cycles: cycles of wgmma per score, with the reads of its operands from shared memory.
+        operand_bytes: bytes per score that wgmma reads from shared memory.
+    """
 
     special: float
     fma: float
     alu: float
     tensor: float
     all: float
-    selects: float  # comparisons and selections, what masks cost
-    spills: int  # stores to and loads from local memory in one iteration
-    tensor_cycles: float  # of wgmma, per score, with its operands' way from shared memory
-    operand_bytes: float  # that wgmma reads from shared memory, per score
+    selects: float
+    spills: int
+    tensor_cycles: float
+    operand_bytes: float
 
     def cycles(self, products: int, head_dim: int) -> dict[str, float]:
         """Return the cycles of a Hopper multiprocessor per score, by unit."""
@@ -70,14 +82,18 @@ class Loop:
         }
 
     def time(self, cycles: dict[str, float], programs: int, rows: int, row_bytes: int, overlapping: bool) -> float:
-        """Return the cycles that a score takes on Hopper if only what can overlap does.
+        """Return the cycles per score on Hopper.
 
-        A warp group waits for its products before it computes σ, so the tensor cores and the other units take turns
-        within a program; its groups meet at a barrier in each iteration, so they wait together. Two programs on a
-        multiprocessor do not wait for each other: one computes σ while the other's products run. Copies overlap.
+        A warp group waits for its products before it computes σ, and the groups of a program synchronise at a barrier
+        in each iteration, so within a program the tensor cores and the other units alternate. Two programs on a
+        multiprocessor are independent: one computes σ while the products of the other run. Copies always overlap.
 
-        rows: of a tile that stays (queries, or keys for dK and dV). row_bytes: of a row that passes by.
-        overlapping: the kernel itself overlaps products with σ, or its groups do not meet.
+        Args:
+            cycles: by unit, from ``Loop.cycles``.
+            programs: number of programs on the multiprocessor.
+            rows: rows of the stationary tile (queries, or keys for dK and dV).
+            row_bytes: bytes of a row of the tiles that the loop reads.
+            overlapping: the kernel itself overlaps products with σ.
         """
         tensor = max(self.tensor_cycles, cycles["tensor"])
         other = max(cycles[unit] for unit in ("special", "fma", "alu", "issue"))
@@ -87,7 +103,7 @@ class Loop:
 
 
 def loop_of(body: list[tuple[str, str]], scores: float) -> Loop:
-    """Read a loop's instructions, (operation, operands); ``scores`` of a tile are a thread's."""
+    """Count a loop's instructions, (operation, operands); ``scores`` is the number of scores per thread and tile."""
     heads = [op.split(".")[0] for op, _ in body]
 
     def per_score(names: tuple[str, ...]) -> float:
@@ -97,7 +113,7 @@ def loop_of(body: list[tuple[str, str]], scores: float) -> Loop:
     known = (*SPECIAL, *FMA, *TENSOR)
     alu = sum(h not in known and not h.startswith(ELSEWHERE) for h in heads) / scores
     products = [_product(op, operands) for op, operands in body if op.startswith("HGMMA")]
-    group = scores * 128  # of four warps, which issue a wgmma together
+    group = scores * 128  # scores of the four warps that issue a wgmma together
     return Loop(
         special,
         fma,
@@ -114,14 +130,14 @@ def loop_of(body: list[tuple[str, str]], scores: float) -> Loop:
 def _product(op: str, operands: str) -> tuple[float, int]:
     """Return the cycles of a wgmma of 16 bits or TF32 and the bytes that it reads from shared memory.
 
-    The second operand always comes from there; the first too, unless it is in registers. With few columns that takes
+    It reads the second operand from there, and the first unless that is in registers. With few columns the reads take
     longer than the product.
     """
     shape = re.search(r"\.(\d+)x(\d+)x(\d+)", op)
     if shape is None:
-        raise ValueError(f"an unknown form of wgmma: {op} {operands}")
+        raise ValueError(f"unknown form of wgmma: {op} {operands}")
     m, n, k = map(int, shape.groups())
-    size = 16 // k * 2  # k is 32 bytes of an operand
+    size = 16 // k * 2  # bytes of an entry: k entries take 32 bytes
     first_in_registers = re.match(r"\s*R\d+,\s*R\d+", operands) is not None
     read = size * k * (n if first_in_registers else m + n)
     flops_per_cycle = TENSOR_FLOPS * 2 // size

@@ -1,14 +1,14 @@
-"""``sigattn bench hybridnorm``: from which length sigmoid attention and a norm after it beat softmax attention.
+"""``sigattn bench hybridnorm``: the length from which sigmoid attention followed by a norm is faster than softmax.
 
-Hybrid-norm puts a LayerNorm on the output of sigmoid attention (Sect. 6 and the paper's table of T*). It costs memory
-traffic linear in n, and sigmoid attention gains time quadratic in n, so there is a length T* from which it pays.
+Hybrid norm applies a LayerNorm to the output of sigmoid attention (Sect. 6 and the paper's table of T*). Its cost is
+linear in n and the gain of sigmoid attention quadratic, so there is a length T* from which it pays.
 """
 
 from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,30 +19,43 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.bench import gpu
-from sigattn.bench.baselines import IMPLEMENTATIONS, OURS, Implementation, compiled
-from sigattn.bench.results_file import Report
+from sigattn.bench import gpu, provenance
+from sigattn.bench.baselines import (
+    FORWARD,
+    IMPLEMENTATIONS,
+    OURS,
+    AttentionFunction,
+    checked_passes,
+    compiled,
+    error_line,
+)
+from sigattn.bench.inputs import DTYPES, Inputs, random_inputs
+from sigattn.bench.results_file import ResultsFile
+from sigattn.bench.tables import mask_name, new_table, number, print_path
+from sigattn.bench.timing import time_calls
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
+
+NORMS = ("affine", "no affine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridNormBenchmark:
-    """What to measure.
+    """Configuration of the hybrid-norm benchmark.
 
     Attributes:
         lengths: numbers of tokens n.
-        heads: of one sequence (batch 1).
+        num_heads: heads of the one sequence.
         head_dim: features of a head.
         dtype: "bfloat16", "float16" or "float32".
         rounds: how often each implementation is timed.
-        round_seconds: the least time of a round.
-        compiled: whether torch.compile fuses the norm, as in the paper; without, PyTorch's own kernel does it.
+        round_seconds: shortest time of a round.
+        compiled: fuse the norm with torch.compile on a GPU, as in the paper; otherwise PyTorch's kernel computes it.
         resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON).
     """
 
     lengths: tuple[int, ...] = (64, 256, 576, 1024, 2048, 4096, 5184, 8192, 10000, 12544, 16384, 32768, 60000)
-    heads: int = 12
+    num_heads: int = 12
     head_dim: int = 64
     dtype: str = "bfloat16"
     rounds: int = 7
@@ -52,53 +65,50 @@ class HybridNormBenchmark:
     results: Path = Path("runs/bench/hybridnorm")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "lengths", "heads", "head_dim", "rounds")
+        check_at_least(1, self, "lengths", "num_heads", "head_dim", "rounds")
         check_not_negative(self, "round_seconds")
-        check_among(tuple(gpu.DTYPES), self, "dtype")
+        check_among(tuple(DTYPES), self, "dtype")
         check_not_empty(self, "lengths")
 
 
-def run(config: HybridNormBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results after each length; return what was written."""
-    described = gpu.describe("hybridnorm", {**asdict(config), "results": ""})
-    with Report(config.results / "hybridnorm.json", described, resume=config.resume) as report:
-        for n, causal in report.remaining([(n, causal) for n in config.lengths for causal in (False, True)]):
-            report.add((n, causal), measure(config, n, causal, report.data["absent"]))
-        crossings = [crossing(report.data["rows"], causal, norm) for causal in (False, True) for norm in NORMS]
-        result = report.write(crossings=crossings)
-    console = Console()
-    console.print(table(crossings))
-    console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return result
+def benchmark_hybridnorm(config: HybridNormBenchmark) -> dict[str, Any]:
+    """Measure, print a table, write the results after each length; return what was written.
 
-
-NORMS = ("affine", "no affine")
+    Raises:
+        BenchmarkError: without a GPU, unless kernels are interpreted.
+    """
+    gpu.device()
+    described = provenance.describe("hybridnorm", asdict(config), gpu=True)
+    with ResultsFile(config.results / "hybridnorm.json", described, resume=config.resume) as results:
+        for n, causal in results.remaining([(n, causal) for n in config.lengths for causal in (False, True)]):
+            results.add((n, causal), measure(config, n, causal, results.data["absent"]))
+        crossings = [crossing(results.data["rows"], causal, norm) for causal in (False, True) for norm in NORMS]
+        written = results.write(crossings=crossings)
+    Console().print(crossing_table(crossings))
+    print_path(config.results)
+    return written
 
 
 def measure(config: HybridNormBenchmark, n: int, causal: bool, absent: dict[str, str]) -> list[dict[str, Any]]:
-    """Forward times at one length: sigmoid with either norm, and the softmaxes."""
-    dtype = gpu.DTYPES[config.dtype]
-    problem = gpu.inputs(1, config.heads, n, config.head_dim, dtype, causal)
-    q, k, v = problem.query, problem.key, problem.value
-    weight, shift = torch.ones(2, config.heads * config.head_dim, device=q.device, dtype=dtype).unbind()
+    """Time the forward pass of sigmoid attention with either norm and of every softmax, at one length.
 
-    norm = _compiled_norm() if config.compiled and torch.cuda.is_available() else _norm
-    affine = {"affine": (weight, shift), "no affine": (None, None)}
-    ours = IMPLEMENTATIONS[OURS].call
+    absent: receives the reasons of those that are not timed.
+    """
+    dtype, device = DTYPES[config.dtype], gpu.device()
+    inputs = random_inputs(1, config.num_heads, n, config.head_dim, dtype, device, causal=causal)
     calls: dict[str, Callable[[], object]] = {}
     for name, implementation in IMPLEMENTATIONS.items():
         if name == "Flex softmax" or not (implementation.softmax or name == OURS):
             continue
-        reason = implementation.unavailable(gpu.device(), dtype, problem.options) or _wrong(implementation, problem)
+        reason = implementation.unavailable(device, dtype, inputs.options)
+        if reason is None:
+            try:
+                passes, _ = checked_passes(implementation, inputs, backward=False)
+                calls |= _with_norms(config, implementation.call, inputs) if name == OURS else {name: passes[FORWARD]}
+            except Exception as error:  # baselines fail in various ways; the results give the reason
+                reason = error_line(error)
         if reason is not None:
             absent[f"{name}, n = {n}"] = reason
-        elif name == OURS:
-            calls |= {
-                kind: lambda given=affine[kind]: norm(ours(q, k, v, problem.options), *given)  # type: ignore[misc]
-                for kind in NORMS
-            }
-        else:
-            calls[name] = lambda call=implementation.call: call(q, k, v, problem.options)  # type: ignore[misc]
     with torch.no_grad():
         return [
             {
@@ -106,65 +116,68 @@ def measure(config: HybridNormBenchmark, n: int, causal: bool, absent: dict[str,
                 "causal": causal,
                 "implementation": name,
                 "ms": seconds * 1e3,
-                "softmax_time_over_this": {o: r for o, r in ratios.items() if o not in NORMS},
+                "softmax_time_over_this": {other: r for other, r in ratios.items() if other not in NORMS},
             }
-            for name, seconds, ratios in gpu.race(calls, config.rounds, config.round_seconds)
+            for name, seconds, ratios in time_calls(calls, config.rounds, config.round_seconds)
         ]
 
 
+def _with_norms(
+    config: HybridNormBenchmark, attention: AttentionFunction, inputs: Inputs
+) -> dict[str, Callable[[], object]]:
+    """Return sigmoid attention followed by a LayerNorm, with and without an affine map."""
+    q, k, v, options = inputs.query, inputs.key, inputs.value, inputs.options
+    norm = _compiled_norm() if config.compiled and q.is_cuda else _norm
+    weight, shift = torch.ones(2, config.num_heads * config.head_dim, device=q.device, dtype=q.dtype).unbind()
+    return {
+        "affine": lambda: norm(attention(q, k, v, options), weight, shift),
+        "no affine": lambda: norm(attention(q, k, v, options), None, None),
+    }
+
+
 def _norm(out: Tensor, weight: Tensor | None, shift: Tensor | None) -> Tensor:
-    """LayerNorm over the heads of a token: (B, H, n, D) → (B, n, H·D)."""
+    """LayerNorm over all heads of a token: (B, H, n, D) → (B, n, H·D)."""
     flat = out.transpose(1, 2).flatten(2)
     return F.layer_norm(flat, flat.shape[-1:], weight, shift)
 
 
 @functools.cache
 def _compiled_norm() -> Callable[..., Any]:
-    return compiled(_norm, dynamic=True)  # once for all lengths
-
-
-def _wrong(implementation: Implementation, problem: gpu.Inputs) -> str | None:
-    """Why an implementation is not timed: it fails, or its output is not that of the formula."""
-    try:
-        with torch.no_grad():
-            out = implementation.call(problem.query, problem.key, problem.value, problem.options)
-        error, _ = gpu.errors(problem, implementation.softmax, out, None)
-    except Exception as failure:  # a peer may fail in ways of its own
-        return f"{type(failure).__name__}: {failure}"[:300]
-    return None if error <= gpu.TOLERANCE[out.dtype] else f"it is wrong: relative error {error}"
+    return compiled(_norm, dynamic=True)  # one compilation for all lengths
 
 
 def crossing(rows: list[dict[str, Any]], causal: bool, norm: str) -> dict[str, Any]:
-    """T*: the least length from which on sigmoid with this norm is always faster; None if it is not at the longest."""
+    """Return T* compared with each softmax, and the mean gain from there on in percent."""
     own = sorted((r for r in rows if r["causal"] == causal and r["implementation"] == norm), key=lambda r: r["n"])
     result: dict[str, Any] = {"causal": causal, "norm": norm, "over": {}}
     for other in own[0]["softmax_time_over_this"] if own else ():
-        ratios = [(r["n"], r["softmax_time_over_this"][other]) for r in own]
-        after = []
-        for n, ratio in reversed(ratios):
-            if ratio <= 1:
-                break
-            after.append((n, ratio))
-        result["over"][other] = {
-            "from": after[-1][0] if after else None,
-            "percent": 100 * statistics.mean(1 - 1 / ratio for _, ratio in after) if after else None,
-        }
+        ratios = [(r["n"], 1 / r["softmax_time_over_this"][other]) for r in own]
+        start = crossing_length(ratios)
+        after = [1 - ratio for n, ratio in ratios if start is not None and n >= start]
+        result["over"][other] = {"from": start, "percent": 100 * statistics.mean(after) if after else None}
     return result
 
 
-def table(crossings: list[dict[str, Any]]) -> Table:
-    """T* and the mean gain from there on."""
-    result = Table(title="T*: from here on sigmoid + LayerNorm is faster, and by how much")
-    for column in ("mask", "LayerNorm", "than", "T*", "gain"):
-        result.add_column(column)
+def crossing_length(ratios: Iterable[tuple[int, float]]) -> int | None:
+    """Return the least n from which on every ratio of times is below 1; None if the last is not.
+
+    ratios: pairs of n and the time divided by that of softmax.
+    """
+    start = None
+    for n, ratio in sorted(ratios, reverse=True):
+        if ratio >= 1:
+            break
+        start = n
+    return start
+
+
+def crossing_table(crossings: list[dict[str, Any]]) -> Table:
+    """Return a table of T* and the mean gain from there on."""
+    table = new_table(
+        "T*: the length from which sigmoid + LayerNorm is faster", ("mask", "LayerNorm", "than"), ("T*", "mean gain, %")
+    )
     for c in crossings:
         for other, found in c["over"].items():
-            start, gain = found["from"], found["percent"]
-            result.add_row(
-                "causal" if c["causal"] else "full",
-                c["norm"],
-                other,
-                "–" if start is None else str(start),
-                "–" if gain is None else f"{gain:.1f} %",
-            )
-    return result
+            start = number(found["from"], "d")
+            table.add_row(mask_name(c["causal"]), c["norm"], other, start, number(found["percent"], ".1f"))
+    return table

@@ -1,4 +1,4 @@
-"""Compiling a kernel for a GPU that need not be there, and reading what came out: log, registers, instructions."""
+"""Compilation of kernels for a GPU that may be absent, and analysis of ptxas's log and the machine code."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ def compile_with_log(source: Any, architecture: int, options: dict[str, Any]) ->
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     log = printed.getvalue()
-    return compiled, log if "ptxas info" in log else _assemble(compiled.asm["ptx"], architecture)  # it was in the cache
+    return compiled, log if "ptxas info" in log else _assemble(
+        compiled.asm["ptx"], architecture
+    )  # the kernel was in the compiler's cache
 
 
 def advisories(ptx: str, architecture: int) -> list[str]:
-    """Return ptxas's advisories on a kernel that it serialised."""
+    """Return ptxas's advisories that it serialised a kernel's wgmma instructions."""
     return advisories_in(_assemble(ptx, architecture))
 
 
 def advisories_in(log: str) -> list[str]:
     """Return the advisories C7500 … C7599 in a log of ptxas, without C7519.
 
-    They say that it made every asynchronous tensor core instruction (wgmma) of a kernel wait for the one before it.
-    C7519 says only that it added a ``warpgroup.arrive``, which orders accesses to registers.
+    By these, ptxas makes every asynchronous tensor core instruction (wgmma) wait for the previous one. C7519 only says
+    that it added a ``warpgroup.arrive``, which orders accesses to registers.
     """
     return [line for line in log.splitlines() if re.search(r"\(C75(?!19)\d\d\)|wgmma.*serialized", line)]
 
@@ -54,7 +56,7 @@ def _assemble(ptx: str, architecture: int) -> str:
 
 
 def disassemble(cubin: bytes) -> tuple[int, list[tuple[str, str]]]:
-    """Return a thread's registers, and the instructions as (operation, operands); a label is ("", its name)."""
+    """Return the registers of a thread, and the instructions as (operation, operands); labels are ("", name)."""
     import triton.backends.nvidia
 
     tools = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -87,6 +89,6 @@ def inner_loops(code: list[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
         if target and labels.get(target.group(0), at) < at:
             spans.append((labels[target.group(0)], at))
     computing = [(a, b) for a, b in spans if any(op.startswith(_EXPONENTIAL) for op, _ in code[a:b])]
-    for start, stop in computing:  # inside may be small loops that wait for a barrier
+    for start, stop in computing:  # a small loop inside may wait for a barrier
         if not any(start <= a and b <= stop and (a, b) != (start, stop) for a, b in computing):
             yield [(op, operands) for op, operands in code[start:stop] if op]

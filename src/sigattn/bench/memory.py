@@ -1,87 +1,67 @@
-"""Peak memory of one attention, forward and backward, beyond inputs and outputs. Each case has a process of its own."""
+"""Peak memory of attention, forward and backward, beyond inputs and outputs; each case runs in its own subprocess."""
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
-from torch.nn import functional as F
 
-import sigattn
+from sigattn.bench.baselines import CPU_IMPLEMENTATIONS, OURS, SDPA
+from sigattn.bench.inputs import DTYPES, Options
+from sigattn.bench.tables import mask_name, new_table
 
-_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-
-
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
-    "SDPA softmax": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-    "sigattn": lambda q, k, v, causal: sigattn.sigmoid_attention(q, k, v, is_causal=causal),
-    "naive sigmoid": lambda q, k, v, _: torch.sigmoid(q @ k.mT * q.shape[-1] ** -0.5 - 8.0) @ v,
-}
+_BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
-def cases(heads: int, head_dim: int, threads: int) -> list[dict[str, Any]]:
-    """The peak memory of softmax and of our sigmoid, at 4096 tokens and, with one head, 65,536."""
+def measure_all(num_heads: int, head_dim: int, threads: int) -> list[dict[str, Any]]:
+    """Measure softmax and our sigmoid attention at 4096 tokens and, with one head, 65,536."""
     return [
-        in_own_process(implementation, n, h, head_dim, dtype, causal, threads)
-        for n, h in ((4096, heads), (65_536, 1))
+        measure_in_subprocess(name, n, h, head_dim, dtype, causal, threads)
+        for n, h in ((4096, num_heads), (65_536, 1))
         for dtype in ("float32", "bfloat16")
         for causal in (False, True)
-        for implementation in ("SDPA softmax", "sigattn")
+        for name in (SDPA, OURS)
     ]
 
 
-def in_own_process(*case: Any) -> dict[str, Any]:
-    """``report`` in a fresh process; what it printed."""
-    code = f"from sigattn.bench import memory; memory.report(*{case!r})"
+def measure_in_subprocess(*case: Any) -> dict[str, Any]:
+    """Run ``print_peak`` in a new process; return the row that it prints."""
+    code = f"from sigattn.bench import memory; memory.print_peak(*{case!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    row: dict[str, Any] = json.loads(done.stdout)
+    return row
 
 
-def report(implementation: str, n: int, heads: int, head_dim: int, dtype: str, causal: bool, threads: int) -> None:
-    """Measure one case in this process and print it as JSON."""
+def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal: bool, threads: int) -> None:
+    """Measure an implementation in this process and print a row as JSON."""
     torch.set_num_threads(threads)
-    kind: torch.dtype = getattr(torch, dtype)
 
-    def attend(length: int) -> int:
-        """One forward and backward; gives the bytes the process had at most, less inputs and outputs."""
-        q, k, v, g = torch.randn(4, 1, heads, length, head_dim).to(kind).unbind()
-        q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-        before = _peak()
-        out = IMPLEMENTATIONS[implementation](q, k, v, causal)
-        gradients = torch.autograd.grad(out, (q, k, v), g)
-        outputs = sum(t.numel() * t.element_size() for t in (out, *gradients))
-        return max(0, _peak() - before - outputs)
+    def extra_bytes(length: int) -> int:
+        """Run forward and backward; return the increase of the process's peak memory, less the outputs."""
+        *tensors, grad_out = torch.randn(4, 1, heads, length, head_dim).to(DTYPES[dtype]).unbind()
+        q, k, v = (t.clone().requires_grad_() for t in tensors)
+        before = _peak_bytes()
+        out = CPU_IMPLEMENTATIONS[name].call(q, k, v, Options(-math.log(length), causal))
+        gradients = torch.autograd.grad(out, (q, k, v), grad_out)
+        return max(0, _peak_bytes() - before - sum(t.nbytes for t in (out, *gradients)))
 
-    attend(1024)  # threads, compiled kernels and what else a first call sets up
-    extra = attend(n)
-    print(
-        json.dumps(
-            {
-                "implementation": implementation,
-                "n": n,
-                "heads": heads,
-                "dtype": dtype,
-                "causal": causal,
-                "extra_mib": extra / 2**20,
-            }
-        )
-    )
+    extra_bytes(1024)  # threads, compiled kernels and what else the first call sets up
+    row = {"implementation": name, "n": n, "heads": heads, "dtype": dtype, "causal": causal}
+    print(json.dumps(row | {"extra_mib": extra_bytes(n) / 2**20}))
 
 
-def _peak() -> int:
-    """The most memory this process has had, in bytes.
+def _peak_bytes() -> int:
+    """Return the peak memory of this process.
 
-    Linux keeps it with the process's own memory. What getrusage gives there starts at the parent's peak, so that a
-    small process of a large parent would seem to need nothing.
+    On Linux from /proc, because getrusage starts at the parent's peak there, and a small child of a large parent would
+    seem to need nothing.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -89,16 +69,15 @@ def _peak() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """The cases."""
-    result = Table(title="peak memory of forward and backward, beyond inputs and outputs")
-    for column in ("n", "heads", "dtype", "mask", "", "MiB"):
-        result.add_column(column, justify="right" if column in ("n", "heads", "MiB") else "left")
+def memory_table(rows: list[dict[str, Any]]) -> Table:
+    """Return a table of the rows."""
+    table = new_table(
+        "peak memory of forward and backward, beyond inputs and outputs", ("", "dtype", "mask"), ("n", "heads", "MiB")
+    )
     for row in rows:
-        mask = "causal" if row["causal"] else "full"
-        cells = (row["n"], row["heads"], row["dtype"], mask, row["implementation"], f"{row['extra_mib']:.1f}")
-        result.add_row(*map(str, cells))
-    return result
+        cells = (row["n"], row["heads"], f"{row['extra_mib']:.1f}")
+        table.add_row(row["implementation"], row["dtype"], mask_name(row["causal"]), *map(str, cells))
+    return table

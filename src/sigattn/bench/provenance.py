@@ -1,12 +1,17 @@
-"""Where a measurement comes from: what every results file says of itself."""
+"""Provenance of a measurement: the entries at the head of every results file."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import platform
 import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +21,61 @@ import sigattn
 
 
 class BenchmarkError(RuntimeError):
-    """This machine cannot run a benchmark; the message says why, and what to do."""
+    """A benchmark cannot run on this machine; the message gives the reason and the remedy."""
 
 
-def describe(benchmark: str, configuration: dict[str, Any]) -> dict[str, Any]:
-    """Benchmark, date, commit, digest of the source, device, versions and configuration."""
+def describe(benchmark: str, config: Any, *, gpu: bool = False) -> dict[str, Any]:
+    """Return benchmark, date, commit, digest of the source, device, versions and configuration.
+
+    Args:
+        benchmark: name of the benchmark.
+        config: configuration, a dataclass or a mapping; where results are written is left out.
+        gpu: name the GPU as device, if there is one, and mark results of interpreted kernels.
+    """
+    configuration = config if isinstance(config, Mapping) else asdict(config)
+    versions = {"sigattn": sigattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    device = processor_name()
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["triton"] = metadata.version("triton")
+    if gpu and torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        versions["cuda"] = torch.version.cuda or torch.version.hip or "unknown"
+    elif gpu and os.environ.get("TRITON_INTERPRET") == "1":
+        device += ", kernels interpreted: times are meaningless"
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "source": source(),
-        "device": processor(),
-        "versions": {"sigattn": sigattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "configuration": {key: str(v) if isinstance(v, Path) else v for key, v in configuration.items()},
+        "source": source_digest(),
+        "device": device,
+        "versions": versions,
+        "configuration": {key: value for key, value in configuration.items() if key != "results"},
     }
 
 
 def commit() -> str:
-    """The commit of the code that runs, with "+" if files differ from it; "unknown" outside a checkout."""
-    here = Path(__file__).parent
+    """Return the commit of the running code, with "+" if its files were changed; "unknown" outside a checkout."""
+    package = Path(sigattn.__file__).parent
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", "."], cwd=here.parent, capture_output=True, text=True, check=True
-        ).stdout
+        head, changed = (
+            subprocess.run(["git", *command], cwd=package, capture_output=True, text=True, check=True).stdout
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.strip() + ("+" if changed else "")
 
 
-def source() -> str:
-    """Return a digest of the library's Python files, which tells versions apart outside a checkout too."""
+def source_digest() -> str:
+    """Return a digest of the library's Python files, which identifies the version outside a checkout too."""
     digest, package = hashlib.sha256(), Path(sigattn.__file__).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def processor() -> str:
-    """The processor's name, as far as the system tells, and what PyTorch uses of it."""
+def processor_name() -> str:
+    """Return the processor's name, if the system gives one, and the instruction set that PyTorch uses."""
     name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -66,8 +87,8 @@ def processor() -> str:
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Write a results file; a reader sees the earlier content or the new one, never a part."""
+def write(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a results file atomically: a reader sees the earlier content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Results file of a benchmark: rewritten after each case, so that an interrupted run keeps what it measured."""
+"""Results file of a benchmark, rewritten after each case: an interrupted run keeps its rows and can be resumed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 
 from sigattn.bench import provenance
 
-MAX_ATTEMPTS = 2  # of a case during which the process ends without an exception
+MAX_ATTEMPTS = 2  # for a case during which the process ended without an exception
 _COMPARED = ("benchmark", "source", "device", "versions", "configuration")
-_NOT_COMPARED = ("results", "resume", "seconds")  # settings that do not change what a row means
+_NOT_COMPARED = ("resume", "max_seconds")  # settings that do not change the meaning of a row
 Case = TypeVar("Case")
 
 
-class Report:
-    """Provenance, rows and finished cases of one run, or of several runs that continue one another.
+class ResultsFile:
+    """Provenance, rows and finished cases of a benchmark, of one run or of several that resume one another.
 
     Args:
-        path: The JSON file; it is replaced atomically after each case.
-        described: Provenance (``provenance.describe``).
-        resume: Continue the results in ``path``: the cases in it are not measured again.
+        path: JSON file, replaced atomically after each case.
+        described: provenance (``provenance.describe``).
+        resume: continue the results in ``path``; the cases in it are not measured again.
 
     Raises:
         BenchmarkError: if ``path`` holds results of other code, another device or another configuration.
@@ -44,14 +44,14 @@ class Report:
                 raise provenance.BenchmarkError(f"{path} cannot be continued, because it differs in: {what}")
             self.data = {**earlier, "continued": [*earlier.get("continued", []), described["date"]]}
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> ResultsFile:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self._current is not None:
-            if issubclass(kind, KeyboardInterrupt):  # a time limit: not the fault of the case
+            if issubclass(kind, KeyboardInterrupt):  # a time limit, which is no failure of the case
                 self.data["attempts"].pop(self._current, None)
             else:
                 self.data["absent"][self._current] = f"{kind.__name__}: {error}"[:300]
@@ -62,7 +62,7 @@ class Report:
         return json.loads(json.dumps(case)) in self.data["done"]
 
     def remaining(self, cases: Iterable[Case], seconds: float | None = None) -> Iterator[Case]:
-        """Yield the cases that are not done, until ``seconds`` have passed; the others are noted as left out."""
+        """Yield the unfinished cases until ``seconds`` have passed; list the rest under ``left_out_for_time``."""
         start = time.perf_counter()
         self.data["left_out_for_time"] = []
         for case in list(cases):
@@ -93,7 +93,7 @@ class Report:
         return found
 
     def write(self, **more: Any) -> dict[str, Any]:
-        """Write the file, with further entries; return everything it holds."""
+        """Write the file, with further entries; return its content."""
         self.data |= more
         provenance.write(self.path, self.data)
         return self.data

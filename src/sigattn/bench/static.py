@@ -1,8 +1,7 @@
-"""``sigattn bench static``: what the compiler makes of the kernels, without a GPU.
+"""``sigattn bench static``: compile the GPU kernels and analyse their machine code, without a GPU.
 
-Compiles the configurations that are the default for each architecture and reads the machine code: registers, spills,
-shared memory, and for the innermost loop how many instructions of each unit a score costs. From these, the cycles that
-each unit would take per score on Hopper, and so which one binds.
+For the default configurations of each architecture it reports registers, spills, shared memory, the instructions per
+score of each unit in the innermost loop and, by a model of Hopper, the cycles that each unit takes per score.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,13 +18,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.bench import hopper_model, machine_code, provenance, static_hopper
+from sigattn.bench import machine_code, provenance, static_hopper
+from sigattn.bench.compiled_kernel import PARTS, CompiledKernel, summarize
+from sigattn.bench.tables import mask_name, print_path
 from sigattn.ops.triton import tma, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
-# dK and dV one after the other
-PARTS = {"dk": {"NEED_VALUE": False}, "dv": {"NEED_KEY": False}}
-PRODUCTS = {tuning.FWD: 2, tuning.DKDV: 4, tuning.DQ: 3, tuning.DECODE: 2, "dk": 3, "dv": 2, tuning.FUSED: 5}
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -37,15 +34,15 @@ _NUMBERS = {"z_scale", "cap_scale", "bias_value", "shift_value", "out_scale", "l
 
 @dataclass(frozen=True, kw_only=True)
 class StaticBenchmark:
-    """What to compile.
+    """Configuration of the static analysis.
 
     Attributes:
         architectures: compute capabilities, 90 for sm_90.
         head_dims: D = Dv.
         dtypes: "bfloat16", "float16", "float32".
-        variants: for sm_90 in bfloat16, compile also what is not the default: the other forms of σ, dQ added
+        variants: for sm_90 in bfloat16, also compile what is not the default: the other forms of σ, dQ added
             atomically, and every candidate of the Hopper kernels.
-        results: where to write the results as JSON; None writes none.
+        results: where to write the results (JSON); None writes none.
     """
 
     architectures: tuple[int, ...] = (80, 90, 100)
@@ -61,44 +58,17 @@ class StaticBenchmark:
         check_not_empty(self, "architectures", "head_dims", "dtypes")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the compiler made of one kernel."""
+def benchmark_static(config: StaticBenchmark) -> list[dict[str, Any]]:
+    """Compile, print tables and write the results; return the rows.
 
-    kernel: str
-    architecture: int
-    dtype: str
-    head_dim: int
-    causal: bool
-    config: tuning.Config
-    registers: int
-    spills: int  # stores to and loads from local memory
-    shared: int  # bytes
-    programs: int | None  # that fit a multiprocessor; None for an architecture whose limits are not known
-    advisories: list[str]  # of ptxas, that it serialised the tensor cores' instructions
-    tensor_instructions: str
-    loops: tuple[hopper_model.Loop, ...]  # that of whole tiles first
-
-    def cycles(self, loop: hopper_model.Loop) -> dict[str, float]:
-        """Return the cycles of a Hopper multiprocessor per score, by unit; on Hopper also ``time``, by the model."""
-        found = loop.cycles(products_of(self.kernel), self.head_dim)
-        if self.architecture == 90 and self.programs and not self.kernel.startswith(tuning.DECODE):
-            gluon = ", Gluon" in self.kernel
-            rows = static_hopper.ROWS_OF_PROGRAM if gluon else self.config.block_m
-            if not gluon and self.kernel.partition(",")[0] in (tuning.DKDV, *PARTS, tuning.FUSED):
-                rows = self.config.block_n
-            row_bytes = 2 * self.head_dim * (4 if self.dtype == "float32" else 2)
-            found["time"] = loop.time(found, self.programs, rows, row_bytes, overlapping=gluon)
-        return found
-
-
-def run(config: StaticBenchmark) -> list[dict[str, Any]]:
-    """Compile, print a table, write the results; gives what was written."""
+    Raises:
+        BenchmarkError: in Triton's interpreter, without Triton, or for an architecture that its ptxas does not know.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise provenance.BenchmarkError("this benchmark compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
     if importlib.util.find_spec("triton") is None:
         raise provenance.BenchmarkError("this benchmark needs Triton: pip install triton")
-    reports = [
+    kernels = [
         compile_kernel(kernel, architecture, dtype, d, causal)
         for architecture in config.architectures
         for dtype in config.dtypes
@@ -107,48 +77,47 @@ def run(config: StaticBenchmark) -> list[dict[str, Any]]:
         for causal in (False, True)
     ]
     if 90 in config.architectures and "bfloat16" in config.dtypes:
-        reports += static_hopper.compile_all(
+        kernels += static_hopper.compile_all(
             (d for d in config.head_dims if d in tuning.HOPPER_CONFIGS[tuning.FWD]), candidates=config.variants
         )
         if config.variants:
-            reports += [report for d in config.head_dims for report in _variants(d)]
-    rows = [_row(r) for r in reports]
+            kernels += [variant for d in config.head_dims for variant in _variants(d)]
+    rows = [kernel.to_row() for kernel in kernels]
     console = Console()
     console.width = max(console.width, 126)  # the table has no columns to spare
     for architecture in config.architectures:
-        console.print(table(reports, architecture))
+        console.print(architecture_table(kernels, architecture))
     if config.results is not None:
-        described = {k: v for k, v in asdict(config).items() if k != "results"}
-        provenance.write(config.results, {**provenance.describe("none: compiled only", described), "rows": rows})
-        console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
+        provenance.write(config.results, {**provenance.describe("static", asdict(config)), "rows": rows})
+        print_path(config.results)
     return rows
 
 
 def kernels_of(architecture: int, head_dim: int, dtype: str) -> list[str]:
-    """What a plain call may start."""
+    """Return the names of the kernels that a plain call may launch."""
     split_dkdv = tuning.kernel_config(tuning.DKDV, architecture, head_dim, 4 if dtype == "float32" else 2).split_dkdv
     return [tuning.FWD, *(PARTS if split_dkdv else [tuning.DKDV]), tuning.DQ, tuning.DECODE]
 
 
-def _variants(head_dim: int) -> Iterator[Report]:
-    """What is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
+def _variants(head_dim: int) -> Iterator[CompiledKernel]:
+    """Compile what is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
     for kernel in (k for k in kernels_of(90, head_dim, "bfloat16") if k != tuning.DECODE):
         default = tuning.kernel_config(tuning.DKDV if kernel in PARTS else kernel, 90, head_dim, 2)
         for form in ("accurate", "paired", "exact", "fast"):
             if form != default.sigmoid:
-                report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
-                yield replace(report, kernel=f"{kernel}, {form}")
+                variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
+                yield replace(variant, kernel=f"{kernel}, {form}")
         if kernel not in PARTS:
             yield from _with_tma(kernel, kernel, head_dim)
     if head_dim <= 128:
         yield from _with_tma(tuning.FUSED, tuning.DKDV, head_dim, ATOMIC_DQ=True)
 
 
-def _with_tma(name: str, kernel: str, head_dim: int, **constants: Any) -> Iterator[Report]:
+def _with_tma(name: str, kernel: str, head_dim: int, **constants: Any) -> Iterator[CompiledKernel]:
     """Compile the first two candidates of ``bench tune`` that use TMA."""
     for config in [c for c in tuning.candidates(name, head_dim) if c.tma and c.sigmoid == "paired"][:2]:
-        report = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config, **constants)
-        yield replace(report, kernel=f"{name}, TMA")
+        variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config, **constants)
+        yield replace(variant, kernel=f"{name}, TMA")
 
 
 def compile_kernel(
@@ -159,11 +128,11 @@ def compile_kernel(
     causal: bool,
     config: tuning.Config | None = None,
     **constants: Any,
-) -> Report:
+) -> CompiledKernel:
     """Compile one kernel as ``launch`` would start it for a plain call, and read its machine code.
 
-    config: the tile shape, if not that of the tables.
-    constants: compile-time arguments that shall differ from those of a plain call.
+    config: tile shape; None for that of the tables.
+    constants: compile-time arguments that differ from those of a plain call.
     """
     from triton.compiler import ASTSource
     from triton.runtime.errors import PTXASError
@@ -195,44 +164,9 @@ def compile_kernel(
     except PTXASError as error:
         if "is not defined for option 'gpu-name'" not in str(error):
             raise
-        raise provenance.BenchmarkError(f"this Triton's ptxas knows no architecture sm_{architecture}") from error
+        raise provenance.BenchmarkError(f"Triton's ptxas does not support architecture sm_{architecture}") from error
     scores = config.block_m * config.block_n / (32 * config.warps)
-    return read(compiled, log, scores, name, architecture, dtype, head_dim, causal, config)
-
-
-def read(
-    compiled: Any,
-    log: str,
-    scores: float,
-    kernel: str,
-    architecture: int,
-    dtype: str,
-    head_dim: int,
-    causal: bool,
-    config: tuning.Config,
-) -> Report:
-    """What is in the machine code; ``scores`` of a tile are a thread's."""
-    registers, code = machine_code.disassemble(compiled.asm["cubin"])
-    bodies = machine_code.inner_loops(code)
-    loops = sorted((hopper_model.loop_of(body, scores) for body in bodies), key=lambda loop: (loop.selects, loop.all))
-    if not loops:
-        raise RuntimeError(f"the compiler made nothing of {kernel} on sm_{architecture}, D = {head_dim}, {config}")
-    tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(hopper_model.TENSOR))
-    return Report(
-        kernel,
-        architecture,
-        dtype,
-        head_dim,
-        causal,
-        config,
-        registers,
-        sum(op.startswith(("STL", "LDL")) for op, _ in code),
-        compiled.metadata.shared,
-        hopper_model.programs(architecture, registers, config.warps, compiled.metadata.shared),
-        machine_code.advisories_in(log),
-        ", ".join(tensor) or "none",
-        tuple(loops),
-    )
+    return summarize(compiled, log, scores, name, architecture, dtype, head_dim, causal, config)
 
 
 def _constants(config: tuning.Config, architecture: int, dtype: str, head_dim: int, causal: bool) -> dict[str, Any]:
@@ -258,7 +192,7 @@ def _constants(config: tuning.Config, architecture: int, dtype: str, head_dim: i
 
 
 def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dict[str, str], Any, Any]:
-    """The types of a plain call's arguments: dense rows, everything aligned to 16 bytes."""
+    """Return the argument types of a plain call: dense rows, everything aligned to 16 bytes."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -290,36 +224,23 @@ def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dic
     return signature, constants, attributes
 
 
-def products_of(kernel: str) -> int:
-    """Of two matrices, for each tile."""
-    return PRODUCTS[kernel.partition(",")[0]]
-
-
-def _row(r: Report) -> dict[str, Any]:
-    return {
-        **{k: v for k, v in asdict(r).items() if k != "loops"},
-        "config": r.config._asdict(),
-        "loops": [{**asdict(loop), "hopper_cycles": r.cycles(loop)} for loop in r.loops],
-    }
-
-
-def table(reports: list[Report], architecture: int) -> Table:
-    """Return a table of one architecture's kernels: the loop over whole tiles, per score."""
+def architecture_table(kernels: list[CompiledKernel], architecture: int) -> Table:
+    """Return a table of one architecture's kernels, with instructions and cycles per score in the first loop."""
     result = Table(
-        title=f"sm_{architecture}: instructions per score in the loop over whole tiles, and their cycles on Hopper",
+        title=f"sm_{architecture}: instructions per score in the loop without masks, and their cycles on Hopper",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "per SM", "MUFU", "FMA", "all")
     for column in (*columns, "special", "issue", "tensor", "time"):
         result.add_column(column, justify="left" if column in ("kernel", "mask") else "right", no_wrap=True)
-    for r in (r for r in reports if r.architecture == architecture):
+    for r in (r for r in kernels if r.architecture == architecture):
         loop = r.loops[0]
         cycles = r.cycles(loop)
         result.add_row(
             r.kernel if r.dtype == "bfloat16" else f"{r.kernel} {r.dtype}",
             str(r.head_dim),
-            "causal" if r.causal else "full",
+            mask_name(r.causal),
             f"{r.config.block_m}×{r.config.block_n}",
             str(r.registers),
             f"{r.spills} ({loop.spills})" if loop.spills else str(r.spills),

@@ -1,21 +1,18 @@
-"""What the compiler makes of the Hopper kernels: for ``sigattn bench static``, and for the tests."""
+"""Compilation of the Hopper kernels, for ``sigattn bench static`` and the tests."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sigattn.bench import machine_code
+from sigattn.bench.compiled_kernel import CompiledKernel, summarize
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.triton import tuning
 
-if TYPE_CHECKING:
-    from sigattn.bench.static import Report
-
 ROWS = 64  # of a group of four warps
-ROWS_OF_PROGRAM = 128  # of the two groups that compute
 _OWN = {
     tuning.FWD: ("query", "out"),
     tuning.DKDV: ("key", "value", "grad_key", "grad_value"),
@@ -26,8 +23,8 @@ _WALKED = {"query", "key", "value", "grad_out"}
 _INTEGERS = {"n", "keys", "heads", "batch_heads", "query_offset"}
 
 
-def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[Report]:
-    """Every kernel of the tables, full and causal; or every candidate for them."""
+def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[CompiledKernel]:
+    """Compile every kernel of the tables, full and causal; or every candidate for them."""
     return [
         compile_kernel(kernel, d, causal, config)
         for d in head_dims
@@ -38,16 +35,15 @@ def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[R
     ]
 
 
-def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig) -> Report:
+def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig) -> CompiledKernel:
     """Compile one kernel as ``launch_hopper`` would start it, in bfloat16, and read its machine code.
 
     Raises:
-        RuntimeError: if shared memory that warps wrote is handed to the tensor cores or the copy engine without a fence
-            and a barrier between.
+        RuntimeError: if the tensor cores or TMA may read shared memory written by warps without a fence and a barrier
+            in between.
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from sigattn.bench import static
     from sigattn.ops.hopper.backward import hopper_bwd_dkdv_kernel, hopper_bwd_dq_kernel
     from sigattn.ops.hopper.backward_fused import hopper_bwd_fused_kernel
     from sigattn.ops.hopper.forward import hopper_fwd_kernel
@@ -61,16 +57,16 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
     source = GluonASTSource(functions[kernel], signature, constants)
     compiled, log = machine_code.compile_with_log(source, 90, {"num_warps": 4})
-    if complaint := handed_over_early(compiled.asm["ptx"]):
-        raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: {complaint}")
+    if line := missing_fence(compiled.asm["ptx"]):
+        raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: no fence and barrier before {line}")
     scores = ROWS * config.block / 128
     shape = (ROWS, config.block) if kernel not in (tuning.DKDV, tuning.FUSED) else (config.block, ROWS)
     tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
     name = f"{kernel}, Gluon" + (", prefetch" if kernel == tuning.FWD and config.prefetch else "")
-    report = static.read(compiled, log, scores, name, 90, "bfloat16", head_dim, causal, tile)
-    # the mask stands in the loop, in a branch that tiles inside the border jump over: two instructions a score
-    loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in report.loops]
-    return replace(report, loops=tuple(loops))
+    found = summarize(compiled, log, scores, name, 90, "bfloat16", head_dim, causal, tile)
+    # tiles inside the border skip the branch of the loop that applies the mask: two instructions per score
+    loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in found.loops]
+    return replace(found, loops=tuple(loops))
 
 
 def _signature(
@@ -101,19 +97,20 @@ def _signature(
     return signature, constants
 
 
-def handed_over_early(ptx: str) -> str:
-    """The line where it happens, if what warps wrote to shared memory is passed on before all of them are done.
+def missing_fence(ptx: str) -> str:
+    """Return the first line that passes shared memory on before all warps that wrote it are done; "" if none does.
 
-    Each warp must fence its own writes against the units that read beside it, then all must meet, then one may say so.
+    Each warp must fence its own writes for the asynchronous units, then all must meet at a barrier, then one thread may
+    signal.
     """
-    fenced = met = True
+    fenced = synchronized = True
     for line in ptx.splitlines():
         if "stmatrix" in line:
-            fenced = met = False
+            fenced = synchronized = False
         elif "fence.proxy.async" in line:
             fenced = True
         elif fenced and re.search(r"\b(bar|barrier)\.sync", line):
-            met = True
-        elif not met and re.search(r"mbarrier\.arrive|cp\.async\.bulk|wgmma\.mma_async", line):
-            return f"handed over early: {line.strip()}"
+            synchronized = True
+        elif not synchronized and re.search(r"mbarrier\.arrive|cp\.async\.bulk|wgmma\.mma_async", line):
+            return line.strip()
     return ""

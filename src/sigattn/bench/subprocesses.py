@@ -1,7 +1,7 @@
-"""Calls that may hang or take their process with them, tried in processes of their own, several at a time.
+"""Calls in subprocesses, for kernels that may hang or crash their process.
 
-A kernel that has never run may do both: after a fault a CUDA context is of no use, and a kernel that waits for ever
-cannot be stopped from within. What comes out alive has also left its machine code in the compiler's cache.
+After a fault a CUDA context is unusable, and a kernel that never ends cannot be stopped from within its process. The
+machine code of the kernels that work remains in the compiler's cache.
 """
 
 from __future__ import annotations
@@ -29,57 +29,59 @@ def find_failures(
     workers: int | None = None,
     chunk: int | None = None,
 ) -> dict[Key, dict[int, str]]:
-    """Call a function with each thing of each group, and say which calls did not work.
+    """Call a function with each argument of each group, in subprocesses; return the calls that failed.
 
     Args:
-        function: "module:name" of what takes one thing.
-        groups: a group's things are tried one after another, in one process while that lives; groups side by side.
-        seconds: how long one call may take.
-        workers: how many processes at a time; None is one for each processor.
-        chunk: of a group, how many things are tried one after another, and the next as many beside them; None is all.
+        function: "module:name" of a function of one argument, which is pickled.
+        groups: the arguments of a group are processed in sequence, in one process as long as it lives; groups run in
+            parallel.
+        seconds: time limit of one call.
+        workers: number of processes; None is one for each processor.
+        chunk: split groups into parts of this size, which run in parallel; None does not split.
 
     Returns:
-        For each group, the places of what failed, with the reason.
+        For each group, the indices of the arguments that failed, with the reason.
     """
     parts = [
-        (key, first, list(things[first : first + (chunk or len(things))]))
-        for key, things in groups.items()
-        for first in range(0, len(things), chunk or max(1, len(things)))
+        (key, first, list(arguments[first : first + (chunk or len(arguments))]))
+        for key, arguments in groups.items()
+        for first in range(0, len(arguments), chunk or max(1, len(arguments)))
     ]
     failed: dict[Key, dict[int, str]] = {key: {} for key in groups}
     stop = threading.Event()
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        found = pool.map(lambda part: _group(function, part[2], seconds, stop), parts)
+        found = pool.map(lambda part: _call_each(function, part[2], seconds, stop), parts)
         try:
             for (key, first, _), reasons in zip(parts, found, strict=True):
                 failed[key] |= {first + at: reason for at, reason in reasons.items()}
-        except KeyboardInterrupt:  # the processes got the signal too; no other is to be started
+        except KeyboardInterrupt:  # the subprocesses received the signal too; do not start further ones
             stop.set()
             raise
     return failed
 
 
-def _group(function: str, things: list[Any], seconds: int, stop: threading.Event) -> dict[int, str]:
+def _call_each(function: str, arguments: list[Any], seconds: int, stop: threading.Event) -> dict[int, str]:
     failed: dict[int, str] = {}
     first = 0
-    while first < len(things) and not stop.is_set():
+    while first < len(arguments) and not stop.is_set():
         done = subprocess.run(
             [sys.executable, "-m", "sigattn.bench.subprocesses"],
-            input=pickle.dumps((function, things[first:], seconds)),
+            input=pickle.dumps((function, arguments[first:], seconds)),
             capture_output=True,
         )
-        if done.returncode == -signal.SIGINT:  # so did this process
+        if done.returncode == -signal.SIGINT:  # sent to this process as well
             stop.set()
-        said = [x[len(_DONE) :] for x in done.stdout.decode(errors="replace").splitlines() if x.startswith(_DONE)]
-        failed |= {first + at: reason for at, reason in enumerate(said) if reason}
-        first += len(said)
-        if first < len(things) and not (said and said[-1]):  # it died in the middle of this one
-            failed[first] = _reason(done, seconds)
+        lines = done.stdout.decode(errors="replace").splitlines()
+        reasons = [line[len(_DONE) :] for line in lines if line.startswith(_DONE)]
+        failed |= {first + at: reason for at, reason in enumerate(reasons) if reason}
+        first += len(reasons)
+        if first < len(arguments) and not (reasons and reasons[-1]):  # the process died during this call
+            failed[first] = _death_reason(done, seconds)
             first += 1
     return failed
 
 
-def _reason(done: subprocess.CompletedProcess[bytes], seconds: int) -> str:
+def _death_reason(done: subprocess.CompletedProcess[bytes], seconds: int) -> str:
     if done.returncode == -signal.SIGALRM:
         return f"no end after {seconds} s"
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -87,15 +89,15 @@ def _reason(done: subprocess.CompletedProcess[bytes], seconds: int) -> str:
 
 
 def main() -> None:
-    """The process: reads what to do, says a line for each call, and ends early if the GPU is of no use any more."""
-    function, things, seconds = pickle.loads(sys.stdin.buffer.read())
+    """Read a task from stdin, print a line for each call, and exit early if the GPU has become unusable."""
+    function, arguments, seconds = pickle.loads(sys.stdin.buffer.read())
     module, _, name = function.partition(":")
     call = getattr(importlib.import_module(module), name)
-    for thing in things:
+    for argument in arguments:
         reason = ""
-        signal.alarm(seconds)  # its default is to end the process, wherever it hangs
+        signal.alarm(seconds)  # without a handler it ends the process, wherever it hangs
         try:
-            call(thing)
+            call(argument)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         signal.alarm(0)

@@ -1,7 +1,7 @@
-"""``sigattn bench training``: κ = 4 and 8 language models and a ViT-S, sigmoid beside softmax, for a time each.
+"""``sigattn bench training``: language models with κ = 4 and 8 and a ViT-S, trained with sigmoid and with softmax.
 
-Tokens (images) a second, peak memory, loss and attention norm, by the training loop itself. Made for a GPU, where it
-takes about six minutes; on a CPU it needs smaller settings.
+Measured are tokens (images) per second, peak memory, loss and attention norm in the training loop. The defaults are for
+a GPU, where they take about six minutes; a CPU needs smaller settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sigattn.bench import provenance
-from sigattn.bench.results_file import Report
+from sigattn.bench.results_file import ResultsFile
 from sigattn.data.dataset import Data
 from sigattn.data.images import Digits
 from sigattn.data.text import TextData, TokenText
@@ -32,73 +32,70 @@ from sigattn.validation import check_at_least, check_positive
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBenchmark:
-    """What is trained, and for how long.
+    """Configuration of the training benchmark.
 
     Attributes:
-        results: folder that gets training.json.
-        kappas: of the language models.
-        seconds: of each run.
-        steps: at most so many in each run.
-        batch: sequences; images are ten times as many.
-        upscale: digits are made so many times as large.
-        layers: number of blocks; None for the recipes' own.
+        kappas: κ of the language models.
+        seconds: duration of each run.
+        max_steps: updates of each run at most.
+        batch_size: sequences in a batch; ten times as many images.
+        upscale: factor by which the digits are enlarged.
+        num_layers: number of blocks; None for that of the recipes.
         vision: also train a ViT-S.
         resume: continue the results in the folder instead of replacing them.
+        results: folder for the results (JSON).
     """
 
-    results: Path = Path("runs/bench/training")
     kappas: tuple[int, ...] = (4, 8)
     seconds: float = 50.0
-    steps: int = 4000
-    batch: int = 24
+    max_steps: int = 4000
+    batch_size: int = 24
     upscale: int = 8
-    layers: int | None = None
+    num_layers: int | None = None
     vision: bool = True
     resume: bool = False
+    results: Path = Path("runs/bench/training")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "kappas", "steps", "batch", "upscale", "layers")
+        check_at_least(1, self, "kappas", "max_steps", "batch_size", "upscale", "num_layers")
         check_positive(self, "seconds")
 
 
-class _EnoughError(Exception):
-    """The time is over."""
+class _TimeIsUpError(Exception):
+    """Raised in the training loop to end a run."""
 
 
-def run(options: TrainingBenchmark) -> None:
-    """Train each pair; print a line and write the results after each run."""
-    described = provenance.describe("training", {**asdict(options), "results": ""})
-    if torch.cuda.is_available():
-        described["device"] = torch.cuda.get_device_name()
+def benchmark_training(config: TrainingBenchmark) -> None:
+    """Train each model with both activations; print a line and write the results after each run."""
+    described = provenance.describe("training", asdict(config), gpu=True)
     jobs = {
-        (name, mechanism): (recipe if mechanism == "sigmoid" else recipe.softmax(), data)
-        for name, recipe, data in _jobs(options)
-        for mechanism in ("sigmoid", "softmax")
+        (name, activation): (recipe if activation == "sigmoid" else recipe.softmax(), data)
+        for name, recipe, data in _jobs(config)
+        for activation in ("sigmoid", "softmax")
     }
-    with Report(options.results / "training.json", described, resume=options.resume) as report:
-        for name, mechanism in report.remaining(jobs):
+    with ResultsFile(config.results / "training.json", described, resume=config.resume) as results:
+        for name, activation in results.remaining(jobs):
             try:
-                found = {"model": name, "mechanism": mechanism, **_measure(*jobs[name, mechanism], options)}
+                row = {"model": name, "activation": activation, **_measure(*jobs[name, activation], config)}
             except loop.Interrupted:
                 raise KeyboardInterrupt from None
-            report.add((name, mechanism), [found])
-            values = (f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
-            print(", ".join(values), flush=True)
+            results.add((name, activation), [row])
+            print(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
 
-def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
+def _jobs(config: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     text = TokenText.split(b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py"))), 512)
-    layers = {} if options.layers is None else {"num_layers": options.layers}
+    layers = {} if config.num_layers is None else {"num_layers": config.num_layers}
     jobs: list[tuple[str, Recipe, Data]] = []
-    for kappa in options.kappas:
+    for kappa in config.kappas:
         recipe = find_recipe(f"lm-kappa-{kappa}").with_transformer(vocab_size=256, **layers)
         jobs.append((f"language, kappa {kappa}, 512 bytes", recipe, TextData(text, 512)))
-    if not options.vision:
+    if not config.vision:
         return jobs
     size = {
         **SIZES["S"],
-        "image_size": 8 * options.upscale,
+        "image_size": 8 * config.upscale,
         "patch_size": 4,
         "channels": 1,
         "num_classes": 10,
@@ -106,29 +103,33 @@ def _jobs(options: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
     }
     vision = find_recipe("vit-supervised").with_transformer(**{**size, **layers})
     vision = replace(vision, training=replace(vision.training, learning_rate=1e-3))
-    jobs.append((f"ViT-S, digits of {8 * options.upscale} pixels", vision, Digits(upscale=options.upscale)))
+    jobs.append((f"ViT-S, digits of {8 * config.upscale} pixels", vision, Digits(upscale=config.upscale)))
     return jobs
 
 
-def _measure(recipe: Recipe, data: Data, options: TrainingBenchmark) -> dict[str, Any]:
-    batch = options.batch * (10 if "vit" in recipe.name else 1)
+def _measure(recipe: Recipe, data: Data, config: TrainingBenchmark) -> dict[str, Any]:
     training = replace(
-        recipe.training, max_steps=options.steps, batch_size=batch, warmup_steps=options.steps // 20,
-        log_attention_every=50, validate_every=options.steps, checkpoint_every=options.steps,
+        recipe.training,
+        max_steps=config.max_steps,
+        batch_size=config.batch_size * (10 if "vit" in recipe.name else 1),
+        warmup_steps=config.max_steps // 20,
+        log_attention_every=50,
+        validate_every=config.max_steps,
+        checkpoint_every=config.max_steps,
         learning_rate=min(recipe.training.learning_rate, 1e-3),
-    )  # fmt: skip
+    )
     start = time.perf_counter()
 
-    def enough(_: loop.Row) -> None:
-        if time.perf_counter() - start > options.seconds:
-            raise _EnoughError
+    def stop_in_time(_: loop.Row) -> None:
+        if time.perf_counter() - start > config.seconds:
+            raise _TimeIsUpError
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Ramapuram")
-        with contextlib.suppress(_EnoughError):
-            loop.train(recipe.task, recipe.model, training, data, Path(folder), on_row=enough)
+        with contextlib.suppress(_TimeIsUpError):
+            loop.train(recipe.task, recipe.model, training, data, Path(folder), on_row=stop_in_time)
         rows = metrics.read(Path(folder) / "metrics.jsonl")
     tokens = getattr(recipe.model, "max_seq_len", 1)
     last = rows[len(rows) // 2 :]

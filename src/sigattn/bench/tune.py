@@ -1,4 +1,4 @@
-"""``sigattn bench tune``: measures tile shapes on the GPU at hand, for the tables in ``ops/triton/tuning.py``.
+"""``sigattn bench tune``: time tile shapes on this GPU, for the tables in ``ops/triton/tuning.py``.
 
 All candidates are first compiled and run once in subprocesses. For each kernel, head size and mask, those that work are
 compared with float64 (a sample) and with one another (everything), then timed in turns with the current configuration.
@@ -19,8 +19,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.bench import gpu, provenance, subprocesses
-from sigattn.bench.results_file import Report
+from sigattn.bench import gpu, provenance, reference, subprocesses
+from sigattn.bench.inputs import DTYPES, Inputs, random_inputs
+from sigattn.bench.results_file import ResultsFile
+from sigattn.bench.tables import mask_name, new_table, number, print_path
+from sigattn.bench.timing import synchronize, time_calls
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
@@ -35,61 +38,61 @@ from sigattn.validation import (
 )
 
 BOTH, BOTH_GLUON, BOTH_TMA = "both kernels", "both Gluon kernels", "both kernels with TMA"
-AGAIN = "in force, again"  # how far its time is from that of the same in force is the noise of the race
-# A tile shape, a configuration of a Hopper kernel, or for the two parts of the backward, BOTH_GLUON: the tables' Hopper
-# kernels, BOTH_TMA: the tables' portable kernels with TMA; or None: the tables' portable kernels.
+CURRENT_AGAIN = "current, again"  # the deviation of its time from the current configuration's is the noise
+# A tile shape; a configuration of a Hopper kernel; for the backward in two kernels, BOTH_GLUON: the tables' Hopper
+# kernels, BOTH_TMA: the tables' portable kernels with TMA, or None: the tables' portable kernels.
 Candidate = tuning.Config | tuning.HopperConfig | str | None
 PASSES = {
     tuning.FWD: None,
     tuning.DKDV: NeedsGrad(False, True, True),
     tuning.DQ: NeedsGrad(True, False, False),
-    tuning.FUSED: NeedsGrad(),  # against both kernels of the backward together
+    tuning.FUSED: NeedsGrad(),  # compared with both kernels of the backward together
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneBenchmark:
-    """What to measure.
+    """Configuration of the tuning benchmark.
 
     Attributes:
         lengths: numbers of tokens n.
-        heads: of a sequence.
+        num_heads: heads of a sequence.
         head_dims: features of a head.
         dtype: "bfloat16" or "float16".
-        most_flops: of a forward pass; decides the batch.
-        most_candidates: of each kernel, beside the one in force; None is all.
-        specialised: measure the Hopper kernels (docs/speed.md) instead of tile shapes, beside the kernel in force.
-        variants: measure, instead of all tile shapes, one of each way to compute: TMA, the Hopper kernels, the backward
+        max_flops: FLOPs of a forward pass; determines the batch size.
+        max_candidates: candidates of each kernel in addition to the current configuration; None is all.
+        warp_specialized: time the Hopper kernels (docs/speed.md) instead of tile shapes.
+        variants: time one configuration of each approach instead of tile shapes: TMA, the Hopper kernels, the backward
             in one kernel.
         rounds: how often each candidate is timed.
-        round_seconds: the least time of a round.
-        seconds: when to stop; what was not reached is named in the results.
+        round_seconds: shortest time of a round.
+        max_seconds: when to stop; cases that were not reached are listed in the results.
         resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON).
     """
 
     lengths: tuple[int, ...] = (4096,)
-    heads: int = 16
+    num_heads: int = 16
     head_dims: tuple[int, ...] = (64, 128)
     dtype: str = "bfloat16"
-    most_flops: float = 5e11
-    most_candidates: int | None = None
-    specialised: bool = False
+    max_flops: float = 5e11
+    max_candidates: int | None = None
+    warp_specialized: bool = False
     variants: bool = False
     rounds: int = 3
     round_seconds: float = 0.004
-    seconds: float = 300.0
+    max_seconds: float = 300.0
     resume: bool = False
     results: Path = Path("runs/bench/tune")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "lengths", "heads", "head_dims", "most_candidates", "rounds")
-        check_positive(self, "most_flops", "seconds")
+        check_at_least(1, self, "lengths", "num_heads", "head_dims", "max_candidates", "rounds")
+        check_positive(self, "max_flops", "max_seconds")
         check_not_negative(self, "round_seconds")
         check_among(("bfloat16", "float16"), self, "dtype")
         check_not_empty(self, "lengths", "head_dims")
-        if self.specialised and self.variants:
-            raise SettingsError("specialised and variants exclude each other")
+        if self.warp_specialized and self.variants:
+            raise SettingsError("warp_specialized and variants exclude each other")
 
 
 class Case(NamedTuple):
@@ -101,75 +104,83 @@ class Case(NamedTuple):
     kernel: str
 
 
-def run(config: TuneBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results after each case; return what was written."""
-    console = Console()
+def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
+    """Measure, print tables, write the results after each case; return what was written.
+
+    Raises:
+        BenchmarkError: without a GPU, unless kernels are interpreted.
+    """
+    gpu.device()
     start = time.perf_counter()
-    masks = (False, True)
-    # the kernels of one problem are compiled together ahead of their timing, and all at once if there are few
-    together = [
-        [Case(n, d, causal, k) for k in PASSES] for n in config.lengths for causal in masks for d in config.head_dims
+    # the kernels of one problem are compiled together before they are timed; variants, which are few, all at once
+    batches = [
+        [Case(n, d, causal, kernel) for kernel in PASSES]
+        for n in config.lengths
+        for causal in (False, True)
+        for d in config.head_dims
     ]
     if config.variants:
-        together = [[case for cases in together for case in cases]]
-    described = gpu.describe("tune", {**asdict(config), "results": ""})
-    with Report(config.results / "tune.json", described, resume=config.resume) as report:
-        for cases in together:
-            candidates = {case: candidates_of(config, case) for case in cases if not report.has(case)}
-            in_time = time.perf_counter() - start <= config.seconds
+        batches = [[case for cases in batches for case in cases]]
+    described = provenance.describe("tune", asdict(config), gpu=True)
+    with ResultsFile(config.results / "tune.json", described, resume=config.resume) as results:
+        for cases in batches:
+            candidates = {case: candidates_of(config, case) for case in cases if not results.has(case)}
+            in_time = time.perf_counter() - start <= config.max_seconds
             tasks = {case: [(config, case, c) for c in found] for case, found in candidates.items()}
             chunk = 2 if config.variants else 4
             failed = subprocesses.find_failures("sigattn.bench.tune:try_once", tasks, chunk=chunk) if in_time else {}
-            for case in report.remaining(cases, None if in_time else -1.0):
-                found = report.add(case, measure(config, case, candidates[case], failed[case]))
-                title = f"{case.kernel}, n = {case.n}, D = {case.head_dim}, {'causal' if case.causal else 'full'}"
-                console.print(table(found, title))
-        left_out = [case for cases in together for case in cases if not report.has(case)]
-        result = report.write(left_out_for_time=left_out)
-    console.print(f"results: {config.results}", highlight=False, soft_wrap=True)
-    return result
+            for case in results.remaining(cases, None if in_time else -1.0):
+                rows = results.add(case, measure(config, case, candidates[case], failed[case]))
+                Console().print(candidate_table(rows, case))
+        left_out = [case for cases in batches for case in cases if not results.has(case)]
+        written = results.write(left_out_for_time=left_out)
+    print_path(config.results)
+    return written
 
 
-def in_force(config: TuneBenchmark, case: Case) -> tuning.Config:
-    """The tables' tile shape; of the whole backward, that of the kernel of the keys."""
+def current_config(config: TuneBenchmark, case: Case) -> tuning.Config:
+    """Return the tables' tile shape; for the whole backward, that of the dK/dV kernel."""
     kernel = tuning.DKDV if case.kernel == tuning.FUSED else case.kernel
-    itemsize = gpu.DTYPES[config.dtype].itemsize
+    itemsize = DTYPES[config.dtype].itemsize
     return tuning.kernel_config(kernel, kernel_args.architecture(gpu.device()), case.head_dim, itemsize)
 
 
 def candidates_of(config: TuneBenchmark, case: Case) -> list[Candidate]:
-    """What is measured, and first what is in force."""
-    own = in_force(config, case)
-    found: list[Candidate] = [own]
+    """Return the candidates of a case, the current configuration first."""
+    current = current_config(config, case)
+    found: list[Candidate] = [current]
     if case.kernel == tuning.FUSED:
-        found = [None, own] if tuning.supports_atomic_dq(own, kernel_args.architecture(gpu.device())) else [None]
+        found = (
+            [None, current] if tuning.supports_atomic_dq(current, kernel_args.architecture(gpu.device())) else [None]
+        )
     if config.variants:
         found += [BOTH_TMA, BOTH_GLUON] if case.kernel == tuning.FUSED else []
-        found += [own._replace(tma=not own.tma)]
+        found += [current._replace(tma=not current.tma)]
         found += [c for c in (tuning.HOPPER_CONFIGS[case.kernel].get(case.head_dim),) if c is not None]
-    elif config.specialised:
+    elif config.warp_specialized:
         found += [BOTH_GLUON] if case.kernel == tuning.FUSED else []
         found += tuning.hopper_candidates(case.kernel, case.head_dim)
     else:
-        found += [c for c in tuning.candidates(case.kernel, case.head_dim) if c != own]
-    return found if config.most_candidates is None else found[: 1 + config.most_candidates]
+        found += [c for c in tuning.candidates(case.kernel, case.head_dim) if c != current]
+    return found if config.max_candidates is None else found[: 1 + config.max_candidates]
 
 
-def problem_of(config: TuneBenchmark, case: Case, batch: int) -> tuple[Problem, gpu.Inputs]:
-    """Random inputs of a case."""
-    given = gpu.inputs(batch, config.heads, case.n, case.head_dim, gpu.DTYPES[config.dtype], case.causal)
-    return Problem(given.query, given.key, given.value, right=0 if case.causal else UNLIMITED), given
+def problem_of(config: TuneBenchmark, case: Case, batch_size: int) -> tuple[Problem, Inputs]:
+    """Return random inputs of a case, also as a problem of the operator."""
+    shape = (batch_size, config.num_heads, case.n, case.head_dim)
+    inputs = random_inputs(*shape, DTYPES[config.dtype], gpu.device(), causal=case.causal)
+    return Problem(inputs.query, inputs.key, inputs.value, right=0 if case.causal else UNLIMITED), inputs
 
 
 def try_once(task: tuple[TuneBenchmark, Case, Candidate]) -> None:
     """Compile and run a candidate on one sample."""
     config, case, candidate = task
     _call(*problem_of(config, case, 1), case.kernel, candidate)()
-    gpu.synchronize()
+    synchronize()
 
 
-def run_once(config: TuneBenchmark) -> None:
-    """Run each candidate for the forward and for the whole backward twice: for a profiler to watch."""
+def run_for_profiler(config: TuneBenchmark) -> None:
+    """Run each candidate of the forward and of the whole backward twice, under a profiler."""
     for d in config.head_dims:
         for kernel in (tuning.FWD, tuning.FUSED):
             case = Case(config.lengths[0], d, False, kernel)
@@ -177,73 +188,86 @@ def run_once(config: TuneBenchmark) -> None:
                 try:
                     for _ in range(2):
                         try_once((config, case, candidate))
-                except Exception as error:  # the others may still be watched
+                except Exception as error:  # go on with the next candidate
                     print(f"{case} {_name(candidate)}: {error}", file=sys.stderr)
 
 
 def measure(
-    config: TuneBenchmark, case: Case, configs: list[Candidate], failed: dict[int, str]
+    config: TuneBenchmark, case: Case, candidates: list[Candidate], failed: dict[int, str]
 ) -> list[dict[str, Any]]:
-    """One kernel on one problem, in all tile shapes but those that failed: fastest first."""
-    batch = max(1, min(64, int(config.most_flops / (4.0 * config.heads * case.n**2 * case.head_dim))))
-    problem, given = problem_of(config, case, batch)
-    calls: dict[str, Callable[[], Any]] = {}
-    rejected = {_name(configs[at]): reason for at, reason in failed.items()}
-    at = gpu.sample(given)
-    output, *gradients = gpu.truth(given, at, softmax=False)  # dQ, dK, dV
-    truth = {tuning.FWD: [output], tuning.DKDV: gradients[1:], tuning.DQ: gradients[:1]}
-    expected: list[torch.Tensor] = []
-    errors = {}
-    for candidate in configs:
-        if _name(candidate) in rejected:
-            continue
-        call = _call(problem, given, case.kernel, candidate)
-        result = [t.float() for t in call()]
-        wrong = gpu.largest(gpu.error(t, e, at) for t, e in zip(result, truth.get(case.kernel, gradients), strict=True))
-        expected = expected or (result if wrong < gpu.TOLERANCE[given.query.dtype] else [])
-        other = [((r - e).abs().max() / e.abs().max()).item() for r, e in zip(result, expected, strict=False)]
-        if not gpu.largest([wrong, *other]) < gpu.TOLERANCE[given.query.dtype]:
-            rejected[_name(candidate)] = f"it is wrong: relative errors {wrong:.1e} from float64, {other} from others"
-            continue
-        calls[_name(candidate)], errors[_name(candidate)] = call, wrong
-    in_force = _name(configs[0])
-    if calls:
-        calls[AGAIN] = next(iter(calls.values()))
-    raced = sorted(gpu.race(calls, config.rounds, config.round_seconds), key=lambda found: found[1])
+    """Time the candidates of one case, except those that failed; return a row for each, fastest first."""
+    batch_size = max(1, min(64, int(config.max_flops / (4.0 * config.num_heads * case.n**2 * case.head_dim))))
+    problem, inputs = problem_of(config, case, batch_size)
+    rejected = {_name(candidates[at]): reason for at, reason in failed.items()}
+    working = {_name(c): c for c in candidates if _name(c) not in rejected}
+    calls, errors = _checked_calls(case, problem, inputs, working, rejected)
+    current = _name(candidates[0])
     first = next(iter(calls), "")
-    noise = next((abs(ratios[first] - 1) for name, _, ratios in raced if name == AGAIN), 0.0)
-    place = {**case._asdict(), "batch": batch}
+    if calls:
+        calls[CURRENT_AGAIN] = calls[first]
+    timings = sorted(time_calls(calls, config.rounds, config.round_seconds), key=lambda timing: timing.seconds)
+    noise = next((abs(t.ratios[first] - 1) for t in timings if t.name == CURRENT_AGAIN), 0.0)
+    about = {**case._asdict(), "batch_size": batch_size}
     rows: list[dict[str, Any]] = [
         {
-            **place,
+            **about,
             "config": name,
             "ms": seconds * 1e3,
             "current_time_over_this": ratios[first],
-            "current": name == in_force,
-            "faster": in_force in calls and ratios[first] > 1 + max(0.01, 2 * noise),
+            "current": name == current,
+            "faster": current in calls and ratios[first] > 1 + max(0.01, 2 * noise),
             "error": errors.get(name),
         }
-        for name, seconds, ratios in raced
+        for name, seconds, ratios in timings
     ]
-    return rows + [{**place, "config": name, "rejected": reason} for name, reason in rejected.items()]
+    return rows + [{**about, "config": name, "rejected": reason} for name, reason in rejected.items()]
 
 
-def _call(problem: Problem, given: gpu.Inputs, kernel: str, candidate: Candidate) -> Callable[[], list[torch.Tensor]]:
-    """A pass with one kernel replaced; gives its results."""
+def _checked_calls(
+    case: Case, problem: Problem, inputs: Inputs, candidates: dict[str, Candidate], rejected: dict[str, str]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """Return the calls of the candidates that agree with float64 and with one another, and their errors.
+
+    rejected: receives the reasons of the others.
+    """
+    at = reference.positions(inputs)
+    out, *gradients = reference.reference_results(inputs, at, softmax=False)  # dQ, dK, dV
+    expected = {tuning.FWD: [out], tuning.DKDV: gradients[1:], tuning.DQ: gradients[:1]}
+    agreed: list[torch.Tensor] = []  # results of the first correct candidate
+    calls: dict[str, Callable[[], Any]] = {}
+    errors: dict[str, float] = {}
+    for name, candidate in candidates.items():
+        call = _call(problem, inputs, case.kernel, candidate)
+        results = [t.float() for t in call()]
+        pairs = zip(results, expected.get(case.kernel, gradients), strict=True)
+        found = [reference.relative_error(t, e, at) for t, e in pairs]
+        limit = reference.tolerance(inputs.query)
+        correct = all(error < limit for error in found)  # False for NaN
+        agreed = agreed or (results if correct else [])
+        others = [((r - e).abs().max() / e.abs().max()).item() for r, e in zip(results, agreed, strict=False)]
+        if correct and all(error < limit for error in others):
+            calls[name], errors[name] = call, max(found)
+        else:
+            rejected[name] = f"wrong result: relative errors {found} from float64, {others} from other candidates"
+    return calls, errors
+
+
+def _call(problem: Problem, inputs: Inputs, kernel: str, candidate: Candidate) -> Callable[[], list[torch.Tensor]]:
+    """Return a pass with one kernel replaced; it returns its results."""
     needs = PASSES[kernel]
 
     def call() -> list[torch.Tensor]:
-        with _in_place_of(kernel, candidate, problem, given):
+        with _tables_for(kernel, candidate, problem, inputs):
             if needs is None:
                 return [launch.forward(problem)]
-            return [t for t in launch.backward(problem, given.grad_out, needs) if t is not None]
+            return [t for t in launch.backward(problem, inputs.grad_out, needs) if t is not None]
 
     return call
 
 
 @contextlib.contextmanager
-def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gpu.Inputs) -> Iterator[None]:
-    """The tables changed for one call."""
+def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: Inputs) -> Iterator[None]:
+    """Change the tables for one call, so that it uses the candidate."""
     changing = ("kernel_config", "ATOMIC_DQ_MIN_QUERIES", "WARP_SPECIALIZED", "HOPPER_CONFIGS", "SHRINK_TILES")
     before = {name: getattr(tuning, name) for name in changing}
     replaced = tuning.DKDV if changed == tuning.FUSED else changed
@@ -260,7 +284,7 @@ def _in_place_of(changed: str, candidate: Candidate, problem: Problem, given: gp
         tuning.HOPPER_CONFIGS = {**tuning.HOPPER_CONFIGS, changed: {problem.query.shape[-1]: candidate}}
     elif candidate == BOTH_GLUON:
         special = [tuning.DKDV, tuning.DQ]
-    if special and (reason := launch_hopper.unavailable(kernel_args.prepare(problem), given.grad_out)) is not None:
+    if special and (reason := launch_hopper.unavailable(kernel_args.prepare(problem), inputs.grad_out)) is not None:
         raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
     atomic = changed == tuning.FUSED and isinstance(candidate, tuning.Config | tuning.HopperConfig)
     tuning.kernel_config, tuning.WARP_SPECIALIZED, tuning.SHRINK_TILES = kernel_config, frozenset(special), False
@@ -281,12 +305,11 @@ def _name(candidate: Candidate) -> str:
     return ("Gluon " if isinstance(candidate, tuning.HopperConfig) else "") + ", ".join(fields)
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """The ten fastest."""
-    result = Table(title=title)
-    for column in ("tile, warps, stages, σ", "ms", "× in force"):
-        result.add_column(column, justify="right")
+def candidate_table(rows: list[dict[str, Any]], case: Case) -> Table:
+    """Return a table of the ten fastest."""
+    title = f"{case.kernel}, n = {case.n}, D = {case.head_dim}, {mask_name(case.causal)}"
+    table = new_table(title, ("tile, warps, stages, σ",), ("ms", "× current"))
     for r in [r for r in rows if "ms" in r][:10]:
-        mark = " (in force)" if r["current"] else " (faster: candidate for the default)" if r["faster"] else ""
-        result.add_row(r["config"] + mark, f"{r['ms']:.3f}", f"{r['current_time_over_this']:.2f}")
-    return result
+        mark = " (current)" if r["current"] else " (faster: candidate for the default)" if r["faster"] else ""
+        table.add_row(r["config"] + mark, number(r["ms"], ".3f"), number(r["current_time_over_this"]))
+    return table

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sigattn
-from sigattn.bench import gpu
-from sigattn.bench.baselines import Options
+from sigattn.bench import reference
+from sigattn.bench.hybridnorm import crossing_length
+from sigattn.bench.inputs import Inputs, Options
+from sigattn.bench.timing import time_calls
 from sigattn.experiments import cache, drawing
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
 from sigattn.experiments.intervals import Verdict
@@ -55,27 +57,24 @@ def attend(mechanism: Activation, q: Tensor, k: Tensor, v: Tensor, causal: bool)
     return sigattn.sigmoid_attention(q, k, v, is_causal=causal, bias=-math.log(k.shape[2]))
 
 
-def problem_of(setting: Setting, n: int, causal: bool, heads: int = HEADS) -> gpu.Inputs:
+def problem_of(setting: Setting, n: int, causal: bool, heads: int = HEADS) -> Inputs:
     """Return random query, key, value and gradient of the output, (1, H, n, D) each."""
     device, dtype = device_and_dtype(setting)
     generator = torch.Generator().manual_seed(n)
     made = [torch.randn(1, heads, n, HEAD_DIM, generator=generator).to(device, dtype) for _ in range(4)]
-    return gpu.Inputs(made[0], made[1], made[2], made[3], Options(-math.log(n), causal, None))
+    return Inputs(made[0], made[1], made[2], made[3], Options(-math.log(n), causal, None))
 
 
-def check(mechanism: Activation, problem: gpu.Inputs) -> None:
+def check(mechanism: Activation, problem: Inputs) -> None:
     """Compare outputs and gradients with float64, before timing.
 
     Raises:
-        RuntimeError: if the error is above the tolerance.
+        WrongResultError: if an error exceeds the tolerance of the dtype.
     """
-    q, k, v = gpu.leaves(problem)
+    q, k, v = problem.leaves()
     out = attend(mechanism, q, k, v, problem.options.causal)
     gradients = torch.autograd.grad(out, (q, k, v), problem.grad_out)
-    error, worst = gpu.errors(problem, mechanism == "softmax", out.detach(), gradients)
-    assert worst is not None
-    if not max(error, worst) <= gpu.TOLERANCE[out.dtype]:
-        raise RuntimeError(f"{mechanism} attention is wrong at {tuple(q.shape)}: relative error {max(error, worst)}")
+    reference.check(problem, mechanism == "softmax", out.detach(), gradients)
 
 
 def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, layers: int = 1) -> list[dict[str, Any]]:
@@ -91,13 +90,13 @@ def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, l
 
     def both(mechanism: Activation) -> None:
         for _ in range(layers):
-            q, k, v = gpu.leaves(problem)
+            q, k, v = problem.leaves()
             torch.autograd.grad(attend(mechanism, q, k, v, causal), (q, k, v), problem.grad_out)
 
     found = []
     for which, call in zip(PASSES, (forward, both), strict=True):
         calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in ACTIVATIONS}
-        for name, seconds, ratios in gpu.race(calls, setting.scaled(1, 5, 9), setting.scaled(0.0, 0.02, 0.02)):
+        for name, seconds, ratios in time_calls(calls, setting.scaled(1, 5, 9), setting.scaled(0.0, 0.02, 0.02)):
             found.append(
                 {"n": n, "causal": causal, "pass": which, "mechanism": name, "ms": seconds * 1e3,
                  "time_over_softmax": 1 / ratios["softmax"]}
@@ -154,12 +153,11 @@ def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[di
         attend("softmax", q, problem.key, problem.value, causal)
 
     with torch.no_grad():
-        raced = list(
-            gpu.race({"softmax": softmax, "normed": normed}, setting.scaled(1, 5, 9), setting.scaled(0.0, 0.02, 0.02))
-        )
+        calls: dict[str, Callable[[], object]] = {"softmax": softmax, "normed": normed}
+        timings = time_calls(calls, setting.scaled(1, 5, 9), setting.scaled(0.0, 0.02, 0.02))
     return [
         {"n": n, "causal": causal, "affine": affine, "ms": seconds * 1e3, "time_over_softmax": 1 / ratios["softmax"]}
-        for name, seconds, ratios in raced
+        for name, seconds, ratios in timings
         if name == "normed"
     ]
 
@@ -182,7 +180,7 @@ def measure_norm_crossing(setting: Setting) -> Result:
                 )
             ]
             rows += own
-            start = crossing([(r["n"], r["time_over_softmax"]) for r in own])
+            start = crossing_length([(r["n"], r["time_over_softmax"]) for r in own])
             found[causal, affine] = start
             after = [100 * (1 - r["time_over_softmax"]) for r in own if start is not None and r["n"] >= start]
             names = ("causal" if causal else "full", "with" if affine else "without")
@@ -199,16 +197,6 @@ def measure_norm_crossing(setting: Setting) -> Result:
         )
     ]
     return Result(("", "affine projection", "T*", "mean gain from there on"), cells, findings, rows)
-
-
-def crossing(ratios: list[tuple[int, float]]) -> int | None:
-    """Return the least n from which on every ratio of times is below 1; None if the last is not."""
-    start = None
-    for n, ratio in sorted(ratios, reverse=True):
-        if ratio >= 1:
-            break
-        start = n
-    return start
 
 
 def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
@@ -245,7 +233,7 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
     alone = time_attention(setting, n, False, heads, layers)
     for name, call, which in (("inference", inference, PASSES[0]), ("training", training, PASSES[1])):
         calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in ACTIVATIONS}
-        for key, seconds, ratios in gpu.race(calls, setting.scaled(1, 5, 9), 0.0):
+        for key, seconds, ratios in time_calls(calls, setting.scaled(1, 5, 9), 0.0):
             found[f"{name}_{key}_ms"] = seconds * 1e3
             if key == "sigmoid":
                 found[f"{name}_saved"] = 1 - 1 / ratios["softmax"]

@@ -1,0 +1,116 @@
+"""Summary of a compiled kernel, for ``sigattn bench static`` and the tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sigattn.bench import hopper_model, machine_code
+from sigattn.ops.triton import tuning
+
+# dK and dV in two passes over the queries
+PARTS = {"dk": {"NEED_VALUE": False}, "dv": {"NEED_KEY": False}}
+PRODUCTS = {tuning.FWD: 2, tuning.DKDV: 4, tuning.DQ: 3, tuning.DECODE: 2, "dk": 3, "dv": 2, tuning.FUSED: 5}
+HOPPER_ROWS = 128  # queries or keys of a tile of the Hopper kernels: two warp groups with 64 each
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Registers, spills, shared memory and loops of one compiled kernel.
+
+    Attributes:
+        kernel: name of the kernel, with the variant after a comma.
+        architecture: compute capability, 90 for sm_90.
+        dtype: of query, key and value.
+        head_dim: D = Dv.
+        causal: compiled with a causal mask.
+        config: tile shape.
+        registers: of a thread.
+        spills: instructions that store to or load from local memory.
+        shared: bytes of shared memory.
+        programs: number of programs that fit a multiprocessor; None for an architecture with unknown limits.
+        advisories: ptxas's advisories that it serialised the asynchronous tensor core instructions.
+        tensor_instructions: names of the tensor core instructions.
+        loops: innermost loops, that over tiles without a mask first.
+    """
+
+    kernel: str
+    architecture: int
+    dtype: str
+    head_dim: int
+    causal: bool
+    config: tuning.Config
+    registers: int
+    spills: int
+    shared: int
+    programs: int | None
+    advisories: list[str]
+    tensor_instructions: str
+    loops: tuple[hopper_model.Loop, ...]
+
+    def cycles(self, loop: hopper_model.Loop) -> dict[str, float]:
+        """Return the cycles of a Hopper multiprocessor per score, by unit; for sm_90 also ``time``, by the model."""
+        kernel, _, variant = self.kernel.partition(",")
+        found = loop.cycles(PRODUCTS[kernel], self.head_dim)
+        if self.architecture == 90 and self.programs and kernel != tuning.DECODE:
+            gluon = "Gluon" in variant
+            by_keys = kernel in (tuning.DKDV, *PARTS, tuning.FUSED)
+            rows = HOPPER_ROWS if gluon else self.config.block_n if by_keys else self.config.block_m
+            row_bytes = 2 * self.head_dim * (4 if self.dtype == "float32" else 2)
+            found["time"] = loop.time(found, self.programs, rows, row_bytes, overlapping=gluon)
+        return found
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the row of the results file."""
+        return {
+            **{k: v for k, v in asdict(self).items() if k != "loops"},
+            "config": self.config._asdict(),
+            "loops": [{**asdict(loop), "hopper_cycles": self.cycles(loop)} for loop in self.loops],
+        }
+
+
+def summarize(
+    compiled: Any,
+    log: str,
+    scores: float,
+    kernel: str,
+    architecture: int,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    config: tuning.Config,
+) -> CompiledKernel:
+    """Read the machine code of a kernel.
+
+    Args:
+        compiled: Triton's compiled kernel.
+        log: ptxas's log.
+        scores: entries of a tile's scores per thread.
+        kernel, architecture, dtype, head_dim, causal, config: attributes of the result.
+
+    Raises:
+        RuntimeError: if no loop computes weights.
+    """
+    registers, code = machine_code.disassemble(compiled.asm["cubin"])
+    bodies = machine_code.inner_loops(code)
+    loops = sorted((hopper_model.loop_of(body, scores) for body in bodies), key=lambda loop: (loop.selects, loop.all))
+    if not loops:
+        raise RuntimeError(f"no loop computes weights in {kernel} on sm_{architecture}, D = {head_dim}, {config}")
+    tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(hopper_model.TENSOR))
+    shared = compiled.metadata.shared
+    return CompiledKernel(
+        kernel,
+        architecture,
+        dtype,
+        head_dim,
+        causal,
+        config,
+        registers,
+        sum(op.startswith(("STL", "LDL")) for op, _ in code),
+        shared,
+        hopper_model.programs(architecture, registers, config.warps, shared),
+        machine_code.advisories_in(log),
+        ", ".join(tensor) or "none",
+        tuple(loops),
+    )
