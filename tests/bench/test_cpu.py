@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import sigattn.bench
 from sigattn.bench import baselines, cpu, memory
 from sigattn.bench.baselines import CPU_IMPLEMENTATIONS, NAIVE, OURS, SDPA
 from sigattn.bench.reference import WrongResultError
@@ -72,3 +73,10 @@ def test_memory_is_linear_in_the_length(dtype):
 def test_the_memory_of_a_plain_formula_is_measured():
     """The plain formula at n = 4096 holds several matrices of 64 MiB."""
     assert memory.measure_in_subprocess(NAIVE, 4096, 1, 64, "float32", False, 2)["extra_mib"] > 128
+
+
+def test_the_package_exports_every_benchmark():
+    for name in sigattn.bench.__all__:
+        assert getattr(sigattn.bench, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing"):
+        sigattn.bench.nothing  # noqa: B018
