@@ -220,6 +220,13 @@ def test_names():
         find_recipe("lm-2b")
 
 
+def test_spec_augment_is_a_setting():
+    """The conformer starts it late; the tiny forms, whose recordings are short, leave it out."""
+    starts = {name: find_recipe(name).data.spec_augment_from for name in ("asr-ls960", "asr-conformer-ls960")}
+    assert starts == {"asr-ls960": 0, "asr-conformer-ls960": 10_000}
+    assert find_recipe("asr-conformer-ls960-tiny").data.spec_augment_from is None
+
+
 def test_shared_key_heads_stay_shared():
     recipe = replace(find_recipe("lm-1b-2k"))
     small = recipe.with_transformer(num_kv_heads=8).tiny()

@@ -54,11 +54,9 @@ def _one(console: Console, name: str) -> None:
         "parameters": f"{recipe.parameters():,}",
         "tokens trained on": f"{recipe.tokens():.3g}",
         "H100 hours at 40 % of its peak (estimated)": f"{recipe.gpu_hours():.3g}",
-        "data": recipe.data,
-        "augmentation": recipe.augmentation,
     }
     groups = {"": facts, "task": {"kind": type(recipe.task).__name__, **_settings(recipe.task)}}
-    groups |= {"model": _settings(recipe.model), "training": _settings(recipe.training)}
+    groups |= {"data": _settings(recipe.data), "model": _settings(recipe.model), "training": _settings(recipe.training)}
     for title, settings in groups.items():
         console.print(f"\n{title}".rstrip() if title else "", highlight=False)
         for key, value in settings.items():

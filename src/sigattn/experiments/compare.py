@@ -142,7 +142,7 @@ def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -
 def describe_data(config: ComparisonConfig, fingerprints: dict[Entry, str]) -> str:
     """Return seeds, steps and data sets with their fingerprints as one line of Markdown."""
     names = {"speech": str(config.speech), "sources": "the standard library's *.py files"}
-    data = {names.get(e.needs, find_recipe(e.recipe).data): fingerprint for e, fingerprint in fingerprints.items()}
+    data = {names.get(e.needs, find_recipe(e.recipe).data.name): fingerprint for e, fingerprint in fingerprints.items()}
     steps = "each recipe's own steps" if config.steps is None else f"{config.steps} steps"
     return f"{config.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from sigattn.data import synthetic
 from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Data, DataError
 from sigattn.data.hashing import file_sha256, files_sha256
-from sigattn.data.images import Augmentation, Digits, ImageFolder
+from sigattn.data.images import Digits, ImageFolder
 from sigattn.data.speech import Speech, Tokens
 from sigattn.data.stream import StreamedText, hub_documents, is_streamed
 from sigattn.data.text import TextData, TokenText, load_text
@@ -26,11 +25,6 @@ from sigattn.tasks.k_summation import KSummation
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
 from sigattn.validation import SettingsError
-
-_LIBRISPEECH: dict[str, tuple[str, ...]] = {
-    "LibriSpeech 100 h": ("train-clean-100",),
-    "LibriSpeech 960 h": ("train-clean-100", "train-clean-360", "train-other-500"),
-}
 
 
 def load_dataset(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, workers: int = 0) -> Data:
@@ -129,27 +123,26 @@ def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Dat
 
 def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:
     if path is None:
-        raise SettingsError(f"{recipe.name} trains on {recipe.data}: name its folder with --data")
+        raise SettingsError(f"{recipe.name} trains on {recipe.data.name}: name its folder with --data")
     if not path.exists():
         raise DataError(f"no such file or folder: {path}")
     assert isinstance(recipe.task, CTC)
     tokens, unreadable = Tokens(recipe.task.alphabet), Unreadable("recording")
-    if recipe.data not in _LIBRISPEECH:
+    archive = None
+    if recipe.data.librispeech:
+        training = librispeech(path, recipe.data.librispeech, unreadable)
+        held_out = librispeech(path, ("dev-clean", "dev-other"), unreadable)
+    else:
         training, held_out, archive = spoken_digits(path, unreadable=unreadable)
-        # no SpecAugment: the paper's masks are made for samples of fifteen seconds, these have about two
-        return Speech(
-            training,
-            held_out,
-            tokens,
-            mels=model.num_mel_bins,
-            spec_augment_from=None,
-            archive=archive,
-            unreadable=unreadable,
-        )
-    start = 10_000 if "10,000" in recipe.augmentation else 0
-    training = librispeech(path, _LIBRISPEECH[recipe.data], unreadable)
-    held_out = librispeech(path, ("dev-clean", "dev-other"), unreadable)
-    return Speech(training, held_out, tokens, mels=model.num_mel_bins, spec_augment_from=start, unreadable=unreadable)
+    return Speech(
+        training,
+        held_out,
+        tokens,
+        mels=model.num_mel_bins,
+        spec_augment_from=recipe.data.spec_augment_from,
+        archive=archive,
+        unreadable=unreadable,
+    )
 
 
 def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
@@ -161,19 +154,13 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
     if path is None:
         if (size, channels) != (8, 1):
             raise SettingsError(
-                f"{recipe.name} trains on {recipe.data}: name a folder with train/CLASS and val/CLASS with --data (or "
-                "train its tiny form on handwritten digits with --tiny)"
+                f"{recipe.name} trains on {recipe.data.name}: name a folder with train/CLASS and val/CLASS with --data "
+                "(or train its tiny form on handwritten digits with --tiny)"
             )
         _check_classes(labels, "the set of handwritten digits", 10, vision)
         return Digits(views=2 if paired else 1, labels=labels)
-    kinds: dict[str, tuple[Augmentation, Literal[0, 1]]] = {
-        "RandAugment": ("randaugment", 0),
-        "random resized crop and flip": ("crop", 0),
-        "SimCLR, colour jitter 0.5": ("simclr", 0),
-        "DINO multi-crop, colour jitter 1.0": ("multicrop", 1),
-    }
-    augmentation, strong = kinds[recipe.augmentation]
-    data = ImageFolder(path, size, augmentation, labels=labels, jitter=1.0 if strong else 0.5, workers=workers)
+    augmentation, jitter = recipe.data.augmentation, recipe.data.jitter
+    data = ImageFolder(path, size, augmentation, labels=labels, jitter=jitter, workers=workers)
     _check_classes(labels, str(path), len(data.classes), vision)
     return data
 

@@ -146,10 +146,10 @@ def _identity(setting: Setting, run: Run, fingerprints: dict[str, str]) -> str:
     model, recipe = run.recipe.model, run.recipe
     # the data of a language model depends on these two settings only; that of other recipes on any
     own = (model.vocab_size, model.max_seq_len) if isinstance(model, LanguageModelConfig) else (model, recipe.task)
-    key = repr((type(model), own, recipe.data, recipe.augmentation, run.data, run.tokenizer))
+    key = repr((type(model), own, recipe.data, run.data, run.tokenizer))
     if key not in fingerprints:
         fingerprints[key] = run.load_data().fingerprint
-    name = recipe.data if run.data is None else str(run.data)
+    name = recipe.data.name if run.data is None else str(run.data)
     setting.fingerprints[name if run.tokenizer is None else f"{name}, {run.tokenizer}"] = fingerprints[key]
     return identity(recipe.task, model, recipe.training, fingerprints[key])
 

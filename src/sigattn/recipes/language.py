@@ -6,10 +6,12 @@ tokens in both. The recipes use the code's numbers.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from sigattn.models.language import LanguageModelConfig
-from sigattn.recipes.recipe import Recipe, round_up
+from sigattn.recipes.recipe import DataConfig, Recipe
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
 
@@ -25,7 +27,7 @@ def lm_85m_2k() -> Recipe:
     equals softmax's (Fig. "85m_4k_nll", at 4096 tokens).
     """
     return _language("lm-85m-2k", num_layers=12, embed_dim=768, num_heads=12, max_seq_len=2048,
-                     tokens=MILLION, steps=400_000,
+                     batch_tokens=MILLION, steps=400_000,
                      paper="training loss equals softmax's")  # fmt: skip
 
 
@@ -38,7 +40,7 @@ def lm_1b_2k() -> Recipe:
     49.5, softmax 49.4.
     """
     return _language("lm-1b-2k", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=2048,
-                     tokens=MILLION, steps=300_000,
+                     batch_tokens=MILLION, steps=300_000,
                      paper="average of nine evaluations 49.5, softmax 49.4")  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def lm_1b_2k_hybrid() -> Recipe:
     nine evaluations 49.4 (Table "lm_norm_ablations"), softmax with hybrid-norm 50.9.
     """
     return _language("lm-1b-2k-hybrid", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=2048,
-                     tokens=MILLION, steps=300_000,
+                     batch_tokens=MILLION, steps=300_000,
                      norm_placement="hybrid", attention_bias=0.0,
                      paper="average of nine evaluations 49.4, softmax 50.9")  # fmt: skip
 
@@ -65,7 +67,7 @@ def lm_1b_4k() -> Recipe:
     evaluations 50.0 without a bias and 50.2 with one, softmax with hybrid-norm 49.4; pre-norm sigmoid 48.2.
     """
     return _language("lm-1b-4k", num_layers=24, embed_dim=2048, num_heads=32, max_seq_len=4096,
-                     tokens=MILLION, steps=300_000,
+                     batch_tokens=MILLION, steps=300_000,
                      norm_placement="hybrid", attention_bias=0.0,
                      paper="average of nine evaluations 50.0, softmax 49.4")  # fmt: skip
 
@@ -79,22 +81,13 @@ def lm_7b_4k() -> Recipe:
     59.6, softmax 59.0.
     """
     return _language("lm-7b-4k", num_layers=32, embed_dim=4096, num_heads=32, max_seq_len=4096,
-                     tokens=4 * MILLION, steps=250_000,
+                     batch_tokens=4 * MILLION, steps=250_000,
                      norm_placement="hybrid", attention_bias=0.0,
                      paper="average of nine evaluations 59.6, softmax 59.0")  # fmt: skip
 
 
 def _language(
-    name: str,
-    *,
-    num_layers: int,
-    embed_dim: int,
-    num_heads: int,
-    max_seq_len: int,
-    tokens: int,
-    steps: int,
-    paper: str,
-    **model: Any,
+    name: str, *, embed_dim: int, max_seq_len: int, batch_tokens: int, steps: int, paper: str, **model: Any
 ) -> Recipe:
     length = "<=2k" if max_seq_len <= 2048 else ">2k"
     return Recipe(
@@ -104,10 +97,8 @@ def _language(
         model=LanguageModelConfig(
             vocab_size=32_768,
             max_seq_len=max_seq_len,
-            num_layers=num_layers,
             embed_dim=embed_dim,
-            num_heads=num_heads,
-            mlp_dim=round_up(8 * embed_dim / 3, 256),
+            mlp_dim=256 * math.ceil(8 * embed_dim / 3 / 256),
             position="alibi",
             qk_norm="rms",
             **model,
@@ -115,7 +106,7 @@ def _language(
         task=LanguageModelling(),
         training=TrainConfig(
             max_steps=steps,
-            batch_size=tokens // max_seq_len,
+            batch_size=batch_tokens // max_seq_len,
             precision="bfloat16",
             learning_rate=1e-2,
             mup_simple=True,
@@ -130,98 +121,59 @@ def _language(
             checkpoint_every=1000,
             log_attention_every=100,
         ),
-        data="RedPajama",
+        data=DataConfig(name="RedPajama"),
         paper=paper,
     )
 
 
-def _kappa(k: int) -> Recipe:
-    """Return a model of the learning-rate sensitivity figures: κ heads, 2κ layers, width 64κ (Sect. "Ablations")."""
-    return Recipe(
-        name=f"lm-kappa-{k}",
-        domain="AR Language",
-        objective="LR sensitivity",
-        model=LanguageModelConfig(
-            vocab_size=32_100,
-            max_seq_len=512,
-            num_layers=2 * k,
-            embed_dim=64 * k,
-            num_heads=k,
-            mlp_dim=256 * k,
-            feed_forward="gelu",
-            norm="layer",
-            qk_norm="layer",
-            position="rope",
-            init_values=1e-4,
-            initialization="trunc_normal",
-        ),
-        task=LanguageModelling(),
-        training=TrainConfig(
-            max_steps=1 << 14,
-            batch_size=24,
-            precision="bfloat16",
-            learning_rate=1e-3,
-            warmup_steps=1 << 10,
-            final_learning_rate=0.0,
-            weight_decay=0.0,
-            max_grad_norm=None,
-            validate_every=1 << 10,
-            checkpoint_every=1 << 10,
-        ),
-        data="C4, realnews split, T5 tokens",
-        paper="QK-norm makes the loss insensitive to the learning rate",
-    )
+def _lm_kappa(k: int, parameters: str) -> Callable[[], Recipe]:
+    """Return the recipe function of a model of the learning-rate sensitivity figures: κ heads (Sect. "Ablations")."""
 
+    def recipe() -> Recipe:
+        return Recipe(
+            name=f"lm-kappa-{k}",
+            domain="AR Language",
+            objective="LR sensitivity",
+            model=LanguageModelConfig(
+                vocab_size=32_100,
+                max_seq_len=512,
+                num_layers=2 * k,
+                embed_dim=64 * k,
+                num_heads=k,
+                mlp_dim=256 * k,
+                feed_forward="gelu",
+                norm="layer",
+                qk_norm="layer",
+                position="rope",
+                init_values=1e-4,
+                initialization="trunc_normal",
+            ),
+            task=LanguageModelling(),
+            training=TrainConfig(
+                max_steps=1 << 14,
+                batch_size=24,
+                precision="bfloat16",
+                learning_rate=1e-3,
+                warmup_steps=1 << 10,
+                final_learning_rate=0.0,
+                weight_decay=0.0,
+                max_grad_norm=None,
+                validate_every=1 << 10,
+                checkpoint_every=1 << 10,
+            ),
+            data=DataConfig(name="C4, realnews split, T5 tokens"),
+            paper="QK-norm makes the loss insensitive to the learning rate",
+        )
 
-def lm_kappa_1() -> Recipe:
-    """2.2M parameters: 2 layers of 64, 1 head, 512 tokens.
+    recipe.__name__ = f"lm_kappa_{k}"
+    recipe.__doc__ = f"""{parameters} parameters: {2 * k} layers of {64 * k}, heads of 64, 512 tokens.
 
-    sigattn train lm-kappa-1 --data C4                  (--tiny: CPython's documentation, about a minute on 2 cores)
+    sigattn train lm-kappa-{k} --data C4                 (--tiny: CPython's documentation, about a minute on 2 cores)
 
-    Hardware: 1 GPU. Time: see ``sigattn recipes lm-kappa-1``, an estimate by FLOPs. Paper: Figs. "layerscale_ablation",
-    "qk_norm_ablation".
+    Hardware: 1 GPU. Time: see ``sigattn recipes lm-kappa-{k}``, an estimate by FLOPs. Paper: Figs.
+    "layerscale_ablation", "qk_norm_ablation".
     """
-    return _kappa(1)
-
-
-def lm_kappa_2() -> Recipe:
-    """4.9M parameters: 4 layers of 128, 2 heads, 512 tokens.
-
-    sigattn train lm-kappa-2 --data C4                  (--tiny: CPython's documentation, about a minute on 2 cores)
-
-    Hardware: 1 GPU. Time: see ``sigattn recipes lm-kappa-2``, an estimate by FLOPs. Paper: as lm-kappa-1.
-    """
-    return _kappa(2)
-
-
-def lm_kappa_4() -> Recipe:
-    """15M parameters: 8 layers of 256, 4 heads, 512 tokens.
-
-    sigattn train lm-kappa-4 --data C4                  (--tiny: CPython's documentation, about a minute on 2 cores)
-
-    Hardware: 1 GPU. Time: see ``sigattn recipes lm-kappa-4``, an estimate by FLOPs. Paper: as lm-kappa-1.
-    """
-    return _kappa(4)
-
-
-def lm_kappa_8() -> Recipe:
-    """67M parameters: 16 layers of 512, 8 heads, 512 tokens.
-
-    sigattn train lm-kappa-8 --data C4                  (--tiny: CPython's documentation, about a minute on 2 cores)
-
-    Hardware: 1 GPU. Time: see ``sigattn recipes lm-kappa-8``, an estimate by FLOPs. Paper: as lm-kappa-1.
-    """
-    return _kappa(8)
-
-
-def lm_kappa_16() -> Recipe:
-    """440M parameters: 32 layers of 1024, 16 heads, 512 tokens.
-
-    sigattn train lm-kappa-16 --data C4                 (--tiny: CPython's documentation, about a minute on 2 cores)
-
-    Hardware: 1 GPU. Time: see ``sigattn recipes lm-kappa-16``, an estimate by FLOPs. Paper: as lm-kappa-1.
-    """
-    return _kappa(16)
+    return recipe
 
 
 def lm_realnews() -> Recipe:
@@ -265,7 +217,7 @@ def lm_realnews() -> Recipe:
             eval_batch_size=8,
             checkpoint_every=4096,
         ),
-        data="C4, realnews split, T5 tokens",
+        data=DataConfig(name="C4, realnews split, T5 tokens"),
         paper="with b = -10, training loss equals softmax's",
     )
 
@@ -276,10 +228,10 @@ RECIPES = (
     lm_1b_2k_hybrid,
     lm_1b_4k,
     lm_7b_4k,
-    lm_kappa_1,
-    lm_kappa_2,
-    lm_kappa_4,
-    lm_kappa_8,
-    lm_kappa_16,
+    _lm_kappa(1, "2.2M"),
+    _lm_kappa(2, "4.9M"),
+    _lm_kappa(4, "15M"),
+    _lm_kappa(8, "67M"),
+    _lm_kappa(16, "440M"),
     lm_realnews,
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from sigattn.data.images import Augmentation
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.saving import ModelConfig, build
@@ -23,6 +22,25 @@ from sigattn.train.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Training data of a recipe and its augmentation.
+
+    Attributes:
+        name: name of the data set.
+        librispeech: training folders of LibriSpeech; empty for other recordings, the spoken digits.
+        spec_augment_from: step from which recordings are masked by SpecAugment; None turns it off.
+        augmentation: augmentation of image folders (``ImageFolder``).
+        jitter: strength of the colour jitter of image folders.
+    """
+
+    name: str
+    librispeech: tuple[str, ...] = ()
+    spec_augment_from: int | None = None
+    augmentation: Augmentation = "none"
+    jitter: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Complete training configuration.
 
@@ -33,8 +51,7 @@ class Recipe:
         model: configuration of the model.
         task: training objective.
         training: settings of the training loop.
-        data: name of the data set.
-        augmentation: name of the augmentation.
+        data: data set and augmentation.
         paper: results that the paper reports.
         softmax_changes: fields of the model that the softmax twin changes in addition to activation and bias.
     """
@@ -45,8 +62,7 @@ class Recipe:
     model: ModelConfig
     task: Task
     training: TrainConfig
-    data: str
-    augmentation: str = "none"
+    data: DataConfig
     paper: str = ""
     softmax_changes: dict[str, Any] = field(default_factory=dict)
 
@@ -106,13 +122,18 @@ class Recipe:
         LayerScale starts at 0.01: within some hundred steps it does not grow enough from 1e-4, and from 0.1 sigmoid
         attention without a bias learns less well (docs/log.md).
         """
-        shrink = _TINY[type(self.model)]
-        model, training, data = shrink(self)
-        task = self.task
+        changes, training, data = _TINY[type(self.transformer)]
+        recipe = self.with_transformer(**{**_small_transformer(self.transformer), **changes})
+        model, task, steps = recipe.model, self.task, training["max_steps"]
+        if isinstance(model, MaskedAutoencoderConfig):
+            model = replace(model, decoder_num_layers=1, decoder_embed_dim=64, decoder_num_heads=4)
         if isinstance(task, (SimCLR, BYOL)):
             task = replace(task, hidden=128, outputs=32)
-        small: dict[str, Any] = {"model": model, "training": training, "task": task, "data": data, "paper": ""}
-        return replace(self, name=f"{self.name}-tiny", **small)
+        usual = {"warmup_steps": steps // 10, "validate_every": steps // 2, "checkpoint_every": steps // 2}
+        small: dict[str, Any] = {"model": model, "task": task, "paper": ""}
+        small["data"] = replace(self.data, **data)
+        recipe = recipe.with_training(**{**_SMALL_TRAINING, **usual, **training})
+        return replace(recipe, name=f"{self.name}-tiny", **small)
 
     def guide_row(self) -> dict[str, str]:
         """Return the recipe as a row of the practitioner's guide's table, by column."""
@@ -137,7 +158,6 @@ def _size(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.{0 if parameters >= 1e7 else 1}f}M"
 
 
-_SMALL: dict[str, Any] = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "mlp_dim": None}
 _SMALL_TRAINING: dict[str, Any] = {
     "grad_accum_steps": 1,
     "precision": "float32",
@@ -150,65 +170,41 @@ _SMALL_TRAINING: dict[str, Any] = {
     "checkpoint_activations": False,
     "log_attention_every": 1,
 }
-
-
-def _small(transformer: TransformerConfig, **more: Any) -> Any:
-    shared = transformer.num_kv_heads
-    num_kv_heads = None if shared is None else max(1, _SMALL["num_heads"] * shared // transformer.num_heads)
-    scale = None if transformer.init_values is None else 0.01
-    drop = min(transformer.drop_path, 0.1)
-    return replace(
-        transformer, **{**_SMALL, "num_kv_heads": num_kv_heads, "init_values": scale, "drop_path": drop, **more}
-    )
-
-
-def _train(training: TrainConfig, **settings: Any) -> TrainConfig:
-    steps = settings["max_steps"]
-    usual = {"warmup_steps": steps // 10, "validate_every": steps // 2, "checkpoint_every": steps // 2}
-    return replace(training, **{**_SMALL_TRAINING, **usual, **settings})
-
-
-def _tiny_language(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    model = _small(recipe.transformer, vocab_size=256, max_seq_len=256)
-    training = _train(recipe.training, max_steps=600, batch_size=16, learning_rate=4e-3)
-    return model, training, "CPython's documentation, as bytes"
-
-
-def _tiny_vision(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    sizes = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10}
-    training = _train(recipe.training, max_steps=800, batch_size=128, learning_rate=2e-3)
-    return _small(recipe.transformer, **sizes), training, "scikit-learn's handwritten digits"
-
-
-def _tiny_autoencoder(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    assert isinstance(recipe.model, MaskedAutoencoderConfig)
-    encoder, training, data = _tiny_vision(recipe)
-    assert isinstance(encoder, ViTConfig)
-    model = replace(recipe.model, encoder=encoder, decoder_num_layers=1, decoder_embed_dim=64, decoder_num_heads=4)
-    return model, training, data
-
-
-def _tiny_speech(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    model = _small(recipe.transformer, conformer_kernel_size=15, layer_drop=0.0, dropout=0.1)
-    training = _train(recipe.training, max_steps=1000, batch_size=60, learning_rate=2e-3)
-    return model, training, "spoken digits (FSDD)"
-
-
-def _tiny_sequence(recipe: Recipe) -> tuple[ModelConfig, TrainConfig, str]:
-    model = _small(recipe.transformer, num_layers=recipe.transformer.num_layers, mlp_dims=(64, 64))
-    training = _train(recipe.training, max_steps=500, batch_size=128, learning_rate=2e-3, optimizer="adam")
-    return model, training, recipe.data
-
-
-_TINY: dict[type, Callable[[Recipe], tuple[ModelConfig, TrainConfig, str]]] = {
-    LanguageModelConfig: _tiny_language,
-    ViTConfig: _tiny_vision,
-    MaskedAutoencoderConfig: _tiny_autoencoder,
-    SpeechModelConfig: _tiny_speech,
-    SequenceModelConfig: _tiny_sequence,
+# changes of the transformer, the training and the data
+_TINY: dict[type, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    LanguageModelConfig: (
+        {"vocab_size": 256, "max_seq_len": 256},
+        {"max_steps": 600, "batch_size": 16, "learning_rate": 4e-3},
+        {"name": "CPython's documentation, as bytes"},
+    ),
+    ViTConfig: (
+        {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10},
+        {"max_steps": 800, "batch_size": 128, "learning_rate": 2e-3},
+        {"name": "scikit-learn's handwritten digits"},
+    ),
+    SpeechModelConfig: (
+        {"conformer_kernel_size": 15, "layer_drop": 0.0, "dropout": 0.1},
+        {"max_steps": 1000, "batch_size": 60, "learning_rate": 2e-3},
+        # SpecAugment's masks are made for recordings of fifteen seconds; these have about two
+        {"name": "spoken digits (FSDD)", "librispeech": (), "spec_augment_from": None},
+    ),
+    SequenceModelConfig: (
+        {"mlp_dims": (64, 64)},
+        {"max_steps": 500, "batch_size": 128, "learning_rate": 2e-3, "optimizer": "adam"},
+        {},
+    ),
 }
 
 
-def round_up(value: float, of: int) -> int:
-    """Round up to a multiple of ``of``."""
-    return of * math.ceil(value / of)
+def _small_transformer(transformer: TransformerConfig) -> dict[str, Any]:
+    """Return the changes that all tiny forms share."""
+    heads, shared = 4, transformer.num_kv_heads
+    return {
+        "num_layers": transformer.num_layers if isinstance(transformer, SequenceModelConfig) else 2,
+        "embed_dim": 64,
+        "num_heads": heads,
+        "mlp_dim": None,
+        "num_kv_heads": None if shared is None else max(1, heads * shared // transformer.num_heads),
+        "init_values": None if transformer.init_values is None else 0.01,
+        "drop_path": min(transformer.drop_path, 0.1),
+    }

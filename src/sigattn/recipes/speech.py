@@ -7,14 +7,22 @@ attention only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.recipe import DataConfig, Recipe
 from sigattn.tasks.ctc import CTC
 from sigattn.train.config import TrainConfig
 
 HOUR = 3600
+LS960 = DataConfig(
+    name="LibriSpeech 960 h",
+    librispeech=("train-clean-100", "train-clean-360", "train-other-500"),
+    spec_augment_from=0,
+)
+LS100 = DataConfig(name="LibriSpeech 100 h", librispeech=("train-clean-100",), spec_augment_from=0)
 
 
 def asr_ls960() -> Recipe:
@@ -56,41 +64,8 @@ def asr_conformer_ls960() -> Recipe:
         steps=400_000, hours=4.44, rate=2e-3, warmup=10_000, start=250_000, every=50_000, betas=(0.9, 0.98),
         max_grad_norm=0.5, weight_decay=1e-6,
     )  # fmt: skip
-    return _speech("asr-conformer-ls960", model, training, "LibriSpeech 960 h", "WER 2.5 / 5.8, softmax 2.5 / 5.6",
-                   augmentation="SpecAugment from step 10,000 on")  # fmt: skip
-
-
-def asr_ls100_36() -> Recipe:
-    """36-layer transformer (255M), LibriSpeech 100 h, CAPE, b = -log of each sample's length, no QK-norm.
-
-    sigattn train asr-ls100-36 --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
-
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls100-36``, an estimate by FLOPs. Paper: word error rate
-    7.3 / 20.5 on test-clean / test-other, softmax 7.1 / 20.4.
-    """
-    return _ls100(36, "WER 7.3 / 20.5, softmax 7.1 / 20.4")
-
-
-def asr_ls100_24() -> Recipe:
-    """24-layer transformer (170M), otherwise as asr-ls100-36.
-
-    sigattn train asr-ls100-24 --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
-
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls100-24``, an estimate by FLOPs. Paper: word error rate
-    7.3 / 21.3 on test-clean / test-other, softmax 6.8 / 20.5.
-    """
-    return _ls100(24, "WER 7.3 / 21.3, softmax 6.8 / 20.5")
-
-
-def asr_ls100_12() -> Recipe:
-    """12-layer transformer (85M), otherwise as asr-ls100-36.
-
-    sigattn train asr-ls100-12 --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
-
-    Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls100-12``, an estimate by FLOPs. Paper: word error rate
-    8.7 / 25.2 on test-clean / test-other, softmax 8.7 / 25.4.
-    """
-    return _ls100(12, "WER 8.7 / 25.2, softmax 8.7 / 25.4")
+    data = replace(LS960, spec_augment_from=10_000)
+    return _speech("asr-conformer-ls960", model, training, data, "WER 2.5 / 5.8, softmax 2.5 / 5.6")
 
 
 def asr_ls100_post() -> Recipe:
@@ -105,7 +80,7 @@ def asr_ls100_post() -> Recipe:
     training = _training(
         steps=500_000, hours=1.1, rate=0.03, warmup=64_000, start=330_000, every=50_000, optimizer="adagrad"
     )
-    return _speech("asr-ls100-post", model, training, "LibriSpeech 100 h", "WER 8.4 / 22.7, softmax 6.5 / 18.2")
+    return _speech("asr-ls100-post", model, training, LS100, "WER 8.4 / 22.7, softmax 6.5 / 18.2")
 
 
 def _ls960(name: str, *, paper: str, **model: Any) -> Recipe:
@@ -113,20 +88,31 @@ def _ls960(name: str, *, paper: str, **model: Any) -> Recipe:
         steps=400_000, hours=3.56, rate=1e-3, warmup=64_000, start=250_000, every=50_000, betas=(0.9, 0.999),
         weight_decay=1e-6,
     )  # fmt: skip
-    return _speech(name, SpeechModelConfig(dropout=0.1, layer_drop=0.1, **model), training, "LibriSpeech 960 h", paper)
+    return _speech(name, SpeechModelConfig(dropout=0.1, layer_drop=0.1, **model), training, LS960, paper)
 
 
-def _ls100(layers: int, paper: str) -> Recipe:
-    model = SpeechModelConfig(num_layers=layers, qk_norm="none", dropout=0.3, layer_drop=0.3)
-    training = _training(
-        steps=400_000, hours=1.1, rate=0.1, warmup=64_000, start=200_000, every=30_000, optimizer="adagrad"
-    )
-    return _speech(f"asr-ls100-{layers}", model, training, "LibriSpeech 100 h", paper)
+def _asr_ls100(layers: int, parameters: str, sigmoid: str, softmax: str) -> Callable[[], Recipe]:
+    """Return the recipe function of a depth."""
+
+    def recipe() -> Recipe:
+        model = SpeechModelConfig(num_layers=layers, qk_norm="none", dropout=0.3, layer_drop=0.3)
+        training = _training(
+            steps=400_000, hours=1.1, rate=0.1, warmup=64_000, start=200_000, every=30_000, optimizer="adagrad"
+        )
+        return _speech(f"asr-ls100-{layers}", model, training, LS100, f"WER {sigmoid}, softmax {softmax}")
+
+    recipe.__name__ = f"asr_ls100_{layers}"
+    recipe.__doc__ = f"""{layers}-layer transformer ({parameters}), LibriSpeech 100 h, CAPE, b = -log of a sample's length.
+
+    sigattn train asr-ls100-{layers} --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
+
+    No QK-norm. Hardware: 8 GPUs of 80 GB. Time: see ``sigattn recipes asr-ls100-{layers}``, an estimate by FLOPs.
+    Paper: word error rate {sigmoid} on test-clean / test-other, softmax {softmax}.
+    """
+    return recipe
 
 
-def _speech(
-    name: str, model: SpeechModelConfig, training: TrainConfig, data: str, paper: str, augmentation: str = "SpecAugment"
-) -> Recipe:
+def _speech(name: str, model: SpeechModelConfig, training: TrainConfig, data: DataConfig, paper: str) -> Recipe:
     return Recipe(
         name=name,
         domain="ASR",
@@ -135,7 +121,6 @@ def _speech(
         task=CTC(),
         training=training,
         data=data,
-        augmentation=augmentation,
         paper=paper,
         softmax_changes={"qk_norm": "none"},
     )
@@ -166,8 +151,8 @@ RECIPES = (
     asr_ls960,
     asr_ls960_hybrid,
     asr_conformer_ls960,
-    asr_ls100_36,
-    asr_ls100_24,
-    asr_ls100_12,
+    _asr_ls100(36, "255M", "7.3 / 20.5", "7.1 / 20.4"),
+    _asr_ls100(24, "170M", "7.3 / 21.3", "6.8 / 20.5"),
+    _asr_ls100(12, "85M", "8.7 / 25.2", "8.7 / 25.4"),
     asr_ls100_post,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sigattn.models.sequence import SequenceModelConfig
-from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.recipe import DataConfig, Recipe
 from sigattn.tasks.k_summation import KSummation
 from sigattn.tasks.pair_repeat import PairRepeat
 from sigattn.train.config import TrainConfig
@@ -24,7 +24,7 @@ def k_summation() -> Recipe:
         model=SequenceModelConfig(),
         task=KSummation(),
         training=_training(max_steps=20_000, batch_size=256, schedule="constant"),
-        data="drawn",
+        data=DataConfig(name="generated"),
         paper="final loss grows with k as softmax's does",
     )
 
@@ -45,7 +45,7 @@ def pair_repeat() -> Recipe:
         model=model,
         task=PairRepeat(),
         training=_training(max_steps=19_531, batch_size=256, schedule="cosine"),
-        data="drawn",
+        data=DataConfig(name="generated"),
         paper="sigmoid learns from fewer samples than softmax",
     )
 
