@@ -1,0 +1,10 @@
+"""Recipes: the paper's training configurations, each with a softmax twin and a tiny form (``sigattn recipes``).
+
+>>> find_recipe("vit-mae-tiny").training.max_steps
+800
+"""
+
+from sigattn.recipes.recipe import DataConfig, Recipe
+from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find_recipe
+
+__all__ = ["GUIDE", "RECIPES", "DataConfig", "Recipe", "RecipeError", "find_recipe"]

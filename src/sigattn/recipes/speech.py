@@ -102,7 +102,7 @@ def _asr_ls100(layers: int, parameters: str, sigmoid: str, softmax: str) -> Call
         return _speech(f"asr-ls100-{layers}", model, training, LS100, f"WER {sigmoid}, softmax {softmax}")
 
     recipe.__name__ = f"asr_ls100_{layers}"
-    recipe.__doc__ = f"""{layers}-layer transformer ({parameters}), LibriSpeech 100 h, CAPE, b = -log of a sample's length.
+    recipe.__doc__ = f"""{layers}-layer transformer ({parameters}), LibriSpeech 100 h, CAPE, b = -log n of a sample.
 
     sigattn train asr-ls100-{layers} --data LIBRISPEECH       (--tiny --data FSDD: spoken digits, 5 minutes on 2 cores)
 
