@@ -66,7 +66,7 @@ def test_demo_resumes(tmp_path, capsys, monkeypatch):
     assert "sigattn demo --resume --run-folder" in said
     code, message = failure(arguments, capsys)
     assert code == 2
-    assert "holds a run already: add --resume" in message
+    assert "or name another folder (--resume continues it)" in message
     cli.main([*arguments, "--resume"])
     whole = tmp_path / "whole"
     cli.main(["demo", "--run-folder", str(whole), *SMALL])

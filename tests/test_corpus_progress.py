@@ -7,7 +7,7 @@ from rich.console import Console
 
 from sigattn import cli
 from sigattn.cli.corpus import CorpusProgress
-from sigattn.data.tokens import load_tokenizer, pack, train_tokenizer
+from sigattn.data.tokens import load_tokenizer, pack_corpus, train_tokenizer
 
 pytest.importorskip("tokenizers")
 
@@ -41,7 +41,9 @@ def test_both_commands_report_every_document(tmp_path, monkeypatch, capsys):
     train_tokenizer(tmp_path / "text", 300, tokenizer, lambda *numbers: seen.append(numbers))
     assert seen == [(1, 0), (2, 0), (3, 0)]
     seen.clear()
-    count = pack(tmp_path / "text", load_tokenizer(tokenizer), tmp_path / "x.bin", None, lambda *n: seen.append(n))
+    count = pack_corpus(
+        tmp_path / "text", load_tokenizer(tokenizer), tmp_path / "x.bin", None, lambda *n: seen.append(n)
+    )
     assert [documents for documents, _ in seen] == [1, 2, 3]
     assert seen[-1][1] == count
     monkeypatch.setattr(CorpusProgress, "SECONDS", 0.0)

@@ -14,7 +14,7 @@ import torch
 from sigattn import cli
 from sigattn.cli.runs import write_run
 from sigattn.data.dataset import DataError
-from sigattn.data.tokens import packed
+from sigattn.data.tokens import load_packed
 from sigattn.experiments import compare
 from sigattn.models import saving
 from sigattn.recipes.registry import find_recipe
@@ -41,7 +41,7 @@ def corpus(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
     tokenizer = tmp_path / "tokenizer.json"
-    cli.main(["tokenizer", "--data", str(tmp_path / "text.txt"), "--save", str(tokenizer), "--vocabulary", "300"])
+    cli.main(["tokenizer", "--data", str(tmp_path / "text.txt"), "--save", str(tokenizer), "--vocab-size", "300"])
     cli.main(["pack", "--data", str(tmp_path / "text.txt"), "--tokenizer", str(tokenizer), "--save",
               str(tmp_path / "text.bin")])  # fmt: skip
     return tmp_path
@@ -88,7 +88,7 @@ SETTINGS = [
     (["bench", "cpu", "--lengths", "0"], "lengths must be at least 1, got 0"),
     (["bench", "cpu", "--dtypes", "float8"], "dtypes must be one of float32, bfloat16, got 'float8'"),
     (["bench", "decode", "--heads", "3", "--kv-heads", "2"], "heads must be a multiple of kv_heads, got 3 and 2"),
-    (["tokenizer", "--data", "x", "--save", "y", "--vocabulary", "5"], "vocabulary must be at least 257, got 5"),
+    (["tokenizer", "--data", "x", "--save", "y", "--vocab-size", "5"], "vocab_size must be at least 257, got 5"),
     (["pack", "--data", "x", "--tokenizer", "y", "--save", "z.bin", "--limit", "0"], "limit must be at least 1, got 0"),
 ]
 
@@ -110,7 +110,7 @@ def test_more_processes_than_there_are(tmp_path, capsys):
     [
         (["--temperature", "nan"], "temperature must be a finite number of at least 0, got nan"),
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
-        (["--tokens", "-1"], "tokens must be at least 0, got -1"),
+        (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1"),
         (["--top-k", "0"], "top_k must be at least 1, got 0"),
         (["--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
         (["--num-beams", "0"], "num_beams must be at least 1, got 0"),
@@ -125,7 +125,8 @@ def test_generating(arguments, message, run, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "run.json lacks data, model, recipe, task, tokenizer, training"),
+        ("{}", "run.json was written by another version of sigattn (format None; this version reads 1)"),
+        ('{"format": 1}', "run.json lacks data, model, recipe, task, tokenizer, training"),
         ("[]", "run.json must hold a JSON object, got list"),
         ("not JSON", "run.json is no JSON"),
         ("\xff", "run.json is no JSON"),
@@ -150,7 +151,7 @@ def test_run_json(content, message, run, capsys):
     else:
         path.write_bytes(content.encode("latin-1"))
     for command in ("evaluate", "generate", "probe"):
-        mistake([command, run], DATA, f"{run} holds no run of sigattn train: ", capsys)
+        mistake([command, run], DATA, f"cannot read the run in {run}: ", capsys)
     mistake(["evaluate", run], DATA, message, capsys)
 
 
@@ -175,15 +176,17 @@ def test_model_folder(file, content, message, run, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "text.bin.json lacks sha256, tokens, vocabulary"),
+        ("{}", "text.bin.json lacks sha256, tokenizer, tokenizer_sha256, tokens, vocab_size"),
         ("[1]", "must hold a JSON object, got list"),
-        ('{"tokens": true, "vocabulary": 300, "sha256": ""}', "wrong value for tokens: 'True'"),
-        ('{"tokens": 5, "vocabulary": 300, "sha256": ""}', "should hold 5 tokens"),
+        ({"tokens": True}, "wrong value for tokens: 'True'"),
+        ({"tokens": 5}, "should hold 5 tokens"),
         (None, "No such file"),
     ],
 )
 def test_packed_tokens(content, message, corpus, capsys):
     about = corpus / "text.bin.json"
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads(about.read_text()), **content})
     about.unlink() if content is None else about.write_text(content)
     arguments = ["train", *TINY, "--data", corpus / "text.bin", "--model.vocab-size", "300"]
     mistake([*arguments, "--folder", corpus / "run"], DATA, message, capsys)
@@ -198,7 +201,7 @@ def test_tokens_beyond_the_vocabulary(token, corpus):
     tokens[5] = token
     tokens[-5] = token
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # otherwise the change itself is found
-    text = packed(file, 300, context=16, held_out=0.1)
+    text = load_packed(file, 300, seq_len=16, held_out=0.1)
     with pytest.raises(DataError, match=f"holds token {token}, and the model has a vocabulary of 300"):
         text.batch(0, 2000, 16, seed=0)
     with pytest.raises(DataError, match=f"holds token {token}"):
@@ -324,7 +327,7 @@ def test_full_disk_while_packing(full_disk, corpus, capsys):
     mistake(["pack", "--data", corpus / "text.txt", *arguments], DATA, "new.bin.unfinished: No space left", capsys)
     assert not list(corpus.glob("new*"))
     full_disk("new.json")
-    arguments = ["--save", corpus / "new.json", "--vocabulary", "300"]
+    arguments = ["--save", corpus / "new.json", "--vocab-size", "300"]
     mistake(["tokenizer", "--data", corpus / "text.txt", *arguments], DATA, "new.json: No space left", capsys)
 
 
@@ -379,7 +382,7 @@ def test_defects_keep_their_traceback(monkeypatch):
     def broken(*_args):
         raise ValueError("a defect")
 
-    monkeypatch.setattr("sigattn.cli.recipes._one", broken)
+    monkeypatch.setattr("sigattn.cli.recipes._print_recipe", broken)
     with pytest.raises(ValueError, match="a defect"):
         cli.main(["recipes", "lm-1b-2k"])
 

@@ -17,7 +17,7 @@ class FileFormatError(Exception):
     """A file does not have the expected content; the message is one line and names the file."""
 
 
-def read_object(path: Path, **keys: Kind) -> dict[str, Any]:
+def read_json_object(path: Path, **keys: Kind) -> dict[str, Any]:
     """Return the object in a JSON file, which must have these keys with values of these types.
 
     Raises:

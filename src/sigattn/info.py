@@ -15,7 +15,7 @@ from sigattn.ops.problem import Problem
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def devices() -> list[torch.device]:
+def list_devices() -> list[torch.device]:
     """Return the CPU and all accelerators that PyTorch can use."""
     found = [torch.device("cpu")]
     if torch.accelerator.is_available():
@@ -33,9 +33,9 @@ def describe() -> str:
         f"CPU: {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
         f"{torch.backends.cpu.get_cpu_capability()}",
     ]
-    accelerators = devices()[1:]
+    accelerators = list_devices()[1:]
     lines += [f"{d}: {_name(d)}" for d in accelerators] or ["no accelerator that PyTorch can use"]
-    for device in devices():
+    for device in list_devices():
         lines.append(f"\non {device}:")
         lines += _backends(device)
     return "\n".join(lines)

@@ -31,7 +31,7 @@ def require(package: str, purpose: str, install: str) -> Any:
 
 
 @contextlib.contextmanager
-def needs(extra: str) -> Iterator[None]:
+def explain_import_errors(extra: str) -> Iterator[None]:
     """Restate an import error raised inside the block.
 
     Args:

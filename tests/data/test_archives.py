@@ -10,7 +10,7 @@ import pytest
 from sigattn.data import archives
 from sigattn.data.corpora import spoken_digits
 from sigattn.data.dataset import DataError
-from sigattn.data.shards import sharded_images
+from sigattn.data.shards import index_shards
 
 
 def write(path, files, mode="w:gz", **options):
@@ -26,21 +26,21 @@ def write(path, files, mode="w:gz", **options):
 def test_members(tmp_path, mode):
     files = {"recordings/a.wav": b"one", "recordings/" + "b" * 200 + ".wav": b"two" * 9999, "README": b"no"}
     archive = write(tmp_path / "archive", files, mode)
-    assert archives.members(archive, ".wav") == {n: c for n, c in files.items() if n.endswith(".wav")}
+    assert archives.read_members(archive, ".wav") == {n: c for n, c in files.items() if n.endswith(".wav")}
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive at all", b"\x1f\x8b no gzip"])
 def test_what_is_no_archive(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(DataError, match="cannot read the archive"):
-        archives.members(tmp_path / "a", ".wav")
+        archives.read_members(tmp_path / "a", ".wav")
 
 
 def test_cut_short(tmp_path):
     archive = write(tmp_path / "a", {"a.wav": bytes(range(256)) * 400})
     archive.write_bytes(archive.read_bytes()[:-300])
     with pytest.raises(DataError, match="cannot read the archive"):
-        archives.members(archive, ".wav")
+        archives.read_members(archive, ".wav")
 
 
 def header_bomb(path, size):
@@ -74,7 +74,7 @@ def test_too_many_members(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "MAX_MEMBERS", 3)
     archive = write(tmp_path / "many.tar.gz", {f"{i}.wav": b"" for i in range(4)})
     with pytest.raises(DataError, match="more than 3 members"):
-        archives.members(archive, ".wav")
+        archives.read_members(archive, ".wav")
 
 
 def test_a_label_that_claims_to_be_huge(tmp_path):
@@ -89,4 +89,4 @@ def test_a_label_that_claims_to_be_huge(tmp_path):
     with tarfile.open(tmp_path / "train.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         tar.addfile(member)
     with pytest.raises(DataError, match=r"cannot read .*train\.tar"):
-        sharded_images([tmp_path / "train.tar"])
+        index_shards([tmp_path / "train.tar"])

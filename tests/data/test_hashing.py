@@ -8,7 +8,7 @@ import pytest
 
 from sigattn.data import hashing
 from sigattn.data.images import ImageFolder
-from sigattn.data.speech import Speech, Tokens, Utterance
+from sigattn.data.speech import CharTokenizer, Speech, Utterance
 
 
 def changed(path):
@@ -94,8 +94,8 @@ def test_recordings(tmp_path):
     path = tmp_path / "a.wav"
     path.write_bytes(b"RIFF and so on")
     utterance = Utterance(((path, 0.0, 1.0),), "one", 1.0)
-    before = Speech([utterance], [], Tokens("abc")).fingerprint
-    assert Speech([utterance], [], Tokens("abc")).fingerprint == before
+    before = Speech([utterance], [], CharTokenizer("abc")).fingerprint
+    assert Speech([utterance], [], CharTokenizer("abc")).fingerprint == before
     changed(path)
     os.utime(path, ns=(0, 1))
-    assert Speech([utterance], [], Tokens("abc")).fingerprint != before
+    assert Speech([utterance], [], CharTokenizer("abc")).fingerprint != before

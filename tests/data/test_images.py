@@ -6,19 +6,19 @@ import tarfile
 import pytest
 import torch
 
-from sigattn.data.dataset import DataError, sample_generator, shuffled
+from sigattn.data.dataset import DataError, draw_samples, sample_generator
 from sigattn.data.images import Digits, ImageFolder
 
 
 class TestOrder:
     def test_passes_over_all_samples(self):
-        drawn = [i for step in range(5) for i in shuffled(10, step, 4, seed=3)]
+        drawn = [i for step in range(5) for i in draw_samples(10, step, 4, seed=3)]
         assert sorted(i for i, epoch in drawn if epoch == 0) == list(range(10))
         assert sorted(i for i, epoch in drawn if epoch == 1) == list(range(10))
         assert [i for i, e in drawn if e == 0] != [i for i, e in drawn if e == 1]
-        assert shuffled(10, 2, 4, seed=3) == shuffled(10, 2, 4, seed=3)
-        assert shuffled(10, 2, 4, seed=3) != shuffled(10, 2, 4, seed=4)
-        assert len(shuffled(3, 0, 8, seed=0)) == 8  # a batch may be longer than an epoch
+        assert draw_samples(10, 2, 4, seed=3) == draw_samples(10, 2, 4, seed=3)
+        assert draw_samples(10, 2, 4, seed=3) != draw_samples(10, 2, 4, seed=4)
+        assert len(draw_samples(3, 0, 8, seed=0)) == 8  # a batch may be longer than an epoch
 
     def test_generators_differ_by_sample_and_epoch(self):
         seeds = {sample_generator(s, e, i).initial_seed() for s in range(3) for e in range(3) for i in range(100)}
@@ -35,7 +35,7 @@ class TestDigits:
 
     @pytest.mark.parametrize(("views", "labels", "tensors"), [(1, True, 2), (1, False, 1), (2, False, 2), (3, True, 3)])
     def test_batches(self, views, labels, tensors):
-        data = Digits(views=views, labels=labels)
+        data = Digits(num_views=views, labels=labels)
         whole = data.batch(3, 12, seed=1)
         assert len(whole) == tensors
         parts = [data.batch(3, 12, seed=1, shard=(rank, 4)) for rank in range(4)]

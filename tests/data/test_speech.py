@@ -6,10 +6,10 @@ import tarfile
 import pytest
 import torch
 
-from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedlium
+from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import DataError
-from sigattn.data.speech import Speech, Tokens, Utterance, log_mel, mel_filters, spec_augment
-from sigattn.data.unreadable import Unreadable
+from sigattn.data.speech import CharTokenizer, Speech, Utterance, log_mel, mel_filters, spec_augment
+from sigattn.data.unreadable import UnreadableFiles
 
 soundfile = pytest.importorskip("soundfile")
 ALPHABET = "|'abcdefghijklmnopqrstuvwxyz"
@@ -73,7 +73,7 @@ class TestBatches:
     @staticmethod
     def data(digits, **options):
         training, held_out, archive = spoken_digits(digits, training=60, held_out=12)
-        return Speech(training, held_out, Tokens(ALPHABET), spec_augment_from=None, archive=archive, **options)
+        return Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=None, archive=archive, **options)
 
     def test_an_epoch_has_each_utterance_once_in_batches_of_so_many_seconds(self, digits):
         data = self.data(digits)
@@ -102,14 +102,14 @@ class TestBatches:
 
     def test_masking_starts_when_it_is_told_to(self, digits):
         training, held_out, _ = spoken_digits(digits, training=60, held_out=12)
-        late = Speech(training, held_out, Tokens(ALPHABET), spec_augment_from=5)
+        late = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=5)
         never = self.data(digits)
         assert torch.equal(late.batch(4, 6, 0)[0], never.batch(4, 6, 0)[0])
         assert not torch.equal(late.batch(5, 6, 0)[0], never.batch(5, 6, 0)[0])
 
     def test_masks_differ_from_epoch_to_epoch(self, digits):
         training, held_out, _ = spoken_digits(digits, training=12, held_out=2)
-        masked = Speech(training, held_out, Tokens(ALPHABET), spec_augment_from=0)
+        masked = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=0)
         assert len(masked._epoch(0, 1000, seed=0)) == 1  # the whole set is one batch: an epoch is one step
         kept = []
         for step in range(3):
@@ -161,7 +161,7 @@ class TestBatches:
     def data_of_broken_held_out(digits):
         nowhere = Utterance(((digits / "nowhere.wav", 0.0, math.inf),), "one", 1.0)
         others = [Utterance(((digits / f"{i}.wav", 0.0, math.inf),), "one", 1.0) for i in range(3)]
-        return Speech(others, [nowhere], Tokens(ALPHABET))
+        return Speech(others, [nowhere], CharTokenizer(ALPHABET))
 
 
 class TestCorpora:
@@ -181,8 +181,8 @@ class TestCorpora:
         again, _, archive = spoken_digits(packed, training=50, held_out=20)
         assert archive == packed
         assert [u.text for u in again] == [u.text for u in training]
-        a = Speech(training, [], Tokens(ALPHABET)).batch(0, 6, seed=0)
-        b = Speech(again, [], Tokens(ALPHABET), archive=packed).batch(0, 6, seed=0)
+        a = Speech(training, [], CharTokenizer(ALPHABET)).batch(0, 6, seed=0)
+        b = Speech(again, [], CharTokenizer(ALPHABET), archive=packed).batch(0, 6, seed=0)
         assert torch.equal(a[0], b[0])
         with pytest.raises(DataError, match="FSDD's layout"):
             spoken_digits(tmp_path)
@@ -198,7 +198,7 @@ class TestCorpora:
             soundfile.write(chapter / f"12-34-000{i}.flac", tone(seconds, 16_000).numpy(), 16_000)
         found = librispeech(tmp_path, ["dev-clean"])
         assert [(u.text, u.seconds) for u in found] == [("HELLO WORLD", 1.5), ("IT'S", 0.5)]
-        _, lengths, *_ = Speech(found, [], Tokens(ALPHABET), spec_augment_from=None).batch(0, 10, 0)
+        _, lengths, *_ = Speech(found, [], CharTokenizer(ALPHABET), spec_augment_from=None).batch(0, 10, 0)
         assert sorted(lengths.tolist()) == [51, 151]
         with pytest.raises(DataError, match="test-clean/SPEAKER/CHAPTER"):
             librispeech(tmp_path, ["test-clean"])
@@ -207,7 +207,7 @@ class TestCorpora:
         recordings = digits / "recordings"
         (recordings / "3_ann_7.wav").write_bytes(b"no sound")
         (recordings / "readme_of_this.wav").write_bytes(b"not a recording of a digit")
-        unreadable = Unreadable("recording")
+        unreadable = UnreadableFiles("recording")
         training, held_out, _ = spoken_digits(digits, training=50, held_out=20, unreadable=unreadable)
         assert (len(training), len(held_out)) == (50, 20)
         assert list(unreadable.errors) == [str(recordings / "3_ann_7.wav")]
@@ -226,7 +226,7 @@ class TestCorpora:
         for name in names[:2]:
             soundfile.write(chapter / f"{name}.flac", tone(0.5, 16_000).numpy(), 16_000)
         (chapter / f"{names[2]}.flac").write_bytes(b"no sound")
-        unreadable = Unreadable("recording")
+        unreadable = UnreadableFiles("recording")
         assert len(librispeech(tmp_path, ["dev-clean"], unreadable)) == 2
         assert list(unreadable.errors) == [str(chapter / f"{name}.flac") for name in names[2:]]
         assert "2 of 4 recordings could not be read" in unreadable.summary()
@@ -249,7 +249,7 @@ class TestCorpora:
         (found,) = tedlium(tmp_path, "test")
         assert found.text.split() == ["we", "it's", "fine"]
         assert found.seconds == 1.5
-        _, lengths, *_ = Speech([found], [], Tokens(ALPHABET), spec_augment_from=None).batch(0, 10, 0)
+        _, lengths, *_ = Speech([found], [], CharTokenizer(ALPHABET), spec_augment_from=None).batch(0, 10, 0)
         assert lengths.tolist() == [151]
         with pytest.raises(DataError, match=r"legacy/dev/stm/\*\.stm"):
             tedlium(tmp_path, "dev")
@@ -263,4 +263,4 @@ class TestCorpora:
 
     def test_buckets_of_duration(self):
         made = [Utterance((), "", s) for s in (0.5, 9.99, 10.0, 25.0, 30.0, 61.0)]
-        assert [len(v) for v in by_duration(made).values()] == [2, 1, 1, 2]
+        assert [len(v) for v in group_by_duration(made).values()] == [2, 1, 1, 2]

@@ -9,7 +9,7 @@ import torch
 
 from sigattn.data.dataset import DataError
 from sigattn.data.stream import StreamedText, hub_documents
-from sigattn.data.tokens import END, documents, pack, train_tokenizer
+from sigattn.data.tokens import END, iter_documents, pack_corpus, train_tokenizer
 from sigattn.experiments import datasets
 from sigattn.recipes.registry import find_recipe
 
@@ -36,7 +36,7 @@ def codes(text):
 
 
 def stream(held_out=4):
-    return StreamedText(lambda: iter(DOCUMENTS), "test", codes, context=16, held_out=held_out)
+    return StreamedText(lambda: iter(DOCUMENTS), "test", codes, seq_len=16, held_out=held_out)
 
 
 def test_windows_in_order_and_what_is_held_out():
@@ -73,9 +73,9 @@ def test_too_short():
 
 def test_a_data_set_by_name(hub, tmp_path):
     hub_path = datasets.Path(hub)
-    assert list(documents(hub_path)) == DOCUMENTS
+    assert list(iter_documents(hub_path)) == DOCUMENTS
     tokenizer = train_tokenizer(hub_path, 280, tmp_path / "t.json")
-    assert pack(hub_path, tokenizer, tmp_path / "p.bin", limit=100) < 130
+    assert pack_corpus(hub_path, tokenizer, tmp_path / "p.bin", limit=100) < 130
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=16)
     data = datasets.load_dataset(recipe, hub_path)
     tokens, _ = data.batch(0, 2, seed=0)

@@ -10,7 +10,16 @@ import torch
 
 from sigattn.data.dataset import DataError
 from sigattn.data.text import TextData, TokenText
-from sigattn.data.tokens import END, documents, encode, load_tokenizer, pack, packed, packed_tokenizer, train_tokenizer
+from sigattn.data.tokens import (
+    END,
+    find_packed_tokenizer,
+    iter_documents,
+    load_packed,
+    load_tokenizer,
+    pack_corpus,
+    tokenize_corpus,
+    train_tokenizer,
+)
 
 pytest.importorskip("tokenizers")
 
@@ -26,14 +35,14 @@ def corpus(tmp_path):
 
 
 def test_documents_and_tokens(corpus, tmp_path):
-    assert len(list(documents(corpus))) == 3
+    assert len(list(iter_documents(corpus))) == 3
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "new" / "tokenizer.json")
     again = load_tokenizer(tmp_path / "new" / "tokenizer.json")
-    text = encode(corpus, again, 300, context=8, held_out=0.1)
+    text = tokenize_corpus(corpus, again, 300, seq_len=8, held_out=0.1)
     everything = [*text.training.tolist(), *text.validation.tolist()]
     end = tokenizer.token_to_id(END)
     assert everything.count(end) == 3
-    assert tokenizer.decode(everything) == "".join(documents(corpus))
+    assert tokenizer.decode(everything) == "".join(iter_documents(corpus))
     assert len(everything) < 500  # 1,311 characters
 
 
@@ -41,33 +50,33 @@ def test_a_packed_corpus_is_read_in_place(corpus, tmp_path):
     with gzip.open(corpus / "c.jsonl.gz", "wt") as file:
         file.write(json.dumps({"text": "zipped up"}) + "\n")
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
-    count = pack(corpus, tokenizer, tmp_path / "new" / "corpus.bin")
-    text = packed(tmp_path / "new" / "corpus.bin", 300, context=8, held_out=0.1)
+    count = pack_corpus(corpus, tokenizer, tmp_path / "new" / "corpus.bin")
+    text = load_packed(tmp_path / "new" / "corpus.bin", 300, seq_len=8, held_out=0.1)
     everything = [*text.training.tolist(), *text.validation.tolist()]
     assert len(everything) == count
-    assert tokenizer.decode(everything) == "".join(documents(corpus))
+    assert tokenizer.decode(everything) == "".join(iter_documents(corpus))
     data = TextData(text, 8)
     tokens, targets = data.batch(3, 4, seed=0)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     with pytest.raises(DataError, match=r"the tokenizer has .* tokens, and the model 256"):
-        packed(tmp_path / "new" / "corpus.bin", 256, context=8)
+        load_packed(tmp_path / "new" / "corpus.bin", 256, seq_len=8)
     with (tmp_path / "new" / "corpus.bin").open("ab") as file:
         file.write(b"more")
     with pytest.raises(DataError, match="should hold"):
-        packed(tmp_path / "new" / "corpus.bin", 300, context=8)
+        load_packed(tmp_path / "new" / "corpus.bin", 300, seq_len=8)
     with pytest.raises(DataError, match="was not written by sigattn pack"):
-        packed(tmp_path / "tokenizer.json", 300, context=8)
+        load_packed(tmp_path / "tokenizer.json", 300, seq_len=8)
     (corpus / "d.jsonl.gz").write_bytes(b"not zipped")
     with pytest.raises(DataError, match=r"cannot read .*d\.jsonl\.gz"):
-        list(documents(corpus))
+        list(iter_documents(corpus))
 
 
 def test_text_that_is_not_utf_8(tmp_path):
     """Bytes that are replaced by other characters would change a corpus silently."""
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(DataError, match=r"cannot read .*latin\.txt as UTF-8 text"):
-        list(documents(tmp_path))
+        list(iter_documents(tmp_path))
 
 
 def test_a_training_part_that_is_too_short():
@@ -79,7 +88,7 @@ def test_a_training_part_that_is_too_short():
 @pytest.fixture
 def stored(corpus, tmp_path):
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
-    pack(corpus, tokenizer, tmp_path / "corpus.bin")
+    pack_corpus(corpus, tokenizer, tmp_path / "corpus.bin")
     return tmp_path / "corpus.bin"
 
 
@@ -91,62 +100,55 @@ def test_a_packed_file_that_changed_at_equal_size_is_refused(stored):
     assert changed != content
     stored.write_bytes(changed)
     with pytest.raises(DataError, match=r"corpus\.bin has changed since sigattn pack wrote it"):
-        packed(stored, 300, context=8, held_out=0.1)
+        load_packed(stored, 300, seq_len=8, held_out=0.1)
     stored.write_bytes(content)  # the same content again, at another time
     os.utime(stored, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
-    assert len(packed(stored, 300, context=8, held_out=0.1).training)
+    assert len(load_packed(stored, 300, seq_len=8, held_out=0.1).training)
 
 
 def test_the_tokenizer_of_a_packed_file(stored, corpus, tmp_path):
-    own = packed_tokenizer(stored)
+    own = find_packed_tokenizer(stored)
     assert own == tmp_path / "corpus.bin.tokenizer.json"
     assert load_tokenizer(own).to_str() == load_tokenizer(tmp_path / "tokenizer.json").to_str()
     (tmp_path / "compact.json").write_text(json.dumps(json.loads((tmp_path / "tokenizer.json").read_text())))
-    assert packed_tokenizer(stored, tmp_path / "compact.json") == own  # the same, written otherwise
+    assert find_packed_tokenizer(stored, tmp_path / "compact.json") == own  # the same, written otherwise
     train_tokenizer(corpus, 280, tmp_path / "other.json")
     with pytest.raises(DataError, match=r"packed with another tokenizer than .*: use .*, or name none"):
-        packed_tokenizer(stored, tmp_path / "other.json")
-    about = json.loads((tmp_path / "corpus.bin.json").read_text())
-    old = {name: about[name] for name in ("tokens", "vocabulary", "sha256")}
-    (tmp_path / "corpus.bin.json").write_text(json.dumps(old))
-    assert packed_tokenizer(stored) is None
-    assert packed_tokenizer(stored, tmp_path / "tokenizer.json") == tmp_path / "tokenizer.json"
-    with pytest.raises(DataError, match=r"other\.json has 280 tokens"):
-        packed_tokenizer(stored, tmp_path / "other.json")
+        find_packed_tokenizer(stored, tmp_path / "other.json")
     (tmp_path / "corpus.bin.json").write_text("{}")
-    with pytest.raises(DataError, match=r"corpus\.bin\.json lacks sha256, tokens, vocabulary"):
-        packed_tokenizer(stored)
+    with pytest.raises(DataError, match=r"corpus\.bin\.json lacks sha256, tokenizer, tokenizer_sha256"):
+        find_packed_tokenizer(stored)
 
 
 def test_parquet(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match="needs pyarrow: pip install"):
-        list(documents(tmp_path))
+        list(iter_documents(tmp_path))
     monkeypatch.undo()
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"text": ["one", None, "two"]}), tmp_path / "a.parquet")
-    assert list(documents(tmp_path)) == ["one", "two"]
+    assert list(iter_documents(tmp_path)) == ["one", "two"]
     parquet.write_table(arrow.table({"words": ["one"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match='no column "text", but words'):
-        list(documents(tmp_path))
+        list(iter_documents(tmp_path))
 
 
 def test_what_does_not_fit(corpus, tmp_path):
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match="the tokenizer has 282 tokens, and the model 256"):
-        encode(corpus, tokenizer, 256, context=8)
+        tokenize_corpus(corpus, tokenizer, 256, seq_len=8)
     with pytest.raises(DataError, match=r"tokens, of which .* are held out: too short"):
-        encode(corpus, tokenizer, 300, context=80)
+        tokenize_corpus(corpus, tokenizer, 300, seq_len=80)
     with pytest.raises(DataError, match="cannot read the tokenizer"):
         load_tokenizer(tmp_path / "missing.json")
     with pytest.raises(DataError, match="no such text"):
-        list(documents(tmp_path / "nowhere"))
+        list(iter_documents(tmp_path / "nowhere"))
     (corpus / "c.jsonl").write_text('{"words": 1}\n')
     with pytest.raises(DataError, match=r'c\.jsonl, line 1: expected JSON with a "text"'):
-        list(documents(corpus))
+        list(iter_documents(corpus))
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(DataError, match=r"looked for \.txt"):
-        list(documents(empty))
+        list(iter_documents(empty))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sigattn.train import checkpoint
-from sigattn.train.folder_lock import locked
+from sigattn.train.folder_lock import lock_folder
 from tests.distributed import worker
 from tests.distributed.test_training import launch, rows
 
@@ -19,7 +19,7 @@ def test_all_processes_stop_together(tmp_path):
         {"folder": str(tmp_path / "in-use"), "kind": "language"},
         {"folder": str(tmp_path / "run"), "kind": "language", "terminate": [1, 1], "training": {"parallel": "fsdp"}},
     ]
-    with locked(tmp_path / "in-use"):
+    with lock_folder(tmp_path / "in-use"):
         launch(2, jobs)
     assert f"process {os.getpid()} on " in (tmp_path / "in-use" / "error-0").read_text()
     assert "the main process cannot write into" in (tmp_path / "in-use" / "error-1").read_text()
@@ -27,7 +27,7 @@ def test_all_processes_stop_together(tmp_path):
     for rank in range(2):
         text = (tmp_path / "run" / f"stopped-{rank}").read_text()
         assert text.startswith(f"{int(signal.SIGTERM)} stopped after 2 of 5 steps")
-    assert [p.name for p in checkpoint.complete(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
     worker.run([{"folder": str(tmp_path / "run"), "kind": "language", "resume": True}])
     worker.run([{"folder": str(tmp_path / "whole"), "kind": "language"}])
     for ours, theirs in zip(rows(tmp_path / "run"), rows(tmp_path / "whole"), strict=True):

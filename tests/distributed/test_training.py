@@ -34,7 +34,7 @@ def launch(processes, jobs):
 
 
 def rows(folder):
-    return metrics.read(Path(folder) / "metrics.jsonl")
+    return metrics.read_metrics(Path(folder) / "metrics.jsonl")
 
 
 def same(folder, other, tolerance=2e-4):

@@ -45,7 +45,7 @@ def setting(kind):
     if kind == "vision":
         return Classification(), VISION, Digits()
     task = SimCLR(hidden=16, outputs=8) if kind == "contrast" else BYOL(hidden=16, outputs=8)
-    return task, VISION, Digits(views=2, labels=False)
+    return task, VISION, Digits(num_views=2, labels=False)
 
 
 def interrupt(at, row):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from sigattn.data import synthetic
-from sigattn.data.speech import Tokens
+from sigattn.data.speech import CharTokenizer
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
@@ -177,7 +177,7 @@ def test_masked_autoencoding_is_evaluated_with_the_same_patches():
 
 class TestCTC:
     task = CTC()
-    tokens = Tokens(task.alphabet)
+    tokens = CharTokenizer(task.alphabet)
 
     def test_text_and_tokens(self):
         assert self.task.text(self.tokens("It's  a Test!")) == "it's  a test"
@@ -240,7 +240,7 @@ class TestSynthetic:
             synthetic.KSummation(10, 6)
 
     def test_pair_repeat(self):
-        data = synthetic.PairRepeat(symbols=3, longest=12, lengths=(6, 9))
+        data = synthetic.PairRepeat(num_symbols=3, max_length=12, lengths=(6, 9))
         symbols, answers = data.batch(0, 400, seed=0)
         lengths = (symbols < 3).sum(1)
         assert set(lengths.tolist()) == {6, 9}

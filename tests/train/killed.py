@@ -50,7 +50,7 @@ def main(folder, seed):
     chance = random.Random(seed)
     kills = 0
     while kills < 10:
-        whole = [p.name for p in checkpoint.complete(Path(folder) / "checkpoints")]
+        whole = [p.name for p in checkpoint.list_checkpoints(Path(folder) / "checkpoints")]
         print(whole[-1] if whole else "none", flush=True)
         pid = os.fork()
         if pid == 0:

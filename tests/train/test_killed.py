@@ -22,9 +22,12 @@ def test_ten_kills_at_random(tmp_path):
     assert len(set(found)) > 1
     killed.train(whole)
     rows = [
-        [{k: v for k, v in row.items() if k != "samples_per_second"} for row in metrics.read(f / "metrics.jsonl")]
+        [
+            {k: v for k, v in row.items() if k != "samples_per_second"}
+            for row in metrics.read_metrics(f / "metrics.jsonl")
+        ]
         for f in (whole, parts)
     ]
     assert rows[0] == rows[1]
     assert sorted(p.name for p in (parts / "checkpoints").iterdir()) == ["step-00000013", "step-00000014"]
-    assert len(checkpoint.complete(parts / "checkpoints")) == 2
+    assert len(checkpoint.list_checkpoints(parts / "checkpoints")) == 2

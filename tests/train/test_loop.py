@@ -15,12 +15,12 @@ from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import load as load_model
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, loop, metrics
-from sigattn.train.config import TrainConfig, linear_scaling, steps_of_epochs
+from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.loop import Interrupted, NonFiniteLossError
 from sigattn.train.metrics import count_spikes
 from sigattn.train.optimizer import make_optimizer
-from sigattn.train.schedule import factor
+from sigattn.train.schedule import learning_rate_factor
 from sigattn.validation import SettingsError
 
 MODEL = LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=2)
@@ -38,19 +38,20 @@ def train(model, config, data, folder, **options):
 
 def numbers(folder):
     return [
-        {k: v for k, v in row.items() if k != "samples_per_second"} for row in metrics.read(folder / "metrics.jsonl")
+        {k: v for k, v in row.items() if k != "samples_per_second"}
+        for row in metrics.read_metrics(folder / "metrics.jsonl")
     ]
 
 
 def test_it_learns_and_leaves_its_results(tmp_path, text):
     train(MODEL, replace(TRAIN, max_steps=60), text, tmp_path)
-    rows = metrics.read(tmp_path / "metrics.jsonl")
+    rows = metrics.read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(60))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
     assert [r["step"] for r in rows if "validation_bits" in r] == [*range(4, 60, 5)]
     assert {"loss", "attention_norm", "gradient_norm", "learning_rate"} <= rows[0].keys()
     assert list(tmp_path.glob("events.out.tfevents*"))
-    assert [p.name for p in checkpoint.complete(tmp_path / "checkpoints")] == ["step-00000056", "step-00000060"]
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000056", "step-00000060"]
     assert isinstance(load_model(tmp_path / "model"), LanguageModel)
 
 
@@ -107,9 +108,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, text):
 @pytest.mark.parametrize("damage", ["about.json", ".metadata", "__0_0.distcp"])
 def test_a_broken_checkpoint_is_refused(tmp_path, text, damage):
     train(MODEL, TRAIN, text, tmp_path)
-    newest = checkpoint.complete(tmp_path / "checkpoints")[-1]
+    newest = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1]
     (newest / damage).write_bytes(b"not a checkpoint")
     with pytest.raises(checkpoint.CheckpointError, match=r"cannot read the checkpoint .*step-00000012"):
+        train(MODEL, replace(TRAIN), text, tmp_path, resume=True)
+    (newest / "about.json").write_text('{"about": {}, "step": 12}')
+    with pytest.raises(checkpoint.CheckpointError, match="another version of sigattn: it has format None, and"):
         train(MODEL, replace(TRAIN), text, tmp_path, resume=True)
 
 
@@ -121,16 +125,24 @@ def test_rows_are_json_lines(tmp_path, text):
 
 def test_schedules():
     cosine = TrainConfig(max_steps=100, warmup_steps=10, final_learning_rate=0.1)
-    assert [factor(cosine, s) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
-    assert factor(cosine, 10) == 1.0
-    assert abs(factor(cosine, 99) - 0.1) < 1e-12
-    assert all(factor(cosine, s) > factor(cosine, s + 1) for s in range(10, 99))
+    assert [learning_rate_factor(cosine, s) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
+    assert learning_rate_factor(cosine, 10) == 1.0
+    assert abs(learning_rate_factor(cosine, 99) - 0.1) < 1e-12
+    assert all(learning_rate_factor(cosine, s) > learning_rate_factor(cosine, s + 1) for s in range(10, 99))
     steps = replace(cosine, schedule="steps", decay_start=50, decay_every=20)
-    assert [factor(steps, s) for s in (4, 10, 49, 50, 69, 70, 90)] == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
+    assert [learning_rate_factor(steps, s) for s in (4, 10, 49, 50, 69, 70, 90)] == [
+        0.5,
+        1.0,
+        1.0,
+        0.5,
+        0.5,
+        0.25,
+        0.125,
+    ]
     constant = replace(cosine, schedule="constant", warmup_steps=0)
-    assert {factor(constant, s) for s in range(100)} == {1.0}
-    assert linear_scaling(1e-4, 4096) == pytest.approx(1.6e-3)
-    assert steps_of_epochs(300, 4096) == 300 * 312
+    assert {learning_rate_factor(constant, s) for s in range(100)} == {1.0}
+    assert scale_learning_rate(1e-4, 4096) == pytest.approx(1.6e-3)
+    assert epochs_to_steps(300, 4096) == 300 * 312
 
 
 def test_only_matrices_decay_and_mup_simple_slows_them():
@@ -247,7 +259,7 @@ def test_what_a_killed_process_left_half_done_is_swept_away(tmp_path, text):
     folder = tmp_path / "checkpoints"
     (folder / "step-00000006.unfinished").mkdir(parents=True)
     (folder / "step-00000002.old").mkdir()
-    assert checkpoint.complete(folder) == []
+    assert checkpoint.list_checkpoints(folder) == []
     train(MODEL, replace(TRAIN, max_steps=4, checkpoint_every=2, seed=3), text, tmp_path)
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
 
@@ -345,7 +357,7 @@ def test_statistics_of_the_weights_every_few_steps(tmp_path, text):
     """Against the model's own report at the first step; nothing else changes."""
     train(MODEL, replace(TRAIN, statistics_every=5), text, tmp_path / "closely")
     train(MODEL, TRAIN, text, tmp_path / "plainly")
-    rows = metrics.read(tmp_path / "closely" / "metrics.jsonl")
+    rows = metrics.read_metrics(tmp_path / "closely" / "metrics.jsonl")
     assert [r["step"] for r in rows if "row_mass" in r] == [0, 5, 10]
     names = {"row_mass", "hoyer_sparsity", "max_logit"}
     plain = [{k: v for k, v in r.items() if k not in names} for r in numbers(tmp_path / "closely")]
@@ -379,7 +391,7 @@ def test_weights_and_biases_get_the_same_rows(tmp_path, text, monkeypatch):
     config = replace(TRAIN, wandb="project")
     train(MODEL, config, text, tmp_path)
     first = runs[-1]
-    assert first.rows == metrics.read(tmp_path / "metrics.jsonl")
+    assert first.rows == metrics.read_metrics(tmp_path / "metrics.jsonl")
     assert first.finished
     assert first.settings["project"] == "project"
     assert first.settings["config"]["learning_rate"] == TRAIN.learning_rate

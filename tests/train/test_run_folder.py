@@ -16,7 +16,7 @@ from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, folder_lock, loop, metrics
 from sigattn.train.config import TrainConfig
-from sigattn.train.folder_lock import FolderInUseError, locked
+from sigattn.train.folder_lock import FolderInUseError, lock_folder
 from sigattn.train.loop import NonFiniteLossError
 from tests.test_cli import failure
 
@@ -53,7 +53,7 @@ def other_process(folder):
     ready, done = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        with locked(folder):
+        with lock_folder(folder):
             os.write(ready[1], b"x")
             os.read(done[0], 1)
         os._exit(0)
@@ -83,7 +83,7 @@ class TestLock:
         with other_process(tmp_path) as child:
             os.kill(child, signal.SIGKILL)
             os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-            with locked(tmp_path):
+            with lock_folder(tmp_path):
                 pass
 
     def test_another_thread(self, tmp_path):
@@ -91,12 +91,12 @@ class TestLock:
 
         def attempt():
             try:
-                with locked(tmp_path / "." / ""):
+                with lock_folder(tmp_path / "." / ""):
                     found.append("entered")
             except FolderInUseError as error:
                 found.append(str(error))
 
-        with locked(tmp_path), locked(tmp_path):
+        with lock_folder(tmp_path), lock_folder(tmp_path):
             thread = threading.Thread(target=attempt)
             thread.start()
             thread.join()
@@ -108,7 +108,7 @@ class TestLock:
     @pytest.mark.skipif(folder_lock.fcntl is None, reason="needs fcntl")
     def test_where_there_are_no_locks_it_says_so(self, tmp_path, monkeypatch):
         monkeypatch.setattr(folder_lock, "fcntl", None)
-        with pytest.warns(UserWarning, match="a second run in .* is not detected"), locked(tmp_path):
+        with pytest.warns(UserWarning, match="a second run in .* is not detected"), lock_folder(tmp_path):
             pass
 
 
@@ -166,12 +166,12 @@ class TestFiniteCheckpoints:
             NonFiniteLossError, match=f"step {steps - 1}: weights that are not finite; .*-0000000{steps - 2}$"
         ):
             train(text, tmp_path)
-        last = checkpoint.complete(tmp_path / "checkpoints")[-1]
+        last = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1]
         assert last.name == f"step-{steps - 2:08d}"
         assert not (tmp_path / "model").exists()
         monkeypatch.undo()
         train(text, tmp_path, resume=True)  # refuses weights that are not finite
-        assert math.isfinite(metrics.read(tmp_path / "metrics.jsonl")[-1]["validation_loss"])
+        assert math.isfinite(metrics.read_metrics(tmp_path / "metrics.jsonl")[-1]["validation_loss"])
 
     def test_a_stop_writes_no_bad_checkpoint(self, tmp_path, text, monkeypatch):
         self.ruin(monkeypatch, 1)

@@ -48,7 +48,7 @@ def finished(tmp_path_factory):
 
 
 def newest(run):
-    return checkpoint.complete(run / "checkpoints")[-1]
+    return checkpoint.list_checkpoints(run / "checkpoints")[-1]
 
 
 def exploit_as_metadata(run, command):

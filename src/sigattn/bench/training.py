@@ -130,7 +130,7 @@ def _measure(recipe: Recipe, data: Data, config: TrainingBenchmark) -> dict[str,
         warnings.filterwarnings("ignore", ".*Ramapuram")
         with contextlib.suppress(_TimeIsUpError):
             loop.train(recipe.task, recipe.model, training, data, Path(folder), on_row=stop_in_time)
-        rows = metrics.read(Path(folder) / "metrics.jsonl")
+        rows = metrics.read_metrics(Path(folder) / "metrics.jsonl")
     tokens = getattr(recipe.model, "max_seq_len", 1)
     last = rows[len(rows) // 2 :]
     return {

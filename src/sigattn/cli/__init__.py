@@ -17,20 +17,20 @@ try:
     from sigattn.bench.provenance import BenchmarkError
     from sigattn.cli.bench import BENCHMARKS
     from sigattn.cli.corpus import make_tokenizer, pack_tokens
-    from sigattn.cli.demo import run_demo
+    from sigattn.cli.demo import train_demo
     from sigattn.cli.ecosystem import export, lm_eval
     from sigattn.cli.parsing import bind, parse
-    from sigattn.cli.recipes import compare_all, list_recipes, show_norms
+    from sigattn.cli.recipes import compare_all, list_recipes, measure_norms
     from sigattn.cli.reproduce import reproduce
-    from sigattn.cli.theory import run_theory
-    from sigattn.cli.train import evaluate, generate, probe, run_train
+    from sigattn.cli.theory import check_theory
+    from sigattn.cli.train import evaluate, generate, probe, train_recipe
     from sigattn.data.dataset import DataError
     from sigattn.experiments.experiment import ExperimentError
     from sigattn.files import FileFormatError
     from sigattn.models.saving import ModelError
     from sigattn.optional import MissingPackageError
     from sigattn.recipes.registry import RecipeError
-    from sigattn.train.checkpoint import CheckpointError
+    from sigattn.train.checkpoint import CheckpointError, RunExistsError
     from sigattn.train.folder_lock import FolderInUseError
     from sigattn.train.loop import NonFiniteLossError
     from sigattn.validation import SettingsError
@@ -54,7 +54,7 @@ def bench() -> None:
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": run_demo,
+    "demo": train_demo,
     "recipes": list_recipes,
     "train": train,
     "evaluate": evaluate,
@@ -64,11 +64,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "lm-eval": lm_eval,
     "tokenizer": make_tokenizer,
     "pack": pack_tokens,
-    "norms": show_norms,
+    "norms": measure_norms,
     "compare": compare_all,
     "reproduce": reproduce,
     "info": show_info,
-    "theory": run_theory,
+    "theory": check_theory,
     "bench": bench,
 }
 DESCRIPTION = "Sigmoid self-attention. ``sigattn COMMAND --help`` lists the arguments of a command."
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; the module's docstring lists the exit codes."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        _run(arguments)
+        _dispatch(arguments)
     except BrokenPipeError:  # the reader of the output has exited, for example head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -101,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _run(arguments: list[str]) -> None:
+def _dispatch(arguments: list[str]) -> None:
     if arguments[:1] == ["train"]:
-        run_train(arguments[1:])
+        train_recipe(arguments[1:])
         return
     commands, program = COMMANDS, "sigattn"
     if arguments[:1] == ["bench"]:
@@ -123,4 +123,5 @@ def _run(arguments: list[str]) -> None:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    hint = " (--resume continues it)" if isinstance(error, RunExistsError) else ""
+    return (" ".join(str(error).split()) or type(error).__name__) + hint

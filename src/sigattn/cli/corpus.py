@@ -8,20 +8,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sigattn.data.tokens import END, load_tokenizer, pack, train_tokenizer
+from sigattn.data.tokens import END, load_tokenizer, pack_corpus, train_tokenizer
 from sigattn.validation import SettingsError, check_at_least
 
 
-def make_tokenizer(data: Path, save: Path, vocabulary: int = 32_768) -> None:
+def make_tokenizer(data: Path, save: Path, vocab_size: int = 32_768) -> None:
     """Train a byte-level BPE tokenizer on a text.
 
     Args:
         data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
         save: the JSON file to write.
-        vocabulary: number of tokens.
+        vocab_size: number of tokens.
     """
     with CorpusProgress(Console(), "tokenizer") as display:
-        tokenizer = train_tokenizer(data, vocabulary, save, display.update)
+        tokenizer = train_tokenizer(data, vocab_size, save, display.update)
     print(f"{tokenizer.get_vocab_size()} tokens: {save}; documents end with {tokenizer.token_to_id(END)}")
 
 
@@ -38,7 +38,7 @@ def pack_tokens(data: Path, tokenizer: Path, save: Path, limit: int | None = Non
     if save.suffix != ".bin":
         raise SettingsError(f"name a file that ends in .bin, got {save}")
     with CorpusProgress(Console(), "pack", limit) as display:
-        count = pack(data, load_tokenizer(tokenizer), save, limit, display.update)
+        count = pack_corpus(data, load_tokenizer(tokenizer), save, limit, display.update)
     print(f"{count:,} tokens: {save}")
 
 

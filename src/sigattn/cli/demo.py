@@ -15,7 +15,7 @@ from sigattn.experiments import demo, report
 from sigattn.train.loop import Interrupted, Row
 
 
-def run_demo(options: demo.Demo) -> None:
+def train_demo(options: demo.Demo) -> None:
     """Train one softmax and two sigmoid language models on text (4 to 5 minutes on 2 cores), and write a report."""
     console = Console()
     try:

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sigattn.cli.runs import language_model, language_model_files
+from sigattn.cli.runs import load_language_model
 from sigattn.data.tokens import END, load_tokenizer
 from sigattn.validation import SettingsError, check_at_least
 
@@ -21,21 +21,19 @@ def export(
     folder: Annotated[Path, tyro.conf.Positional],
     save: Annotated[Path, tyro.conf.Positional],
     /,
-    tokenizer: Path | None = None,
 ) -> None:
     """Write a run's language model into a folder that transformers can load (AutoModelForCausalLM).
 
     Args:
         folder: folder of the run.
         save: the folder to write.
-        tokenizer: tokenizer of a run that has stored none.
     """
     transformers_model: Any = importlib.import_module("sigattn.integrations.transformers_model")
-    model, path = language_model_files(folder, tokenizer)
+    model, tokenizer = load_language_model(folder)
     end = None
-    if path is not None and load_tokenizer(path).token_to_id(END) is not None:
+    if tokenizer is not None and load_tokenizer(tokenizer).token_to_id(END) is not None:
         end = END
-    transformers_model.export(model, save, path, end)
+    transformers_model.export(model, save, tokenizer, end)
     print(f"{save}: import sigattn.integrations.transformers_model, then AutoModelForCausalLM.from_pretrained")
 
 
@@ -45,8 +43,7 @@ def lm_eval(
     tasks: tuple[str, ...] = (),
     include: Path | None = None,
     limit: int | None = None,
-    batch: int = 8,
-    tokenizer: Path | None = None,
+    batch_size: int = 8,
 ) -> None:
     """Evaluate a run's language model with lm-evaluation-harness, by default on the paper's nine tasks.
 
@@ -57,16 +54,16 @@ def lm_eval(
         include: folder of further tasks (YAML). The harness runs the Python code that a task names with !function:
             include only folders that you trust.
         limit: number of samples of each task.
-        batch: number of sequences evaluated at a time.
-        tokenizer: tokenizer of a run that has stored none.
+        batch_size: number of sequences evaluated at a time.
     """
-    check_at_least(1, {"limit": limit, "batch": batch})
+    check_at_least(1, {"limit": limit, "batch_size": batch_size})
     harness: Any = importlib.import_module("sigattn.integrations.lm_eval")
-    model, vocabulary = language_model(folder, tokenizer)
-    end = None if vocabulary is None else vocabulary.token_to_id(END)
+    model, path = load_language_model(folder)
+    tokenizer = None if path is None else load_tokenizer(path)
+    end = None if tokenizer is None else tokenizer.token_to_id(END)
     try:
         found = harness.evaluate(
-            harness.SigattnLM(model, vocabulary, batch, end or 0), tasks, include=include, limit=limit
+            harness.SigattnLM(model, tokenizer, batch_size, end or 0), tasks, include=include, limit=limit
         )
     except (ValueError, ConnectionError) as error:
         raise SettingsError(" ".join(str(error).split())) from error

@@ -27,12 +27,12 @@ def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Ramapuram")
         if name is None:
-            _table(console)
+            _print_recipe_table(console)
         else:
-            _one(console, name)
+            _print_recipe(console, name)
 
 
-def _table(console: Console) -> None:
+def _print_recipe_table(console: Console) -> None:
     rows = {name: find_recipe(name).guide_row() for name in RECIPES}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("recipe", "domain", "objective", "size", "position", "QK", "LS", "bias", "norm"):
@@ -46,7 +46,7 @@ def _table(console: Console) -> None:
     )
 
 
-def _one(console: Console, name: str) -> None:
+def _print_recipe(console: Console, name: str) -> None:
     recipe = find_recipe(name)
     base = next(n for n in sorted(RECIPES, key=len, reverse=True) if name.startswith(n))
     print(inspect.cleandoc(RECIPES[base].__doc__ or ""))
@@ -71,7 +71,7 @@ def _settings(config: object) -> dict[str, Any]:
     return flat
 
 
-def show_norms(options: attention_norms.AttentionNormsConfig) -> None:
+def measure_norms(options: attention_norms.AttentionNormsConfig) -> None:
     """Measure the norm of attention outputs at initialisation for each position and bias (a minute on 2 cores)."""
     console, found = Console(), {}
 

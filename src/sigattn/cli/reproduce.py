@@ -47,7 +47,7 @@ def reproduce(
     """
     console = Console()
     if list or (name is None and not all):
-        _list(console)
+        _print_experiments(console)
         return
     check_at_least(1, {"seeds": seeds, "workers": workers})
     results = folder / scale
@@ -79,7 +79,7 @@ def reproduce(
     )
 
 
-def _list(console: Console) -> None:
+def _print_experiments(console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("experiment", "title", "in the paper", *SCALES, "hardware for paper"):
         table.add_column(column)

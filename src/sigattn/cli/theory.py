@@ -11,7 +11,7 @@ from sigattn.experiments import theory_report
 from sigattn.theory.statements import Statement
 
 
-def run_theory(options: theory_report.Theory) -> None:
+def check_theory(options: theory_report.Theory) -> None:
     """Check every statement of the paper's theory that can be checked by computation (1 to 2 minutes on 2 cores)."""
     console = Console()
 

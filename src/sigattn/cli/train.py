@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sigattn.cli.parsing import parse
-from sigattn.cli.runs import language_model, read_run, write_run
+from sigattn.cli.runs import load_language_model, read_run, write_run
 from sigattn.data.dataset import DataError
 from sigattn.data.images import Digits, ImageFolder
-from sigattn.data.tokens import END
+from sigattn.data.tokens import END, load_tokenizer
 from sigattn.distributed.process_mesh import init_process_mesh, shutdown
 from sigattn.experiments import datasets
 from sigattn.models import saving
@@ -25,15 +25,15 @@ from sigattn.models.vision import ViT
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics
-from sigattn.train.checkpoint import refuse_second_run
+from sigattn.train.checkpoint import check_no_checkpoints
 from sigattn.train.loop import Interrupted, Row
-from sigattn.train.probe import features, fine_tune, linear_probe
+from sigattn.train.probe import extract_features, fine_tune, linear_probe
 from sigattn.validation import SettingsError, check_at_least, check_seed
 
-EVERY = 20  # steps between plain lines
+STEPS_PER_LINE = 20  # steps between plain lines
 
 
-def run_train(arguments: list[str]) -> None:
+def train_recipe(arguments: list[str]) -> None:
     """Run ``sigattn train NAME [--tiny] [--softmax] [--field value …]``."""
     if not arguments or arguments[0].startswith("-"):
         print("usage: sigattn train NAME [--tiny] [--softmax] [--data PATH] [--folder PATH] [--resume] [settings]\n")
@@ -84,7 +84,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     first = init_process_mesh().is_main_process
     _check(recipe)
     if not options.resume:
-        refuse_second_run(folder)  # before the data is read, which can take long
+        check_no_checkpoints(folder)  # before the data is read, which can take long
     try:
         data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
         with _Display(console, recipe, first) as display:
@@ -102,12 +102,12 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
         console.print(f"\n{stop}\nTo resume: the same command with --resume", highlight=False)
         sys.exit(128 + stop.signal)
     if first:
-        rows = metrics.read(folder / "metrics.jsonl")
+        rows = metrics.read_metrics(folder / "metrics.jsonl")
         final = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
         spikes = {n: metrics.count_spikes([r[n] for r in rows], f) for n, f in (("gradient_norm", 3.0), ("loss", 1.2))}
         console.print(", ".join(f"{k} {v:.4g}" for k, v in final.items()), highlight=False)
-        if left_out := data.unreadable_summary():
-            console.print(left_out, soft_wrap=True, highlight=False)
+        if summary := data.unreadable_summary():
+            console.print(summary, soft_wrap=True, highlight=False)
         console.print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")
         console.print(f"model: {folder / 'model'}", soft_wrap=True, highlight=False)
 
@@ -157,7 +157,7 @@ class _Display:
         text = f"loss {row['loss']:.4g} gradient {row['gradient_norm']:.3g}{attention} | {self.held}"
         self.progress.update(self.task, completed=row["step"] + 1, description=text)
         done = row["step"] + 1
-        if not self.console.is_terminal and (done % EVERY == 0 or done in (1, self.steps)):
+        if not self.console.is_terminal and (done % STEPS_PER_LINE == 0 or done in (1, self.steps)):
             self.console.print(f"step {done} {text}", soft_wrap=True, highlight=False)
 
 
@@ -173,53 +173,52 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
         found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
         for key, value in found.items():
             print(f"{part} {key} {value:.6g}".strip())
-        if left_out := source.unreadable_summary():
-            print(f"{part} {left_out}".strip())
+        if summary := source.unreadable_summary():
+            print(f"{part} {summary}".strip())
 
 
 def generate(
     folder: Annotated[Path, tyro.conf.Positional],
     /,
     prompt: str = "The ",
-    tokens: int = 200,
+    max_new_tokens: int = 200,
     temperature: float = 0.7,
     top_k: int | None = None,
     top_p: float | None = None,
     num_beams: int = 1,
     stop: str = "",
     seed: int = 0,
-    tokenizer: Path | None = None,
 ) -> None:
     """Continue a text with a run's language model, up to the tokenizer's end-of-document token.
 
     Args:
         folder: folder of the run.
         prompt: text to continue.
-        tokens: largest number of new tokens.
+        max_new_tokens: largest number of new tokens.
         temperature: sampling temperature; 0 for the likeliest token each time.
         top_k: sample from this number of likeliest tokens only.
         top_p: sample from the likeliest tokens that together have this probability.
         num_beams: above 1, beam search with this number of continuations; the temperature is then 0.
         stop: end after this character, or any text that is one token.
         seed: seed of sampling.
-        tokenizer: tokenizer of a run that has stored none.
     """
-    model, vocabulary = language_model(folder, tokenizer)
+    model, path = load_language_model(folder)
+    tokenizer = None if path is None else load_tokenizer(path)
 
     def encode(text: str) -> list[int]:
-        return list(text.encode()) if vocabulary is None else list(vocabulary.encode(text).ids)
+        return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text).ids)
 
-    check_at_least(0, {"tokens": tokens})
+    check_at_least(0, {"max_new_tokens": max_new_tokens})
     check_seed({"seed": seed})
     ends = encode(stop)
     if len(ends) > 1:
         raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")
-    if vocabulary is not None and (end := vocabulary.token_to_id(END)) is not None:
+    if tokenizer is not None and (end := tokenizer.token_to_id(END)) is not None:
         ends.append(end)
     try:
         (made,) = model.generate(
             [torch.tensor(encode(prompt), dtype=torch.int64)],
-            tokens,
+            max_new_tokens,
             temperature=0.0 if num_beams > 1 else temperature,
             top_k=top_k,
             top_p=top_p,
@@ -230,7 +229,7 @@ def generate(
     except ValueError as error:
         raise SettingsError(str(error)) from error
     made = made.tolist()
-    print(bytes(made).decode(errors="replace") if vocabulary is None else vocabulary.decode(made))
+    print(bytes(made).decode(errors="replace") if tokenizer is None else tokenizer.decode(made))
 
 
 def probe(
@@ -250,11 +249,11 @@ def probe(
     path = data or path
     if path is None:
         digits = Digits(strength=0.0).train_and_held_out()
-        found = [features(model, [part]) for part in digits]
+        found = [extract_features(model, [part]) for part in digits]
     else:
         images = ImageFolder(path, model.config.image_size, "none")
         train = (images.batch(i, 256, 0) for i in range(-(-len(images) // 256)))
-        found = [features(model, train), features(model, images.validation(256))]
+        found = [extract_features(model, train), extract_features(model, images.validation(256))]
     print(f"linear probe: top1 {linear_probe(found[0], found[1]):.4f}")
     if fine_tuning:
         if path is not None:

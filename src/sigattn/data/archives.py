@@ -21,7 +21,7 @@ MAX_MEMBERS = 100_000
 _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
 
-def members(archive: Path, suffix: str) -> dict[str, bytes]:
+def read_members(archive: Path, suffix: str) -> dict[str, bytes]:
     """Return the contents of an archive's files whose names end in ``suffix``, by name.
 
     Raises:

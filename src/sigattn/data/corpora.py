@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from sigattn.data.dataset import DataError
-from sigattn.data.speech import Utterance, unpacked
-from sigattn.data.unreadable import Unreadable
+from sigattn.data.speech import Utterance, read_recordings
+from sigattn.data.unreadable import UnreadableFiles
 from sigattn.optional import require
 
 _FSDD_NAME = re.compile(r"\d_[^_]+_\d+")  # digit, speaker, index
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
-def by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utterance]]:
+def group_by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utterance]]:
     """Group utterances by the paper's duration buckets of TED-LIUM: 0-10 s, 10-20 s, 20-30 s, and longer."""
     names = ("0-10s", "10-20s", "20-30s", "30s+")
     found: dict[str, list[Utterance]] = {name: [] for name in names}
@@ -28,7 +28,7 @@ def by_duration(utterances: Sequence[Utterance]) -> dict[str, list[Utterance]]:
     return found
 
 
-def librispeech(root: Path, parts: Sequence[str], unreadable: Unreadable | None = None) -> list[Utterance]:
+def librispeech(root: Path, parts: Sequence[str], unreadable: UnreadableFiles | None = None) -> list[Utterance]:
     """Return the utterances of LibriSpeech, ``PART/SPEAKER/CHAPTER/`` with ``….trans.txt`` and ``….flac`` files.
 
     Args:
@@ -87,7 +87,7 @@ def spoken_digits(
     training: int = 3000,
     held_out: int = 200,
     longest: int = 7,
-    unreadable: Unreadable | None = None,
+    unreadable: UnreadableFiles | None = None,
 ) -> tuple[list[Utterance], list[Utterance], Path | None]:
     """Return strings of spoken digits: 1 to ``longest`` concatenated FSDD recordings of one speaker.
 
@@ -107,7 +107,7 @@ def spoken_digits(
     """
     files: dict[Path, Path | bytes]
     if source.is_file():
-        archive, files = source, {Path(name): content for name, content in unpacked(source).items()}
+        archive, files = source, {Path(name): content for name, content in read_recordings(source).items()}
     else:
         archive, folder = None, source / "recordings" if (source / "recordings").is_dir() else source
         files = {path: path for path in sorted(folder.glob("*.wav"))}
@@ -160,10 +160,10 @@ def _lines(file: Path) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith(";;")]
 
 
-def _durations(files: Mapping[Path, Path | bytes], unreadable: Unreadable | None) -> dict[Path, float]:
+def _durations(files: Mapping[Path, Path | bytes], unreadable: UnreadableFiles | None) -> dict[Path, float]:
     """Return the duration in seconds of each readable recording; add the others to ``unreadable``."""
     soundfile = require("soundfile", "recordings", "'sigattn[speech]'")
-    unreadable = Unreadable("recording") if unreadable is None else unreadable
+    unreadable = UnreadableFiles("recording") if unreadable is None else unreadable
     unreadable.total += len(files)
     found: dict[Path, float] = {}
     for name, file in files.items():

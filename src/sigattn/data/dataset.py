@@ -53,7 +53,7 @@ class Data(ABC):
         """Identity of the data; a run is resumed only with data of the same fingerprint."""
 
 
-def shuffled(samples: int, step: int, size: int, seed: int) -> Sequence[tuple[int, int]]:
+def draw_samples(samples: int, step: int, size: int, seed: int) -> Sequence[tuple[int, int]]:
     """Return (index, epoch) of each sample of a step's batch; every epoch has its own order of all samples."""
     first = step * size
     chosen: list[tuple[int, int]] = []

@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.data.dataset import Batch, Data, DataError, sample_generator, shuffled
+from sigattn.data.dataset import Batch, Data, DataError, draw_samples, sample_generator
 from sigattn.data.hashing import files_sha256
-from sigattn.data.shards import ShardedImage, sharded_images, shards
-from sigattn.data.unreadable import Unreadable
-from sigattn.optional import needs
+from sigattn.data.shards import ShardedImage, find_shards, index_shards
+from sigattn.data.unreadable import UnreadableFiles
+from sigattn.optional import explain_import_errors
 
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
-MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of ImageNet's channels
+IMAGENET_MEAN, IMAGENET_STD = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # mean and standard deviation of ImageNet's channels
 
 
 class Digits(Data):
@@ -32,7 +35,7 @@ class Digits(Data):
     Training images are augmented by small random shifts, rotations, scales and noise.
 
     Args:
-        views: number of augmented views of each image in a batch.
+        num_views: number of augmented views of each image in a batch.
         labels: include labels in the batches; ignored if there are several views.
         strength: factor of the augmentation; 0 turns it off.
         upscale: factor by which the images are enlarged.
@@ -41,7 +44,7 @@ class Digits(Data):
         DataError: if scikit-learn is missing.
     """
 
-    def __init__(self, *, views: int = 1, labels: bool = True, strength: float = 1.0, upscale: int = 1) -> None:
+    def __init__(self, *, num_views: int = 1, labels: bool = True, strength: float = 1.0, upscale: int = 1) -> None:
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
@@ -53,16 +56,16 @@ class Digits(Data):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         self._train, self._held = order[360:], order[:360]
         self._images, self._labels = images, torch.tensor(digits.target)
-        self.views, self.labels, self.strength = views, labels, strength
+        self.num_views, self.labels, self.strength = num_views, labels, strength
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return images (B, 1, 8, 8), one tensor per view, and labels (B,) if there is one view."""
-        chosen = shuffled(len(self._train), step, size, seed)
+        chosen = draw_samples(len(self._train), step, size, seed)
         index = self._train[torch.tensor([i for i, _ in chosen])]
         generator = sample_generator(seed, step, 0)  # for the whole batch, so that it does not depend on the shard
-        views = [self._vary(self._images[index], generator)[shard[0] :: shard[1]] for _ in range(self.views)]
+        views = [self._vary(self._images[index], generator)[shard[0] :: shard[1]] for _ in range(self.num_views)]
         labels = self._labels[index][shard[0] :: shard[1]]
-        return (*views, labels) if self.labels and self.views == 1 else tuple(views)
+        return (*views, labels) if self.labels and self.num_views == 1 else tuple(views)
 
     def validation(self, size: int) -> Iterable[Batch]:
         """Return the held-out images; several views are augmented, in the same way at every call."""
@@ -70,8 +73,8 @@ class Digits(Data):
         batches: list[Batch] = []
         for index in self._held.split(size):
             images = self._images[index]
-            if self.views > 1:
-                batches.append(tuple(self._vary(images, generator) for _ in range(self.views)))
+            if self.num_views > 1:
+                batches.append(tuple(self._vary(images, generator) for _ in range(self.num_views)))
             else:
                 batches.append((images, self._labels[index]) if self.labels else (images,))
         return batches
@@ -84,7 +87,7 @@ class Digits(Data):
     @property
     def fingerprint(self) -> str:
         """Hash of the images and the augmentation."""
-        kind = f"digits of {self._images.shape[-1]}, {self.views} views, strength {self.strength}"
+        kind = f"digits of {self._images.shape[-1]}, {self.num_views} views, strength {self.strength}"
         return hashlib.sha256(self._images.numpy().tobytes() + kind.encode()).hexdigest()
 
     def _vary(self, images: Tensor, generator: torch.Generator) -> Tensor:
@@ -158,7 +161,7 @@ class ImageFolder(Data):
             self._train, self._held = (_files(root / split, self.classes) for split in ("train", "val"))
         self.root, self.size, self.augmentation, self.labels = root, size, augmentation, labels
         self.jitter, self.workers = jitter, workers
-        self.unreadable = Unreadable("image", len(self._train) + len(self._held))
+        self.unreadable = UnreadableFiles("image", len(self._train) + len(self._held))
         self._vary, self._plain = transforms(augmentation, size, jitter), transforms("none", size)
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
@@ -177,7 +180,7 @@ class ImageFolder(Data):
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return images (B, 3, size, size), one tensor per view, and labels (B,) if there is one view."""
-        chosen = shuffled(len(self._train), step, size, seed)[shard[0] :: shard[1]]
+        chosen = draw_samples(len(self._train), step, size, seed)[shard[0] :: shard[1]]
         samples = [self._sample(i, epoch, seed) for i, epoch in chosen]
         return self._collate(samples)
 
@@ -258,7 +261,7 @@ class _Steps(torch.utils.data.IterableDataset[tuple[Batch | DataError, dict[str,
         self.data, self.first, self.size, self.seed, self.shard = data, first, size, seed, shard
 
     def __iter__(self) -> Iterator[tuple[Batch | DataError, dict[str, str]]]:
-        found = self.data.unreadable = Unreadable("image", self.data.unreadable.total)
+        found = self.data.unreadable = UnreadableFiles("image", self.data.unreadable.total)
         info = torch.utils.data.get_worker_info()
         step, stride = (self.first, 1) if info is None else (self.first + info.id, info.num_workers)
         while True:
@@ -278,11 +281,11 @@ def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Ca
         DataError: if torchvision is missing or cannot be imported.
     """
     try:
-        with needs("vision"):
+        with explain_import_errors("vision"):
             from torchvision.transforms import v2
     except ImportError as error:
         raise DataError(f"images of a folder: {error}") from error
-    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, SPREAD)]
+    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
 
     def crop(pixels: int, low: float, *more: Any) -> Any:
         return v2.Compose([v2.RandomResizedCrop(pixels, (low, 1.0)), v2.RandomHorizontalFlip(), *more, *finish])
@@ -311,8 +314,8 @@ class _Views:
 
 
 def _sharded(root: Path, split: str) -> list[ShardedImage]:
-    files = shards(root, split)
-    images = sharded_images(files)
+    files = find_shards(root, split)
+    images = index_shards(files)
     if not images:
         raise DataError(f"looked for images in {root}/*{split}*.tar and found none in {len(files)} files")
     return images

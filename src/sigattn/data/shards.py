@@ -45,12 +45,12 @@ class ShardedImage:
             return io.BytesIO(file.read(self.size))
 
 
-def shards(root: Path, split: str) -> list[Path]:
+def find_shards(root: Path, split: str) -> list[Path]:
     """Return the .tar files of a folder whose names contain ``split`` ("train" or "val"), sorted."""
     return sorted(p for p in root.glob("*.tar") if split in p.name)
 
 
-def sharded_images(files: list[Path]) -> list[ShardedImage]:
+def index_shards(files: list[Path]) -> list[ShardedImage]:
     """Return all images of .tar files in order, reading headers and labels but not the images.
 
     Raises:

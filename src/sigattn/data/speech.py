@@ -17,7 +17,7 @@ from torch import Tensor
 from sigattn.data import archives
 from sigattn.data.dataset import Batch, Data, DataError, sample_generator
 from sigattn.data.hashing import files_sha256
-from sigattn.data.unreadable import Unreadable
+from sigattn.data.unreadable import UnreadableFiles
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Speech(Data):
     Args:
         training: training utterances.
         held_out: held-out utterances.
-        tokens: the tokenizer.
-        mels: number of mel channels.
+        tokenizer: the tokenizer.
+        num_mel_bins: number of mel bins.
         spec_augment_from: step from which SpecAugment is applied; None turns it off.
         archive: a tar file that contains the recordings; None if they are files on the disk.
         unreadable: recordings of these utterances already found to be unreadable.
@@ -55,23 +55,23 @@ class Speech(Data):
         self,
         training: Sequence[Utterance],
         held_out: Sequence[Utterance],
-        tokens: Tokens,
+        tokenizer: CharTokenizer,
         *,
-        mels: int = 80,
+        num_mel_bins: int = 80,
         spec_augment_from: int | None = 0,
         archive: Path | None = None,
-        unreadable: Unreadable | None = None,
+        unreadable: UnreadableFiles | None = None,
     ) -> None:
-        self.training, self.held_out, self.tokens, self.mels = training, held_out, tokens, mels
+        self.training, self.held_out, self.tokenizer, self.num_mel_bins = training, held_out, tokenizer, num_mel_bins
         self.spec_augment_from = spec_augment_from
         files = {path for u in (*training, *held_out) for path, _, _ in u.pieces}
-        self.unreadable = Unreadable("recording", len(files)) if unreadable is None else unreadable
-        self._archive, self._source = {} if archive is None else unpacked(archive), archive
+        self.unreadable = UnreadableFiles("recording", len(files)) if unreadable is None else unreadable
+        self._archive, self._source = {} if archive is None else read_recordings(archive), archive
         self._epochs: list[list[list[int]]] = []
         self._epochs_key: tuple[int, int] | None = None  # (size, seed) of _epochs
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Return frames (B, T, mels), lengths (B,), targets (B, C) and target lengths (B,).
+        """Return frames (B, T, num_mel_bins), lengths (B,), targets (B, C) and target lengths (B,).
 
         ``size`` is the largest duration of the batch over all processes, in seconds including padding.
         """
@@ -94,7 +94,7 @@ class Speech(Data):
 
     def _readable(self, chosen: Sequence[int]) -> list[tuple[int, Tensor, list[int]]]:
         """Return index, frames and tokens of the training utterances in ``chosen`` that can be read."""
-        samples = [(i, self._frames(self.training[i]), self.tokens(self.training[i].text)) for i in chosen]
+        samples = [(i, self._frames(self.training[i]), self.tokenizer(self.training[i].text)) for i in chosen]
         return [(i, frames, text) for i, frames, text in samples if frames is not None]
 
     def validation(self, size: int) -> Iterable[Batch]:
@@ -106,7 +106,7 @@ class Speech(Data):
         read = 0
         order = sorted(range(len(self.held_out)), key=lambda i: self.held_out[i].seconds)
         for group in _groups(order, self.held_out, float(size)):
-            samples = [(self._frames(self.held_out[i]), self.tokens(self.held_out[i].text)) for i in group]
+            samples = [(self._frames(self.held_out[i]), self.tokenizer(self.held_out[i].text)) for i in group]
             readable = [(frames, text) for frames, text in samples if frames is not None]
             if readable:
                 read += len(readable)
@@ -120,7 +120,7 @@ class Speech(Data):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of settings, transcripts, names and times, and of the files (``hashing.files_sha256``)."""
-        digest = hashlib.sha256(f"{self.mels} {self.spec_augment_from}".encode())
+        digest = hashlib.sha256(f"{self.num_mel_bins} {self.spec_augment_from}".encode())
         paths = {self._source} if self._source is not None else set()
         for u in (*self.training, *self.held_out):
             digest.update(f"{[(p.name, a, b) for p, a, b in u.pieces]} {u.text}\n".encode())
@@ -160,7 +160,7 @@ class Speech(Data):
                 self.unreadable.add(str(piece[0]), f"{type(error).__name__}: {error}")
                 return None
             parts.append(wave)
-        return log_mel(torch.cat(parts), rate, self.mels)
+        return log_mel(torch.cat(parts), rate, self.num_mel_bins)
 
     def _wave(self, path: Path, first: float, last: float) -> tuple[Tensor, int]:
         """Read a recording, averaged over channels: (samples,) and the sampling rate in Hz."""
@@ -176,7 +176,7 @@ class Speech(Data):
             return wave, sound.samplerate
 
 
-class Tokens:
+class CharTokenizer:
     """Tokenizer of characters: 1, 2, … for the characters of an alphabet, with "|" for white space."""
 
     def __init__(self, alphabet: str) -> None:
@@ -188,30 +188,33 @@ class Tokens:
         return [t for t in tokens if t]
 
 
-def log_mel(wave: Tensor, rate: int, mels: int = 80) -> Tensor:  # (samples,) → (frames, mels)
-    """Return log-mel frames: windows of 25 ms every 10 ms, each channel normalised to mean 0 and variance 1.
+def log_mel(waveform: Tensor, sample_rate: int, num_mel_bins: int = 80) -> Tensor:
+    """Return log-mel frames (T, num_mel_bins): 25 ms every 10 ms, each bin normalised to mean 0 and variance 1.
 
     Args:
-        wave: (samples,).
-        rate: sampling rate in Hz.
-        mels: number of channels.
+        waveform: (samples,).
+        sample_rate: sampling rate in Hz.
+        num_mel_bins: number of mel bins.
     """
-    window, hop = round(0.025 * rate), round(0.01 * rate)
+    window, hop = round(0.025 * sample_rate), round(0.01 * sample_rate)
     size = max(512, 1 << (window - 1).bit_length())
     spectrum = torch.stft(
-        wave, size, hop, window, torch.hann_window(window), center=True, pad_mode="constant", return_complex=True
+        waveform, size, hop, window, torch.hann_window(window), center=True, pad_mode="constant", return_complex=True
     )
-    energy = mel_filters(size, rate, mels) @ spectrum.abs().square()  # (mels, frames)
+    energy = mel_filters(size, sample_rate, num_mel_bins) @ spectrum.abs().square()  # (mels, frames)
     frames = energy.clamp(min=1e-10).log().mT
     return (frames - frames.mean(0)) / (frames.var(0, unbiased=False) + 1e-5).sqrt()
 
 
 @functools.cache
-def mel_filters(size: int, rate: int, mels: int) -> Tensor:  # (mels, size / 2 + 1)
-    """Return triangular filters evenly spaced on the mel scale 2595 log₁₀(1 + f / 700), from 20 Hz to rate / 2."""
-    low, high = (2595 * math.log10(1 + f / 700) for f in (20.0, rate / 2))
-    corners = 700 * (10 ** (torch.linspace(low, high, mels + 2, device="cpu") / 2595) - 1)
-    bins = torch.linspace(0, rate / 2, size // 2 + 1, device="cpu")
+def mel_filters(fft_size: int, sample_rate: int, num_mel_bins: int) -> Tensor:
+    """Return triangular filters (num_mel_bins, fft_size / 2 + 1) from 20 Hz to half the sample rate.
+
+    They are evenly spaced on the mel scale 2595 log₁₀(1 + f / 700).
+    """
+    low, high = (2595 * math.log10(1 + f / 700) for f in (20.0, sample_rate / 2))
+    corners = 700 * (10 ** (torch.linspace(low, high, num_mel_bins + 2, device="cpu") / 2595) - 1)
+    bins = torch.linspace(0, sample_rate / 2, fft_size // 2 + 1, device="cpu")
     rising = (bins - corners[:-2, None]) / (corners[1:-1] - corners[:-2])[:, None]
     falling = (corners[2:, None] - bins) / (corners[2:] - corners[1:-1])[:, None]
     return torch.minimum(rising, falling).clamp(min=0)
@@ -226,8 +229,8 @@ def spec_augment(
     time_masks: int = 10,
     time_width: int = 50,
     time_ratio: float = 0.1,
-) -> Tensor:  # (T, mels) → (T, mels)
-    """Apply SpecAugment (Park et al., 2019), by default with the paper's numbers.
+) -> Tensor:
+    """Apply SpecAugment (Park et al., 2019) to frames (T, num_mel_bins), by default with the paper's numbers.
 
     Masked values become 0, the mean. A time mask is at most ``time_width`` frames and ``time_ratio`` of the sample
     wide.
@@ -250,7 +253,7 @@ def spec_augment(
 
 
 def collate(samples: Sequence[tuple[Tensor, list[int]]]) -> Batch:
-    """Return frames (B, T, mels), lengths (B,), targets (B, C) and target lengths (B,), padded with zeros."""
+    """Return frames (B, T, num_mel_bins), lengths (B,), targets (B, C) and target lengths (B,), padded with zeros."""
     frames, texts = zip(*samples, strict=True)
     targets = [torch.tensor(t, dtype=torch.int64) for t in texts]
     pad = torch.nn.utils.rnn.pad_sequence
@@ -272,10 +275,10 @@ def _groups(order: Sequence[int], utterances: Sequence[Utterance], seconds: floa
 
 
 @functools.cache
-def unpacked(archive: Path) -> dict[str, bytes]:
+def read_recordings(archive: Path) -> dict[str, bytes]:
     """Return the recordings (.wav) of a .tar file, compressed or not, by name.
 
     Raises:
         DataError: if the archive cannot be read, or unpacks to more than ``archives.MAX_BYTES``.
     """
-    return archives.members(archive, ".wav")
+    return archives.read_members(archive, ".wav")

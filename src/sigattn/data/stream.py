@@ -58,9 +58,9 @@ class StreamedText(Data):
         documents: returns an iterator over all documents, from the first.
         name: identity of the text.
         encode: returns the tokens of a document, including its end token.
-        context: tokens per window.
+        seq_len: tokens per window.
         held_out: number of held-out windows.
-        vocabulary: number of tokens in the vocabulary.
+        vocab_size: number of tokens in the vocabulary.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class StreamedText(Data):
         documents: Callable[[], Iterator[str]],
         name: str,
         encode: Callable[[str], list[int]],
-        context: int,
+        seq_len: int,
         held_out: int = 64,
-        vocabulary: int = 256,
+        vocab_size: int = 256,
     ) -> None:
-        self.documents, self.name, self.encode, self.vocabulary = documents, name, encode, vocabulary
-        self.context, self.held_out = context, held_out
+        self.documents, self.name, self.encode, self.vocab_size = documents, name, encode, vocab_size
+        self.seq_len, self.held_out = seq_len, held_out
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-        """Iterate over batches from ``first_step`` on: tokens and the tokens that follow them, (B, context) each."""
+        """Iterate over batches from ``first_step`` on: tokens and the tokens that follow them, (B, seq_len) each."""
         windows = itertools.islice(self._training(), first_step * size, None)
         while True:
             rows = list(itertools.islice(windows, size))[shard[0] :: shard[1]]
@@ -97,23 +97,23 @@ class StreamedText(Data):
     @property
     def fingerprint(self) -> str:
         """Name and sizes."""
-        return f"{self.name}, windows of {self.context}, {self.held_out} held out"
+        return f"{self.name}, windows of {self.seq_len}, {self.held_out} held out"
 
     def _batch(self, rows: list[list[int]]) -> Batch:
         windows = torch.tensor(rows, dtype=torch.int64)
         if len(windows):
-            check_tokens(windows, self.vocabulary)
+            check_tokens(windows, self.vocab_size)
         return windows[:, :-1], windows[:, 1:]
 
     def _windows(self) -> Iterator[list[int]]:
-        """Iterate once over the text in windows of context + 1 tokens; neighbouring windows share one token."""
+        """Iterate once over the text in windows of seq_len + 1 tokens; neighbouring windows share one token."""
         tokens: list[int] = []
         for document in self.documents():
             tokens += self.encode(document)
             start = 0
-            while start + self.context < len(tokens):
-                yield tokens[start : start + self.context + 1]
-                start += self.context
+            while start + self.seq_len < len(tokens):
+                yield tokens[start : start + self.seq_len + 1]
+                start += self.seq_len
             tokens = tokens[start:]
 
     def _training(self) -> Iterator[list[int]]:
@@ -125,6 +125,6 @@ class StreamedText(Data):
                 count += 1
             if not count:
                 raise DataError(
-                    f"{self.name} is too short: the {self.held_out} held-out windows of {self.context} tokens leave "
+                    f"{self.name} is too short: the {self.held_out} held-out windows of {self.seq_len} tokens leave "
                     "none to train on"
                 )

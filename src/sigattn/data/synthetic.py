@@ -52,23 +52,29 @@ class PairRepeat(Data):
     """Sequences of symbols and the answer if their first pair occurs again; in half of them it does, at random indices.
 
     Args:
-        symbols: number of different symbols.
-        longest: length to which sequences are padded; the padding symbol is ``symbols``.
+        num_symbols: number of different symbols.
+        max_length: length to which sequences are padded; the padding symbol is ``num_symbols``.
         lengths: lengths of the training sequences.
         held_out: number of held-out sequences per length.
     """
 
     def __init__(
-        self, symbols: int = 9, longest: int = 22, lengths: Sequence[int] = (14, 15), held_out: int = 1024
+        self, num_symbols: int = 9, max_length: int = 22, lengths: Sequence[int] = (14, 15), held_out: int = 1024
     ) -> None:
-        if symbols < 2 or not all(4 <= n <= longest for n in lengths):
+        if num_symbols < 2 or not all(4 <= n <= max_length for n in lengths):
             raise SettingsError(
-                f"PairRepeat: needs symbols ≥ 2 and lengths within 4 … {longest}, got {symbols} and {tuple(lengths)}"
+                f"PairRepeat: needs num_symbols ≥ 2 and lengths within 4 … {max_length}, got {num_symbols} and "
+                f"{tuple(lengths)}"
             )
-        self.symbols, self.longest, self.lengths, self.held_out = symbols, longest, tuple(lengths), held_out
+        self.num_symbols, self.max_length, self.lengths, self.held_out = (
+            num_symbols,
+            max_length,
+            tuple(lengths),
+            held_out,
+        )
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Return sequences (B, longest) of symbols and answers (B,), 0 or 1."""
+        """Return sequences (B, max_length) of symbols and answers (B,), 0 or 1."""
         generator = sample_generator(seed, step, 0)
         lengths = torch.tensor(self.lengths)[torch.randint(len(self.lengths), (size,), generator=generator)]
         whole = self._draw(lengths, generator)
@@ -80,34 +86,34 @@ class PairRepeat(Data):
             yield from self.of_length(length, size)
 
     def of_length(self, length: int, size: int) -> Iterable[Batch]:
-        """Return held-out sequences of one length up to ``longest``, also beyond the training lengths."""
+        """Return held-out sequences of one length up to ``max_length``, also beyond the training lengths."""
         whole = self._draw(torch.full((self.held_out,), length), torch.Generator().manual_seed(length))
         return list(zip(*(t.split(size) for t in whole), strict=True))
 
     @property
     def fingerprint(self) -> str:
         """Name and sizes of the problem."""
-        return f"pair repeat {self.symbols} {self.longest} {self.lengths}"
+        return f"pair repeat {self.num_symbols} {self.max_length} {self.lengths}"
 
     def _draw(self, lengths: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         count = len(lengths)
-        drawn = torch.randint(self.symbols, (count, self.longest), generator=generator)
+        drawn = torch.randint(self.num_symbols, (count, self.max_length), generator=generator)
         answers = torch.arange(count)[torch.randperm(count, generator=generator)] % 2
         wrong = self._repeats(drawn, lengths)
         while wrong.any():  # redraw sequences that repeat their first pair by chance
-            again = torch.randint(self.symbols, drawn.shape, generator=generator)
+            again = torch.randint(self.num_symbols, drawn.shape, generator=generator)
             drawn = torch.where(wrong[:, None], again, drawn)
             wrong = self._repeats(drawn, lengths)
         rows = answers.nonzero().squeeze(1)
         index = 2 + (torch.rand(count, generator=generator) * (lengths - 3)).long()  # 2 … length - 2
         for offset in (0, 1):
             drawn[rows, index[rows] + offset] = drawn[rows, offset]
-        padding = torch.arange(self.longest) >= lengths[:, None]
-        return drawn.masked_fill(padding, self.symbols), answers
+        padding = torch.arange(self.max_length) >= lengths[:, None]
+        return drawn.masked_fill(padding, self.num_symbols), answers
 
     @staticmethod
     def _repeats(drawn: Tensor, lengths: Tensor) -> Tensor:
-        """Return a mask (B,) of the sequences (B, longest) whose first pair occurs again from the third symbol on."""
+        """Return a mask (B,) of the sequences (B, max_length) whose first pair occurs again later."""
         same = (drawn[:, 2:-1] == drawn[:, :1]) & (drawn[:, 3:] == drawn[:, 1:2])
         within = torch.arange(3, drawn.shape[1]) < lengths[:, None]
         return (same & within).any(1)

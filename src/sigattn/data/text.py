@@ -60,58 +60,58 @@ class TokenText:
         training: tokens of the training part.
         validation: tokens of the held-out part.
         sha256: hash of all tokens.
-        vocabulary: number of tokens in the vocabulary; a window with another token raises ``DataError``.
+        vocab_size: number of tokens in the vocabulary; a window with another token raises ``DataError``.
     """
 
     training: Int[Tensor, " training_bytes"]
     validation: Int[Tensor, " validation_bytes"]
     sha256: str
-    vocabulary: int = 256
+    vocab_size: int = 256
 
     @classmethod
-    def split(cls, text: bytes, context: int, held_out: float = 0.1) -> TokenText:
+    def split(cls, text: bytes, seq_len: int, held_out: float = 0.1) -> TokenText:
         """Split a text into bytes and hold out its last part, a fraction ``held_out``.
 
         Raises:
-            DataError: if the held-out part is too short for one window of ``context`` bytes and the next byte.
+            DataError: if the held-out part is too short for one window of ``seq_len`` bytes and the next byte.
         """
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        return cls.split_tokens(tokens, context, held_out, hashlib.sha256(text).hexdigest(), "bytes")
+        return cls.split_tokens(tokens, seq_len, held_out, hashlib.sha256(text).hexdigest(), "bytes")
 
     @classmethod
     def split_tokens(
         cls,
         tokens: Int[Tensor, " tokens"],
-        context: int,
+        seq_len: int,
         held_out: float,
         sha256: str,
         unit: str = "tokens",
-        vocabulary: int = 256,
+        vocab_size: int = 256,
     ) -> TokenText:
         """Hold out the last part of tokens of any vocabulary, as ``split`` does for bytes."""
         cut = len(tokens) - int(held_out * len(tokens))
         smaller = min(held_out, 1 - held_out)
-        if min(cut, len(tokens) - cut) <= context:
+        if min(cut, len(tokens) - cut) <= seq_len:
             raise DataError(
                 f"the text has {len(tokens)} {unit}, of which {len(tokens) - cut} are held out: too short for a "
-                f"context of {context} (at least {int((context + 1) / smaller) + 1} {unit} are needed)"
+                f"context of {seq_len} (at least {int((seq_len + 1) / smaller) + 1} {unit} are needed)"
             )
-        return cls(tokens[:cut], tokens[cut:], sha256, vocabulary)
+        return cls(tokens[:cut], tokens[cut:], sha256, vocab_size)
 
     def batch(
-        self, step: int, size: int, context: int, seed: int
-    ) -> tuple[Int[Tensor, "size context"], Int[Tensor, "size context"]]:
+        self, step: int, size: int, seq_len: int, seed: int
+    ) -> tuple[Int[Tensor, "size seq_len"], Int[Tensor, "size seq_len"]]:
         """Return random windows of the training part and, shifted by one, the tokens to predict."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(self.training) - context, (size,), generator=generator)
-        return _windows(self.training, starts, context, self.vocabulary)
+        starts = torch.randint(len(self.training) - seq_len, (size,), generator=generator)
+        return _windows(self.training, starts, seq_len, self.vocab_size)
 
     def validation_batch(
-        self, count: int, context: int
-    ) -> tuple[Int[Tensor, "count context"], Int[Tensor, "count context"]]:
+        self, count: int, seq_len: int
+    ) -> tuple[Int[Tensor, "count seq_len"], Int[Tensor, "count seq_len"]]:
         """Return windows spread evenly over the held-out part, the same at every call."""
-        starts = torch.linspace(0, len(self.validation) - context - 1, count).long()
-        return _windows(self.validation, starts, context, self.vocabulary)
+        starts = torch.linspace(0, len(self.validation) - seq_len - 1, count).long()
+        return _windows(self.validation, starts, seq_len, self.vocab_size)
 
 
 class TextData(Data):
@@ -119,22 +119,22 @@ class TextData(Data):
 
     Args:
         text: the text.
-        context: tokens per window.
+        seq_len: tokens per window.
         held_out: number of held-out windows.
         tokenizer: hash of the tokenizer's file; None for bytes, or if it is unknown.
     """
 
-    def __init__(self, text: TokenText, context: int, held_out: int = 64, *, tokenizer: str | None = None) -> None:
-        self.text, self.context, self.held_out, self.tokenizer = text, context, held_out, tokenizer
+    def __init__(self, text: TokenText, seq_len: int, held_out: int = 64, *, tokenizer: str | None = None) -> None:
+        self.text, self.seq_len, self.held_out, self.tokenizer = text, seq_len, held_out, tokenizer
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
-        """Return tokens and the tokens that follow them, (B, context) each."""
-        tokens, targets = self.text.batch(step, size, self.context, seed)
+        """Return tokens and the tokens that follow them, (B, seq_len) each."""
+        tokens, targets = self.text.batch(step, size, self.seq_len, seed)
         return tokens[shard[0] :: shard[1]], targets[shard[0] :: shard[1]]
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """Return tokens and the tokens that follow them from the held-out part, (B, context) each."""
-        tokens, targets = self.text.validation_batch(self.held_out, self.context)
+        """Return tokens and the tokens that follow them from the held-out part, (B, seq_len) each."""
+        tokens, targets = self.text.validation_batch(self.held_out, self.seq_len)
         return list(zip(tokens.split(size), targets.split(size), strict=True))
 
     @property
@@ -143,16 +143,16 @@ class TextData(Data):
         return self.text.sha256 if self.tokenizer is None else f"{self.text.sha256}, tokenizer {self.tokenizer}"
 
 
-def _windows(tokens: Tensor, starts: Tensor, context: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    index = starts[:, None] + torch.arange(context + 1)
+def _windows(tokens: Tensor, starts: Tensor, seq_len: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    index = starts[:, None] + torch.arange(seq_len + 1)
     window = tokens[index].long()
-    check_tokens(window, vocabulary)
+    check_tokens(window, vocab_size)
     return window[:, :-1], window[:, 1:]
 
 
-def check_tokens(window: Int[Tensor, "batch length"], vocabulary: int) -> None:
-    """Raise ``DataError`` if a token is not in 0 … vocabulary - 1."""
+def check_tokens(window: Int[Tensor, "batch length"], vocab_size: int) -> None:
+    """Raise ``DataError`` if a token is not in 0 … vocab_size - 1."""
     low, high = window.aminmax()
-    if low < 0 or high >= vocabulary:
+    if low < 0 or high >= vocab_size:
         wrong = int(low if low < 0 else high)
-        raise DataError(f"the text holds token {wrong}, and the model has a vocabulary of {vocabulary}")
+        raise DataError(f"the text holds token {wrong}, and the model has a vocabulary of {vocab_size}")

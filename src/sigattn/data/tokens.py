@@ -22,15 +22,15 @@ from sigattn.data.dataset import DataError
 from sigattn.data.hashing import file_sha256
 from sigattn.data.stream import hub_documents, is_streamed
 from sigattn.data.text import TokenText
-from sigattn.files import FileFormatError, add_path_to_errors, read_object
+from sigattn.files import FileFormatError, add_path_to_errors, read_json_object
 from sigattn.validation import SettingsError, check_at_least
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".parquet")
 END = "<|end|>"  # between documents
-MIN_VOCABULARY = 257  # 256 bytes and END
+MIN_VOCAB_SIZE = 257  # 256 bytes and END
 
 
-def documents(path: Path) -> Iterator[str]:
+def iter_documents(path: Path) -> Iterator[str]:
     """Iterate over the documents of a file, a folder (sorted by path) or a Hugging Face data set.
 
     A document is a text file, the "text" of a line of a .jsonl or .jsonl.gz file (the format of C4 and RedPajama), the
@@ -118,28 +118,28 @@ def load_tokenizer(path: Path) -> Any:
 Progress = Callable[[int, int], None]  # called with the numbers of documents read and of tokens written so far
 
 
-def train_tokenizer(path: Path, vocabulary: int, save: Path, on_progress: Progress = lambda *_: None) -> Any:
+def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progress = lambda *_: None) -> Any:
     """Train a byte-level BPE tokenizer on a text and save it as JSON.
 
     Raises:
         DataError: if the text cannot be read.
-        SettingsError: if ``vocabulary`` is below ``MIN_VOCABULARY``, or ``save`` is a folder.
+        SettingsError: if ``vocab_size`` is below ``MIN_VOCAB_SIZE``, or ``save`` is a folder.
     """
-    check_at_least(MIN_VOCABULARY, {"vocabulary": vocabulary})
+    check_at_least(MIN_VOCAB_SIZE, {"vocab_size": vocab_size})
     _check_save(save)
     tokenizers = _tokenizers()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         special_tokens=[END],
         show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
 
     def counted() -> Iterator[str]:
-        for count, text in enumerate(documents(path), 1):
+        for count, text in enumerate(iter_documents(path), 1):
             on_progress(count, 0)
             yield text
 
@@ -155,7 +155,7 @@ def _check_save(save: Path) -> None:
         raise SettingsError(f"name a file to write, got the folder {save}")
 
 
-def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: float = 0.05) -> TokenText:
+def tokenize_corpus(path: Path, tokenizer: Any, vocab_size: int, seq_len: int, held_out: float = 0.05) -> TokenText:
     """Tokenise all documents into one row in memory and hold out its last part, a fraction ``held_out``.
 
     Each document is followed by the end token if the tokenizer has one.
@@ -163,16 +163,16 @@ def encode(path: Path, tokenizer: Any, vocabulary: int, context: int, held_out: 
     Raises:
         DataError: if the tokenizer has more tokens than the model, or the text is too short.
     """
-    if tokenizer.get_vocab_size() > vocabulary:
-        raise DataError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, and the model {vocabulary}")
-    encoded = encoder(tokenizer)
-    parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in documents(path)]
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise DataError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, and the model {vocab_size}")
+    encoded = document_encoder(tokenizer)
+    parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in iter_documents(path)]
     tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    return TokenText.split_tokens(tokens.long(), context, held_out, digest, vocabulary=vocabulary)
+    return TokenText.split_tokens(tokens.long(), seq_len, held_out, digest, vocab_size=vocab_size)
 
 
-def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+def document_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     """Return a function from a document to its tokens, including the end token if the tokenizer has one."""
     end = tokenizer.token_to_id(END)
 
@@ -183,7 +183,7 @@ def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return encode_document
 
 
-def pack(
+def pack_corpus(
     path: Path, tokenizer: Any, save: Path, limit: int | None = None, on_progress: Progress = lambda *_: None
 ) -> int:
     """Tokenise all documents into one file of 32-bit integers and return the number of tokens.
@@ -202,13 +202,13 @@ def pack(
         DataError: if the corpus cannot be read.
         SettingsError: if ``save`` is a folder.
     """
-    encoded, count, digest = encoder(tokenizer), 0, hashlib.sha256()
+    encoded, count, digest = document_encoder(tokenizer), 0, hashlib.sha256()
     _check_save(save)
     save.parent.mkdir(parents=True, exist_ok=True)
     unfinished = save.with_name(save.name + ".unfinished")
     try:
         with add_path_to_errors(unfinished), unfinished.open("wb") as file:
-            for number, text in enumerate(documents(path), 1):
+            for number, text in enumerate(iter_documents(path), 1):
                 row = array.array("i", encoded(text)).tobytes()
                 file.write(row)
                 digest.update(row)
@@ -223,7 +223,7 @@ def pack(
     tokenizer.save(str(vocabulary))
     about = {
         "tokens": count,
-        "vocabulary": tokenizer.get_vocab_size(),
+        "vocab_size": tokenizer.get_vocab_size(),
         "sha256": digest.hexdigest(),
         "mtime_ns": unfinished.stat().st_mtime_ns,
         "tokenizer": vocabulary.name,
@@ -234,55 +234,52 @@ def pack(
     return count
 
 
-def packed(path: Path, vocabulary: int, context: int, held_out: float = 0.005) -> TokenText:
-    """Return the memory-mapped text of a file that ``pack`` wrote, with its last part held out.
+def load_packed(path: Path, vocab_size: int, seq_len: int, held_out: float = 0.005) -> TokenText:
+    """Return the memory-mapped text of a file that ``pack_corpus`` wrote, with its last part held out.
 
     If the file's modification time differs from the recorded one, its hash is computed and compared.
 
     Raises:
-        DataError: if the file was not written by ``pack`` or has changed since, its tokenizer has more tokens than the
-            model, or it is too short.
+        DataError: if the file was not written by ``pack_corpus`` or has changed since, its tokenizer has more tokens
+            than the model, or it is too short.
     """
     about = _about(path)
     status = path.stat()
     if status.st_size != 4 * about["tokens"]:
         raise DataError(f"{path} should hold {about['tokens']} tokens of 4 bytes, and has {status.st_size} bytes")
-    if about["vocabulary"] > vocabulary:
-        raise DataError(f"the tokenizer has {about['vocabulary']} tokens, and the model {vocabulary}")
+    if about["vocab_size"] > vocab_size:
+        raise DataError(f"the tokenizer has {about['vocab_size']} tokens, and the model {vocab_size}")
     if status.st_mtime_ns != about.get("mtime_ns") and file_sha256(path) != about["sha256"]:
         raise DataError(
             f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that in {path.name}.json): pack again"
         )
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
-    return TokenText.split_tokens(tokens, context, held_out, about["sha256"], vocabulary=vocabulary)
+    return TokenText.split_tokens(tokens, seq_len, held_out, about["sha256"], vocab_size=vocab_size)
 
 
-def packed_tokenizer(path: Path, named: Path | None = None) -> Path | None:
-    """Return the recorded tokenizer of a file that ``pack`` wrote, or ``named`` if none is recorded.
+def find_packed_tokenizer(path: Path, expected: Path | None = None) -> Path:
+    """Return the tokenizer of a file that ``pack_corpus`` wrote.
 
     Raises:
-        DataError: if the recorded tokenizer is missing or has changed, or ``named`` is another tokenizer.
+        DataError: if the tokenizer is missing or has changed, or differs from ``expected``.
     """
     about = _about(path)
-    if "tokenizer" not in about:  # packed by an earlier version
-        if named is not None and (size := load_tokenizer(named).get_vocab_size()) != about["vocabulary"]:
-            raise DataError(f"{named} has {size} tokens, and the tokenizer of {path} {about['vocabulary']}")
-        return named
-    recorded = path.with_name(Path(str(about["tokenizer"])).name)
-    if not recorded.exists() or file_sha256(recorded) != about["tokenizer_sha256"]:
-        raise DataError(f"the tokenizer of {path}, {recorded}, is missing or has changed: pack again, or restore it")
-    if named is not None and load_tokenizer(named).to_str() != load_tokenizer(recorded).to_str():
-        raise DataError(f"{path} was packed with another tokenizer than {named}: use {recorded}, or name none")
-    return recorded
+    tokenizer = path.with_name(Path(about["tokenizer"]).name)
+    if not tokenizer.exists() or file_sha256(tokenizer) != about["tokenizer_sha256"]:
+        raise DataError(f"the tokenizer of {path}, {tokenizer}, is missing or has changed: pack again, or restore it")
+    if expected is not None and load_tokenizer(expected).to_str() != load_tokenizer(tokenizer).to_str():
+        raise DataError(f"{path} was packed with another tokenizer than {expected}: use {tokenizer}, or name none")
+    return tokenizer
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Read the description that ``pack`` wrote next to a file."""
+    """Read the description that ``pack_corpus`` wrote next to a file."""
+    kinds = {"tokens": int, "vocab_size": int, "sha256": str, "tokenizer": str, "tokenizer_sha256": str}
     try:
-        about = read_object(path.with_name(path.name + ".json"), tokens=int, vocabulary=int, sha256=str)
+        about = read_json_object(path.with_name(path.name + ".json"), **kinds)
         path.stat()
     except (OSError, FileFormatError) as error:
-        raise DataError(f"{path} was not written by sigattn pack: {error}") from error
+        raise DataError(f"{path} was not written by sigattn pack, or by another version: {error}") from error
     return about
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from sigattn.data.dataset import DataError
 
 MAX_FRACTION = 0.5  # a larger fraction indicates a systematic problem
-NAMED = 5  # files listed by name in the summary
+MAX_NAMED = 5  # files listed by name in the summary
 
 
-class Unreadable:
+class UnreadableFiles:
     """Collection of a data set's unreadable files; each is reported once, when it is found.
 
     Args:
@@ -49,8 +49,8 @@ class Unreadable:
         """Return one line for the end of a run; empty if every file could be read."""
         if not self.errors:
             return ""
-        more = f" and {len(self) - NAMED} more" if len(self) > NAMED else ""
+        more = f" and {len(self) - MAX_NAMED} more" if len(self) > MAX_NAMED else ""
         return (
             f"{len(self)} of {self.total:,} {self.kind}s could not be read and were left out: "
-            f"{', '.join(list(self.errors)[:NAMED])}{more}"
+            f"{', '.join(list(self.errors)[:MAX_NAMED])}{more}"
         )

@@ -24,14 +24,14 @@ import torch
 from sigattn.data.images import Digits
 from sigattn.data.text import TextData, TokenText
 from sigattn.experiments import datasets, intervals
-from sigattn.files import Kind, read_object
+from sigattn.files import Kind, read_json_object
 from sigattn.models import saving
 from sigattn.models.vision import ViT
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.train import loop, metrics, workers
-from sigattn.train.identity import identity
-from sigattn.train.probe import features, fine_tune, linear_probe
+from sigattn.train.identity import identity_hash
+from sigattn.train.probe import extract_features, fine_tune, linear_probe
 from sigattn.train.run_cache import load_result, prepared_folder, store_result
 from sigattn.validation import SettingsError, check_at_least
 
@@ -132,7 +132,7 @@ def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -
     calls = {job: partial(_train_one, config, *job, identities[job]) for job in jobs}
     for i, ((entry, activation, seed), result) in enumerate(workers.run_in_workers(calls, config.workers), 1):
         show(f"{i} of {len(jobs)}: {entry.title}, {activation}, seed {seed}: {result['value']:.4g}")
-    results = [read_object(_result_file(config, *job), **RESULT) for job in identities]
+    results = [read_json_object(_result_file(config, *job), **RESULT) for job in identities]
     table = comparison_table(results) + "\n" + describe_data(config, fingerprints)
     (config.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (config.folder / "table.md").write_text(table)
@@ -157,7 +157,7 @@ def _configured(config: ComparisonConfig, entry: Entry, mechanism: str, seed: in
 
 def _identity(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int, data: str) -> str:
     recipe = _configured(config, entry, mechanism, seed)
-    return identity(recipe.task, recipe.model, recipe.training, data, measure=entry.measure)
+    return identity_hash(recipe.task, recipe.model, recipe.training, data, measure=entry.measure)
 
 
 def _run_folder(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int) -> Path:
@@ -178,7 +178,7 @@ def _train_one(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int
     with prepared_folder(folder, identity):
         data = _data(config, entry, recipe)
         loop.train(recipe.task, recipe.model, recipe.training, data, folder, resume=True)
-        rows = metrics.read(folder / "metrics.jsonl")
+        rows = metrics.read_metrics(folder / "metrics.jsonl")
         result = {
             "entry": entry.title,
             "mechanism": mechanism,
@@ -215,7 +215,7 @@ def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
     training, held_out = Digits(strength=0.0).train_and_held_out()
     if entry.measure == "fine-tune":
         return fine_tune(backbone, training, held_out)
-    return linear_probe(features(backbone, [training]), features(backbone, [held_out]))
+    return linear_probe(extract_features(backbone, [training]), extract_features(backbone, [held_out]))
 
 
 def comparison_table(results: Sequence[dict[str, Any]]) -> str:

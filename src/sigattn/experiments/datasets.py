@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from sigattn.data import synthetic
-from sigattn.data.corpora import by_duration, librispeech, spoken_digits, tedlium
+from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Data, DataError
 from sigattn.data.hashing import file_sha256, files_sha256
 from sigattn.data.images import Digits, ImageFolder
-from sigattn.data.speech import Speech, Tokens
+from sigattn.data.speech import CharTokenizer, Speech
 from sigattn.data.stream import StreamedText, hub_documents, is_streamed
 from sigattn.data.text import TextData, TokenText, load_text
-from sigattn.data.tokens import encode, encoder, load_tokenizer, packed, packed_tokenizer
-from sigattn.data.unreadable import Unreadable
+from sigattn.data.tokens import document_encoder, find_packed_tokenizer, load_packed, load_tokenizer, tokenize_corpus
+from sigattn.data.unreadable import UnreadableFiles
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.sequence import SequenceModelConfig
@@ -67,15 +67,15 @@ def load_held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None =
     if path is None or not isinstance(recipe.model, SpeechModelConfig) or not (path / "legacy").is_dir():
         return {"": load_dataset(recipe, path, tokenizer=tokenizer)}
     assert isinstance(recipe.task, CTC)
-    tokens, mels = Tokens(recipe.task.alphabet), recipe.model.num_mel_bins
-    parts = by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
-    return {name: Speech((), part, tokens, mels=mels) for name, part in parts.items() if part}
+    tokens, mels = CharTokenizer(recipe.task.alphabet), recipe.model.num_mel_bins
+    parts = group_by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
+    return {name: Speech((), part, tokens, num_mel_bins=mels) for name, part in parts.items() if part}
 
 
 def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None) -> Data:
     if path is not None and path.suffix == ".bin":
-        own = packed_tokenizer(path, tokenizer)
-        text = packed(path, model.vocab_size, model.max_seq_len)
+        own = find_packed_tokenizer(path, tokenizer)
+        text = load_packed(path, model.vocab_size, model.max_seq_len)
         return TextData(text, model.max_seq_len, tokenizer=None if own is None else file_sha256(own))
     if tokenizer is None:
         if model.vocab_size != 256:
@@ -94,9 +94,13 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
             raise DataError(f"the tokenizer has {vocabulary.get_vocab_size()} tokens, and the model {model.vocab_size}")
         name = f"{_streamed(path)} as {tokenizer.name}, {file_sha256(tokenizer)}"
         return StreamedText(
-            lambda: hub_documents(path), name, encoder(vocabulary), model.max_seq_len, vocabulary=model.vocab_size
+            lambda: hub_documents(path),
+            name,
+            document_encoder(vocabulary),
+            model.max_seq_len,
+            vocab_size=model.vocab_size,
         )
-    text = encode(path, vocabulary, model.vocab_size, model.max_seq_len)
+    text = tokenize_corpus(path, vocabulary, model.vocab_size, model.max_seq_len)
     return TextData(text, model.max_seq_len, tokenizer=file_sha256(tokenizer))
 
 
@@ -127,7 +131,7 @@ def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data
     if not path.exists():
         raise DataError(f"no such file or folder: {path}")
     assert isinstance(recipe.task, CTC)
-    tokens, unreadable = Tokens(recipe.task.alphabet), Unreadable("recording")
+    tokens, unreadable = CharTokenizer(recipe.task.alphabet), UnreadableFiles("recording")
     archive = None
     if recipe.data.librispeech:
         training = librispeech(path, recipe.data.librispeech, unreadable)
@@ -138,7 +142,7 @@ def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data
         training,
         held_out,
         tokens,
-        mels=model.num_mel_bins,
+        num_mel_bins=model.num_mel_bins,
         spec_augment_from=recipe.data.spec_augment_from,
         archive=archive,
         unreadable=unreadable,
@@ -158,7 +162,7 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
                 "(or train its tiny form on handwritten digits with --tiny)"
             )
         _check_classes(labels, "the set of handwritten digits", 10, vision)
-        return Digits(views=2 if paired else 1, labels=labels)
+        return Digits(num_views=2 if paired else 1, labels=labels)
     augmentation, jitter = recipe.data.augmentation, recipe.data.jitter
     data = ImageFolder(path, size, augmentation, labels=labels, jitter=jitter, workers=workers)
     _check_classes(labels, str(path), len(data.classes), vision)

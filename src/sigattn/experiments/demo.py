@@ -29,8 +29,9 @@ from sigattn.models import saving
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
+from sigattn.train.checkpoint import RunExistsError
 from sigattn.train.config import TrainConfig
-from sigattn.train.folder_lock import locked
+from sigattn.train.folder_lock import lock_folder
 from sigattn.train.loop import Row, train
 from sigattn.validation import SettingsError, check_at_least
 
@@ -110,7 +111,7 @@ def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     text = TokenText.split(load_text(options.text), options.max_seq_len)
     folder = options.run_folder
     _prepare_folder(folder, options.resume)
-    with locked(folder):
+    with lock_folder(folder):
         return _train(options, text, on_row)
 
 
@@ -132,7 +133,7 @@ def _train(options: Demo, text: TokenText, on_row: Callable[[str, Row], None]) -
             on_row=functools.partial(on_row, title),
             on_start=write_facts,
         )
-        runs.append(report.Run(title, metrics.read(folder / name / "metrics.jsonl"), sample(model)))
+        runs.append(report.Run(title, metrics.read_metrics(folder / name / "metrics.jsonl"), sample(model)))
     page = report.build("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, _flat(facts))
     (folder / "report.html").write_text(page)
     (folder / "curves.svg").write_text(report.curves(runs))
@@ -156,7 +157,7 @@ def _prepare_folder(folder: Path, resume: bool) -> None:
     except OSError as error:
         raise DataError(f"cannot write to the run folder {folder}: {error.strerror}") from error
     if not resume and any(folder.glob("*/checkpoints/step-*")):
-        raise SettingsError(f"the run folder {folder} holds a run already: add --resume, or name another folder")
+        raise RunExistsError(f"the run folder {folder} holds a run already: resume it, or name another folder")
 
 
 def sample(model: nn.Module, length: int = 400) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sigattn.data.corpora import spoken_digits
-from sigattn.data.speech import Speech, Tokens, Utterance
+from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.experiments import ablation, drawing, intervals, sweep
 from sigattn.experiments.ablation import Claim
 from sigattn.experiments.experiment import Experiment, ExperimentError, Result, Setting, select
@@ -127,8 +127,8 @@ def strings_by_length(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
     found: dict[str, list[Utterance]] = {}
     for fewest, most in zip((0, *DIGITS), DIGITS, strict=False):
         found[f"{fewest + 1}-{most} digits"] = [u for u in strings if fewest < len(u.pieces) <= most]
-    tokens, mels = Tokens(CTC().alphabet), recipe.model.num_mel_bins
-    return {n: Speech((), part, tokens, mels=mels, archive=archive) for n, part in found.items() if part}
+    tokens, mels = CharTokenizer(CTC().alphabet), recipe.model.num_mel_bins
+    return {n: Speech((), part, tokens, num_mel_bins=mels, archive=archive) for n, part in found.items() if part}
 
 
 def _figure(data: list[dict[str, Any]], parts: list[str], names: Sequence[str]) -> Any:

@@ -18,7 +18,7 @@ from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import loop, metrics, workers
-from sigattn.train.identity import identity
+from sigattn.train.identity import identity_hash
 from sigattn.train.loop import NonFiniteLossError
 from sigattn.train.run_cache import load_result, prepared_folder, store_result
 
@@ -100,7 +100,7 @@ def train_variants(setting: Setting, recipes: dict[str, Recipe]) -> dict[str, li
     for run in runs:
         result = load_result(run.folder / RESULT_FILE, identities[run.folder])
         assert result is not None
-        rows = metrics.read(run.folder / "metrics.jsonl")
+        rows = metrics.read_metrics(run.folder / "metrics.jsonl")
         outcome = Outcome(run.recipe.training.seed, rows, result["final"], result["diverged"], run.folder)
         outcomes.setdefault(run.name, []).append(outcome)
     return outcomes
@@ -151,7 +151,7 @@ def _identity(setting: Setting, run: Run, fingerprints: dict[str, str]) -> str:
         fingerprints[key] = run.load_data().fingerprint
     name = recipe.data.name if run.data is None else str(run.data)
     setting.fingerprints[name if run.tokenizer is None else f"{name}, {run.tokenizer}"] = fingerprints[key]
-    return identity(recipe.task, model, recipe.training, fingerprints[key])
+    return identity_hash(recipe.task, model, recipe.training, fingerprints[key])
 
 
 def _train(run: Run, identity: str) -> None:
@@ -165,7 +165,7 @@ def _train(run: Run, identity: str) -> None:
             loop.train(recipe.task, recipe.model, recipe.training, run.load_data(), run.folder, resume=True)
         except NonFiniteLossError:
             diverged = True
-        rows = metrics.read(run.folder / "metrics.jsonl")
+        rows = metrics.read_metrics(run.folder / "metrics.jsonl")
         last = rows[-1] if rows else {}
         final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
         store_result(run.folder / RESULT_FILE, identity, {"final": final, "diverged": diverged})

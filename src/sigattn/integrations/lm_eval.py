@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.models.language import LanguageModel
-from sigattn.optional import needs
+from sigattn.optional import explain_import_errors
 
-with needs("eval"):
+with explain_import_errors("eval"):
     from lm_eval import simple_evaluate, utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager

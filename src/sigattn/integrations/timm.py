@@ -27,9 +27,9 @@ from sigattn.nn.replacement import find_softmax, fused_paths, replace
 from sigattn.nn.visible_keys import count_keys_per_query, is_visible
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
-from sigattn.optional import needs
+from sigattn.optional import explain_import_errors
 
-with needs("timm"):
+with explain_import_errors("timm"):
     from timm.layers import Attention
     from timm.models.naflexvit import NaFlexVit
     from timm.models.vision_transformer import VisionTransformer

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.optional import needs
+from sigattn.optional import explain_import_errors
 
-with needs("transformers"):
+with explain_import_errors("transformers"):
     from transformers import AttentionInterface, PretrainedConfig
     from transformers.masking_utils import AttentionMaskInterface
 

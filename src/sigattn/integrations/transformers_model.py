@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.documents import Documents
 from sigattn.nn.kv_cache import KVCache
-from sigattn.optional import needs
+from sigattn.optional import explain_import_errors
 
-with needs("transformers"):
+with explain_import_errors("transformers"):
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
     from transformers import PreTrainedTokenizerFast as FastTokenizer
     from transformers.cache_utils import Cache, DynamicCache

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.files import FileFormatError, add_path_to_errors, read_object
+from sigattn.files import FileFormatError, add_path_to_errors, read_json_object
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
@@ -104,7 +104,7 @@ def load(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
     from safetensors.torch import load_file
 
     try:
-        description = read_object(folder / "config.json", model=str, config=dict)
+        description = read_json_object(folder / "config.json", model=str, config=dict)
         kind, _ = MODELS[description["model"]]
         config = from_dict(kind, description["config"])
         model = build(config, "meta").to_empty(device=device)

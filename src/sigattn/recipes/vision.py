@@ -15,10 +15,10 @@ from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
-from sigattn.train.config import TrainConfig, linear_scaling, steps_of_epochs
+from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
 
 BATCH = 4096
-STEPS_OF_AN_EPOCH = steps_of_epochs(1, BATCH)
+STEPS_OF_AN_EPOCH = epochs_to_steps(1, BATCH)
 
 
 def vit_supervised() -> Recipe:
@@ -105,7 +105,7 @@ def vit_mae() -> Recipe:
 
 def _training(epochs: int, warmup: int, *, rate: float, **settings: Any) -> TrainConfig:
     """Return the settings that the four tables share; ``rate`` is for a batch of 256 and scaled linearly."""
-    peak = linear_scaling(rate, BATCH)
+    peak = scale_learning_rate(rate, BATCH)
     fixed: dict[str, Any] = {
         "final_learning_rate": 1e-6 / peak,
         "betas": (0.9, 0.95),

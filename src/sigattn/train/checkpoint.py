@@ -23,10 +23,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.optim import Optimizer
 
+from sigattn.files import FileFormatError, read_json_object
 from sigattn.train.checkpoint_reader import CheckpointPlanner, CheckpointReader
 from sigattn.validation import SettingsError
 
 UNFINISHED, OLD = ".unfinished", ".old"
+FORMAT = 1  # of checkpoints; increased when older ones can no longer be read
+
+
+class RunExistsError(SettingsError):
+    """A run folder holds a run that is not to be resumed."""
 
 
 class CheckpointError(Exception):
@@ -38,14 +44,14 @@ def save(
     module: nn.Module,
     optimizer: Optimizer,
     step: int,
-    about: dict[str, Any],
+    settings: dict[str, Any],
     *,
     average: nn.Module | None = None,
-    keep: int = 2,
+    keep_checkpoints: int = 2,
 ) -> Path:
-    """Write the state after ``step`` steps, and delete all but the ``keep`` newest checkpoints.
+    """Write the state after ``step`` steps, and delete all but the ``keep_checkpoints`` newest checkpoints.
 
-    ``about`` is stored as JSON in the same folder, and compared when the run is resumed.
+    ``settings`` are stored as JSON in the same folder, and compared when the run is resumed.
 
     Returns:
         The folder of the checkpoint.
@@ -59,7 +65,8 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
         unfinished.mkdir()
-        (unfinished / "about.json").write_text(json.dumps({"step": step, "about": about}, sort_keys=True) + "\n")
+        about = {"format": FORMAT, "step": step, "settings": settings}
+        (unfinished / "about.json").write_text(json.dumps(about, sort_keys=True) + "\n")
     _barrier()
     try:
         with _ignore_warnings():
@@ -71,30 +78,27 @@ def save(
         if final.exists():  # the run was resumed from an older checkpoint and has reached this step again
             _remove(final)
         os.replace(unfinished, final)
-        for older in complete(folder)[:-keep]:
+        for older in list_checkpoints(folder)[:-keep_checkpoints]:
             _remove(older)
     _barrier()
     return final
 
 
-def complete(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if p.name.startswith("step-") and not p.suffix)
 
 
-def refuse_second_run(folder: Path) -> None:
-    """Raise SettingsError if a run folder holds checkpoints."""
-    if complete(folder / "checkpoints"):
-        raise SettingsError(
-            f"the run folder {folder} holds a run already: add --resume to continue it (resume=True in Python), or "
-            "name another folder"
-        )
+def check_no_checkpoints(folder: Path) -> None:
+    """Raise RunExistsError if a run folder holds checkpoints."""
+    if list_checkpoints(folder / "checkpoints"):
+        raise RunExistsError(f"the run folder {folder} holds a run already: resume it, or name another folder")
 
 
 def load(
-    path: Path, module: nn.Module, optimizer: Optimizer, about: dict[str, Any], *, average: nn.Module | None = None
+    path: Path, module: nn.Module, optimizer: Optimizer, settings: dict[str, Any], *, average: nn.Module | None = None
 ) -> int:
     """Load a checkpoint into a module and an optimiser that were built like those that were saved.
 
@@ -104,16 +108,12 @@ def load(
     Raises:
         CheckpointError: if the checkpoint is damaged, or comes from a run with another configuration.
     """
-    try:
-        saved = json.loads((path / "about.json").read_text())
-        step, settings = int(saved["step"]), dict(saved["about"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {type(error).__name__}: {error}") from error
-    about = json.loads(json.dumps(about))
-    if "data" not in about:
-        settings.pop("data", None)
-    if settings != about:
-        differing = sorted(k for k in settings.keys() | about.keys() if settings.get(k) != about.get(k))
+    step, saved = _read_about(path)
+    settings = json.loads(json.dumps(settings))
+    if "data" not in settings:
+        saved.pop("data", None)
+    if saved != settings:
+        differing = sorted(k for k in saved.keys() | settings.keys() if saved.get(k) != settings.get(k))
         raise CheckpointError(
             f"{path} comes from a run that differs in {', '.join(differing)}; resume with the same settings, or start "
             "in another run folder"
@@ -131,6 +131,21 @@ def load(
     if average is not None:
         average.load_state_dict(state["average"])
     return step
+
+
+def _read_about(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the number of steps and the settings of a checkpoint."""
+    try:
+        about = read_json_object(path / "about.json")
+        if about.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} was written by another version of sigattn: it has format {about.get('format')}, and this "
+                f"version reads {FORMAT}; start in another run folder"
+            )
+        about = read_json_object(path / "about.json", step=int, settings=dict)
+    except (OSError, FileFormatError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+    return about["step"], about["settings"]
 
 
 def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -> dict[str, Any]:

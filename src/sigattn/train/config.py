@@ -106,14 +106,14 @@ class TrainConfig:
         check_seed(self, "seed")
 
 
-def linear_scaling(rate: float, batch: int, base: int = 256) -> float:
-    """Return ``rate · batch / base``, the learning rate for a batch size (the paper's linear scaling rule)."""
-    return rate * batch / base
+def scale_learning_rate(learning_rate: float, batch_size: int, base_batch_size: int = 256) -> float:
+    """Return ``learning_rate · batch_size / base_batch_size``, the paper's linear scaling rule."""
+    return learning_rate * batch_size / base_batch_size
 
 
-def steps_of_epochs(epochs: int, batch: int, samples: int = 1_281_167) -> int:
+def epochs_to_steps(epochs: int, batch_size: int, samples: int = 1_281_167) -> int:
     """Return the number of updates in ``epochs`` passes over ``samples`` samples (default: ImageNet-1k).
 
     The last batch of a pass is dropped if it is incomplete.
     """
-    return epochs * (samples // batch)
+    return epochs * (samples // batch_size)

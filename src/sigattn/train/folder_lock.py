@@ -29,7 +29,7 @@ class FolderInUseError(Exception):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which is created if missing; the thread that holds it can enter again.
 
     The operating system releases the lock when the process ends, also if it is killed. The file ``run.lock`` remains;

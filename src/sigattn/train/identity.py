@@ -13,7 +13,7 @@ from typing import Any
 from sigattn.train.config import TrainConfig
 
 # settings that may change when a run is resumed: they change its results by rounding at most
-FREE = {
+CHANGEABLE_SETTINGS = {
     "parallel",
     "tensor_parallel",
     "context_parallel",
@@ -22,7 +22,7 @@ FREE = {
     "compile",
     "checkpoint_activations",
 }
-FREE |= {
+CHANGEABLE_SETTINGS |= {
     "wandb",
     "keep_checkpoints",
     "validate_every",
@@ -39,12 +39,12 @@ def settings_to_resume(task: Any, model: Any, training: TrainConfig, data: str) 
     Args:
         task, model, training: the configuration. data: ``Data.fingerprint``.
     """
-    kept = {name: value for name, value in asdict(training).items() if name not in FREE}
+    kept = {name: value for name, value in asdict(training).items() if name not in CHANGEABLE_SETTINGS}
     settings = {f"task.{name}": value for name, value in asdict(task).items()}
     return {**asdict(model), **kept, **settings, "task": type(task).__name__, "data": data}
 
 
-def identity(task: Any, model: Any, training: TrainConfig, data: str, **more: Any) -> str:
+def identity_hash(task: Any, model: Any, training: TrainConfig, data: str, **more: Any) -> str:
     """Return a hash of everything that a finished run depends on, including settings that may change when resuming.
 
     Args:

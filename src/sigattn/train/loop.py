@@ -26,12 +26,12 @@ from sigattn.models.transformer import Transformer, recording
 from sigattn.nn.attention import Attention
 from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig
-from sigattn.train.folder_lock import FolderInUseError, locked
+from sigattn.train.folder_lock import FolderInUseError, lock_folder
 from sigattn.train.identity import settings_to_resume
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import MetricsLog
 from sigattn.train.optimizer import make_optimizer, set_learning_rate
-from sigattn.train.schedule import factor
+from sigattn.train.schedule import learning_rate_factor
 from sigattn.validation import SettingsError
 
 Row = dict[str, Any]
@@ -115,12 +115,12 @@ def train(
     processes = init_process_mesh()
     with _locked_by_first(folder, processes):
         if not resume:
-            checkpoint.refuse_second_run(folder)
+            checkpoint.check_no_checkpoints(folder)
         torch.manual_seed(config.seed)
         run = _Run.start(task, model, config, data, processes)
         about = settings_to_resume(task, model, config, data.fingerprint)
         done = 0
-        if resume and (found := checkpoint.complete(folder / "checkpoints")):
+        if resume and (found := checkpoint.list_checkpoints(folder / "checkpoints")):
             done = run.load(found[-1], about)
         log = MetricsLog(folder, done, wandb=config.wandb, settings=about) if processes.is_main_process else None
         try:
@@ -141,7 +141,7 @@ def _locked_by_first(folder: Path, processes: ProcessMesh) -> Iterator[None]:
     with ExitStack() as stack:
         if processes.is_main_process:
             try:
-                stack.enter_context(locked(folder))
+                stack.enter_context(lock_folder(folder))
             except (FolderInUseError, OSError) as caught:
                 error = caught
         if processes.reduce_max(error is not None):
@@ -168,7 +168,7 @@ def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folde
         sharding.load_full_state_dict(inner, kept.state_dict())
         run.average = None  # the saved model is the average
         return run.validate()
-    found = checkpoint.complete(folder / "checkpoints")
+    found = checkpoint.list_checkpoints(folder / "checkpoints")
     if not found:
         raise checkpoint.CheckpointError(f"{folder} has no checkpoint to evaluate")
     about = settings_to_resume(task, model, config, "")
@@ -178,7 +178,7 @@ def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folde
 
 
 def _not_finite(message: str, checkpoints: Path) -> NonFiniteLossError:
-    found = checkpoint.complete(checkpoints)
+    found = checkpoint.list_checkpoints(checkpoints)
     last = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
     return NonFiniteLossError(f"{message}; {last}")
 
@@ -276,7 +276,7 @@ class _Run:
                     done,
                     about,
                     average=self.average,
-                    keep=config.keep_checkpoints,
+                    keep_checkpoints=config.keep_checkpoints,
                 )
             if stop:
                 raise Interrupted(f"stopped after {done} of {config.max_steps} steps; the checkpoint is {path}", stop)
@@ -299,7 +299,7 @@ class _Run:
         """Do one update and return its measurements."""
         start = time.perf_counter()
         config, device = self.config, self.processes.device
-        rate = config.learning_rate * factor(config, step)
+        rate = config.learning_rate * learning_rate_factor(config, step)
         set_learning_rate(self.optimizer, rate)
         # random numbers depend on seed, step and process only, so that no generator state has to be saved
         torch.manual_seed((config.seed * 1_000_003 + step) * 4099 + self.processes.dp_rank)

@@ -40,7 +40,7 @@ class MetricsLog:
     ) -> None:
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read(self.path) if row["step"] < first_step]
+        kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
         with add_path_to_errors(self.path):
             self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file = self.path.open("a")
@@ -76,7 +76,7 @@ def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
     )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a ``metrics.jsonl``, without an incomplete last line; no rows if the file does not exist."""
     if not path.exists():
         return []

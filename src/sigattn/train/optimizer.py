@@ -12,7 +12,7 @@ from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError
 
 
-def make_optimizer(module: nn.Module, config: TrainConfig, width: int) -> Optimizer:
+def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Optimizer:
     """Return the optimiser of a configuration. Weight decay applies to matrices only, not to biases or norms.
 
     Each group of parameters has a "factor", by which the learning rate of the schedule is multiplied.
@@ -20,12 +20,12 @@ def make_optimizer(module: nn.Module, config: TrainConfig, width: int) -> Optimi
     Args:
         module: its parameters that require a gradient are trained.
         config: the configuration of training.
-        width: width of the model, used by μP-simple.
+        embed_dim: width of the model, used by μP-simple.
 
     Raises:
         SettingsError: if the optimizer is unknown.
     """
-    factors = mup_simple(module, width) if config.mup_simple else {}
+    factors = mup_simple(module, embed_dim) if config.mup_simple else {}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

@@ -13,7 +13,7 @@ from sigattn.models.vision import ViT
 
 
 @torch.no_grad()
-def features(backbone: ViT, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+def extract_features(backbone: ViT, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     """Return a backbone's features (samples, width) and the labels (samples,) of batches of images and labels."""
     backbone.eval()
     device = next(backbone.parameters()).device
@@ -22,7 +22,11 @@ def features(backbone: ViT, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
 
 
 def linear_probe(
-    training: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], *, decay: float = 1e-3, iterations: int = 200
+    training: tuple[Tensor, Tensor],
+    held_out: tuple[Tensor, Tensor],
+    *,
+    weight_decay: float = 1e-3,
+    iterations: int = 200,
 ) -> float:
     """Return the top-1 accuracy in 0 … 1 of multinomial logistic regression on standardised features.
 
@@ -42,7 +46,7 @@ def linear_probe(
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(F.linear(x, weight, offset), y) + decay * weight.square().sum() / 2
+        value = F.cross_entropy(F.linear(x, weight, offset), y) + weight_decay * weight.square().sum() / 2
         value.backward()
         return value
 
@@ -57,7 +61,7 @@ def fine_tune(
     held_out: Batch,
     *,
     epochs: int = 20,
-    batch: int = 128,
+    batch_size: int = 128,
     learning_rate: float = 1e-3,
     seed: int = 0,
 ) -> float:
@@ -70,11 +74,11 @@ def fine_tune(
     classes = int(max(labels.max(), held_out[1].max())) + 1
     model = nn.ModuleDict({"backbone": backbone, "output": nn.Linear(backbone.config.embed_dim, classes)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.05)
-    steps = epochs * -(-len(images) // batch)
+    steps = epochs * -(-len(images) // batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
     backbone.train()
     for _ in range(epochs):
-        for index in torch.randperm(len(images)).split(batch):
+        for index in torch.randperm(len(images)).split(batch_size):
             loss = F.cross_entropy(model["output"](backbone.features(images[index])), labels[index])
             optimizer.zero_grad()
             loss.backward()

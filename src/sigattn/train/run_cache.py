@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sigattn.train.folder_lock import LOCK_FILE, locked
+from sigattn.train.folder_lock import LOCK_FILE, lock_folder
 
 IDENTITY_FILE = "settings.txt"
 
@@ -35,7 +35,7 @@ def prepared_folder(folder: Path, identity: str) -> Iterator[None]:
     Raises:
         FolderInUseError: if another process is training in it.
     """
-    with locked(folder):
+    with lock_folder(folder):
         mark = folder / IDENTITY_FILE
         if not mark.exists() or mark.read_text() != identity:
             for path in folder.iterdir():

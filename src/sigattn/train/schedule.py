@@ -8,8 +8,8 @@ from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError
 
 
-def factor(config: TrainConfig, step: int) -> float:
-    """Return the factor of the peak learning rate at a step (0 … steps - 1).
+def learning_rate_factor(config: TrainConfig, step: int) -> float:
+    """Return the factor of the peak learning rate at a step (0 … max_steps - 1).
 
     It increases linearly over the warm-up. Then "cosine" decreases along a half cosine and reaches
     ``final_learning_rate`` at the last step, "steps" halves at ``decay_start`` and every ``decay_every`` steps after
