@@ -60,7 +60,7 @@ class TestTrain:
         cli.main([*arguments, "--resume"])
         code, message = failure([*arguments, "--resume", "--model.embed-dim", "32"], capsys)
         assert code == 1
-        assert "differs in width" in message
+        assert "differs in embed_dim" in message
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_signals(self, tmp_path, capsys, monkeypatch, number, code):

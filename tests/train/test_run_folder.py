@@ -122,7 +122,7 @@ class TestRefusedResume:
         _, message = failure(
             [*run, *QUICK, "--training.learning-rate", "1", "--model.num-heads", "2", "--resume"], capsys
         )
-        assert "comes from a run that differs in heads, learning_rate;" in message
+        assert "comes from a run that differs in learning_rate, num_heads;" in message
         assert contents(tmp_path) == before
 
     def test_damaged(self, tmp_path, capsys):
