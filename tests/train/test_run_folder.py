@@ -136,8 +136,8 @@ class TestRefusedResume:
         assert contents(tmp_path) == before
 
     def test_the_demo(self, tmp_path, capsys):
-        run = ["demo", "--run-folder", str(tmp_path), "--context", "16", "--layers", "1", "--width", "16"]
-        run += ["--heads", "2", "--max-steps", "2", "--batch-size", "2"]
+        run = ["demo", "--run-folder", str(tmp_path), "--max-seq-len", "16", "--num-layers", "1", "--embed-dim", "16"]
+        run += ["--num-heads", "2", "--max-steps", "2", "--batch-size", "2"]
         cli.main(run)
         capsys.readouterr()
         before = contents(tmp_path)
