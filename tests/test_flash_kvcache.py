@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from sigattn import flash
 from sigattn.flash import flash_attn_with_kvcache
-from sigattn.ops import kvcache
+from sigattn.ops.kvcache import KV_CACHE
 from sigattn.ops.problem import KVCacheProblem
 from tests.ops.cases import COMPILER_NOISE, device_of, head_dims
 from tests.ops.truth import assert_as_good_as_formula
 from tests.test_flash import one_sequence
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
-BACKENDS = list(kvcache.KERNELS)
+BACKENDS = list(KV_CACHE.backends)
 EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "60"))
 
 fuzz = settings(
@@ -267,7 +267,7 @@ def test_one_token_and_few_keys(case):
     }
     call, twin = Call(case, "cpu"), Call(case, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvcache, "call", None)  # what the longer way ends in
+        patch.setattr(KV_CACHE, "choose", None)  # what the longer way ends in
         out = call.run(None)
     expected = twin.run("blocked")
     truth, _ = twin.expected([c.clone() for c in Call(case, "cpu").caches], torch.float64)
@@ -421,7 +421,7 @@ class TestBadInput:
         [
             ({"cache_seqlens": torch.tensor([3, 16])}, r"a cache of 16 keys for each sample cannot hold .* \[4, 17\]"),
             ({"cache_seqlens": torch.tensor([-1, 3])}, r"cannot hold lengths \(new keys included\) of \[-1, 3\]"),
-            ({"cache_seqlens": None}, "k and v need cache_seqlens"),
+            ({"cache_seqlens": None}, "new keys and values need cache_seqlens"),
             ({"cache_seqlens": torch.tensor([3])}, r"cache_seqlens must be \(B,\) = \(2,\)"),
             ({"cache_leftpad": torch.tensor([0, 9])}, r"cache_leftpad must lie in 0 … length; got \[0, 9\]"),
             ({"cache_batch_idx": torch.tensor([0, 2])}, r"names pages \[2\], but the cache has pages 0 … 1"),
@@ -431,7 +431,7 @@ class TestBadInput:
             ({"q": torch.zeros(3, 1, 4, 8), "k": None, "v": None}, "the cache must have q's batch size"),
             ({"k": None}, "k and v must both be given"),
             ({"k": torch.zeros(2, 1, 4, 8), "v": torch.zeros(2, 1, 4, 8)}, "must have the cache's heads and head_dim"),
-            ({"v_cache": torch.zeros(2, 2, 16, 8)}, "k_cache and v_cache must have the same batch size, length"),
+            ({"v_cache": torch.zeros(2, 2, 16, 8)}, "k_cache and v_cache must have the same length"),
             ({"softcap": -3.0}, "softcap must be finite and at least 0"),
             ({"return_softmax_lse": True}, "no log-sum-exp"),
             ({"num_splits": -1}, "num_splits"),

@@ -3,11 +3,13 @@
 try:
     from sigattn import flash as flash
     from sigattn.ops.attention import sigmoid_attention as sigmoid_attention
+    from sigattn.ops.kvcache import sigmoid_kvcache_attention as sigmoid_kvcache_attention
     from sigattn.ops.problem import log_length_bias as log_length_bias
     from sigattn.ops.settings import get_sigmoid_precision as get_sigmoid_precision
     from sigattn.ops.settings import set_sigmoid_precision as set_sigmoid_precision
     from sigattn.ops.statistics import AttentionStatistics as AttentionStatistics
     from sigattn.ops.statistics import attention_statistics as attention_statistics
+    from sigattn.ops.varlen import sigmoid_varlen_attention as sigmoid_varlen_attention
 except KeyboardInterrupt:  # importing PyTorch takes seconds; the command line then exits without a traceback
     import sys
 

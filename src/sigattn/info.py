@@ -8,7 +8,7 @@ import platform
 import torch
 
 import sigattn
-from sigattn.ops import custom_ops
+from sigattn.ops.attention import DENSE
 from sigattn.ops.cpu.matmul import fused_unavailable
 from sigattn.ops.problem import Problem
 
@@ -48,9 +48,9 @@ def _name(device: torch.device) -> str:
 def _backends(device: torch.device) -> list[str]:
     """Return lines that list, for each backend, the supported dtypes and the reason for each unsupported one."""
     lines = ["  reference  every dtype, materialised; forward-mode and second derivatives (never the default)"]
-    defaults = {custom_ops.choose(_example(device, dtype), None) for dtype in _DTYPES}
-    for name, kernels in custom_ops.KERNELS.items():
-        reasons = {dtype: kernels.unavailable(_example(device, dtype)) for dtype in _DTYPES}
+    defaults = {DENSE.choose(_example(device, dtype), None) for dtype in _DTYPES}
+    for name, backend in DENSE.backends.items():
+        reasons = {dtype: backend.unavailable(_example(device, dtype)) for dtype in _DTYPES}
         supported = [_short(d) for d, reason in reasons.items() if reason is None]
         line = f"  {name:<10} {', '.join(supported) or 'nothing'}{' (default)' if name in defaults else ''}"
         lines.append(line)

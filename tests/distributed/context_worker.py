@@ -25,7 +25,7 @@ from sigattn.distributed.sharded_cache import sharded_cache_attention
 from sigattn.distributed.strategies import predicted_traffic
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
-from sigattn.ops import kvcache
+from sigattn.ops.kvcache import KV_CACHE
 
 CASES = [
     {},
@@ -172,7 +172,7 @@ def cache(mesh):
         {"alibi_slopes": torch.tensor([0.1, 0.3, 0.2, 0.4])},
         {"causal": False},
     ):
-        for backend in kvcache.KERNELS:
+        for backend in KV_CACHE.backends:
             torch.manual_seed(0)
             dtype = torch.float32 if backend == "triton" else torch.float64
             alone = [torch.full((2, capacity * ranks, 2, 8), torch.nan, dtype=dtype) for _ in range(2)]

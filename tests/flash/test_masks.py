@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigattn import flash
-from sigattn.ops import custom_ops
+from sigattn.ops.attention import DENSE
 from tests.ops.cases import device_of
 from tests.ops.truth import formula
 
@@ -20,7 +20,7 @@ def ancestors():
     return visible
 
 
-@pytest.mark.parametrize("backend", list(custom_ops.KERNELS))
+@pytest.mark.parametrize("backend", list(DENSE.backends))
 def test_a_tree_of_draft_tokens(backend):
     """Six draft tokens after 9 and 4 accepted ones: one answer from the dense, the packed and the cached function."""
     device, tree, held = device_of(backend), ancestors(), [9, 4]

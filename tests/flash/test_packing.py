@@ -98,7 +98,7 @@ WRONG = {
     "table dtype": ((Q, P, P, S, S, 5, 5), torch.tensor([[0.0, 1.0]]), "block_table must be a tensor of integers"),
     "no such page": ((Q, P, P, S, S, 5, 5), torch.tensor([[0, 2]]), r"names pages \[0, 2\], but the cache has"),
     "too few": ((Q, P, P, S, S, 5, 5), torch.tensor([[0]]), "a cache of 4 keys for each sample cannot hold"),
-    "longest": ((Q, P, P, S, S, 5, 4), torch.tensor([[0, 1]]), "max_seqlen_k is 4, but"),
+    "longest": ((Q, P, P, S, S, 5, 4), torch.tensor([[0, 1]]), r"max_seqlen_k \(max_k\) is 4, but"),
     "value": ((Q, P, P[:1], S, S, 5, 5), torch.tensor([[0, 1]]), "k and v must have the same pages"),
 }
 

@@ -41,6 +41,7 @@ name = "local"
 SELECTED = "not triton and not hopper and not real_tiles and not kernels and not decoding and not interpreter"
 # The tests of a file, in ``tests/ops`` unless a folder is given. All tests would take ten minutes for each survivor.
 LIKELY = {
+    "autocast": "test_pytorch test_correctness",
     "attention": "test_correctness test_bad_input test_scalars",
     "autograd": "test_autograd test_pytorch",
     "block_mask": "test_block_mask",
@@ -49,13 +50,13 @@ LIKELY = {
     "custom_ops": "test_pytorch test_backends test_correctness",
     "decode": "tests/test_flash_kvcache.py test_correctness",
     "dropout": "test_dropout",
-    "flash_checks": "tests/test_flash.py tests/test_flash_kvcache.py tests/flash",
     "flops": "test_pytorch",
     "gradients": "test_correctness test_autograd",
     "kvcache": "tests/test_flash_kvcache.py tests/flash",
     "mask": "test_mask test_correctness",
     "matmul": "test_correctness test_borders test_masked_weights",
     "nested": "test_nested",
+    "operands": "test_correctness test_borders test_dropout",
     "onnx": "test_onnx",
     "problem": "test_problem test_correctness test_borders tests/test_flash.py",
     "reference": "test_correctness test_masked_weights",
@@ -64,6 +65,7 @@ LIKELY = {
     "short": "test_correctness test_default_device test_scalars test_pytorch",
     "statistics": "test_statistics",
     "tiles": "test_correctness test_borders test_block_mask",
+    "vmap": "test_pytorch test_autograd",
     "validation": "test_bad_input test_scalars test_correctness",
     "varlen": "tests/test_flash.py tests/flash test_autograd test_pytorch",
 }

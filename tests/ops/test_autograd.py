@@ -49,8 +49,8 @@ def arguments(op, backend):
     """Arguments of a registered op, of which the first requires grad."""
     torch.manual_seed(0)
     options = {"right": 0, "softcap": 2.5}
-    if op == "forward":
-        return [*Problem(*torch.randn(3, 1, 2, 5, 4).unbind(), **options)[:-1], backend]
+    if op == "dense_forward":
+        return [*Problem(*torch.randn(3, 1, 2, 5, 4).unbind(), **options), backend]
     if op == "varlen_forward":
         starts, tensors = torch.tensor([0, 2, 5]), torch.randn(3, 5, 2, 4).unbind()
         return [*VarlenProblem(*tensors, None, None, None, starts, starts, None, 3, 3, **options), backend]
@@ -60,7 +60,7 @@ def arguments(op, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", ["forward", "varlen_forward", "kvcache_forward"])
+@pytest.mark.parametrize("op", ["dense_forward", "varlen_forward", "kvcache_forward"])
 def test_forward_mode_through_the_op_itself_raises(op, backend):
     args = arguments(op, backend)
     call = getattr(torch.ops.sigattn, op).default
@@ -73,7 +73,7 @@ def test_forward_mode_through_the_op_itself_raises(op, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", ["forward", "varlen_forward"])
+@pytest.mark.parametrize("op", ["dense_forward", "varlen_forward"])
 def test_levels_of_torch_func_each_record(op, backend):
     """The derivative by torch.func of a function that closes over a tensor which autograd follows."""
     q, k, *rest = arguments(op, backend)
@@ -93,7 +93,7 @@ def test_levels_of_torch_func_each_record(op, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", ["forward", "varlen_forward"])
+@pytest.mark.parametrize("op", ["dense_forward", "varlen_forward"])
 def test_second_derivatives_through_the_op_itself_raise(op, backend):
     q, *rest = arguments(op, backend)
     q.requires_grad_()

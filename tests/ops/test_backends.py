@@ -5,6 +5,7 @@ import torch
 
 from sigattn import sigmoid_attention
 from sigattn.ops import custom_ops
+from sigattn.ops.attention import DENSE
 from sigattn.ops.cpu import blocked, matmul, tiles
 from sigattn.ops.cpu.tiles import Span
 from sigattn.ops.problem import Problem
@@ -23,9 +24,9 @@ def picky(monkeypatch):
     def unavailable(problem):
         return None if problem.query.dtype is torch.float64 else "it is for float64"
 
-    kernels = custom_ops.Kernels(forward, blocked.backward, unavailable)
-    monkeypatch.setattr(custom_ops, "KERNELS", {"picky": kernels, **custom_ops.KERNELS})
-    monkeypatch.setattr("sigattn.ops.attention.BACKENDS", ("reference", *custom_ops.KERNELS))
+    backend = custom_ops.Backend(forward, unavailable, blocked.backward)
+    monkeypatch.setattr(DENSE, "backends", {"picky": backend, **DENSE.backends})
+    monkeypatch.setattr("sigattn.ops.attention.BACKENDS", ("reference", *DENSE.backends))
     return calls
 
 
@@ -46,7 +47,7 @@ def test_an_explicit_backend_never_falls_back(picky):
 
 def test_the_default_on_a_cpu_is_blocked():
     t = torch.empty(1, 1, 8, 8)
-    assert custom_ops.choose(Problem(t, t, t), None) == "blocked"
+    assert DENSE.choose(Problem(t, t, t), None) == "blocked"
 
 
 class TestProbe:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention
-from sigattn.ops import attention
+from sigattn.ops import attention, operands
 from sigattn.ops.attention import BACKENDS
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.triton import kernel_args
@@ -95,7 +95,7 @@ def test_gradient_uses_the_forward_s_mask(backend):
 
 def test_seeds_stay_on_the_device():
     """A host number is the same at every replay of a CUDA graph, and a CPU tensor is waited for."""
-    assert attention.new_seed(0.5, torch.device("meta")).device.type == "meta"
+    assert operands.new_seed(0.5, torch.device("meta")).device.type == "meta"
     q = torch.randn(1, 2, 5, 8)
     problem = attention.canonical(q, q, q, dropout_p=0.5)
     assert kernel_args.prepare(problem).arguments["seed"] is problem.seed

@@ -59,7 +59,7 @@ def test_the_reference_is_refused():
 def test_the_older_onnx_exporter_is_an_error():
     """It traces; it has no translation of the op."""
     pytest.importorskip("onnx")
-    with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="sigattn::forward"):
+    with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="sigattn::dense_forward"):
         torch.onnx.export(Call(), operands(7, 9), io.BytesIO(), dynamo=False)
 
 

@@ -141,7 +141,7 @@ def test_export_with_dynamic_length():
     spec = {2: length}
     program = torch.export.export(Attention(), example, dynamic_shapes=(spec, spec, spec))
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    assert any(node.target is torch.ops.sigattn.forward.default for node in calls)
+    assert any(node.target is torch.ops.sigattn.dense_forward.default for node in calls)
     for n in (5, 16, 41):
         q, k, v = (t.detach() for t in inputs(n, n))
         torch.testing.assert_close(program.module()(q, k, v), Attention()(q, k, v))
@@ -157,13 +157,13 @@ def test_opcheck(backend):
     for bias in biases[2 if interpreted else 0 :]:
         slopes = more["alibi_slopes"].view(1, heads, 1).expand(1, heads, 2)
         tensors = [q, k, v, bias, more["attn_mask"][None, None], slopes]
-        rest = [more["key_lengths"], torch.tensor(5), None, None, None, 3, 0, 0.25, 1, False, False, 2.5, backend]
-        torch.library.opcheck(torch.ops.sigattn.forward.default, (*tensors, *rest))
+        rest = [more["key_lengths"], torch.tensor(5), None, None, None, 3, 0, 0.25, 1, False, False, 2.5, 0, backend]
+        torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*tensors, *rest))
         needs = [True, True, True, bias is not None and bias.dim() == 4, True, True]
         grad = torch.randn(batch, heads, 7, 5, dtype=q.dtype)
-        torch.library.opcheck(torch.ops.sigattn.backward.default, (grad, *tensors, *rest, needs))
+        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, (grad, *tensors, *rest, needs))
         torch.library.opcheck(
-            torch.ops.sigattn.backward.default, (grad, *tensors, *rest, [False, True, False, False, True, True])
+            torch.ops.sigattn.dense_backward.default, (grad, *tensors, *rest, [False, True, False, False, True, True])
         )
 
 

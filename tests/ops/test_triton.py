@@ -9,8 +9,9 @@ import triton as kernels
 import triton.language as language
 
 from sigattn import flash, sigmoid_attention
-from sigattn.ops import custom_ops, triton
-from sigattn.ops.attention import bias_operand
+from sigattn.ops import triton
+from sigattn.ops.attention import DENSE
+from sigattn.ops.operands import bias_tensor
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import activation, kernel_args, launch, tma, tuning
 from tests.ops.cases import KERNEL_PATHS, device_of
@@ -36,7 +37,7 @@ def problem(device="cpu", dtype=torch.float32, d=8, dv=8):
 def test_what_it_does_not_serve(monkeypatch, given, reason):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match=f"backend 'triton' does not support this call: .*{reason}"):
-        custom_ops.choose(given, "triton")
+        DENSE.choose(given, "triton")
 
 
 def test_a_cpu_needs_the_interpreter(monkeypatch):
@@ -72,12 +73,12 @@ LAYOUTS = {  # (B, H, N, D) as views of what models hold
 def test_layouts_are_those_that_compilers_expect(layout, size):
     """A compiled graph asserts the strides that the fakes announce."""
     x = LAYOUTS[layout](*size).to(DEVICE)
-    arguments = (x, x, x[..., :8], *(None,) * 7, 0.25, -1, -1, 0.0, 0, False, False, 0.0, "triton")
-    out, fake = custom_ops._forward(*arguments), custom_ops._fake_forward(*arguments)
+    arguments = (*Problem(x, x, x[..., :8], scale=0.25), "triton")
+    out, fake = DENSE._forward(*arguments), DENSE._fake_forward(*arguments)
     assert (out.shape, out.stride()) == (fake.shape, fake.stride())
     needs = [True, True, True, False, False, False]
     for own, fake in zip(
-        custom_ops._backward(out, *arguments, needs), custom_ops._fake_backward(out, *arguments, needs), strict=True
+        DENSE._backward(out, *arguments, needs), DENSE._fake_backward(out, *arguments, needs), strict=True
     ):
         assert (own.shape, own.stride()) == (fake.shape, fake.stride())
 
@@ -306,7 +307,7 @@ def test_numbers_of_compiled_graphs_stay_on_the_device(monkeypatch):
     """A CUDA graph of a compiled model would replay the number on the CPU that it was recorded with."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     query = torch.empty(1, device="meta", dtype=torch.float16)
-    assert [bias_operand(-1.0, query, d).shape for d in (2, 4)] == [(1, 1), (1, 1, 1, 1)]
-    assert (bias_operand(-1.0, query).device, bias_operand(-1.0, query).dtype) == (query.device, torch.float32)
-    assert bias_operand(-1.0, query.double()).dtype == torch.float64
-    assert bias_operand(-1.0, torch.empty(1)).shape == ()
+    assert [bias_tensor(-1.0, query, d).shape for d in (2, 4)] == [(1, 1), (1, 1, 1, 1)]
+    assert (bias_tensor(-1.0, query, 4).device, bias_tensor(-1.0, query, 4).dtype) == (query.device, torch.float32)
+    assert bias_tensor(-1.0, query.double(), 4).dtype == torch.float64
+    assert bias_tensor(-1.0, torch.empty(1), 4).shape == ()

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sigattn.distributed.sequence_sharding import SequenceSharding, infer_sequence_sharding
 from sigattn.distributed.strategies import Exchange, ShardedAttention, Strategy
-from sigattn.ops import custom_ops, validation
-from sigattn.ops.attention import autocast, bias_operand, sides, two_sided
+from sigattn.ops import validation
+from sigattn.ops.attention import DENSE, validate_operands, validate_options
+from sigattn.ops.autocast import cast_operands
+from sigattn.ops.operands import bias_tensor, combine_window, two_sided_slopes
 from sigattn.ops.problem import log_length_bias
 from sigattn.ops.settings import is_fast
 
@@ -69,18 +71,15 @@ def context_parallel_attention(
         TypeError: arguments of the wrong type.
         RuntimeError: if another process has ended, or the group's timeout has expired.
     """
-    if isinstance(query, Tensor) and custom_ops.is_autocast_enabled(query.device.type):
-        query, key, value = (autocast(t) for t in (query, key, value))
-    validation.operands(query, key, value, enable_gqa)
+    query, key, value = cast_operands(query, key, value)
+    validate_operands(_NAME, query, key, value, enable_gqa)
     _check_exchange(query, key, bias, mesh, strategy)
     group = mesh.get_group()
     sharding = infer_sequence_sharding(query.shape[2], length, group, is_causal if balanced is None else balanced)
     whole = key.new_empty(()).expand(*key.shape[:2], sharding.length, key.shape[3])  # only its shape is checked
-    _, scale, window = validation.options(query, whole, None, 0.0, bias, window, alibi_slopes, None, scale)
-    if key_lengths is not None:
-        validation.options(whole, whole, None, 0.0, None, None, None, key_lengths, None)
-    validation.choice("backend", backend, tuple(custom_ops.KERNELS), _NAME)
-    left, right = sides(window, is_causal)
+    _, scale, window = validate_options(_NAME, query, whole, None, 0.0, bias, window, alibi_slopes, key_lengths, scale)
+    validation.choice(_NAME, "backend", backend, tuple(DENSE.backends))
+    left, right = combine_window(window, is_causal)
     options = {
         "key_lengths": key_lengths,
         "scale": scale,
@@ -88,16 +87,16 @@ def context_parallel_attention(
         "right": right,
         "fast": is_fast(None),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "softcap": validation.softcap(softcap, _NAME),
+        "softcap": validation.softcap(_NAME, softcap),
     }
     if bias is None:
         bias = log_length_bias(sharding.length)
         if key_lengths is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
-    slopes = None if alibi_slopes is None else two_sided(alibi_slopes)
+    slopes = two_sided_slopes(alibi_slopes)
     exchange = Exchange(sharding, group, strategy, backend)
-    out: Tensor = ShardedAttention.apply(query, key, value, bias_operand(bias, query), slopes, options, exchange)
+    out: Tensor = ShardedAttention.apply(query, key, value, bias_tensor(bias, query, 4), slopes, options, exchange)
     return out
 
 

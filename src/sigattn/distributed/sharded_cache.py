@@ -12,10 +12,10 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sigattn.distributed import collectives
-from sigattn.ops import flash_checks, kvcache, validation
-from sigattn.ops.attention import bias_operand, sides, two_sided
-from sigattn.ops.problem import KVCacheProblem
-from sigattn.ops.settings import is_fast
+from sigattn.flash import options
+from sigattn.flash import validation as flash_validation
+from sigattn.ops import validation
+from sigattn.ops.kvcache import KV_CACHE, check_cache_bounds, checked_kvcache_attention
 
 _NAME = "sharded_cache_attention"
 
@@ -58,40 +58,38 @@ def sharded_cache_attention(
         ValueError, TypeError: as in ``flash_attn_with_kvcache``.
         RuntimeError: if a tensor requires a gradient, a process has ended, or the group's timeout has expired.
     """
-    flash_checks.cache(_NAME, q, k_cache, v_cache, k, v, None, None)
-    flash_checks.of_samples(_NAME, "cache_seqlens", cache_seqlens, q)
-    flash_checks.bias(_NAME, sigmoid_bias, q, len(q))
+    flash_validation.cache(_NAME, q, k_cache, v_cache, k, v, None, None)
+    batch, _, heads, _ = q.shape
+    validation.integers(_NAME, "cache_seqlens", cache_seqlens, (batch,), "(B,)", q.device)
+    flash_validation.bias(_NAME, sigmoid_bias, q, batch)
     _, softmax_scale, window = validation.numbers(_NAME, 0.0, softmax_scale, window_size)
-    softcap = validation.softcap(softcap, _NAME)
-    validation.choice("backend", backend, tuple(kvcache.KERNELS), _NAME)
+    softcap = validation.softcap(_NAME, softcap)
+    validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
     if alibi_slopes is not None:
-        flash_checks.slopes(_NAME, alibi_slopes, q, len(q))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
-        raise RuntimeError(f"{_NAME} has no gradient: call it under torch.no_grad() or torch.inference_mode()")
+        validation.slopes(_NAME, alibi_slopes, q, batch, heads, two_sided=False)
+    validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v)
     capacity, rank, new = k_cache.shape[1], mesh.get_local_rank(), 0 if k is None else k.shape[1]
-    kvcache.check_cache_bounds(cache_seqlens, None, None, len(k_cache), capacity * mesh.size())
-    kvcache.check_cache_bounds(cache_seqlens + new, None, None, len(k_cache), capacity * mesh.size())
+    for seqlens in (cache_seqlens, cache_seqlens + new):
+        check_cache_bounds(_NAME, seqlens, None, None, len(k_cache), capacity * mesh.size())
     start = rank * capacity
     if k is not None and v is not None:
         for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
             _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     ends = cache_seqlens + new - start  # end of each sample, relative to this process's first position
-    left, right = sides(window, causal)
-    problem = KVCacheProblem(
+    out = checked_kvcache_attention(
         q,
         k_cache,
         v_cache,
         ends.clamp(0, capacity),
-        _bias(sigmoid_bias, q),
-        alibi_slopes=None if alibi_slopes is None else two_sided(alibi_slopes),
+        bias=options.operator_bias(sigmoid_bias),
         query_ends=ends,
+        is_causal=causal,
         scale=softmax_scale,
-        left=left,
-        right=right,
-        fast=is_fast(None),
+        window=window,
+        alibi_slopes=alibi_slopes,
         softcap=softcap,
-    )
-    out = kvcache.call(problem, kvcache.choose(problem, backend)).to(torch.promote_types(q.dtype, torch.float32))
+        backend=backend,
+    ).to(torch.promote_types(q.dtype, torch.float32))
     collectives.record_sent(out)
     dist.all_reduce(out, group=mesh.get_group())
     return out.to(q.dtype)
@@ -103,12 +101,3 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Ten
     is_local = (position == slot)[:, None, None]
     for cache, t in ((k_cache, k), (v_cache, v)):
         cache[sample, slot] = torch.where(is_local, t, cache[sample, slot])
-
-
-def _bias(bias: float | Tensor, q: Tensor) -> Tensor:
-    """Return the bias as a tensor: 0-d for a number, else (B or 1, Hq or 1, 1)."""
-    if not isinstance(bias, Tensor):
-        number = bias_operand(bias, q, 3)
-        assert number is not None
-        return number
-    return bias.reshape(1, 1, 1) if bias.dim() == 0 else bias.reshape(len(bias), -1, 1)

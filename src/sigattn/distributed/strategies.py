@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from sigattn.distributed import collectives
 from sigattn.distributed.sequence_sharding import SequenceSharding
-from sigattn.ops import custom_ops
+from sigattn.ops.attention import DENSE
 from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import Problem
 
@@ -170,8 +170,7 @@ def _backward(exchange: Exchange, problem: Problem, grad_out: Tensor, needs: Nee
 def _add_output(exchange: Exchange, out: Tensor, problem: Problem, query_rank: int, key_rank: int) -> None:
     """Add to out (B, Hq, n, Dv) the output of one process's queries with another's keys."""
     for part, rows, _ in _visible_parts(exchange, problem, query_rank, key_rank):
-        kernels = custom_ops.KERNELS[custom_ops.choose(part, exchange.backend)]
-        out[:, :, rows] += kernels.forward(part)
+        out[:, :, rows] += DENSE.backend_for(part, exchange.backend).forward(part)
 
 
 def _add_gradients(
@@ -185,8 +184,7 @@ def _add_gradients(
 ) -> None:
     """Add to sums the gradients of one process's queries with another's keys."""
     for part, rows, columns in _visible_parts(exchange, problem, query_rank, key_rank):
-        kernels = custom_ops.KERNELS[custom_ops.choose(part, exchange.backend)]
-        g = kernels.backward(part, grad_out[:, :, rows], needs)
+        g = DENSE.backend_for(part, exchange.backend).backward(part, grad_out[:, :, rows], needs)
         for total, gradient in (
             (_rows(sums.query, rows), g.query),
             (_rows(sums.key, columns), g.key),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sigattn.flash import chunks, options
-from sigattn.ops import block_mask, custom_ops, flash_checks, validation
-from sigattn.ops.attention import canonical
-from sigattn.ops.settings import is_fast
+from sigattn.flash.validation import packed_together
+from sigattn.ops import block_mask, validation
+from sigattn.ops.attention import DENSE, canonical
+from sigattn.ops.autocast import cast_operands
 
 
 def flash_attn_func(
@@ -82,7 +82,7 @@ def flash_attn_qkvpacked_func(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute ``flash_attn_func`` of qkv, (B, N, 3, H, D)."""
-    q, k, v = flash_checks.packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
+    q, k, v = packed_together("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
@@ -106,7 +106,7 @@ def flash_attn_kvpacked_func(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute ``flash_attn_func`` of q, (B, N, Hq, D), and kv, (B, M, 2, Hkv, D)."""
-    k, v = flash_checks.packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
+    k, v = packed_together("flash_attn_kvpacked_func", "kv", kv, 5, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
@@ -141,19 +141,20 @@ def attend(
         The rest is as in ``flash_attn_func``.
     """
     options.refuse(name, return_attn_probs)
-    softcap = validation.softcap(softcap, name)
-    flash_checks.dense(name, q, k, v)
+    softcap = validation.softcap(name, softcap)
+    validation.operands(name, validation.ROWS_FIRST, q=q, k=k, v=v)
+    (batch, n, heads, _), m = q.shape, k.shape[1]
     dropout_p, softmax_scale, window = options.check(
-        name, q, q.shape[0], dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
+        name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend, DENSE.backends
     )
-    query, key, value = (options.cast(t).transpose(1, 2) for t in (q, k, v))
+    query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
     blocks = None
     if block_mask.is_block_mask(attn_mask):
         attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, name)
     if attn_mask is not None:
-        flash_checks.mask(name, attn_mask, q, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+        validation.mask(name, attn_mask, q, (batch, heads, n, m))
     if attention_chunk:
-        attn_mask = chunks.combined(chunks.dense(q.shape[1], k.shape[1], attention_chunk, q.device), attn_mask)
+        attn_mask = chunks.combined(chunks.dense(n, m, attention_chunk, q.device), attn_mask)
     problem = canonical(
         query,
         key,
@@ -162,13 +163,13 @@ def attend(
         dropout_p,
         causal,
         softmax_scale,
-        options.dense_bias(sigmoid_bias),
+        None if isinstance(sigmoid_bias, str) else options.operator_bias(sigmoid_bias),
         window,
         alibi_slopes,
-        query_offset=k.shape[1] - q.shape[1],
-        fast=is_fast(sigmoid_precision),
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        query_offset=m - n,
+        precision=sigmoid_precision,
+        deterministic=deterministic,
         softcap=softcap,
         blocks=blocks,
     )
-    return custom_ops.call(problem, custom_ops.choose(problem, backend)).transpose(1, 2).contiguous()
+    return DENSE(problem, backend).transpose(1, 2).contiguous()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sigattn.flash import chunks, options, packing
-from sigattn.ops import flash_checks, kvcache, scalars, validation
-from sigattn.ops.attention import bias_operand, four_dimensional, sides, two_sided
-from sigattn.ops.cpu import decode
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem
-from sigattn.ops.settings import is_fast
+from sigattn.flash import validation as flash_validation
+from sigattn.ops import validation
+from sigattn.ops.kvcache import (
+    KV_CACHE,
+    append_to_cache,
+    check_cache_bounds,
+    checked_kvcache_attention,
+    fast_path,
+    lengths_of_samples,
+)
 
 _NAME = "flash_attn_with_kvcache"
 
@@ -99,7 +103,7 @@ def flash_attn_with_kvcache(
     plain = window_size == (-1, -1) and not (softcap or num_splits or return_softmax_lse or backend)
     plain = plain and attn_mask is None
     if plain and all(x is None for x in special):
-        out = _fast_path(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
+        out = fast_path(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
         if out is not None:
             return out
     return attend(
@@ -151,64 +155,57 @@ def attend(
         The rest is as in ``flash_attn_with_kvcache``.
     """
     _refuse(return_softmax_lse)
-    softcap = validation.softcap(softcap, _NAME)
+    softcap = validation.softcap(_NAME, softcap)
     queries = keys = None
     if cu_seqlens_q is not None:
         queries = packing.tokens(_NAME, "q", q, "cu_seqlens_q", cu_seqlens_q)
         q = queries.padded(q, _longest(max_seqlen_q, queries))
     if cu_seqlens_k_new is not None:
-        flash_checks.new_keys(_NAME, q, k_cache, v_cache, k, v)
+        flash_validation.new_keys(_NAME, q, k_cache, v_cache, k, v)
         keys = packing.tokens(_NAME, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new, whole=True)
         k, v = k.unsqueeze(1), v.unsqueeze(1)  # (total_new, 1, Hkv, ·)
     batched = (k, v) if keys is None else (None, None)
-    flash_checks.cache(_NAME, q, k_cache, v_cache, batched[0], batched[1], cache_batch_idx, block_table)
-    batch, n = q.shape[:2]
-    validation.choice("backend", backend, tuple(kvcache.KERNELS), _NAME)
+    flash_validation.cache(_NAME, q, k_cache, v_cache, batched[0], batched[1], cache_batch_idx, block_table)
+    batch, n, heads, _ = q.shape
+    validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
     _, softmax_scale, window = options.numbers(_NAME, 0.0, softmax_scale, window_size)
     _check_bias(sigmoid_bias, q)
     if alibi_slopes is not None:
-        flash_checks.slopes(_NAME, alibi_slopes, q, batch)
-    num_splits = scalars.integer(_NAME, "num_splits", num_splits)
-    if num_splits < 0:
-        raise ValueError(f"{_NAME}: num_splits must be at least 0 (0 lets the kernel choose), got {num_splits}")
+        validation.slopes(_NAME, alibi_slopes, q, batch, heads, two_sided=False)
+    num_splits = validation.count(_NAME, "num_splits", num_splits)
     if attention_chunk and attn_mask is not None:
         raise ValueError(f"{_NAME}: attention_chunk with attn_mask is not supported: combine both into attn_mask")
     if attn_mask is not None:
-        flash_checks.mask(_NAME, attn_mask, q, (batch, q.shape[2], n, None))
-        attn_mask = four_dimensional(attn_mask)
-    _refuse_gradients(q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes, attn_mask)
+        validation.mask(_NAME, attn_mask, q, (batch, heads, n, None), "(B, Hq, N, K)")
+    validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes, attn_mask)
     table = block_table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    lengths = _lengths(cache_seqlens, q, capacity, needed=k is not None)
+    lengths = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, q, capacity if k is None else None)
     for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary_seqlens)):
-        flash_checks.of_samples(_NAME, argument, t, q)
+        if t is not None:
+            validation.integers(_NAME, argument, t, (batch,), "(B,)", q.device)
     for tokens in (queries, keys):
         if tokens is not None and len(tokens.counts) != batch:
             raise ValueError(
                 f"{_NAME}: cu_seqlens_q and cu_seqlens_k_new must have as many sequences as there are samples ({batch})"
             )
     new = keys.counts if keys is not None else 0 if k is None else k.shape[1]
-    if not torch.compiler.is_compiling():
-        try:
-            kvcache.check_cache_bounds(lengths, None, None, len(k_cache), capacity)
-            kvcache.check_cache_bounds(lengths + new, cache_leftpad, table, len(k_cache), capacity)
-        except ValueError as error:
-            raise ValueError(f"{_NAME}: {error}") from None
-    left, right = sides(window, causal)
+    check_cache_bounds(_NAME, lengths, None, None, len(k_cache), capacity)
+    check_cache_bounds(_NAME, lengths + new, cache_leftpad, table, len(k_cache), capacity, "cache_leftpad")
     if rotary_cos is not None or rotary_sin is not None:
-        flash_checks.rotary(_NAME, rotary_cos, rotary_sin, q, k)
+        flash_validation.rotary(_NAME, rotary_cos, rotary_sin, q, k)
         starts = lengths if rotary_seqlens is None else rotary_seqlens
-        same = left == UNLIMITED and right == UNLIMITED and not attention_chunk
+        same = not causal and window in (None, (-1, -1)) and not attention_chunk
         positions = _positions(starts, n, queries, same=same), _positions(starts, k.shape[1], keys, packed=True)
         _check_rotary_positions(rotary_cos, *positions)
         tables = (rotary_cos, rotary_sin, rotary_interleaved)
         q, k = (_rotated(x, p, *tables) for x, p in zip((q, k), positions, strict=True))
     if k is not None:
         if keys is None:
-            kvcache.append(k_cache, v_cache, k, v, lengths, table)
+            append_to_cache(k_cache, v_cache, k, v, lengths, table)
         else:
             rows = keys.sample[:, None] if table is None else table[keys.sample]
-            kvcache.append(k_cache, v_cache, k, v, lengths.long()[keys.sample] + keys.offset, rows)
+            append_to_cache(k_cache, v_cache, k, v, lengths.long()[keys.sample] + keys.offset, rows)
         lengths = lengths + new
     ends = None if queries is None else lengths - queries.counts + n
     if attention_chunk and n == 1:  # the keys before the chunk need not be read
@@ -216,32 +213,32 @@ def attend(
     elif attention_chunk:
         last = lengths if ends is None else ends
         attn_mask = chunks.cached(lengths, cache_leftpad, last, n, capacity, attention_chunk)
-    problem = KVCacheProblem(
+    out = checked_kvcache_attention(
         q,
         k_cache,
         v_cache,
         lengths,
-        _bias(sigmoid_bias, q),
-        attn_mask,
-        None if alibi_slopes is None else two_sided(alibi_slopes),
+        bias=options.operator_bias(sigmoid_bias),
         left_padding=cache_leftpad,
         block_table=table,
         query_ends=ends,
+        attn_mask=attn_mask,
+        is_causal=causal,
         scale=softmax_scale,
-        left=left,
-        right=right,
-        fast=is_fast(sigmoid_precision),
+        window=window,
+        alibi_slopes=alibi_slopes,
         softcap=softcap,
         num_splits=num_splits,
+        backend=backend,
+        precision=sigmoid_precision,
     )
-    out = kvcache.call(problem, kvcache.choose(problem, backend))
     return out if queries is None else queries.packed(out)
 
 
 def _longest(max_seqlen_q: Any, queries: packing.Tokens) -> int:
     if max_seqlen_q is None:
         raise ValueError(f"{_NAME}: cu_seqlens_q needs max_seqlen_q, the length of the longest sequence")
-    longest = flash_checks.longest(_NAME, "max_seqlen_q", max_seqlen_q)
+    longest = validation.count(_NAME, "max_seqlen_q", max_seqlen_q)
     counts = queries.counts
     if counts.device.type == "cpu" and not torch.compiler.is_compiling() and len(counts) and counts.max() > longest:
         raise ValueError(f"{_NAME}: max_seqlen_q is {longest}, but cu_seqlens_q has a sequence of {int(counts.max())}")
@@ -259,51 +256,6 @@ def _check_rotary_positions(cos: Tensor, *positions: Tensor) -> None:
             )
 
 
-def _fast_path(
-    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, scale: Any, bias: Any
-) -> Tensor | None:  # (B, 1, Hq, Dv)
-    """Compute one token against few keys, the same number for each sample, on a CPU.
-
-    Return None if the fast path does not apply or an argument is invalid.
-    """
-    tensors = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
-        return None
-    if not all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested and t.dim() == 4 for t in tensors):
-        return None
-    (batch, n, heads, width), (held, capacity, key_heads, _), dtype = q.shape, k_cache.shape, q.dtype
-    if isinstance(lengths, Tensor):
-        lengths = _common_length(lengths, batch)
-    old = capacity if lengths is None and k is None else lengths
-    fit = n == 1 and held == batch and k_cache.shape[3] == width and v_cache.shape[:3] == k_cache.shape[:3]
-    if k is not None or v is not None:
-        fit = fit and k is not None and v is not None and k.shape == (batch, 1, key_heads, width)
-        fit = fit and v.shape == (batch, 1, key_heads, v_cache.shape[3])
-    same_dtype = dtype.is_floating_point and all(t.dtype is dtype and t.device.type == "cpu" for t in tensors)
-    numbers = type(bias) is float and (scale is None or type(scale) is float) and type(old) is int
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    nonempty = 0 not in (heads, key_heads, width, v_cache.shape[3])
-    if not (fit and same_dtype and numbers and nonempty and not needs_grad) or heads % key_heads:
-        return None
-    new = 0 if k is None else 1
-    stop = old + new
-    if not (old >= 0 and 0 < stop <= capacity) or stop * key_heads * width > decode.FEW:
-        return None
-    if not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
-        return None
-    if k is not None:
-        k_cache[:, old:stop], v_cache[:, old:stop] = k, v
-    return decode.attend(q, k_cache[:, :stop], v_cache[:, :stop], bias, width**-0.5 if scale is None else scale)
-
-
-def _common_length(lengths: Tensor, batch: int) -> Any:
-    """Return the common value of (B,) integers on the CPU as an int; if there is none, the tensor itself."""
-    if lengths.shape != (batch,) or lengths.device.type != "cpu" or lengths.dtype not in (torch.int32, torch.int64):
-        return lengths
-    values = lengths.tolist()
-    return values[0] if values and values.count(values[0]) == batch else lengths
-
-
 def _refuse(return_softmax_lse: bool) -> None:
     if return_softmax_lse:
         raise ValueError(f"{_NAME}: return_softmax_lse=True is not supported: a sigmoid has no log-sum-exp")
@@ -317,41 +269,14 @@ def _check_bias(bias: Any, q: Tensor) -> None:
         )
     batch, n, heads, _ = q.shape
     if isinstance(bias, Tensor) and bias.dim() == 3:
-        flash_checks.bias(_NAME, bias[..., 0], q, batch)
+        flash_validation.bias(_NAME, bias[..., 0], q, batch)
         if bias.shape[2] not in (1, n):
             raise ValueError(
                 f"{_NAME}: a sigmoid_bias of three dimensions must be (B or 1, Hq or 1, N or 1) = ({batch} or 1, "
                 f"{heads} or 1, {n} or 1); got {validation.describe(sigmoid_bias=bias)}"
             )
         return
-    flash_checks.bias(_NAME, bias, q, batch)
-
-
-def _refuse_gradients(*tensors: Any) -> None:
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
-        raise RuntimeError(f"{_NAME} has no gradient: call it under torch.no_grad() or torch.inference_mode()")
-
-
-def _lengths(given: Any, q: Tensor, capacity: int, *, needed: bool) -> Tensor:  # (B,)
-    if given is None and needed:
-        raise ValueError(f"{_NAME}: k and v need cache_seqlens, the number of keys that the cache holds already")
-    if not isinstance(given, Tensor):
-        length = capacity if given is None else scalars.integer(_NAME, "cache_seqlens, if not a tensor,", given)
-        return torch.full((len(q),), length, dtype=torch.int32, device=q.device)
-    if given.dim() == 0:
-        given = given.expand(len(q))
-    flash_checks.of_samples(_NAME, "cache_seqlens", given, q)
-    return given
-
-
-def _bias(bias: Any, q: Tensor) -> Tensor:
-    """Return the bias as a tensor: 0-d for a number, else (B or 1, Hq or 1, N or 1)."""
-    if not isinstance(bias, Tensor):
-        number = bias_operand(bias, q, 3)
-        assert number is not None
-        return number
-    dimensions = {0: (1, 1, 1), 1: (-1, 1, 1), 2: (*bias.shape, 1)}
-    return bias.reshape(dimensions[bias.dim()]) if bias.dim() < 3 else bias
+    flash_validation.bias(_NAME, bias, q, batch)
 
 
 def _positions(

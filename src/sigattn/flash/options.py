@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from sigattn.ops import custom_ops, flash_checks, validation
-from sigattn.ops.attention import autocast, bias_operand
+from sigattn.flash import validation as flash_validation
+from sigattn.ops import validation
 
 LOG_LENGTH = "-log n"
 
@@ -31,14 +32,15 @@ def check(
     slopes: Any,
     bias: Any,
     backend: Any,
+    backends: Iterable[str],
 ) -> tuple[float, float | None, tuple[int, int] | None]:
     """Raise unless the optional arguments fit q; return dropout_p, scale and window as ``numbers`` does."""
-    validation.choice("backend", backend, tuple(custom_ops.KERNELS), name)
+    validation.choice(name, "backend", backend, tuple(backends))
     given = numbers(name, dropout_p, scale, window)
     if not (isinstance(bias, str) and bias == LOG_LENGTH):
-        flash_checks.bias(name, bias, q, batch)
+        flash_validation.bias(name, bias, q, batch)
     if slopes is not None:
-        flash_checks.slopes(name, slopes, q, batch)
+        validation.slopes(name, slopes, q, batch, q.shape[-2], two_sided=False)
     return given
 
 
@@ -52,25 +54,9 @@ def numbers(name: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, 
     return validation.numbers(name, dropout_p, scale, window)
 
 
-def cast(t: Tensor) -> Tensor:
-    """Return t in autocast's dtype if autocast is enabled for its device."""
-    return autocast(t) if custom_ops.is_autocast_enabled(t.device.type) else t
-
-
-def packed_bias(bias: float | str | Tensor, q: Tensor) -> Tensor | None:
-    """Return the bias for packed sequences: None for "-log n", 0-d for a number, or (B or 1, Hq or 1)."""
-    if isinstance(bias, str):
-        return None
-    return _per_sequence(bias) if isinstance(bias, Tensor) else bias_operand(bias, q, 2)
-
-
-def dense_bias(bias: float | str | Tensor) -> float | Tensor | None:
-    """Return the bias for ``sigmoid_attention``: None for "-log n", a number, or (B or 1, Hq or 1, 1, 1)."""
+def operator_bias(bias: float | Tensor) -> float | Tensor:
+    """Return the bias as the operators take it: a number, or (B or 1, Hq or 1, N or 1, 1)."""
     if not isinstance(bias, Tensor):
-        return None if isinstance(bias, str) else bias
-    return _per_sequence(bias)[..., None, None]
-
-
-def _per_sequence(bias: Tensor) -> Tensor:
-    """Return a bias of shape (), (Hq,) or (B, Hq) with two dimensions."""
-    return bias.reshape(1, 1) if bias.dim() == 0 else bias.unsqueeze(-1) if bias.dim() == 1 else bias
+        return bias
+    shapes = {0: (1, 1, 1, 1), 1: (-1, 1, 1, 1), 2: (*bias.shape, 1, 1), 3: (*bias.shape, 1)}
+    return bias.reshape(shapes[bias.dim()])

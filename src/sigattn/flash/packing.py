@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sigattn.flash import validation as flash_validation
 from sigattn.flash.padding import cumulative
-from sigattn.ops import flash_checks, kvcache, scalars
+from sigattn.ops import scalars, validation
+from sigattn.ops.kvcache import check_cache_bounds
 
 
 class Tokens(NamedTuple):
@@ -61,7 +63,7 @@ def tokens(caller: str, name: str, t: Any, which: str, cu_seqlens: Any, *, whole
     if not isinstance(t, Tensor) or t.dim() != 3:
         given = scalars.describe(t)
         raise ValueError(f"{caller}: with {which}, {name} must be (total, heads, head_dim); got {given}")
-    flash_checks.starts(caller, t, **{which: cu_seqlens})
+    validation.sequence_offsets(caller, t, **{which: cu_seqlens})
     starts = cu_seqlens.long()
     if starts.device.type == "cpu" and not torch.compiler.is_compiling():
         last = int(starts[-1])
@@ -82,8 +84,10 @@ def check_used(caller: str, name: str, used: Any, cu_seqlens: Tensor) -> None:
         ValueError, TypeError: if it does not fit; on a CPU also for values that are too large or negative.
     """
     batch = len(cu_seqlens) - 1
-    flash_checks.of_samples(caller, name, used, cu_seqlens, batch)
-    if used is None or used.device.type != "cpu" or torch.compiler.is_compiling():
+    if used is None:
+        return
+    validation.integers(caller, name, used, (batch,), "(B,)", cu_seqlens.device)
+    if used.device.type != "cpu" or torch.compiler.is_compiling():
         return
     lengths = cu_seqlens.diff()
     if batch and ((used < 0) | (used > lengths)).any():
@@ -121,13 +125,8 @@ def check_pages(caller: str, q: Any, k: Any, v: Any, table: Any, lengths: Tensor
         ValueError, TypeError: naming the argument that does not fit; on a CPU also for pages that do not exist, or too
             few pages.
     """
-    flash_checks.pages(caller, q, k, v, table, len(lengths))
-    if torch.compiler.is_compiling():
-        return
-    try:
-        kvcache.check_cache_bounds(lengths, None, table, len(k), k.shape[1] * table.shape[1])
-    except ValueError as error:
-        raise ValueError(f"{caller}: {error}") from None
+    flash_validation.pages(caller, q, k, v, table, len(lengths))
+    check_cache_bounds(caller, lengths, None, table, len(k), k.shape[1] * table.shape[1])
 
 
 def rows_of_pages(cu_seqlens: Tensor, table: Tensor, page_size: int, longest: int) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from sigattn.flash import dense, kvcache, varlen
-from sigattn.ops import flash_checks, scalars
+from sigattn.flash.validation import packed_together
+from sigattn.ops import scalars, validation
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -72,7 +73,8 @@ def flash_attn_func(
     _check_hints(name, num_splits, pack_gqa, sm_margin)
     return dense.attend(
         name, q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
-        sigmoid_bias, sigmoid_precision, backend, attn_mask, attention_chunk=_chunk(name, attention_chunk),
+        sigmoid_bias, sigmoid_precision, backend, attn_mask,
+        attention_chunk=validation.count(name, "attention_chunk", attention_chunk),
     )  # fmt: skip
 
 
@@ -108,7 +110,7 @@ def flash_attn_qkvpacked_func(
             )
         q, k, v = qkv.split([heads, rest // 2, rest // 2], dim=2)
     else:
-        q, k, v = flash_checks.packed_together(name, "qkv", qkv, 5, 3)
+        q, k, v = packed_together(name, "qkv", qkv, 5, 3)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
         1, None, deterministic, sm_margin, return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
@@ -168,7 +170,8 @@ def flash_attn_varlen_func(
     return varlen.attend(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
         softcap, None, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend, attn_mask,
-        seqused_q=seqused_q, seqused_k=seqused_k, attention_chunk=_chunk(name, attention_chunk),
+        seqused_q=seqused_q, seqused_k=seqused_k,
+        attention_chunk=validation.count(name, "attention_chunk", attention_chunk),
     )  # fmt: skip
 
 
@@ -237,7 +240,7 @@ def flash_attn_with_kvcache(
     _check_order(name, softmax_scale, causal)
     _refuse(name, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _check_hints(name, num_splits, pack_gqa, sm_margin)
-    chunk = _chunk(name, attention_chunk)
+    chunk = validation.count(name, "attention_chunk", attention_chunk)
     if cu_seqlens_q is None and cu_seqlens_k_new is None and rotary_seqlens is None and not chunk:
         return kvcache.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -271,14 +274,6 @@ def _refuse(name: str, **unsupported: Any) -> None:
 
 def _check_hints(name: str, num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
     for argument, value in (("num_splits", num_splits), ("sm_margin", sm_margin)):
-        if scalars.integer(name, argument, value) < 0:
-            raise ValueError(f"{name}: {argument} must not be negative, got {value!r}")
+        validation.count(name, argument, value)
     if pack_gqa is not None and not isinstance(pack_gqa, bool):
         raise TypeError(f"{name}: pack_gqa must be a bool or None, got {pack_gqa!r}")
-
-
-def _chunk(name: str, attention_chunk: Any) -> int:
-    chunk = scalars.integer(name, "attention_chunk", attention_chunk)
-    if chunk < 0:
-        raise ValueError(f"{name}: attention_chunk must not be negative, got {attention_chunk!r}")
-    return chunk

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sigattn.flash import chunks, options, packing
-from sigattn.ops import custom_ops, flash_checks, validation, varlen
-from sigattn.ops.attention import four_dimensional, new_seed, sides, two_sided
-from sigattn.ops.problem import VarlenProblem
-from sigattn.ops.settings import is_fast
+from sigattn.flash.validation import packed_together
+from sigattn.ops import validation
+from sigattn.ops.autocast import cast_operands
+from sigattn.ops.varlen import VARLEN, checked_varlen_attention, mask_target
 
 
 def flash_attn_varlen_func(
@@ -96,7 +95,7 @@ def flash_attn_varlen_qkvpacked_func(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute ``flash_attn_varlen_func`` of qkv, (total, 3, H, D), with the same lengths for queries and keys."""
-    q, k, v = flash_checks.packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
+    q, k, v = packed_together("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend, attn_mask,
@@ -124,7 +123,7 @@ def flash_attn_varlen_kvpacked_func(
     attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute ``flash_attn_varlen_func`` of q, (total_q, Hq, D), and kv, (total_k, 2, Hkv, D)."""
-    k, v = flash_checks.packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
+    k, v = packed_together("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend,
@@ -169,19 +168,20 @@ def attend(
         The rest is as in ``flash_attn_varlen_func``.
     """
     options.refuse(name, return_attn_probs)
-    softcap = validation.softcap(softcap, name)
+    softcap = validation.softcap(name, softcap)
     if block_table is not None:
         k, v, cu_seqlens_k = _from_pages(name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table)
-    max_seqlen_q, max_seqlen_k = flash_checks.varlen(
-        name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    )
+    validation.operands(name, validation.PACKED, q=q, k=k, v=v)
+    validation.sequence_offsets(name, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    max_seqlen_q = validation.count(name, "max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = validation.count(name, "max_seqlen_k", max_seqlen_k)
     batch = len(cu_seqlens_q) - 1
     dropout_p, softmax_scale, window = options.check(
-        name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend
+        name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend, VARLEN.backends
     )
     if attn_mask is not None:
-        flash_checks.mask(name, attn_mask, q, (batch, q.shape[1], max_seqlen_q, max_seqlen_k))
-    q, k, v = (options.cast(t) for t in (q, k, v))
+        validation.mask(name, attn_mask, q, mask_target(batch, q.shape[1], max_seqlen_q, max_seqlen_k))
+    q, k, v = cast_operands(q, k, v)
     order = None
     for which, used, cu_seqlens in (("seqused_q", seqused_q, cu_seqlens_q), ("seqused_k", seqused_k, cu_seqlens_k)):
         packing.check_used(name, which, used, cu_seqlens)
@@ -194,28 +194,26 @@ def attend(
     if attention_chunk:
         chunk_mask = chunks.packed(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), attention_chunk)
         attn_mask = chunks.combined(chunk_mask, attn_mask)
-    left, right = sides(window, causal)
-    problem = VarlenProblem(
+    out = checked_varlen_attention(
         q,
         k,
         v,
-        options.packed_bias(sigmoid_bias, q),
-        None if attn_mask is None else four_dimensional(attn_mask),
-        None if alibi_slopes is None else two_sided(alibi_slopes),
         cu_seqlens_q,
         cu_seqlens_k,
-        new_seed(dropout_p, q.device),
         max_seqlen_q,
         max_seqlen_k,
-        softmax_scale,
-        left,
-        right,
-        dropout_p,
-        is_fast(sigmoid_precision),
-        deterministic or torch.are_deterministic_algorithms_enabled(),
-        softcap,
+        scale=softmax_scale,
+        window=window,
+        is_causal=causal,
+        bias=None if isinstance(sigmoid_bias, str) else options.operator_bias(sigmoid_bias),
+        attn_mask=attn_mask,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        backend=backend,
+        precision=sigmoid_precision,
+        deterministic=deterministic,
     )
-    out = varlen.call(problem, custom_ops.choose(problem, backend))
     return out if order is None else packing.restore(out, order)
 
 
@@ -223,9 +221,9 @@ def _from_pages(
     name: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_k: Any, table: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys and values of concatenated sequences, gathered from pages, and their cu_seqlens."""
-    flash_checks.starts(name, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    validation.sequence_offsets(name, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     packing.check_pages(name, q, k, v, table, cu_seqlens_k.diff())
-    longest = flash_checks.longest(name, "max_seqlen_k", max_seqlen_k)
+    longest = validation.count(name, "max_seqlen_k", max_seqlen_k)
     rows = packing.rows_of_pages(cu_seqlens_k, table, k.shape[1], longest)
     k, v = (t.flatten(0, 1).index_select(0, rows) for t in (k, v))
     return k, v, cu_seqlens_k.clamp(max=len(rows))

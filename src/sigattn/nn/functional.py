@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.nn.documents import Documents
-from sigattn.ops import custom_ops, kvcache, reference, settings, varlen
-from sigattn.ops.attention import autocast, bias_operand, canonical, new_seed, sides, sigmoid_attention, two_sided
-from sigattn.ops.cpu import decode
-from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
+from sigattn.ops import reference
+from sigattn.ops.attention import canonical, sigmoid_attention
+from sigattn.ops.autocast import cast_operands, without_autocast
+from sigattn.ops.kvcache import sigmoid_kvcache_attention
+from sigattn.ops.problem import Problem
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
+from sigattn.ops.varlen import sigmoid_varlen_attention
 
 Activation = Literal["sigmoid", "softmax", "relu", "relu2", "gelu", "tanh", "identity", "performer"]
 ELEMENTWISE = ("sigmoid", "relu", "relu2", "gelu", "tanh", "identity")
@@ -115,9 +117,6 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> 
         return _sigmoid_of_cache(query, key, value, p)
     if p.documents is not None:
         return _sigmoid_of_documents(query, key, value, p, p.documents)
-    if p.query_offset:
-        problem = problem_of(query, key, value, p)
-        return custom_ops.call(problem, custom_ops.choose(problem, None))
     return sigmoid_attention(
         query,
         key,
@@ -127,6 +126,7 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> 
         enable_gqa=True,
         bias=p.bias,
         window=p.sides,
+        query_offset=p.query_offset,
         alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
     )
@@ -134,63 +134,40 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> 
 
 def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
-    if custom_ops.is_autocast_enabled(query.device.type):
-        query, key, value = (autocast(t) for t in (query, key, value))
-    unmasked = p.alibi_slopes is None and p.left_padding is None and (p.window is None or p.window >= key.shape[2] - 1)
-    if unmasked and query.shape[2] == 1 and isinstance(p.bias, float):
-        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        out = decode.attend(q, k, v, p.bias, query.shape[3] ** -0.5)
-        if out is not None:
-            return out.transpose(1, 2)
-    bias = bias_operand(p.bias, query)
-    assert bias is not None
-    lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
-    left, right = sides(p.sides, p.causal)
-    problem = KVCacheProblem(
+    all_in_window = query.shape[2] == 1 and (p.window is None or p.window >= key.shape[2] - 1)
+    out = sigmoid_kvcache_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        lengths,
-        bias.squeeze(-1) if bias.dim() else bias,
-        alibi_slopes=None if p.alibi_slopes is None else two_sided(p.alibi_slopes),
+        bias=p.bias,
         left_padding=p.left_padding,
-        left=left,
-        right=right,
-        fast=settings.is_fast(None),
+        is_causal=p.causal,
+        enable_gqa=True,
+        window=None if all_in_window else p.sides,
+        alibi_slopes=p.alibi_slopes,
     )
-    return kvcache.call(problem, kvcache.choose(problem, None)).transpose(1, 2)
+    return out.transpose(1, 2)
 
 
 def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec, documents: Documents) -> Tensor:
     """Attend within each document by the kernels for packed sequences, which skip pairs of documents."""
     batch, length = query.shape[0], query.shape[2]
-    bias = bias_operand(p.bias, query)
-    if bias is not None and bias.dim():
-        bias = bias.flatten(1)  # (1, Hq or 1, 1, 1): ``Attention`` refuses other shapes
-    left, right = sides(p.sides, p.causal)
-    if custom_ops.is_autocast_enabled(query.device.type):
-        query, key, value = (autocast(t) for t in (query, key, value))
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # (B · N, H, D)
-    problem = VarlenProblem(
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in cast_operands(query, key, value))  # (B · N, H, D)
+    out = sigmoid_varlen_attention(  # (B · N, Hq, D)
         q,
         k,
         v,
-        bias,
-        None,
-        None if p.alibi_slopes is None else two_sided(p.alibi_slopes),
         documents.cu_seqlens,
         documents.cu_seqlens,
-        new_seed(p.dropout, q.device),
         length,
         length,
-        None,
-        left,
-        right,
-        p.dropout,
-        settings.is_fast(None),
-        torch.are_deterministic_algorithms_enabled(),
+        window=p.sides,
+        enable_gqa=True,
+        is_causal=p.causal,
+        bias=p.bias,
+        alibi_slopes=p.alibi_slopes,
+        dropout_p=p.dropout,
     )
-    out = varlen.call(problem, custom_ops.choose(problem, None))  # (B · N, Hq, D)
     return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
@@ -199,14 +176,13 @@ def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: 
     if p.left_padding is not None:
         j = torch.arange(key.shape[2], device=key.device)
         problem = problem._replace(attn_mask=(j >= p.left_padding[:, None])[:, None, None])
-    with custom_ops.without_autocast(problem):
+    with without_autocast(query.device.type):
         return reference.attention(problem, activation)
 
 
 def problem_of(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Problem:
     """Return the operator's canonical form of the call, in autocast's dtype if autocast is on."""
-    if custom_ops.is_autocast_enabled(query.device.type):
-        query, key, value = (autocast(t) for t in (query, key, value))
+    query, key, value = cast_operands(query, key, value)
     return canonical(
         query,
         key,

@@ -128,7 +128,7 @@ def multi_head_attention_forward(
         k, v = (torch.cat([t, b.expand(len(t), 1, -1)], 1) for t, b in ((k, bias_k), (v, bias_v)))
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N or M, D)
     for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-        refuse_subclass(name, given)
+        refuse_subclass("multi_head_attention_forward", name, given)
     mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
     causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
     options: dict[str, Any] = {

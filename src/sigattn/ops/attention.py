@@ -1,4 +1,4 @@
-"""Public operator ``sigmoid_attention``: checks the arguments, brings them to canonical form and selects a backend."""
+"""Public operator ``sigmoid_attention``: validates the arguments, brings them to canonical form, chooses a backend."""
 
 from __future__ import annotations
 
@@ -7,12 +7,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import block_mask, broadcasting, custom_ops, mask, nested, reference, settings, validation, varlen
+from sigattn.ops import (
+    block_mask,
+    broadcasting,
+    mask,
+    nested,
+    onnx,
+    reference,
+    scalars,
+    settings,
+    triton,
+    validation,
+    vmap,
+)
+from sigattn.ops.autocast import cast_operands, without_autocast
 from sigattn.ops.block_mask import Blocks
-from sigattn.ops.cpu import short
-from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem
+from sigattn.ops.cpu import blocked, short
+from sigattn.ops.custom_ops import Backend, Operator
+from sigattn.ops.operands import at_least, bias_tensor, combine_window, new_seed, two_sided_slopes
+from sigattn.ops.problem import Problem, new_output
+from sigattn.ops.varlen import checked_varlen_attention
 
-BACKENDS = ("reference", *custom_ops.KERNELS)
+_NAME = "sigmoid_attention"
+_BIAS_ADVICE = (
+    ": a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); pass one per key as an additive "
+    "attn_mask"
+)
+
+
+def check_key_lengths(problem: Problem) -> None:
+    """Raise ValueError unless key_lengths lie in 0…M; not on an accelerator, where reading them would synchronise."""
+    lengths, m = problem.key_lengths, problem.key.shape[2]
+    if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
+        least, most = lengths.aminmax()
+        if least < 0 or most > m:
+            raise ValueError(f"{_NAME}: key_lengths must lie in 0…{m} (key has {m} keys), got {lengths.tolist()}")
+
+
+DENSE: Operator[Problem] = Operator(
+    "dense",
+    Problem,
+    {
+        "triton": Backend(triton.forward, triton.unavailable, triton.backward, ("cuda",), new_output, torch.empty_like),
+        "blocked": Backend(blocked.forward, blocked.unavailable, blocked.backward),
+    },
+    check_key_lengths,
+    lambda shapes: shapes.key[2],
+    onnx_formula=onnx.formula,
+    vmap_rules=(vmap.dense_forward, vmap.dense_backward),
+)
+BACKENDS = ("reference", *DENSE.backends)
 
 
 def sigmoid_attention(
@@ -27,6 +71,7 @@ def sigmoid_attention(
     *,
     bias: float | Tensor | None = None,
     window: tuple[int, int] | None = None,
+    query_offset: int = 0,
     alibi_slopes: Tensor | None = None,
     key_lengths: Tensor | None = None,
     softcap: float = 0.0,
@@ -60,6 +105,8 @@ def sigmoid_attention(
             rule -log M (App. E), or -log of each sample's number of keys with ``key_lengths``. With a KV cache, M
             grows from call to call: pass the number that the model was trained with.
         window: (left, right): query i attends to keys i - left ≤ j ≤ i + right; -1 is unlimited.
+        query_offset: position of the first query relative to the keys, by which ``is_causal``, ``window`` and
+            ``alibi_slopes`` count: query i is at i + query_offset. M - N aligns the last query with the last key.
         alibi_slopes: slopes of the term -slope · |i - j| added to the logits: (Hq,), (B, Hq), or (B or 1, Hq, 2) with
             one slope for keys before the query (j < i) and one for keys after it. With gradient.
         key_lengths: (B,) integers in 0…M, the number of keys of each padded sample. Keys and values beyond are ignored,
@@ -88,30 +135,28 @@ def sigmoid_attention(
     blocks = None
     if block_mask.is_block_mask(attn_mask):
         attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key)
-    attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
+    attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key, query_offset=query_offset)
     unusual = attn_mask, blocks, window, alibi_slopes, key_lengths, backend
-    if all(x is None for x in unusual) and dropout_p == softcap == 0.0 and not isinstance(bias, Tensor):
-        plain = short.fast_path(query, key, value, is_causal, scale, bias)
-        if plain is not None:
-            return plain
-    if isinstance(query, Tensor) and custom_ops.is_autocast_enabled(query.device.type):
-        query, key, value = (autocast(t) for t in (query, key, value))
+    if all(x is None for x in unusual) and dropout_p == softcap == query_offset == 0 and not isinstance(bias, Tensor):
+        out = short.fast_path(query, key, value, is_causal, scale, bias)
+        if out is not None:
+            return out
+    query, key, value = cast_operands(query, key, value)
     if nested.is_nested(query, key, value):
+        nested.refuse(attn_mask, key_lengths, query_offset)
         return _on_nested(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias, window, alibi_slopes,
-            key_lengths, softcap, backend,
-        )  # fmt: skip
+            query, key, value, dropout_p, is_causal, scale, enable_gqa, bias, window, alibi_slopes, softcap, backend
+        )
     shape = None
     if broadcasting.is_needed(query, key, value, enable_gqa):
         batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
         query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
         enable_gqa = True
-    validation.operands(query, key, value, enable_gqa)
-    dropout_p, scale, window = validation.options(
-        query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale
+    validate_operands(_NAME, query, key, value, enable_gqa)
+    dropout_p, scale, window = validate_options(
+        _NAME, query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale
     )
-    softcap = validation.softcap(softcap)
-    validation.choice("backend", backend, BACKENDS)
+    validation.choice(_NAME, "backend", backend, BACKENDS)
     problem = canonical(
         query,
         key,
@@ -124,21 +169,48 @@ def sigmoid_attention(
         window,
         alibi_slopes,
         key_lengths,
-        softcap=softcap,
+        query_offset=scalars.integer(_NAME, "query_offset", query_offset),
+        softcap=validation.softcap(_NAME, softcap),
         blocks=blocks,
     )
-    if backend == "reference":
-        out = _on_reference(problem)
-    else:
-        out = custom_ops.call(problem, custom_ops.choose(problem, backend))
+    out = _on_reference(problem) if backend == "reference" else DENSE(problem, backend)
     return out if shape is None else out.reshape(shape)
+
+
+def validate_operands(caller: str, query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
+    """Raise unless query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv) fit together."""
+    validation.operands(caller, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
+
+
+def validate_options(
+    caller: str,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    bias: Any,
+    window: Any,
+    alibi_slopes: Any,
+    key_lengths: Any,
+    scale: Any,
+) -> tuple[float, float | None, tuple[int, int] | None]:
+    """Raise unless the optional arguments fit the operands; return dropout_p, scale and window as Python's numbers."""
+    batch, heads, n, _ = query.shape
+    if attn_mask is not None:
+        validation.mask(caller, attn_mask, query, (batch, heads, n, key.shape[2]), key=key)
+    if bias is not None:
+        validation.bias(caller, bias, query, (batch, heads, n, 1), advice=_BIAS_ADVICE)
+    if alibi_slopes is not None:
+        validation.slopes(caller, alibi_slopes, query, batch, heads)
+    if key_lengths is not None:
+        validation.integers(caller, "key_lengths", key_lengths, (batch,), "(B,)")
+    return validation.numbers(caller, dropout_p, scale, window)
 
 
 def _on_nested(
     query: Any,
     key: Any,
     value: Any,
-    attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -146,14 +218,12 @@ def _on_nested(
     bias: float | Tensor | None,
     window: tuple[int, int] | None,
     alibi_slopes: Tensor | None,
-    key_lengths: Tensor | None,
     softcap: float,
     backend: str | None,
 ) -> Tensor:
     """Compute the attention of nested tensors; arguments as in ``sigmoid_attention``."""
-    nested.refuse(attn_mask, key_lengths)
     nested.check(query, key, value, enable_gqa)
-    validation.choice("backend", backend, BACKENDS)
+    validation.choice(_NAME, "backend", backend, BACKENDS)
     if nested.has_ragged_batch(query):
         out = sigmoid_attention(
             query.values(), key.values(), value.values(), None, dropout_p, is_causal, scale, enable_gqa,
@@ -161,38 +231,32 @@ def _on_nested(
         )  # fmt: skip
         return nested.like_transposed(query, out)
     if backend == "reference":
-        raise ValueError('sigmoid_attention: backend="reference" does not support nested tensors: unbind() them')
-    parts = nested.pack(query, key, value)
+        raise ValueError(f'{_NAME}: backend="reference" does not support nested tensors: unbind() them')
+    packed = nested.pack(query, key, value)
     batch, heads = len(query), query.shape[1]
-    bias = validation.bias_of_sequences(bias, query, batch, heads)
-    dropout_p, scale, window = validation.numbers("sigmoid_attention", dropout_p, scale, window)
-    softcap = validation.softcap(softcap)
+    if bias is not None:
+        validation.bias(_NAME, bias, packed.query, (batch, heads, 1, 1))
     if alibi_slopes is not None:
-        validation.slopes(alibi_slopes, parts.query, batch, heads)
-    left, right = sides(window, is_causal)
-    positions = left != UNLIMITED or right != UNLIMITED or alibi_slopes is not None
-    if positions and not nested.has_equal_lengths(query, key):
+        validation.slopes(_NAME, alibi_slopes, packed.query, batch, heads)
+    dropout_p, scale, window = validation.numbers(_NAME, dropout_p, scale, window)
+    needs_positions = is_causal or window not in (None, (-1, -1)) or alibi_slopes is not None
+    if needs_positions and not nested.has_equal_lengths(query, key):
         raise ValueError(
-            "sigmoid_attention: is_causal, window and alibi_slopes need nested query and key of the same lengths: make "
-            "both with the same offsets tensor, or use sigattn.flash.flash_attn_varlen_func, which aligns their ends"
+            f"{_NAME}: is_causal, window and alibi_slopes need nested query and key of the same lengths: make both "
+            "with the same offsets tensor, or use sigmoid_varlen_attention, which aligns their ends"
         )
-    problem = VarlenProblem(
-        *parts[:3],
-        bias_operand(bias, query, 2),
-        None,
-        None if alibi_slopes is None else two_sided(alibi_slopes),
-        *parts[3:5],
-        new_seed(dropout_p, query.device),
-        *parts[5:],
-        scale=scale,
-        left=left,
-        right=right,
+    out = checked_varlen_attention(
+        *packed,
         dropout_p=dropout_p,
-        fast=settings.is_fast(None),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        softcap=softcap,
+        is_causal=is_causal,
+        scale=scale,
+        bias=bias,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        softcap=validation.softcap(_NAME, softcap),
+        backend=backend,
     )
-    return nested.like(query, varlen.call(problem, custom_ops.choose(problem, backend)))
+    return nested.like(query, out)
 
 
 def canonical(
@@ -207,9 +271,10 @@ def canonical(
     window: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    *,
     query_offset: int = 0,
-    fast: bool | None = None,
-    deterministic: bool | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
     softcap: float = 0.0,
     blocks: Blocks | None = None,
 ) -> Problem:
@@ -218,14 +283,14 @@ def canonical(
     Defaults that depend on a size (scale, bias) stay None and are computed inside the op, where sizes are numbers, so
     that a graph compiled for any length does not specialise on one.
     """
-    left, right = sides(window, is_causal)
+    left, right = combine_window(window, is_causal)
     return Problem(
         query,
         key,
         value,
-        bias_operand(bias, query),
-        None if attn_mask is None else four_dimensional(attn_mask),
-        None if alibi_slopes is None else two_sided(alibi_slopes),
+        bias_tensor(bias, query, 4),
+        None if attn_mask is None else at_least(attn_mask, 4),
+        two_sided_slopes(alibi_slopes),
         key_lengths,
         new_seed(dropout_p, query.device),
         None if blocks is None else blocks.table,
@@ -235,78 +300,19 @@ def canonical(
         right,
         dropout_p,
         query_offset,
-        settings.is_fast(None) if fast is None else fast,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        settings.is_fast(precision),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
         softcap,
     )
-
-
-def sides(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
-    """Return the window (left, right) that combines ``window`` and ``is_causal``."""
-    left, right = window if window is not None else (UNLIMITED, UNLIMITED)
-    if is_causal:
-        right = 0 if right == UNLIMITED else min(right, 0)
-    return left, right
-
-
-def new_seed(dropout_p: float, device: torch.device) -> Tensor | None:
-    """Return the seed of a call's dropout, drawn from PyTorch's generator of a device; None without dropout."""
-    return torch.randint(1 << 62, (), dtype=torch.int64, device=device) if dropout_p else None
 
 
 def _on_reference(problem: Problem) -> Tensor:
     if torch._C._is_tracing():
         raise RuntimeError(
-            'sigmoid_attention: torch.jit.trace would record backend="reference" for the lengths traced only; use '
-            "another backend, which is recorded for all lengths"
+            f'{_NAME}: torch.jit.trace would record backend="reference" for the lengths traced only; use another '
+            "backend, which is recorded for all lengths"
         )
     if not torch.compiler.is_compiling():
-        custom_ops.check_lengths(problem)
-    with custom_ops.without_autocast(problem):
+        check_key_lengths(problem)
+    with without_autocast(problem.query.device.type):
         return reference.attention(problem)
-
-
-def autocast(t: Tensor) -> Tensor:
-    """Return t in the dtype to which autocast casts the operands of a matrix product."""
-    if isinstance(t, Tensor) and t.is_floating_point() and t.dtype is not torch.float64:
-        return t.to(torch.get_autocast_dtype(t.device.type))
-    return t
-
-
-def bias_operand(bias: Any, query: Tensor, dimensions: int = 4) -> Tensor | None:
-    """Return the bias as an operand of the ops.
-
-    Args:
-        bias: None, a tensor, or a number, which becomes a 0-d tensor on the CPU, so that backends read it without
-            synchronising.
-        query: the query. In a graph compiled for a device other than the CPU, a number becomes a tensor on the query's
-            device, because a CUDA graph would replay the number it was recorded with; in float32, or the query's dtype
-            if that is wider.
-        dimensions: number of dimensions of that tensor, and least number of dimensions of a tensor that is passed.
-    """
-    if bias is None:
-        return None
-    if isinstance(bias, Tensor):
-        return bias if bias.dim() >= dimensions else bias[(None,) * (dimensions - bias.dim())]
-    if not isinstance(bias, (float, int, torch.SymFloat, torch.SymInt)):  # another library's number
-        bias = float(bias)
-    if not torch.compiler.is_compiling():
-        return torch.tensor(bias, dtype=torch.float64, device="cpu")
-    # a sum, because the compiler keeps a number symbolic in a sum
-    if query.device.type == "cpu":
-        return torch.zeros((), dtype=torch.float64, device="cpu") + bias
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return torch.zeros((1,) * dimensions, dtype=dtype, device=query.device) + bias
-
-
-def four_dimensional(t: Tensor) -> Tensor:
-    """Return t with leading dimensions of size 1, four in all."""
-    return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
-
-
-def two_sided(slopes: Tensor) -> Tensor:  # (B or 1, Hq, 2)
-    """Return slopes of any allowed shape as one slope for keys before the query and one for keys after it."""
-    if slopes.dim() == 3:
-        return slopes
-    slopes = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
-    return slopes.unsqueeze(-1).expand(*slopes.shape, 2)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sigattn.ops import validation
 
+_NAME = "sigmoid_attention"
+
 
 class Batched(NamedTuple):
     """Arguments with one batch dimension, and the shape to which the output (B, Hq, N, Dv) is reshaped."""
@@ -59,14 +61,17 @@ def flatten(
         TypeError: tensors of mixed or unsupported dtypes.
     """
     given = {"query": query, "key": key, "value": value}
-    validation.tensors(**given)
+    validation.tensors(_NAME, **given)
     if min(t.dim() for t in given.values()) < 2:
         message = "query, key and value must have at least 2 dimensions, (length, head_dim)"
-        validation.wrong(ValueError, message, **given)
-    validation.lengths_and_widths(query, key, value)
+        validation.wrong(_NAME, ValueError, message, **given)
+    validation.head_dims(_NAME, **given)
+    if key.shape[-2] != value.shape[-2]:
+        message = "key and value must have the same length (the last dimension but one)"
+        validation.wrong(_NAME, ValueError, message, **given)
     rank = max(t.dim() for t in given.values())
     if enable_gqa and min(t.dim() for t in given.values()) < 3:
-        validation.wrong(ValueError, "enable_gqa needs a dimension of heads, the third from the end", **given)
+        validation.wrong(_NAME, ValueError, "enable_gqa needs a dimension of heads, the third from the end", **given)
     query, key, value = (t if t.dim() > 2 else t.unsqueeze(0) for t in (query, key, value))
     lead = _leading(query, key, value, given)
     heads = _number_of_heads(query, key, value, enable_gqa, given)
@@ -93,7 +98,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Tensor]
         return tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value))))
     except RuntimeError:
         message = "query, key and value must have the same batch size, or 1 (the dimensions before the last three)"
-        validation.wrong(ValueError, message, **given)
+        validation.wrong(_NAME, ValueError, message, **given)
 
 
 def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, given: dict[str, Tensor]) -> int:
@@ -103,19 +108,20 @@ def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
         for name, count in (("key", of_key), ("value", of_value)):
             if heads != count and (not count or heads % count):
                 validation.wrong(
-                    ValueError, f"the {heads} query heads are not a multiple of the {count} {name} heads", **given
+                    _NAME,
+                    ValueError,
+                    f"the {heads} query heads are not a multiple of the {count} {name} heads",
+                    **given,
                 )
         return heads
     several = [count for count in (heads, of_key, of_value) if count != 1]
     if any(count != several[0] for count in several):
         if of_key != of_value and 1 not in (of_key, of_value):
-            validation.wrong(
-                ValueError, "key and value must have the same number of heads, or 1 (third dimension from the end)",
-                **given,
-            )  # fmt: skip
+            message = "key and value must have the same number of heads, or 1 (third dimension from the end)"
+            validation.wrong(_NAME, ValueError, message, **given)
         count = of_value if of_key == 1 else of_key
         message = f"query has {heads} heads and key {count}: pass enable_gqa=True if query heads share key heads"
-        validation.wrong(ValueError, message + validation.layout_hint(query, key), **given)
+        validation.wrong(_NAME, ValueError, message + validation.layout_hint(query, key), **given)
     return several[0] if several else 1
 
 
@@ -140,7 +146,7 @@ def _expanded(
     if not validation.broadcasts(t.shape, target[-rank:]):
         names = ", ".join(("…", "Hq", "N", "M" if name == "attn_mask" else "1")[-rank:])
         validation.wrong(
-            ValueError, f"{name} does not broadcast to ({names}) = {tuple(target[-rank:])}", **given, **{name: t}
+            _NAME, ValueError, f"{name} does not broadcast to ({names}) = {tuple(target[-rank:])}", **given, **{name: t}
         )
     t = t[(None,) * (len(target) - t.dim())]
     alike = all(size == 1 for size in t.shape[: len(lead)])
@@ -153,6 +159,7 @@ def _slopes(slopes: Any, lead: Sequence[int], heads: int, given: dict[str, Tenso
     shape, ones = tuple(slopes.shape), (1,) * len(lead)
     if shape not in {(heads,), (*lead, heads), (*lead, heads, 2), (*ones, heads, 2)}:
         validation.wrong(
+            _NAME,
             ValueError,
             "alibi_slopes must be (Hq,), (…, Hq) or (…, Hq, 2), with the leading dimensions of the output",
             **given,
@@ -170,5 +177,5 @@ def _lengths(lengths: Any, lead: Sequence[int], given: dict[str, Tensor]) -> Any
         return lengths
     if tuple(lengths.shape) != tuple(lead):
         message = f"key_lengths must have the output's dimensions before its heads, {tuple(lead)}"
-        validation.wrong(ValueError, message, **given, key_lengths=lengths)
+        validation.wrong(_NAME, ValueError, message, **given, key_lengths=lengths)
     return lengths.reshape(-1)

@@ -7,35 +7,35 @@ That is PyTorch's convention for its own attention. The counter's module imports
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
+from torch._ops import OpOverload
 
-Shape = Sequence[int]
 _COUNTER = "torch.utils.flop_counter"
-_pending: list[str] = []
+Formula = Callable[..., int]
+_pending: list[tuple[OpOverload, Formula]] = []
 
 
-def register(*names: str) -> None:
-    """Register the formulas of these ops with the FLOP counter: now if it has been imported, otherwise when it is."""
+def register(op: OpOverload, formula: Formula) -> None:
+    """Register the formula of an op with the FLOP counter: now if it has been imported, otherwise when it is."""
     if _COUNTER in sys.modules:
-        _register_formulas(names)
+        _register_formula(op, formula)
         return
     if not _pending:
         sys.meta_path.insert(0, _CounterFinder())
-    _pending.extend(names)
+    _pending.append((op, formula))
 
 
-def _register_formulas(names: Sequence[str]) -> None:
+def _register_formula(op: OpOverload, formula: Formula) -> None:
     from torch.utils.flop_counter import register_flop_formula
 
-    for name in names:
-        register_flop_formula(getattr(torch.ops.sigattn, name))(globals()[name])
+    register_flop_formula(op.overloadpacket)(formula)
 
 
 class _CounterFinder(MetaPathFinder):
@@ -60,33 +60,17 @@ class _CounterLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        names = _pending.copy()
+        pending = _pending.copy()
         _pending.clear()
-        _register_formulas(names)
+        for op, formula in pending:
+            _register_formula(op, formula)
 
 
-def forward(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of Q Kᵀ and P V."""
-    return _products(query, key[2], value, 1, 1)
+def forward(query: Sequence[int], keys: int, value: Sequence[int]) -> int:
+    """Return the FLOPs of Q Kᵀ and P V, for shapes of query (…, D) and value (…, Dv), and the keys of a query."""
+    return 2 * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
 
 
-def backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+def backward(query: Sequence[int], keys: int, value: Sequence[int]) -> int:
     """Return the FLOPs of Q Kᵀ, dQ and dK (width D), and of dP and dV (width Dv)."""
-    return _products(query, key[2], value, 3, 2)
-
-
-def varlen_forward(query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
-    """Return the FLOPs for max_seqlen_k keys per query, an upper bound, because a counter does not know lengths."""
-    total, heads, d = query
-    return _products((1, heads, total, d), rest[7], value, 1, 1)
-
-
-def varlen_backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any) -> int:
-    """Return the FLOPs of the five products of the backward pass, for max_seqlen_k keys per query."""
-    total, heads, d = query
-    return _products((1, heads, total, d), rest[7], value, 3, 2)
-
-
-def _products(query: Shape, keys: int, value: Shape, narrow: int, wide: int) -> int:
-    batch, heads, n, d = query
-    return 2 * batch * heads * n * keys * (narrow * d + wide * value[-1])
+    return 2 * math.prod(query[:-1]) * keys * (3 * query[-1] + 2 * value[-1])

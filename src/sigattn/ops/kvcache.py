@@ -1,243 +1,92 @@
-"""Attention with a cache of keys and values: the registered ops, and their implementation on a CPU.
+"""Public operator ``sigmoid_kvcache_attention``: queries against a cache of keys and values, appended in place.
 
-A cache consists of pages of keys; row b of ``table`` lists the pages of sample b. A contiguous cache has one page for
-each sample. Partial results over disjoint keys add, so that a long cache can be processed in parts without rescaling
-(Sect. 4). None of these ops has a gradient.
+A cache consists of pages of keys; row b of ``block_table`` lists the pages of sample b. A contiguous cache has one page
+for each sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigattn.ops import autograd, custom_ops, triton
-from sigattn.ops.cpu import blocked
-from sigattn.ops.cpu.matmul import fused_unavailable
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem
+from sigattn.ops import autograd, scalars, settings, triton, validation
+from sigattn.ops.autocast import cast_operands
+from sigattn.ops.cpu import decode
+from sigattn.ops.cpu import kvcache as cpu_kvcache
+from sigattn.ops.custom_ops import Backend, Operator, library
+from sigattn.ops.operands import at_least, bias_tensor, combine_window, two_sided_slopes
+from sigattn.ops.problem import KVCacheProblem
 
-# measured on a CPU (docs/log.md)
-TOGETHER = 1 << 20  # elements of K up to which samples are batched; more would exceed the processor's cache
-PIECE = 1 << 19  # elements of K processed at a time, so that converted keys are still in the processor's cache
-BY_HEAD_FROM = 2048  # number of keys from which bfloat16 products are computed without conversion, one head at a time
-
-
-# -- the implementation in PyTorch, for a CPU and for devices without a kernel -----------------------------------------
-
-
-def blocked_forward(problem: KVCacheProblem) -> Tensor:  # (B, N, Hq, Dv)
-    """Return the output of sigmoid attention."""
-    p = problem
-    (batch, n, heads, _), dv = p.query.shape, p.value.shape[3]
-    out = p.query.new_empty(batch, n, heads, dv)
-    if not out.numel():
-        return out
-    lengths = p.seqlens.tolist()
-    firsts = [0] * batch if p.left_padding is None else p.left_padding.tolist()
-    ends = lengths if p.query_ends is None else p.query_ends.tolist()
-    together = (
-        n == 1
-        and p.attn_mask is None
-        and len(set(lengths)) == len(set(ends)) == 1
-        and not any(firsts)
-        and batch > 1
-        and _is_folded(p)
-    )
-    if together and batch * lengths[0] * p.key.shape[2] * p.key.shape[3] <= TOGETHER:
-        _one_query(p, slice(0, batch), firsts[0], lengths[0], ends[0] - 1, out)
-        return out
-    for b, (first, length, end) in enumerate(zip(firsts, lengths, ends, strict=True)):
-        if n == 1 and p.attn_mask is None:
-            _one_query(p, slice(b, b + 1), first, length, end - 1, out)
-        else:
-            out[b] = blocked.forward(_dense(p, b, first, length, end))[0].transpose(0, 1)
-    return out
-
-
-def _is_folded(p: KVCacheProblem) -> bool:
-    """Return True if samples and key heads can be viewed as one dimension (memory order (B, H, M, D), as in layers)."""
-    _, _, key_heads, _ = p.key.shape
-    apart = all(t.stride(0) == key_heads * t.stride(2) for t in (p.key, p.value))
-    return p.block_table is None and apart and len(p.key) == len(p.query)
-
-
-def _keys(p: KVCacheProblem, cache: Tensor, b: int, first: int, stop: int) -> Tensor:  # (stop - first, Hkv, E)
-    """Return a sample's keys or values, as a view if they are in one page, else as a copy."""
-    page = cache.shape[1]
-    if stop <= first:
-        return cache[0, :0]
-    if p.block_table is None:
-        return cache[b, first:stop]
-    start = first // page
-    named = p.block_table[b, start : -(-stop // page)]
-    inside = slice(first - start * page, stop - start * page)
-    if len(named) == 1:
-        return cache[int(named), inside]
-    return cache.index_select(0, named).flatten(0, 1)[inside]
-
-
-def _of(t: Tensor, samples: slice) -> Tensor:
-    return t if len(t) == 1 else t[samples]
-
-
-def _dense(p: KVCacheProblem, b: int, first: int, length: int, end: int) -> Problem:
-    """Return a sample as a problem without a cache."""
-    key, value = (_keys(p, cache, b, first, length).transpose(0, 1).unsqueeze(0) for cache in (p.key, p.value))
-    bias = p.bias if p.bias.dim() == 0 else _of(p.bias, slice(b, b + 1)).unsqueeze(-1)
-    return Problem(
-        p.query[b : b + 1].transpose(1, 2),
-        key,
-        value,
-        bias,
-        _mask_of(p, b, length - first),
-        alibi_slopes=None if p.alibi_slopes is None else _of(p.alibi_slopes, slice(b, b + 1)),
-        scale=p.scale,
-        left=p.left,
-        right=p.right,
-        query_offset=end - p.query.shape[1] - first,
-        softcap=p.softcap,
-    )
-
-
-def _mask_of(p: KVCacheProblem, b: int, keys: int) -> Tensor | None:  # (1, Hq or 1, N or 1, keys)
-    """Return the mask of all keys of a sample, given that of its last keys."""
-    if p.attn_mask is None:
-        return None
-    mask = _of(p.attn_mask, slice(b, b + 1))[..., max(p.attn_mask.shape[3] - max(keys, 0), 0) :]
-    visible = 1.0 if mask.dtype is torch.bool else 0.0
-    return torch.nn.functional.pad(mask, (max(keys, 0) - mask.shape[3], 0), value=visible)
-
-
-def _one_query(p: KVCacheProblem, samples: slice, first: int, length: int, position: int, out: Tensor) -> None:
-    """Compute the outputs of samples of one length with a single query each, the case of decoding, into ``out``."""
-    begin = first if p.left == UNLIMITED else max(first, position - p.left)
-    stop = length if p.right == UNLIMITED else min(length, position + p.right + 1)
-    begin = min(begin, max(stop, first))
-    batch, group = samples.stop - samples.start, p.query.shape[2] // p.key.shape[2]
-
-    def by_key_head(t: Tensor) -> Tensor:  # (B or 1, Hq or 1) → (H, R, 1): H key heads, R query heads of each
-        return t.expand(batch, p.query.shape[2]).reshape(-1, group, 1).to(wide)
-
-    wide = torch.promote_types(p.query.dtype, torch.float32)
-    bias = p.bias.item() if p.bias.dim() == 0 else by_key_head(_of(p.bias, samples)[..., 0])
-    slopes = None if p.alibi_slopes is None else by_key_head(_of(p.alibi_slopes, samples)[..., 0])
-    query = p.query[samples].reshape(batch * p.key.shape[2], group, -1)  # (H, R, D)
-    total = query.new_zeros(*query.shape[:2], p.value.shape[3], dtype=wide)
-    own = p.query.dtype is torch.bfloat16 and fused_unavailable(p.query.device, torch.bfloat16) is None
-    by_head = own and stop - begin >= BY_HEAD_FROM and not _paged(p) and not p.softcap
-    for start, key, value in _pieces(p, samples, begin, stop, whole=by_head):  # (H, C, D), (H, C, Dv)
-        dtype = key.dtype if by_head else wide
-        # a number is added inside the product, where it is not rounded to 16 bits
-        added = bias if slopes is None and not isinstance(bias, Tensor) and not p.softcap else 0.0
-        logits = _product(query.to(dtype), key.to(dtype).mT, p.scale_value, added, by_head)  # (H, R, C)
-        if p.softcap:
-            logits = logits.div_(p.softcap).tanh_().mul_(p.softcap)
-        if slopes is not None:
-            distance = (position - torch.arange(start, start + key.shape[1], device=key.device)).abs()
-            logits = logits.to(wide).add_(bias - slopes * distance)
-        elif isinstance(bias, Tensor) or p.softcap:
-            logits = logits.to(wide).add_(bias)
-        total += _product(logits.sigmoid_().to(dtype), value.to(dtype), 1.0, 0.0, by_head)  # (H, R, Dv)
-    out[samples] = total.view(out[samples].shape)
-
-
-def _paged(p: KVCacheProblem) -> bool:
-    return p.block_table is not None and p.block_table.shape[1] > 1
-
-
-def _pieces(
-    p: KVCacheProblem, samples: slice, begin: int, stop: int, *, whole: bool
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the first key of each piece, and its keys and values (H, C, ·); a single piece if ``whole``."""
-    size = max(PIECE // max(p.key.shape[2] * p.key.shape[3] * (samples.stop - samples.start), 1), 64)
-    paged = _paged(p)
-    if whole:
-        size = stop - begin
-    if p.block_table is None and samples.stop - samples.start > 1:
-        everything = [cache[samples, begin:stop].transpose(1, 2).flatten(0, 1) for cache in (p.key, p.value)]
-    elif not paged:
-        everything = [_keys(p, cache, samples.start, begin, stop).transpose(0, 1) for cache in (p.key, p.value)]
-    for start in range(begin, stop, size):
-        end = min(start + size, stop)
-        if paged:
-            key, value = (_keys(p, cache, samples.start, start, end).transpose(0, 1) for cache in (p.key, p.value))
-        else:
-            key, value = (t[:, start - begin : end - begin] for t in everything)
-        yield start, key, value
-
-
-def _product(a: Tensor, b: Tensor, alpha: float, bias: float, by_head: bool) -> Tensor:
-    """Return ``alpha · a b + bias``: (H, R, ·) (H, ·, C) → (H, R, C)."""
-    one = a.new_ones(1, 1, 1)
-    if by_head:
-        return torch.stack([torch.addmm(one[0], x, y, beta=bias, alpha=alpha) for x, y in zip(a, b, strict=True)])
-    return torch.baddbmm(one, a, b, beta=bias, alpha=alpha)
-
-
-# -- the ops ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CachedKernels:
-    """Implementation of cached attention by a backend; attributes as in ``library.Kernels``."""
-
-    forward: Callable[[KVCacheProblem], Tensor]
-    unavailable: Callable[[Any], str | None]
-    device_types: tuple[str, ...] | None = None
-
-
-KERNELS = {
-    "triton": CachedKernels(triton.kvcache_forward, triton.unavailable, device_types=("cuda",)),
-    "blocked": CachedKernels(blocked_forward, lambda _: None),
-}
-
-_library = torch.library.Library("sigattn", "FRAGMENT")
-_library.define(
-    "kvcache_forward(Tensor query, Tensor key, Tensor value, Tensor seqlens, Tensor bias, Tensor? attn_mask, "
-    "Tensor? alibi_slopes, Tensor? left_padding, Tensor? block_table, Tensor? query_ends, float? scale, int left, "
-    "int right, bool fast, float softcap, SymInt num_splits, str backend) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+_NAME = "sigmoid_kvcache_attention"
+_NO_GRADIENT = (
+    "sigmoid attention of a key/value cache has no gradient: call it under torch.no_grad() or inference_mode()"
 )
-_library.define(
-    "append_to_cache(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, Tensor starts, "
-    "Tensor? table) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_BIAS_ADVICE = ": a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1)"
 
 
-def check_cache_bounds(lengths: Tensor, first: Tensor | None, table: Tensor | None, pages: int, capacity: int) -> None:
-    """Raise unless all keys lie within the cache. Tensors on an accelerator are not checked, to avoid synchronising.
+def check_cache_bounds(
+    caller: str,
+    seqlens: Tensor,
+    left_padding: Tensor | None,
+    block_table: Tensor | None,
+    pages: int,
+    capacity: int,
+    padding_name: str = "left_padding",
+) -> None:
+    """Raise ValueError unless all keys lie within the cache.
 
-    Raises:
-        ValueError: naming the values that do not fit.
+    Tensors on an accelerator are not checked, to avoid synchronising. Those of a traced graph have no values.
     """
-    if lengths.device.type != "cpu" or not lengths.numel():
+    if torch.compiler.is_compiling() or seqlens.device.type != "cpu" or not seqlens.numel():
         return
-    stops = lengths.tolist()
+    stops = seqlens.tolist()
     if min(stops) < 0 or max(stops) > capacity:
-        raise ValueError(
-            f"a cache of {capacity} keys for each sample cannot hold lengths (new keys included) of {stops}"
-        )
-    starts = [0] * len(stops) if first is None else first.tolist()
-    if first is not None and any(not 0 <= start <= stop for start, stop in zip(starts, stops, strict=True)):
-        raise ValueError(f"cache_leftpad must lie in 0 … length; got {starts} and lengths {stops}")
-    if table is None:
+        message = f"a cache of {capacity} keys for each sample cannot hold lengths (new keys included) of {stops}"
+        raise ValueError(f"{caller}: {message}")
+    starts = [0] * len(stops) if left_padding is None else left_padding.tolist()
+    if any(not 0 <= start <= stop for start, stop in zip(starts, stops, strict=True)):
+        raise ValueError(f"{caller}: {padding_name} must lie in 0 … length; got {starts} and lengths {stops}")
+    if block_table is None:
         return
-    page = capacity // max(table.shape[1], 1)
-    for row, start, stop in zip(table, starts, stops, strict=True):
+    page = capacity // max(block_table.shape[1], 1)
+    for row, start, stop in zip(block_table, starts, stops, strict=True):
         used = row[start // page : -(-stop // page)].tolist() if stop > start else []
         if used and (min(used) < 0 or max(used) >= pages):
-            raise ValueError(f"the table names pages {used}, but the cache has pages 0 … {pages - 1}")
+            raise ValueError(f"{caller}: the table names pages {used}, but the cache has pages 0 … {pages - 1}")
 
 
-def _forward(*args: Any) -> Tensor:
-    problem, kernels = KVCacheProblem(*args[:-1]), KERNELS[args[-1]]
-    p = problem
-    check_cache_bounds(p.seqlens, p.left_padding, p.block_table, len(p.key), p.capacity)
-    return kernels.forward(problem)
+def _check(p: KVCacheProblem) -> None:
+    check_cache_bounds(_NAME, p.seqlens, p.left_padding, p.block_table, len(p.key), p.capacity)
+
+
+KV_CACHE: Operator[KVCacheProblem] = Operator(
+    "kvcache",
+    KVCacheProblem,
+    {
+        "triton": Backend(triton.kvcache_forward, triton.unavailable, device_types=("cuda",)),
+        "blocked": Backend(cpu_kvcache.forward, lambda _: None),
+    },
+    _check,
+    lambda p: p.key[1] * (1 if p.block_table is None else p.block_table[1]),  # the capacity, an upper bound
+    no_gradient=_NO_GRADIENT,
+)
+
+
+# -- appending --------------------------------------------------------------------------------------------------------
+
+
+def append_to_cache(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor | None = None
+) -> None:
+    """Write new keys and values (B, new, Hkv, ·) into a cache (P, page, Hkv, ·), from index ``starts[b]`` on.
+
+    Raises:
+        ValueError: on a CPU, if they do not fit; the cache is then unchanged.
+    """
+    torch.ops.sigattn.append_to_cache.default(key_cache, value_cache, key, value, starts, table)
 
 
 def _append(
@@ -246,7 +95,7 @@ def _append(
     batch, new = key.shape[:2]
     page = key_cache.shape[1]
     capacity = page * (1 if table is None else table.shape[1])
-    check_cache_bounds(starts + new, starts if len(starts) else None, table, len(key_cache), capacity)
+    check_cache_bounds(_NAME, starts + new, starts if len(starts) else None, table, len(key_cache), capacity)
     if table is None and starts.device.type == "cpu" and batch * new:
         for b, start in enumerate(starts.tolist()):
             key_cache[b, start : start + new] = key[b]
@@ -260,56 +109,241 @@ def _append(
     value_cache[pages, positions % page] = value
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.shape[-1])
+library.define(
+    "append_to_cache(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, Tensor starts, "
+    "Tensor? table) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
+torch.library.register_fake("sigattn::append_to_cache", lambda *_: None, lib=library)
+autograd.register_without(library, torch.ops.sigattn.append_to_cache.default, _NO_GRADIENT)
 
 
-def _fake_append(*_: Any) -> None:
-    return None
+# -- the operator -----------------------------------------------------------------------------------------------------
 
 
-_library.impl("kvcache_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("append_to_cache", _append, "CompositeExplicitAutograd")
-torch.library.register_fake("sigattn::kvcache_forward", _fake_forward, lib=_library)
-torch.library.register_fake("sigattn::append_to_cache", _fake_append, lib=_library)
-for _op in (torch.ops.sigattn.kvcache_forward.default, torch.ops.sigattn.append_to_cache.default):
-    autograd.register_without(
-        _library,
-        _op,
-        "sigmoid attention of a key/value cache has no gradient: call it under torch.no_grad() or inference_mode()",
+def sigmoid_kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    bias: float | Tensor,
+    cache_seqlens: int | Tensor | None = None,
+    left_padding: Tensor | None = None,
+    block_table: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """Append new keys and values to a cache, in place, and compute sigmoid attention of new queries against the cache.
+
+    Sample b's new keys and values are written to the positions cache_seqlens[b], cache_seqlens[b] + 1, … of its cache,
+    and the queries see them; the caller adds their number to ``cache_seqlens`` afterwards. A sample's last query is
+    aligned with its last key. There is no gradient. Results repeat bitwise: the partial sums of GPU programs, which
+    need no rescaling (Sect. 4), are added in a fixed order.
+
+    Args:
+        query: (B, N, Hq, D).
+        key_cache: (B, M, Hkv, D); or pages of any size, (P, page_size, Hkv, D), with ``block_table``.
+        value_cache: the same with Dv.
+        key, value: (B, N_new, Hkv, D) and (B, N_new, Hkv, Dv), in the cache's dtype; or both None.
+        bias: b, a number or a floating-point tensor broadcastable to (B, Hq, N, 1): that of the training, such as -log
+            of the training length. (There is no default: -log of the current length would change as the cache grows.)
+        cache_seqlens: number of keys of each sample in the cache, before the new ones: (B,) integers, or one number for
+            all. None, without ``key``, for a full cache. (On an accelerator the values are not checked, because reading
+            them would synchronise.)
+        left_padding: (B,) integers, position of each sample's first key, if prompts are padded on the left; None for 0.
+        block_table: (B, pages of each) integers, the pages of each sample in order; None for a contiguous cache.
+        attn_mask: bool (True = attend) or floating point (added to the logits), (B or 1, Hq or 1, N or 1, K) or the
+            last dimensions of that, for the last K keys of each sample, new keys included; earlier keys are not masked.
+            The dimension K does not broadcast.
+        is_causal: if True, a query attends to keys up to the one it is aligned with.
+        scale: factor of Q Kᵀ; None for D^-1/2.
+        enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv.
+        window: (left, right): the query aligned with key p attends to keys p - left … p + right; -1 is unlimited.
+        alibi_slopes: (Hq,), (B, Hq), or (B or 1, Hq, 2), as in ``sigmoid_attention``.
+        softcap: as in ``sigmoid_attention``; 0 for no cap.
+        num_splits: number of parts of the keys, one for each GPU program; 0 lets the kernel choose.
+        backend: "blocked" or "triton"; None for the fastest that supports the call.
+
+    Returns:
+        (B, N, Hq, Dv), in the query's dtype. (Under autocast, query and cache are cast to autocast's dtype, which
+        copies the cache, unless there are new keys, which are written as they are.)
+
+    Raises:
+        ValueError: shapes, devices or values that do not fit, or an unknown backend; the cache is unchanged.
+        TypeError: an argument of the wrong type, or tensors of mixed or unsupported dtypes.
+        RuntimeError: if a tensor requires a gradient.
+
+    >>> key_cache, value_cache = torch.zeros(2, 2, 128, 4, 64).unbind()
+    >>> query, key, value = torch.randn(3, 2, 1, 4, 64).unbind()
+    >>> lengths = torch.tensor([5, 100])
+    >>> sigmoid_kvcache_attention(query, key_cache, value_cache, key, value, bias=-6.9, cache_seqlens=lengths).shape
+    torch.Size([2, 1, 4, 64])
+    """
+    if key is None:
+        query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
+    unusual = left_padding, block_table, attn_mask, window, alibi_slopes, backend
+    if all(x is None for x in unusual) and softcap == num_splits == 0:
+        out = fast_path(query, key_cache, value_cache, key, value, cache_seqlens, scale, bias, enable_gqa)
+        if out is not None:
+            return out
+    names = ("query", "key_cache", "value_cache", "key", "value", "block_table")
+    validation.cache(_NAME, names, query, key_cache, value_cache, key, value, block_table, enable_gqa=enable_gqa)
+    (batch, n, heads, _), pages = query.shape, len(key_cache)
+    validation.bias(_NAME, bias, query, (batch, heads, n, 1), advice=_BIAS_ADVICE)
+    if attn_mask is not None:
+        validation.mask(_NAME, attn_mask, query, (batch, heads, n, None), "(B, Hq, N, K)")
+    if alibi_slopes is not None:
+        validation.slopes(_NAME, alibi_slopes, query, batch, heads)
+    if left_padding is not None:
+        validation.integers(_NAME, "left_padding", left_padding, (batch,), "(B,)", query.device)
+    _, scale, window = validation.numbers(_NAME, 0.0, scale, window)
+    softcap, num_splits = validation.softcap(_NAME, softcap), validation.count(_NAME, "num_splits", num_splits)
+    validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
+    validation.refuse_gradients(_NAME, query, key_cache, value_cache, key, value, bias, alibi_slopes, attn_mask)
+    capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    seqlens = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, query, None if key is not None else capacity)
+    check_cache_bounds(_NAME, seqlens, None, None, pages, capacity)
+    if key is not None and value is not None:
+        new_seqlens = seqlens + key.shape[1]
+        check_cache_bounds(_NAME, new_seqlens, left_padding, block_table, pages, capacity)
+        append_to_cache(key_cache, value_cache, key, value, seqlens, block_table)
+        seqlens = new_seqlens
+    return checked_kvcache_attention(
+        query,
+        key_cache,
+        value_cache,
+        seqlens,
+        bias=bias,
+        left_padding=left_padding,
+        block_table=block_table,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        num_splits=num_splits,
+        backend=backend,
     )
 
 
-def append(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor | None = None
-) -> None:
-    """Write new keys and values (B, new, Hkv, ·) into a cache (P, page, Hkv, ·), from index ``starts[b]`` on.
+def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, default: int | None) -> Tensor:  # (B,)
+    """Return a number, or a tensor () or (B,), as a tensor (B,); ``default`` for None, which is invalid if that is."""
+    if lengths is None and default is None:
+        raise ValueError(f"{caller}: new keys and values need {name}, the number of keys that the cache holds already")
+    if not isinstance(lengths, Tensor):
+        length = default if lengths is None else scalars.integer(caller, f"{name}, if not a tensor,", lengths)
+        return torch.full((len(query),), length, dtype=torch.int32, device=query.device)  # type: ignore[arg-type]
+    if lengths.dim() == 0:
+        lengths = lengths.expand(len(query))
+    validation.integers(caller, name, lengths, (len(query),), "(B,)", query.device)
+    return lengths
 
-    Raises:
-        ValueError: on a CPU, if they do not fit; the cache is then unchanged.
+
+def checked_kvcache_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    seqlens: Tensor,
+    *,
+    bias: float | Tensor,
+    left_padding: Tensor | None = None,
+    block_table: Tensor | None = None,
+    query_ends: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    backend: str | None = None,
+    precision: str | None = None,
+) -> Tensor:
+    """Compute ``sigmoid_kvcache_attention`` of checked arguments, the new keys and values having been appended.
+
+    Args:
+        query, key_cache, …: as in ``sigmoid_kvcache_attention``.
+        seqlens: (B,), one past the position of each sample's last key.
+        query_ends: (B,), one past the position of each sample's last query; None for ``seqlens``.
+        precision: "accurate" or "fast"; None for the process-wide setting.
     """
-    torch.ops.sigattn.append_to_cache.default(key_cache, value_cache, key, value, starts, table)
+    left, right = combine_window(window, is_causal)
+    b = bias_tensor(bias, query, 4)
+    assert b is not None
+    problem = KVCacheProblem(
+        query,
+        key_cache,
+        value_cache,
+        seqlens,
+        b[..., 0] if b.dim() else b,
+        None if attn_mask is None else at_least(attn_mask, 4),
+        two_sided_slopes(alibi_slopes),
+        left_padding,
+        block_table,
+        query_ends,
+        scale,
+        left,
+        right,
+        settings.is_fast(precision),
+        softcap,
+        num_splits,
+    )
+    return KV_CACHE(problem, backend)
 
 
-def choose(problem: KVCacheProblem, backend: str | None) -> str:
-    """Return ``backend``, or if it is None the fastest backend that supports the problem.
+def fast_path(
+    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, seqlens: Any, scale: Any, bias: Any, enable_gqa: bool = True
+) -> Tensor | None:  # (B, 1, Hq, Dv)
+    """Compute one token against few keys, the same number for each sample, on a CPU.
 
-    Raises:
-        ValueError: if ``backend`` does not support the problem.
+    Return None if the fast path does not apply or an argument is invalid.
     """
-    device = problem.query.device.type
-    if backend is None:
-        candidates = (n for n, k in KERNELS.items() if k.device_types is None or device in k.device_types)
-        return next(n for n in candidates if KERNELS[n].unavailable(problem) is None)
-    reason = KERNELS[backend].unavailable(problem)
-    if reason is not None:
-        raise ValueError(f"sigmoid_attention: backend {backend!r} does not support this call: {reason}")
-    return backend
+    tensors = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
+        return None
+    if not all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested and t.dim() == 4 for t in tensors):
+        return None
+    (batch, n, heads, width), (held, capacity, key_heads, _), dtype = q.shape, k_cache.shape, q.dtype
+    if isinstance(seqlens, Tensor):
+        seqlens = _common_length(seqlens, batch)
+    old = capacity if seqlens is None and k is None else seqlens
+    fit = n == 1 and held == batch and k_cache.shape[3] == width and v_cache.shape[:3] == k_cache.shape[:3]
+    if k is not None or v is not None:
+        fit = fit and k is not None and v is not None and k.shape == (batch, 1, key_heads, width)
+        fit = fit and v.shape == (batch, 1, key_heads, v_cache.shape[3])
+    same_dtype = dtype.is_floating_point and all(t.dtype is dtype and t.device.type == "cpu" for t in tensors)
+    numbers = type(bias) is float and (scale is None or type(scale) is float) and type(old) is int
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    nonempty = 0 not in (heads, key_heads, width, v_cache.shape[3])
+    if not (fit and same_dtype and numbers and nonempty and not needs_grad):
+        return None
+    if heads % key_heads or (heads != key_heads and not enable_gqa):
+        return None
+    new = 0 if k is None else 1
+    stop = old + new
+    if not (old >= 0 and 0 < stop <= capacity) or stop * key_heads * width > decode.FEW:
+        return None
+    if not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
+        return None
+    if k is not None:
+        k_cache[:, old:stop], v_cache[:, old:stop] = k, v
+    return decode.attend(q, k_cache[:, :stop], v_cache[:, :stop], bias, width**-0.5 if scale is None else scale)
 
 
-def call(problem: KVCacheProblem, backend: str) -> Tensor:
-    """Run a problem on a backend."""
-    if custom_ops.can_bypass_dispatcher([t for t in problem if isinstance(t, Tensor)]):
-        return _forward(*problem, backend)  # saves the 20 µs of the op
-    out: Tensor = torch.ops.sigattn.kvcache_forward.default(*problem, backend)
-    return out
+def _common_length(lengths: Tensor, batch: int) -> Any:
+    """Return the common value of (B,) integers on the CPU as an int; if there is none, the tensor itself."""
+    if lengths.shape != (batch,) or lengths.device.type != "cpu" or lengths.dtype not in (torch.int32, torch.int64):
+        return lengths
+    values = lengths.tolist()
+    return values[0] if values and values.count(values[0]) == batch else lengths

@@ -19,13 +19,13 @@ class Resolved(NamedTuple):
     window: tuple[int, int] | None
 
 
-def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any) -> Resolved:
+def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, *, query_offset: int = 0) -> Resolved:
     """Return the masking arguments, a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced by its meaning.
 
     It becomes ``is_causal``, a window or a bool mask. Its attributes define it; its memory is uninitialised.
 
     Raises:
-        ValueError: a ``CausalBias`` created for other lengths.
+        ValueError: a ``CausalBias`` created for other lengths, or with a ``query_offset``.
         TypeError: another Tensor subclass with operations of its own.
     """
     given = Resolved(attn_mask, is_causal, window)
@@ -33,10 +33,12 @@ def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any) 
         return given
     kind = _causal_bias()
     if kind is None or not isinstance(attn_mask, kind):
-        refuse_subclass("attn_mask", attn_mask)
+        refuse_subclass(_NAME, "attn_mask", attn_mask)
         return given
     if min(getattr(t, "ndim", 0) for t in (query, key)) < 2:
         return given._replace(attn_mask=None)  # later checks of query and key raise
+    if query_offset:
+        raise ValueError(f"{_NAME}: attn_mask is a CausalBias, which aligns queries and keys itself, with query_offset")
     n, m = query.shape[-2], key.shape[-2]
     if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (n, m):
         raise ValueError(
@@ -58,7 +60,7 @@ def _causal_bias() -> Any:
     return None if module is None else module.CausalBias
 
 
-def refuse_subclass(name: str, t: Any) -> None:
+def refuse_subclass(caller: str, name: str, t: Any) -> None:
     """Raise TypeError for a Tensor subclass that redefines operations, such as ``MaskedTensor``.
 
     Such a class overrides ``__torch_function__``, and its memory may not hold its values. Parameters, and the
@@ -70,6 +72,6 @@ def refuse_subclass(name: str, t: Any) -> None:
     plain = (torch._C._disabled_torch_function_impl, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
     if getattr(own, "__func__", own) not in plain:
         raise TypeError(
-            f"{_NAME}: {name} is a {type(t).__module__}.{type(t).__qualname__}, a Tensor subclass that is not "
+            f"{caller}: {name} is a {type(t).__module__}.{type(t).__qualname__}, a Tensor subclass that is not "
             "supported; pass a plain tensor"
         )

@@ -6,10 +6,12 @@ PyTorch's function expects (B, ragged length, H, D) with dimensions 1 and 2 tran
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from sigattn.ops import validation
 
 _NAME = "sigmoid_attention"
 
@@ -55,36 +57,45 @@ def check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
                 f"{_NAME}: the nested {name} has gaps between its sequences: call .contiguous() on it first"
             )
     if not query.is_floating_point() or not (query.dtype == key.dtype == value.dtype):
-        _wrong(TypeError, "query, key and value must have one floating-point dtype: convert with .to(dtype)", given)
+        validation.wrong(
+            _NAME,
+            TypeError,
+            "query, key and value must have one floating-point dtype: convert with .to(dtype)",
+            **given,
+        )
     if not (query.device == key.device == value.device):
-        _wrong(ValueError, "query, key and value must be on one device: move with .to(device)", given)
+        validation.wrong(
+            _NAME, ValueError, "query, key and value must be on one device: move with .to(device)", **given
+        )
     if not (query._ragged_idx == key._ragged_idx == value._ragged_idx):
-        _wrong(ValueError, "query, key and value must be ragged in the same dimension", given)
+        validation.wrong(_NAME, ValueError, "query, key and value must be ragged in the same dimension", **given)
     if has_ragged_batch(query):
         if not (query.shape[1] == key.shape[1] == value.shape[1]):
-            _wrong(ValueError, "query, key and value must be made with the same offsets tensor", given)
+            validation.wrong(
+                _NAME, ValueError, "query, key and value must be made with the same offsets tensor", **given
+            )
         return
     if query._ragged_idx != 2 or not (query.dim() == key.dim() == value.dim() == 4):
         message = (
             "nested query, key and value must be (B, H, ragged length, D): make (B, ragged length, H, D) and transpose"
         )
-        _wrong(ValueError, f"{message} dimensions 1 and 2", given)
+        validation.wrong(_NAME, ValueError, f"{message} dimensions 1 and 2", **given)
     if not (len(query) == len(key) == len(value)):
-        _wrong(ValueError, "query, key and value must have the same batch size (dimension 0)", given)
+        validation.wrong(_NAME, ValueError, "query, key and value must have the same batch size (dimension 0)", **given)
     if key.shape[2] != value.shape[2]:
         message = "key and value must have the same lengths: make them with the same offsets tensor"
-        _wrong(ValueError, f"{message} (torch.nested.nested_tensor_from_jagged)", given)
+        validation.wrong(_NAME, ValueError, f"{message} (torch.nested.nested_tensor_from_jagged)", **given)
     if query.shape[3] != key.shape[3]:
-        _wrong(ValueError, "query and key must have the same head_dim (the last dimension)", given)
+        validation.wrong(_NAME, ValueError, "query and key must have the same head_dim (the last dimension)", **given)
     heads, of_key = query.shape[1], key.shape[1]
     if of_key != value.shape[1]:
-        _wrong(ValueError, "key and value must have the same number of heads (dimension 1)", given)
+        validation.wrong(_NAME, ValueError, "key and value must have the same number of heads (dimension 1)", **given)
     if heads != of_key and not (enable_gqa and of_key and heads % of_key == 0):
         message = f"query has {heads} heads and key {of_key}: pass enable_gqa=True if query heads share key heads"
-        _wrong(ValueError, f"{message}, whose number must divide theirs", given)
+        validation.wrong(_NAME, ValueError, f"{message}, whose number must divide theirs", **given)
 
 
-def refuse(attn_mask: Any, key_lengths: Any) -> None:
+def refuse(attn_mask: Any, key_lengths: Any, query_offset: int) -> None:
     """Raise ValueError for options that nested tensors do not support."""
     if attn_mask is not None:
         raise ValueError(
@@ -92,6 +103,8 @@ def refuse(attn_mask: Any, key_lengths: Any) -> None:
         )
     if key_lengths is not None:
         raise ValueError(f"{_NAME}: key_lengths is not supported with nested tensors, whose offsets define the lengths")
+    if query_offset:
+        raise ValueError(f"{_NAME}: query_offset is not supported with nested tensors")
 
 
 def has_equal_lengths(query: Any, key: Any) -> bool:
@@ -137,8 +150,3 @@ def like_transposed(query: Any, values: Tensor) -> Tensor:
         values, query.offsets(), min_seqlen=query._maybe_min_seqlen, max_seqlen=query._maybe_max_seqlen
     )
     return out
-
-
-def _wrong(error: type[Exception], message: str, given: dict[str, Any]) -> NoReturn:
-    shapes = ", ".join(f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in given.items())
-    raise error(f"{_NAME}: {message}; got {shapes}")

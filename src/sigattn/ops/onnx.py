@@ -23,7 +23,7 @@ def exporting() -> bool:
 
 
 def formula(*args: Any) -> Tensor:
-    """Return the output of ``sigattn::forward`` by the plain formula, which exports with dynamic lengths.
+    """Return the output of ``sigattn::dense_forward`` by the plain formula, which exports with dynamic lengths.
 
     Raises:
         RuntimeError: with dropout.

@@ -49,6 +49,11 @@ def log_length_bias(n: int | Tensor) -> float | Tensor:
     return -math.log(n)
 
 
+def scale_or_default(scale: float | None, head_dim: int) -> float:
+    """Return the factor of Q Kᵀ: D^-1/2 (1 if D = 0) for a scale of None."""
+    return scale if scale is not None else max(head_dim, 1) ** -0.5
+
+
 class Problem(NamedTuple):
     """Canonical arguments. Shapes: B batch, Hq / Hkv query / key heads, N queries, M keys, D and Dv head sizes.
 
@@ -101,8 +106,8 @@ class Problem(NamedTuple):
 
     @property
     def scale_value(self) -> float:
-        """Factor of Q Kᵀ (1 if D = 0 and ``scale`` is None)."""
-        return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
+        """Factor of Q Kᵀ."""
+        return scale_or_default(self.scale, self.query.shape[-1])
 
     @property
     def keep_scale(self) -> float:
@@ -176,47 +181,53 @@ class VarlenProblem(NamedTuple):
 
     @property
     def scale_value(self) -> float:
-        """Factor of Q Kᵀ (1 if D = 0 and ``scale`` is None)."""
-        return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
+        """Factor of Q Kᵀ."""
+        return scale_or_default(self.scale, self.query.shape[-1])
 
     @property
     def keep_scale(self) -> float:
         """Factor of the weights that dropout keeps."""
         return 1.0 / (1.0 - self.dropout_p)
 
-    def sequence(self, at: int, rows: slice, keys: slice) -> Problem:
-        """Return sequence ``at``, with these rows of queries and keys, as a problem with a batch of one."""
-
-        def of_sequence(t: Tensor | None) -> Tensor | None:  # (B or 1, …) → (1, …)
-            return t if t is None or t.dim() == 0 or len(t) == 1 else t[at : at + 1]
+    def sequence(self, index: int, rows: slice, keys: slice) -> Problem:
+        """Return a sequence, with these rows of queries and keys, as a problem with a batch of one."""
 
         def heads_first(t: Tensor, part: slice) -> Tensor:  # (T, H, E) → (1, H, n, E)
             return t[part].transpose(0, 1).unsqueeze(0)
 
         query, key = heads_first(self.query, rows), heads_first(self.key, keys)
-        bias, mask = of_sequence(self.bias), of_sequence(self.attn_mask)
+        n, m = query.shape[2], key.shape[2]
+        bias = self.bias
+        if bias is not None and bias.dim():
+            bias = self.of_sequence(bias, index)[..., None, None]
         return Problem(
             query,
             key,
             heads_first(self.value, keys),
-            bias if bias is None or bias.dim() == 0 else bias[..., None, None],
-            None if mask is None else self.mask_of(mask, query.shape[2], key.shape[2]),
-            alibi_slopes=of_sequence(self.alibi_slopes),
+            bias,
+            None if self.attn_mask is None else self.mask_of_sequence(self.attn_mask, index, n, m),
+            alibi_slopes=None if self.alibi_slopes is None else self.of_sequence(self.alibi_slopes, index),
             seed=self.seed,
             scale=self.scale,
             left=self.left,
             right=self.right,
             dropout_p=self.dropout_p,
-            query_offset=key.shape[2] - query.shape[2],
+            query_offset=m - n,
             fast=self.fast,
             deterministic=self.deterministic,
             softcap=self.softcap,
-            first_head=at * query.shape[1],
+            first_head=index * query.shape[1],
         )
 
     @staticmethod
-    def mask_of(mask: Tensor, n: int, m: int) -> Tensor:  # (1, Hq or 1, n or 1, m or 1), a view
-        """Return the part of a mask that applies to a sequence of n queries and m keys."""
+    def of_sequence(t: Tensor, index: int) -> Tensor:  # (B or 1, …) → (1, …), a view
+        """Return the part of a tensor that applies to a sequence."""
+        return t if len(t) == 1 else t[index : index + 1]
+
+    @classmethod
+    def mask_of_sequence(cls, mask: Tensor, index: int, n: int, m: int) -> Tensor:  # (1, Hq or 1, n or 1, m or 1)
+        """Return the part of a mask that applies to a sequence of n queries and m keys, a view."""
+        mask = cls.of_sequence(mask, index)
         mask = mask if mask.shape[2] == 1 else mask[:, :, :n]
         return mask if mask.shape[3] == 1 else mask[..., :m]
 
@@ -265,7 +276,7 @@ class KVCacheProblem(NamedTuple):
     @property
     def scale_value(self) -> float:
         """Factor of Q Kᵀ."""
-        return self.scale if self.scale is not None else max(self.query.shape[-1], 1) ** -0.5
+        return scale_or_default(self.scale, self.query.shape[-1])
 
     @property
     def capacity(self) -> int:

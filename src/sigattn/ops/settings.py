@@ -34,5 +34,5 @@ def get_sigmoid_precision() -> str:
 
 def is_fast(precision: str | None) -> bool:
     """Return True if a call with this precision may use the fast form; None uses the process-wide setting."""
-    validation.choice("sigmoid precision", precision, PRECISIONS)
+    validation.choice("sigattn", "sigmoid precision", precision, PRECISIONS)
     return (_precision if precision is None else precision) == "fast"

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigattn.ops import custom_ops, mask, reference, validation
-from sigattn.ops.attention import canonical
+from sigattn.ops import mask, reference, validation
+from sigattn.ops.attention import canonical, check_key_lengths, validate_operands, validate_options
+from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
 
+_NAME = "attention_statistics"
 _BLOCK_BYTES = 8 << 20  # bytes of the weights of one block of rows
 
 
@@ -71,14 +73,14 @@ def attention_statistics(
     torch.Size([2, 4])
     """
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
-    validation.operands(query, key, value, enable_gqa)
-    _, scale, window = validation.options(query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale)
-    softcap = validation.softcap(softcap, "attention_statistics")
-    validation.choice("activation", activation, tuple(reference.ACTIVATIONS))
+    validate_operands(_NAME, query, key, value, enable_gqa)
+    _, scale, window = validate_options(
+        _NAME, query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale
+    )
+    softcap = validation.softcap(_NAME, softcap)
+    validation.choice(_NAME, "activation", activation, tuple(reference.ACTIVATIONS))
     if query.shape[2] == 0:
-        raise ValueError(
-            f"attention_statistics: there must be at least one query; got {validation.describe(query=query, key=key)}"
-        )
+        raise ValueError(f"{_NAME}: there must be at least one query; got {validation.describe(query=query, key=key)}")
     problem = canonical(
         query,
         key,
@@ -92,8 +94,8 @@ def attention_statistics(
         key_lengths=key_lengths,
         softcap=softcap,
     )
-    custom_ops.check_lengths(problem)
-    with custom_ops.without_autocast(problem):
+    check_key_lengths(problem)
+    with without_autocast(query.device.type):
         return _over_rows(problem, activation)
 
 

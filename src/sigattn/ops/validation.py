@@ -1,7 +1,8 @@
-"""Checks of the arguments of a call, with messages that restate them.
+"""Validation of arguments, with error messages that name the function and restate the arguments.
 
-Only types, shapes, dtypes and devices are checked, not the values of tensors, so that the checks neither synchronise
-nor break a compiled graph.
+Only types, shapes, dtypes and devices are checked, not the values of tensors, so that validation neither synchronises
+nor breaks a compiled graph. ``caller`` is the name of the public function; operands are passed under the names that
+they have there.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import scalars
+from sigattn.ops.mask import refuse_subclass
 
-_NAME = "sigmoid_attention"
+ROWS_FIRST = ("batch", "length", "heads", "head_dim")
+HEADS_FIRST = ("batch", "heads", "length", "head_dim")
+PACKED = ("total", "heads", "head_dim")
+_PLURALS = {"heads": "number of heads", "batch": "batch size", "pages": "number of pages"}
 _OTHER_LAYOUT = (
     "for tensors of (batch, length, heads, head_dim), as in flash-attn and triton-sigmoid, call sigattn.flash, or "
     "transpose: t.transpose(1, 2) (docs/coming-from.md)"
@@ -29,91 +34,128 @@ def describe(**arguments: Any) -> str:
     )
 
 
-def wrong(error: type[Exception], message: str, **arguments: Any) -> NoReturn:
+def wrong(caller: str, error: type[Exception], message: str, **arguments: Any) -> NoReturn:
     """Raise an error whose message restates these arguments."""
-    raise error(f"{_NAME}: {message}; got {describe(**arguments)}")
+    raise error(f"{caller}: {message}; got {describe(**arguments)}")
 
 
-def choice(name: str, value: Any, allowed: Sequence[str], caller: str = _NAME) -> None:
+def choice(caller: str, name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise ValueError unless value is None or one of the allowed strings."""
     if value is not None and value not in allowed:
         raise ValueError(f"{caller}: unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))} or None")
 
 
-def tensors(query: Any, key: Any, value: Any) -> None:
+# -- operands ---------------------------------------------------------------------------------------------------------
+
+
+def tensors(caller: str, **given: Any) -> None:
     """Raise unless these are dense floating-point tensors of one dtype on one device."""
-    given = {"query": query, "key": key, "value": value}
     for name, t in given.items():
         if not isinstance(t, Tensor):
-            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(t).__name__}")
+            raise TypeError(f"{caller}: {name} must be a tensor, got {type(t).__name__}")
         if t.is_nested or t.layout is not torch.strided:
-            wrong(TypeError, f"{name} must be a dense tensor: pad it and pass key_lengths", **{name: t.layout})
-    if not query.is_floating_point():
-        wrong(TypeError, "query, key and value must be floating point", **given)
-    if not (query.dtype == key.dtype == value.dtype):
-        wrong(TypeError, "query, key and value must have one dtype: convert with .to(dtype)", **given)
-    if not (query.device == key.device == value.device):
-        wrong(ValueError, "query, key and value must be on one device: move with .to(device)", **given)
+            wrong(caller, TypeError, f"{name} must be a dense tensor", **{name: t.layout})
+    first, *others = given.values()
+    if not first.is_floating_point():
+        wrong(caller, TypeError, f"{_listed(given)} must be floating point", **given)
+    dtype, device = first.dtype, first.device
+    for t in others:
+        if t.dtype != dtype:
+            wrong(caller, TypeError, f"{_listed(given)} must have one dtype: convert with .to(dtype)", **given)
+        if t.device != device:
+            wrong(caller, ValueError, f"{_listed(given)} must be on one device: move with .to(device)", **given)
 
 
-def lengths_and_widths(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise unless the last two dimensions of query (…, N, D), key (…, M, D) and value (…, M, Dv) fit together."""
-    given = {"query": query, "key": key, "value": value}
+def head_dims(caller: str, **given: Tensor) -> None:
+    """Raise unless the first two operands, query and key, have the same head_dim."""
+    (q, query), (k, key), *_ = given.items()
     if query.shape[-1] != key.shape[-1]:
-        wrong(ValueError, "query and key must have the same head_dim (the last dimension)", **given)
-    if key.shape[-2] != value.shape[-2]:
-        wrong(ValueError, "key and value must have the same length (the last dimension but one)", **given)
+        wrong(caller, ValueError, f"{q} and {k} must have the same head_dim (the last dimension)", **given)
 
 
-def operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """Raise unless query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv) fit together."""
-    tensors(query, key, value)
-    given = {"query": query, "key": key, "value": value}
-    if not (query.dim() == key.dim() == value.dim() == 4):
-        wrong(ValueError, "query, key and value must have 4 dimensions, (batch, heads, length, head_dim)", **given)
-    if not (query.shape[0] == key.shape[0] == value.shape[0]):
-        wrong(ValueError, "query, key and value must have the same batch size (dimension 0)", **given)
-    lengths_and_widths(query, key, value)
-    if key.shape[1] != value.shape[1]:
-        wrong(ValueError, "key and value must have the same number of heads (dimension 1)", **given)
-    _heads(query.shape[1], key.shape[1], enable_gqa, given)
+def operands(caller: str, layout: Sequence[str], *, enable_gqa: bool = True, **given: Any) -> None:
+    """Raise unless query, key and value have the dimensions of a layout and fit together.
 
-
-def _heads(of_query: int, of_key: int, enable_gqa: bool, given: dict[str, Tensor]) -> None:
-    if of_query == of_key:
+    Args:
+        caller: name of the public function.
+        layout: names of the dimensions, "batch", "length", "heads" and "head_dim" among them. All operands have the
+            same "batch", if that is named; key and value have the same size of all dimensions but the last.
+        enable_gqa: allow fewer heads of key and value than of the query.
+        given: query, key and value under their names in the call.
+    """
+    tensors(caller, **given)
+    (q, query), (k, key), (v, value) = given.items()
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    if not (len(of_query) == len(of_key) == len(of_value) == len(layout)):
+        message = f"{_listed(given)} must have {len(layout)} dimensions, ({', '.join(layout)})"
+        wrong(caller, ValueError, message, **given)
+    if layout[0] == "batch" and not (of_query[0] == of_key[0] == of_value[0]):
+        wrong(caller, ValueError, f"{_listed(given)} must have the same batch size (dimension 0)", **given)
+    if of_query[-1] != of_key[-1]:
+        head_dims(caller, **given)
+    if of_key[:-1] != of_value[:-1]:
+        dimension = next(i for i, (a, b) in enumerate(zip(of_key, of_value, strict=True)) if a != b)
+        name = _PLURALS.get(layout[dimension], layout[dimension])
+        wrong(caller, ValueError, f"{k} and {v} must have the same {name} (dimension {dimension})", **given)
+    dimension = layout.index("heads")
+    heads, shared = of_query[dimension], of_key[dimension]
+    if heads == shared:
         return
     if not enable_gqa:
-        wrong(
-            ValueError,
-            f"query has {of_query} heads and key {of_key}: pass enable_gqa=True if query heads share key heads",
-            **given,
-        )
-    if of_key == 0 or of_query % of_key:
-        wrong(ValueError, f"the {of_query} query heads are not a multiple of the {of_key} key heads", **given)
+        message = f"{q} has {heads} heads and {k} {shared}: pass enable_gqa=True if query heads share key heads"
+        wrong(caller, ValueError, message, **given)
+    if not shared or heads % shared:
+        wrong(caller, ValueError, f"the {heads} heads of {q} are not a multiple of the {shared} of {k}", **given)
 
 
-def options(
+def _listed(given: dict[str, Any]) -> str:
+    *first, last = given
+    return f"{', '.join(first)} and {last}"
+
+
+def cache(
+    caller: str,
+    names: Sequence[str],
     query: Tensor,
-    key: Tensor,
-    attn_mask: Any,
-    dropout_p: Any,
-    bias: Any,
-    window: Any,
-    alibi_slopes: Any,
-    key_lengths: Any,
-    scale: Any,
-) -> tuple[float, float | None, tuple[int, int] | None]:
-    """Raise unless the optional arguments fit the operands; return dropout_p, scale and window as Python's numbers."""
-    (batch, heads, n, _), m = query.shape, key.shape[2]
-    if attn_mask is not None:
-        _mask(attn_mask, query, key, (batch, heads, n, m))
-    if bias is not None:
-        _bias(bias, query, (batch, heads, n, 1))
-    if alibi_slopes is not None:
-        slopes(alibi_slopes, query, batch, heads)
-    if key_lengths is not None:
-        _lengths(key_lengths, key, batch)
-    return numbers(_NAME, dropout_p, scale, window)
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Any,
+    value: Any,
+    table: Any,
+    *,
+    enable_gqa: bool = True,
+) -> None:
+    """Raise unless new queries, a cache, new keys and values, and a table of pages fit together.
+
+    Args:
+        caller: name of the public function.
+        names: names of the six arguments below in the call.
+        query: (B, N, Hq, D).
+        key_cache, value_cache: (B, M, Hkv, ·), or pages (P, page_size, Hkv, ·) with a table.
+        key, value: (B, N_new, Hkv, ·), or both None.
+        table: (B, pages of each), or None.
+        enable_gqa: allow fewer heads of key and value than of the query.
+    """
+    q, kc, vc, k, v, t = names
+    layout = ("pages", "page_size", "heads", "head_dim") if table is not None else ("samples", *ROWS_FIRST[1:])
+    caches = {kc: key_cache, vc: value_cache}
+    operands(caller, layout, enable_gqa=enable_gqa, **{q: query, **caches})
+    if (key is None) != (value is None):
+        wrong(caller, ValueError, f"{k} and {v} must both be given, or neither", **{k: key, v: value})
+    if key is not None:
+        operands(caller, ROWS_FIRST, **{q: query, k: key, v: value})
+        fits = (*key.shape[2:], value.shape[3]) == (*key_cache.shape[2:], value_cache.shape[3])
+        if not fits:
+            message = f"{k} and {v} must have the cache's heads and head_dim"
+            wrong(caller, ValueError, message, **{k: key, v: value}, **caches)
+    if table is not None:
+        integers(caller, t, table, (len(query), None), "(B, pages of each sample)", query.device)
+    elif len(key_cache) != len(query):
+        message = f"the cache must have {q}'s batch size; for pages pass {t}"
+        wrong(caller, ValueError, message, **{q: query}, **caches)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
 
 
 def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, float | None, tuple[int, int] | None]:
@@ -128,125 +170,6 @@ def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float
     return dropout_p, scale, None if window is None else _window(caller, window)
 
 
-def softcap(value: Any, caller: str = _NAME) -> float:
-    """Return a finite number, at least 0, as Python's own; raise for anything else."""
-    value = scalars.real(caller, "softcap", value)
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{caller}: softcap must be finite and at least 0 (0 is without a cap), got {value!r}")
-    return value
-
-
-def _same_device(name: str, t: Tensor, query: Tensor) -> None:
-    if t.device != query.device:
-        wrong(ValueError, f"{name} must be on the query's device: move it with .to(device)", query=query, **{name: t})
-
-
-def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Return True if a tensor of this shape can be expanded to the target."""
-    if len(shape) > len(target):
-        return False
-    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
-
-
-def layout_hint(query: Tensor, key: Tensor, mask: Any = None) -> str:
-    """Return advice if the shapes may be those of (batch, length, heads, head_dim), else an empty string.
-
-    Used for calls that fail only: a valid call does not show that its layout is wrong.
-    """
-    if query.dim() != 4 or key.dim() != 4:
-        return ""
-    lengths = (query.shape[1], key.shape[1])
-    if mask is None:
-        fits = query.shape[2] == key.shape[2] and lengths[0] != lengths[1]
-    else:
-        fits = mask.dim() >= 2 and tuple(mask.shape[-2:]) == lengths
-    return f"; {_OTHER_LAYOUT}" if fits else ""
-
-
-def _mask(mask: Any, query: Tensor, key: Tensor, target: Sequence[int]) -> None:
-    if not isinstance(mask, Tensor):
-        hint = f"; {_OTHER_LAYOUT}" if isinstance(mask, bool) else ""
-        raise TypeError(f"{_NAME}: attn_mask must be a tensor, got {type(mask).__name__}{hint}")
-    if mask.dtype is not torch.bool and not mask.is_floating_point():
-        wrong(TypeError, "attn_mask must be bool (True = attend) or floating point (added)", attn_mask=mask)
-    if not broadcasts(mask.shape, target):
-        wrong(
-            ValueError,
-            f"attn_mask does not broadcast to (B, Hq, N, M) = {tuple(target)}{layout_hint(query, key, mask)}",
-            query=query,
-            key=key,
-            attn_mask=mask,
-        )
-    _same_device("attn_mask", mask, query)
-
-
-def _bias(bias: Any, query: Tensor, target: Sequence[int]) -> None:
-    if not isinstance(bias, Tensor):
-        scalars.real(_NAME, "bias, if not a tensor,", bias)
-        return
-    if not bias.is_floating_point():
-        wrong(TypeError, "bias must be floating point", bias=bias)
-    if not broadcasts(bias.shape, target):
-        advice = (
-            "a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); pass one per key as an additive "
-            "attn_mask"
-        )
-        wrong(
-            ValueError,
-            f"bias does not broadcast to (B, Hq, N, 1) = {tuple(target)}: {advice}",
-            query=query,
-            bias=bias,
-        )
-    _same_device("bias", bias, query)
-
-
-def bias_of_sequences(bias: Any, query: Tensor, batch: int, heads: int) -> Any:
-    """Return the bias of nested sequences: a number, None, or a tensor (B or 1, Hq or 1).
-
-    A tensor is passed as for dense queries, broadcastable to (B, Hq, 1, 1); others raise ValueError or TypeError.
-    """
-    if bias is None or not isinstance(bias, Tensor):
-        if bias is not None:
-            scalars.real(_NAME, "bias, if not a tensor,", bias)
-        return bias
-    if not bias.is_floating_point():
-        wrong(TypeError, "bias must be floating point", bias=bias)
-    if bias.is_nested or not broadcasts(bias.shape, (batch, heads, 1, 1)):
-        message = f"the bias of nested tensors must broadcast to (B, Hq, 1, 1) = ({batch}, {heads}, 1, 1)"
-        raise ValueError(f"{_NAME}: {message}, one for each sequence and head; got {tuple(bias.shape)}")
-    _same_device("bias", bias, query)
-    return bias[(None,) * (4 - bias.dim())][..., 0, 0]
-
-
-def slopes(slopes: Any, query: Tensor, batch: int, heads: int) -> None:
-    """Raise unless alibi_slopes fits this batch size and number of heads."""
-    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
-        raise TypeError(f"{_NAME}: alibi_slopes must be a floating-point tensor, got {scalars.describe(slopes)}")
-    shape = tuple(slopes.shape)
-    if shape not in (
-        (heads,),
-        (batch, heads),
-        (batch, heads, 2),
-        (1, heads, 2),
-    ):  # not a set, because sizes may be symbolic
-        wrong(
-            ValueError,
-            "alibi_slopes must be (Hq,), (B, Hq) or (B or 1, Hq, 2; one slope before, one after the query)",
-            query=query,
-            alibi_slopes=slopes,
-        )
-    _same_device("alibi_slopes", slopes, query)
-
-
-def _lengths(lengths: Any, key: Tensor, batch: int) -> None:
-    if not isinstance(lengths, Tensor):
-        raise TypeError(f"{_NAME}: key_lengths must be a tensor of integers, got {type(lengths).__name__}")
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype is torch.bool:
-        wrong(TypeError, "key_lengths must be integers", key_lengths=lengths)
-    if tuple(lengths.shape) != (batch,):
-        wrong(ValueError, f"key_lengths must be (B,) = ({batch},)", key=key, key_lengths=lengths)
-
-
 def _window(caller: str, window: Any) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"{caller}: window must be a pair (left, right), got {window!r}")
@@ -256,3 +179,133 @@ def _window(caller: str, window: Any) -> tuple[int, int]:
             f"{caller}: the sides of window must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
         )
     return left, right
+
+
+def softcap(caller: str, value: Any) -> float:
+    """Return a finite number, at least 0, as Python's own; raise for anything else."""
+    value = scalars.real(caller, "softcap", value)
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{caller}: softcap must be finite and at least 0 (0 is without a cap), got {value!r}")
+    return value
+
+
+def count(caller: str, name: str, value: Any) -> int:
+    """Return an integer, at least 0, as int; raise for anything else. A symbol of a traced graph may be anything."""
+    number = scalars.integer(caller, name, value)
+    if not torch.compiler.is_compiling() and number < 0:
+        raise ValueError(f"{caller}: {name} must not be negative, got {value!r}")
+    return number
+
+
+def mask(
+    caller: str,
+    attn_mask: Any,
+    query: Tensor,
+    target: Sequence[Any],
+    names: str = "(B, Hq, N, M)",
+    key: Tensor | None = None,
+) -> None:
+    """Raise unless attn_mask is bool or floating point, broadcastable to the target, and on the query's device.
+
+    A size of None in the target allows any size; the mask must have that dimension if it is the last. With ``key``, the
+    message may advise on the layout of query and key.
+    """
+    if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype is torch.bool or attn_mask.is_floating_point()):
+        message = "attn_mask must be a tensor, bool (True = attend) or floating point (added)"
+        hint = f"; {_OTHER_LAYOUT}" if isinstance(attn_mask, bool) else ""
+        raise TypeError(f"{caller}: {message}, got {_type_of(attn_mask)}{hint}")
+    refuse_subclass(caller, "attn_mask", attn_mask)
+    if not broadcasts(attn_mask.shape, target) or (target[-1] is None and not attn_mask.dim()):
+        shape = f"({', '.join('K' if size is None else str(size) for size in target)})"
+        advice = "" if key is None else layout_hint(query, key, attn_mask)
+        message = f"attn_mask does not broadcast to {names} = {shape}{advice}"
+        wrong(caller, ValueError, message, query=query, attn_mask=attn_mask)
+    same_device(caller, "attn_mask", attn_mask, query)
+
+
+def bias(caller: str, b: Any, query: Tensor, target: Sequence[int], name: str = "bias", advice: str = "") -> None:
+    """Raise unless b is a number, or a floating-point tensor broadcastable to the target on the query's device."""
+    if not isinstance(b, Tensor):
+        scalars.real(caller, f"{name}, if not a tensor,", b)
+        return
+    if not b.is_floating_point():
+        wrong(caller, TypeError, f"{name} must be floating point", **{name: b})
+    if b.is_nested or not broadcasts(b.shape, target):
+        message = f"{name} does not broadcast to (B, Hq, {'1' if target[2] == 1 else 'N'}, 1) = {tuple(target)}"
+        wrong(caller, ValueError, f"{message}{advice}", query=query, **{name: b})
+    same_device(caller, name, b, query)
+
+
+def slopes(caller: str, s: Any, query: Tensor, batch: int, heads: int, *, two_sided: bool = True) -> None:
+    """Raise unless alibi_slopes fits this batch size and number of heads."""
+    if not isinstance(s, Tensor) or not s.is_floating_point():
+        raise TypeError(f"{caller}: alibi_slopes must be a floating-point tensor, got {scalars.describe(s)}")
+    allowed = [(heads,), (batch, heads)]  # not a set, because sizes may be symbolic
+    if two_sided:
+        allowed += [(batch, heads, 2), (1, heads, 2)]
+    if tuple(s.shape) not in allowed:
+        either = " or (B or 1, Hq, 2; one slope before, one after the query)" if two_sided else ""
+        wrong(caller, ValueError, f"alibi_slopes must be (Hq,), (B, Hq){either}", query=query, alibi_slopes=s)
+    same_device(caller, "alibi_slopes", s, query)
+
+
+def integers(
+    caller: str, name: str, t: Any, shape: Sequence[int | None], layout: str, device: torch.device | None = None
+) -> None:
+    """Raise unless t is a tensor of integers of a shape (None for any size), on a device unless that is None."""
+    if not isinstance(t, Tensor) or not scalars.is_integral(t):
+        raise TypeError(f"{caller}: {name} must be a tensor of integers, got {_type_of(t)}")
+    if t.dim() != len(shape) or any(a is not None and a != b for a, b in zip(shape, t.shape, strict=True)):
+        sizes = "" if None in shape else f" = {tuple(shape)}"
+        wrong(caller, ValueError, f"{name} must be {layout}{sizes}", **{name: t})
+    if device is not None and t.device != device:
+        wrong(caller, ValueError, f"{name} must be on {device}, as the query is: move it with .to(device)", **{name: t})
+
+
+def sequence_offsets(caller: str, query: Tensor, **cu_seqlens: Any) -> None:
+    """Raise unless each tensor is (B + 1,) integers on the query's device, with the same B."""
+    for name, t in cu_seqlens.items():
+        integers(caller, name, t, (None,), "(B + 1,): 0, then the end of each sequence", query.device)
+        if not len(t):
+            wrong(caller, ValueError, f"{name} must be (B + 1,): 0, then the end of each sequence", **{name: t})
+    if len({len(t) for t in cu_seqlens.values()}) > 1:
+        wrong(caller, ValueError, "there must be as many sequences of queries as of keys", **cu_seqlens)
+
+
+def refuse_gradients(caller: str, *tensors: Any) -> None:
+    """Raise RuntimeError if a gradient would be needed."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(f"{caller} has no gradient: call it under torch.no_grad() or torch.inference_mode()")
+
+
+def same_device(caller: str, name: str, t: Tensor, query: Tensor) -> None:
+    """Raise unless a tensor is on the query's device."""
+    if t.device != query.device:
+        message = f"{name} must be on the query's device: move it with .to(device)"
+        wrong(caller, ValueError, message, query=query, **{name: t})
+
+
+def broadcasts(shape: Sequence[int], target: Sequence[int | None]) -> bool:
+    """Return True if a tensor of this shape can be expanded to the target, where None is any size."""
+    if len(shape) > len(target):
+        return False
+    return all(b is None or a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False))
+
+
+def layout_hint(query: Tensor, key: Tensor, attn_mask: Tensor | None = None) -> str:
+    """Return advice if the shapes may be those of (batch, length, heads, head_dim), else an empty string.
+
+    Used for calls that fail only: a valid call does not show that its layout is wrong.
+    """
+    if query.dim() != 4 or key.dim() != 4:
+        return ""
+    lengths = (query.shape[1], key.shape[1])
+    if attn_mask is None:
+        fits = query.shape[2] == key.shape[2] and lengths[0] != lengths[1]
+    else:
+        fits = attn_mask.dim() >= 2 and tuple(attn_mask.shape[-2:]) == lengths
+    return f"; {_OTHER_LAYOUT}" if fits else ""
+
+
+def _type_of(t: Any) -> str:
+    return scalars.describe(t) if isinstance(t, Tensor) else type(t).__name__

@@ -1,121 +1,34 @@
-"""Packed sequences of different lengths: the registered ops, their autograd, and the "blocked" implementation.
-
-As in ``library.py`` there are two ops, the second of which is the derivative of the first.
-"""
+"""Public operator ``sigmoid_varlen_attention``: packed sequences of different lengths."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigattn.ops import autograd, custom_ops, flops, triton
+from sigattn.ops import settings, triton, validation
+from sigattn.ops.autocast import cast_operands
 from sigattn.ops.cpu import blocked
-from sigattn.ops.custom_ops import Kernels, absent
-from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.cpu import varlen as cpu_varlen
+from sigattn.ops.custom_ops import Backend, Operator
+from sigattn.ops.operands import at_least, bias_tensor, combine_window, new_seed, two_sided_slopes
 from sigattn.ops.problem import VarlenProblem
 
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? attn_mask, Tensor? alibi_slopes"
-_REST = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, "
-    "int left, int right, float dropout_p, bool fast, bool deterministic, float softcap, str backend"
-)
-_DIFFERENTIABLE = 6  # the leading tensors of both ops
-
-_library = torch.library.Library("sigattn", "FRAGMENT")
-_library.define(f"varlen_forward({_TENSORS}, {_REST}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    f"varlen_backward(Tensor grad_out, {_TENSORS}, {_REST}, bool[] needs_grad) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_NAME = "sigmoid_varlen_attention"
+_BIAS_ADVICE = ": a bias per head is (Hq, 1, 1), per sequence (B, 1, 1, 1)"
 
 
-# -- the "blocked" implementation: one sequence after another ---------------------------------------------------------
+def check_sequences(problem: VarlenProblem) -> None:
+    """Raise ValueError unless cu_seqlens, if on a CPU, ascend from 0 and fit the rows, and a mask fits the lengths.
 
-
-def _sequences(problem: VarlenProblem) -> Iterator[tuple[int, slice, slice]]:
-    starts_q, starts_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
-    for s in range(problem.sequences):
-        yield s, slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
-
-
-def blocked_forward(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)
-    """Return the output of sigmoid attention; rows that belong to no sequence are 0."""
-    p = problem
-    out = p.query.new_zeros(*p.query.shape[:2], p.value.shape[2])
-    for s, rows, keys in _sequences(p):
-        out[rows] = blocked.forward(p.sequence(s, rows, keys))[0].transpose(0, 1)
-    return out
-
-
-def blocked_backward(problem: VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
-    """Return the gradients in ``needs_grad``; rows that belong to no sequence are 0."""
-    p = problem
-    query, key, value = (
-        torch.zeros_like(t) if needed else None
-        for t, needed in zip((p.query, p.key, p.value), needs_grad[:3], strict=True)
-    )
-    wide = torch.promote_types(p.query.dtype, torch.float32)
-    bias, mask, slopes = (
-        torch.zeros(t.shape, dtype=wide, device=t.device) if needed and t is not None else None
-        for t, needed in (
-            (p.bias, needs_grad.bias),
-            (p.attn_mask, needs_grad.attn_mask),
-            (p.alibi_slopes, needs_grad.alibi_slopes),
-        )
-    )
-    for s, rows, keys in _sequences(p):
-        sequence = p.sequence(s, rows, keys)
-        g = blocked.backward(sequence, grad_out[rows].transpose(0, 1).unsqueeze(0), needs_grad)
-        for total, part, at in ((query, g.query, rows), (key, g.key, keys), (value, g.value, keys)):
-            if total is not None and part is not None:
-                total[at] = part[0].transpose(0, 1)
-        for total, part in ((bias, g.bias), (slopes, g.alibi_slopes)):
-            if total is not None and part is not None:
-                own = total if total.dim() == 0 or len(total) == 1 else total[s : s + 1]
-                own += part.view(own.shape)
-        if mask is not None and g.attn_mask is not None:
-            own = p.mask_of(mask if len(mask) == 1 else mask[s : s + 1], sequence.query.shape[2], sequence.key.shape[2])
-            own += g.attn_mask
-    return Gradients(
-        query,
-        key,
-        value,
-        None if bias is None or p.bias is None else bias.to(p.bias.dtype),
-        None if mask is None or p.attn_mask is None else mask.to(p.attn_mask.dtype),
-        None if slopes is None or p.alibi_slopes is None else slopes.to(p.alibi_slopes.dtype),
-    )
-
-
-KERNELS = {
-    "triton": Kernels(triton.forward, triton.backward, triton.unavailable, device_types=("cuda",)),
-    "blocked": Kernels(blocked_forward, blocked_backward, blocked.unavailable),
-}
-
-
-# -- the ops ----------------------------------------------------------------------------------------------------------
-
-
-def check_mask(problem: VarlenProblem) -> None:
-    """Raise ValueError unless the mask fits the longest sequences; called when the op runs and lengths are numbers."""
+    On an accelerator reading cu_seqlens would synchronise.
+    """
     p = problem
     longest = (p.max_seqlen_q, p.max_seqlen_k)
     if p.attn_mask is not None and any(a not in (1, b) for a, b in zip(p.attn_mask.shape[2:], longest, strict=True)):
         raise ValueError(
-            "attn_mask must be broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), whose last two are "
-            f"{longest}; got {tuple(p.attn_mask.shape)}"
+            "attn_mask must be broadcastable to (B, Hq, longest query sequence, longest key sequence), whose last two "
+            f"are {longest}; got {tuple(p.attn_mask.shape)}"
         )
-
-
-def check_starts(problem: VarlenProblem) -> None:
-    """Raise ValueError unless cu_seqlens, if on a CPU, ascend from 0 and fit the rows and the longest sequence.
-
-    Called when the op runs, because a traced graph has no values. On an accelerator reading them would synchronise.
-    """
-    p = problem
     for side, starts, total, most in (
         ("q", p.cu_seqlens_q, len(p.query), p.max_seqlen_q),
         ("k", p.cu_seqlens_k, len(p.key), p.max_seqlen_k),
@@ -125,60 +38,178 @@ def check_starts(problem: VarlenProblem) -> None:
         lengths = starts.diff()
         if starts[0] != 0 or (lengths < 0).any() or starts[-1] > total:
             raise ValueError(
-                f"cu_seqlens_{side} must begin at 0, never descend and end at most at {total}, the number of rows; "
-                f"got {starts.tolist()}"
+                f"cu_seqlens_{side} (cu_seq_{side}) must begin at 0, never descend and end at most at {total}, the "
+                f"number of rows; got {starts.tolist()}"
             )
         if len(lengths) and lengths.max() > most:
-            raise ValueError(f"max_seqlen_{side} is {most}, but cu_seqlens_{side} has a sequence of {lengths.max()}")
+            raise ValueError(
+                f"max_seqlen_{side} (max_{side}) is {most}, but the longest sequence has {lengths.max()} rows"
+            )
 
 
-def _problem(args: Sequence[Any]) -> tuple[VarlenProblem, Kernels]:
-    problem = VarlenProblem(*args[:-1])
-    check_mask(problem)
-    check_starts(problem)
-    return problem, KERNELS[args[-1]]
+VARLEN: Operator[VarlenProblem] = Operator(
+    "varlen",
+    VarlenProblem,
+    {
+        "triton": Backend(
+            triton.forward, triton.unavailable, triton.backward, ("cuda",), new_gradient=torch.empty_like
+        ),
+        "blocked": Backend(cpu_varlen.forward, blocked.unavailable, cpu_varlen.backward),
+    },
+    check_sequences,
+    lambda shapes: shapes.max_seqlen_k,  # an upper bound, because a counter does not know lengths
+)
 
 
-def _forward(*args: Any) -> Tensor:
-    problem, kernels = _problem(args)
-    with custom_ops.without_autocast(problem):
-        return kernels.forward(problem)
+def sigmoid_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    enable_gqa: bool = False,
+    is_causal: bool = False,
+    bias: float | Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute sigmoid attention of B sequences of different lengths, concatenated without padding (Sect. 2, Eq. 3).
 
+    The first seven arguments are those of ``torch.nn.attention.varlen.varlen_attn``. Sequence s has the rows
+    cu_seq[s] … cu_seq[s + 1] - 1 of query, and of key and value; it may be empty. Its last query is aligned with its
+    last key. The output of queries without visible keys is 0; output and gradient of rows beyond the last sequence
+    are 0.
 
-def _backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    problem, kernels = _problem(args[:-1])
-    with custom_ops.without_autocast(problem):
-        gradients = kernels.backward(problem, grad_out, NeedsGrad(*args[-1]))
-    return tuple(t if t is not None else absent(grad_out) for t in gradients)
+    Args:
+        query: (total_q, Hq, D).
+        key: (total_k, Hkv, D).
+        value: (total_k, Hkv, Dv).
+        cu_seq_q, cu_seq_k: (B + 1,) integers on the query's device, from 0, not decreasing: the start of each sequence,
+            and the end of the last. (On an accelerator the values are not checked, because reading them would
+            synchronise.)
+        max_q, max_k: lengths of the longest sequences; longer ones would be cut. Pass Python integers: reading a tensor
+            on an accelerator synchronises.
+        scale: factor of Q Kᵀ; None for D^-1/2.
+        window: (left, right): the query aligned with key p attends to keys p - left … p + right; -1 is unlimited.
+        enable_gqa: allow fewer key/value heads than query heads, Hq a multiple of Hkv.
+        is_causal: if True, a query attends to keys up to the one it is aligned with.
+        bias: b, a number or a floating-point tensor broadcastable to (B, Hq, 1, 1), with gradient. None is the paper's
+            rule (App. E), -log of each sequence's number of keys.
+        attn_mask: bool (True = attend) or floating point (added to the logits, with gradient), broadcastable to (B, Hq,
+            max_q, max_k): entry [s, h, i, j] is for query i and key j of sequence s, counted from its first. It
+            combines with is_causal and window.
+        alibi_slopes: (Hq,), (B, Hq), or (B or 1, Hq, 2), as in ``sigmoid_attention``. With gradient.
+        dropout_p: probability in [0, 1) of dropping a weight; pass 0 in evaluation.
+        softcap: as in ``sigmoid_attention``; 0 for no cap.
+        backend: "blocked" or "triton"; None for the fastest that supports the call.
 
+    Returns:
+        (total_q, Hq, Dv), contiguous, in the query's dtype (under autocast, in autocast's dtype).
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(*query.shape[:2], value.shape[-1])
+    Raises:
+        ValueError: shapes, devices or values that do not fit, or an unknown backend; the message restates the call.
+        TypeError: an argument of the wrong type, or tensors of mixed or unsupported dtypes.
+        RuntimeError: forward-mode or second differentiation.
 
-
-def _fake_backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return tuple(
-        (torch.empty_like(t) if at < 3 else t.new_empty(t.shape)) if t is not None and needed else absent(grad_out)
-        for at, (t, needed) in enumerate(zip(args[:_DIFFERENTIABLE], args[-1], strict=True))
+    >>> query, key, value = torch.randn(3, 10, 4, 64).unbind()
+    >>> cu_seq = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    >>> sigmoid_varlen_attention(query, key, value, cu_seq, cu_seq, 7, 7, is_causal=True).shape
+    torch.Size([10, 4, 64])
+    """
+    query, key, value = cast_operands(query, key, value)
+    validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, query=query, key=key, value=value)
+    validation.sequence_offsets(_NAME, query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
+    max_q, max_k = validation.count(_NAME, "max_q", max_q), validation.count(_NAME, "max_k", max_k)
+    batch, heads = len(cu_seq_q) - 1, query.shape[1]
+    if bias is not None:
+        validation.bias(_NAME, bias, query, (batch, heads, 1, 1), advice=_BIAS_ADVICE)
+    if attn_mask is not None:
+        validation.mask(_NAME, attn_mask, query, mask_target(batch, heads, max_q, max_k), "(B, Hq, max_q, max_k)")
+    if alibi_slopes is not None:
+        validation.slopes(_NAME, alibi_slopes, query, batch, heads)
+    dropout_p, scale, window = validation.numbers(_NAME, dropout_p, scale, window)
+    validation.choice(_NAME, "backend", backend, tuple(VARLEN.backends))
+    return checked_varlen_attention(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale=scale,
+        window=window,
+        is_causal=is_causal,
+        bias=bias,
+        attn_mask=attn_mask,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        softcap=validation.softcap(_NAME, softcap),
+        backend=backend,
     )
 
 
-_library.impl("varlen_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("varlen_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("sigattn::varlen_forward", _fake_forward, lib=_library)
-torch.library.register_fake("sigattn::varlen_backward", _fake_backward, lib=_library)
-autograd.register(
-    _library,
-    torch.ops.sigattn.varlen_forward.default,
-    torch.ops.sigattn.varlen_backward.default,
-    differentiable=_DIFFERENTIABLE,
-)
-for _op in (torch.ops.sigattn.varlen_forward.default, torch.ops.sigattn.varlen_backward.default):
-    custom_ops.register_vmap_by_slices(_library, _op)
-flops.register("varlen_forward", "varlen_backward")
+def mask_target(batch: int, heads: int, max_q: int, max_k: int) -> tuple[int | None, ...]:
+    """Return the shape that a mask broadcasts to; None for a symbolic length, which the op checks."""
+    return (batch, heads, *(n if isinstance(n, int) else None for n in (max_q, max_k)))
 
 
-def call(problem: VarlenProblem, backend: str) -> Tensor:
-    """Return the output of a packed problem, computed by a backend; differentiable."""
-    out: Tensor = torch.ops.sigattn.varlen_forward.default(*problem, backend)
-    return out
+def checked_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    is_causal: bool = False,
+    bias: float | Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    backend: str | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Compute ``sigmoid_varlen_attention`` of checked arguments.
+
+    Args:
+        query, key, value, …: as in ``sigmoid_varlen_attention``.
+        precision: "accurate" or "fast"; None for the process-wide setting.
+        deterministic: if True, gradients repeat bitwise.
+    """
+    left, right = combine_window(window, is_causal)
+    b = bias_tensor(bias, query, 4)
+    problem = VarlenProblem(
+        query,
+        key,
+        value,
+        b if b is None or not b.dim() else b[..., 0, 0],
+        None if attn_mask is None else at_least(attn_mask, 4),
+        two_sided_slopes(alibi_slopes),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        new_seed(dropout_p, query.device),
+        max_seqlen_q,
+        max_seqlen_k,
+        scale,
+        left,
+        right,
+        dropout_p,
+        settings.is_fast(precision),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        softcap,
+    )
+    return VARLEN(problem, backend)

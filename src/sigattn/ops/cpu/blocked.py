@@ -91,17 +91,17 @@ def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradi
     """
     if (dtype := short.plan(problem)) is not None:
         return short.backward(problem, dtype, grad_out, needs_grad)
-    sums = _Sums(problem, needs_grad)
+    sums = GradientSums(problem, needs_grad)
     if grad_out.numel() and problem.key.shape[2]:
         for group in groups(problem):
             _backward_group(group, group.queries_of(grad_out), sums)
     return sums.result(problem)
 
 
-class _Sums:
+class GradientSums:
     """Buffers of the gradients; those of bias, mask and slopes are summed over tiles in float32 or better."""
 
-    def __init__(self, problem: Problem, needs_grad: NeedsGrad) -> None:
+    def __init__(self, problem: Problem | VarlenProblem, needs_grad: NeedsGrad) -> None:
         def zeros(t: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
             return torch.zeros(t.shape, dtype=dtype, device=problem.query.device) if needed and t is not None else None
 
@@ -116,7 +116,9 @@ class _Sums:
             needs_grad.query or needs_grad.key or needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
         )
 
-    def result(self, problem: Problem) -> Gradients:
+    def result(self, problem: Problem | VarlenProblem) -> Gradients:
+        """Return the gradients in the dtypes of the problem's tensors."""
+
         def cast(t: Tensor | None, like: Tensor | None) -> Tensor | None:
             return t if t is None or like is None else t.to(like.dtype)
 
@@ -130,7 +132,7 @@ class _Sums:
         )
 
 
-def _backward_group(group: Group, grad_out: Tensor, sums: _Sums) -> None:  # grad_out: (G, rep, N, Dv)
+def _backward_group(group: Group, grad_out: Tensor, sums: GradientSums) -> None:  # grad_out: (G, rep, N, Dv)
     if group.problem.seed is not None:
         grad_out = grad_out * group.problem.keep_scale
     grad_query = torch.zeros_like(group.query, dtype=group.accumulator) if sums.query is not None else None
@@ -155,7 +157,9 @@ def _backward_group(group: Group, grad_out: Tensor, sums: _Sums) -> None:  # gra
         target.copy_(grad_query.mul_(group.problem.scale_value).view(target.shape))
 
 
-def _backward_tile(group: Group, grad_out: Tensor, rows: Span, columns: Span, sums: _Sums) -> tuple[Tensor, Tensor]:
+def _backward_tile(
+    group: Group, grad_out: Tensor, rows: Span, columns: Span, sums: GradientSums
+) -> tuple[Tensor, Tensor]:
     """Return the weights (after dropout, unscaled) and the gradient of scale · Q Kᵀ of one tile, both transposed."""
     p = group.tile(rows, columns, transposed=True)  # (G, C, rep·R)
     if sums.only_value and group.problem.seed is None:
@@ -174,7 +178,7 @@ def _backward_tile(group: Group, grad_out: Tensor, rows: Span, columns: Span, su
     return p, d
 
 
-def _add_small_gradients(group: Group, d: Tensor, rows: Span, columns: Span, sums: _Sums) -> None:
+def _add_small_gradients(group: Group, d: Tensor, rows: Span, columns: Span, sums: GradientSums) -> None:
     """Add the sums of a tile's logit gradient (nb, nh, rep, R, C) to the gradients of bias, mask and slopes."""
     for total in (sums.bias, sums.attn_mask):
         if total is not None:

@@ -35,7 +35,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
     if not custom_ops.can_bypass_dispatcher((query, key, value)):
         return None
     keep_memory_warm()
-    together = FEW // sample if sample <= COPIED or (_is_folded(key) and _is_folded(value)) else 1
+    together = FEW // sample if sample <= COPIED or (can_fold_heads(key) and can_fold_heads(value)) else 1
     if batch <= together:
         return _attend(query, key, value, bias, scale)
     out = query.new_empty(batch, 1, query.shape[2], value.shape[3])
@@ -56,13 +56,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float
     return out if out.dtype is query.dtype else out.to(query.dtype)
 
 
-def _is_folded(t: Tensor) -> bool:
+def can_fold_heads(t: Tensor) -> bool:
     """Return True if samples and heads of (B, M, H, E) are one dimension in memory (order (B, H, M, E))."""
     return t.stride(0) == t.shape[2] * t.stride(2)
 
 
 def _by_head(t: Tensor, heads: int) -> Tensor:  # (B, M, H, E) → (B · H, M, E)
     batch, keys, _, width = t.shape
-    if batch == 1 or _is_folded(t):
+    if batch == 1 or can_fold_heads(t):
         return t.as_strided((heads, keys, width), (t.stride(2), t.stride(1), t.stride(3)))
     return t.transpose(1, 2).reshape(heads, keys, width)

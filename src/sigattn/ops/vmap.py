@@ -1,0 +1,81 @@
+"""Rules of ``torch.vmap``: calls for each slice, or for the dense operator one call with a larger batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from sigattn.ops.gradients import NeedsGrad
+from sigattn.ops.problem import Problem
+
+Rule = Callable[[OpOverload, int, Sequence[int | None], Sequence[Any]], tuple[Any, Any]]
+_FOLDED = 7  # query, key, value, bias, attn_mask, alibi_slopes and key_lengths have a batch dimension
+
+
+def register(library: torch.library.Library, op: OpOverload, rule: Rule) -> None:
+    """Register a rule, called with the op, the number of slices, the mapped dimension of each argument, and these."""
+
+    def kernel(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        return rule(op, info.batch_size, [d if isinstance(d, int) else None for d in in_dims], args)
+
+    torch.library.register_vmap(op, kernel, lib=library)
+
+
+def by_slices(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Apply an op to each slice and stack the results."""
+    slices = []
+    for i in range(size):
+        pairs = zip(args, in_dims, strict=True)
+        slices.append(op(*(a.select(d, i) if isinstance(a, Tensor) and d is not None else a for a, d in pairs)))
+    if isinstance(slices[0], Tensor):
+        return torch.stack(slices), 0
+    return tuple(torch.stack(s) for s in zip(*slices, strict=True)), (0,) * len(slices[0])
+
+
+def dense_forward(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Merge the mapped dimension into the batch of the dense operator, if all slices may be one problem."""
+    if not _may_fold(args, in_dims):
+        return by_slices(op, size, in_dims, args)
+    out = op(*_fold_batches(size, in_dims, args), *args[_FOLDED:])
+    return out.unflatten(0, (size, -1)), 0
+
+
+def dense_backward(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Merge the mapped dimension into the batch, unless gradients are summed over the batch (bias, mask, slopes)."""
+    grad_out, problem, needs_grad = args[0], args[1:-1], NeedsGrad(*args[-1])
+    if not _may_fold(problem, in_dims[1:-1]) or any(needs_grad[3:]):
+        return by_slices(op, size, in_dims, args)
+    folded = _fold_batches(size, in_dims[1:], problem)
+    (grad_out,) = _fold_batches(size, in_dims[:1], [grad_out], batch=len(folded[0]) // size)
+    gradients = op(grad_out, *folded, *problem[_FOLDED:], args[-1])
+    per_slice = (g.unflatten(0, (size, -1)) if g.dim() > 1 else g.expand(size, 0) for g in gradients)
+    return tuple(per_slice), (0,) * len(gradients)
+
+
+def _may_fold(args: Sequence[Any], in_dims: Sequence[int | None]) -> bool:
+    """Return False if slices must drop the same weights with one seed, or with block masks or biases by slice."""
+    p, dims = Problem(*args[:-1]), Problem(*in_dims[:-1])  # type: ignore[arg-type]
+    bias_is_number = dims.bias is not None and p.bias is not None and p.bias.dim() == 1
+    return p.seed is None and p.mask_table is None and not bias_is_number
+
+
+def _fold_batches(size: int, in_dims: Sequence[int | None], args: Sequence[Any], batch: int | None = None) -> list[Any]:
+    """Merge the mapped dimension into the batch, size · B, of the leading tensors.
+
+    A bias, mask or slopes that broadcast along both dimensions are returned unchanged.
+    """
+    if batch is None:
+        batch = args[0].shape[0 if in_dims[0] != 0 else 1]
+    folded: list[Any] = []
+    for name, t, d in zip(Problem._fields[:_FOLDED], args, in_dims, strict=False):
+        may_broadcast = name in ("bias", "attn_mask", "alibi_slopes")
+        if t is None or (d is None and may_broadcast and (t.dim() == 0 or t.shape[0] == 1)):
+            folded.append(t)
+            continue
+        t = t.unsqueeze(0) if d is None else t.movedim(d, 0)  # (size or 1, B or 1, …)
+        folded.append(t.expand(size, batch, *t.shape[2:]).reshape(size * batch, *t.shape[2:]))
+    return folded
