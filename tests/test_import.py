@@ -26,7 +26,7 @@ def test_import_works_where_only_torch_is_installed():
         "import sigattn, sigattn.flash, sigattn.nn\n"
         "from sigattn.models import autoencoder, language, saving, sequence, speech, vision\n"
         "from sigattn.recipes import registry\n"
-        "saving.build(registry.find('lm-kappa-1-tiny').model)"
+        "saving.build(registry.find_recipe('lm-kappa-1-tiny').model)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
