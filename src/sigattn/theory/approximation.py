@@ -135,12 +135,9 @@ class UniversalApproximator(nn.Module):
     # -- the parts ----------------------------------------------------------------------------------------------------
 
     def _quantise(self) -> list[nn.Module]:
-        """Return the layers that round down: for coordinate a and line k, t ↦ k if k ≤ t < k + 1."""
-        d = self.mapping.d
+        """Return the layers that round down: for each coordinate and line k, t ↦ k if k ≤ t < k + 1."""
         layers: list[nn.Module] = []
-        for a in range(d):
-            along = torch.zeros(d, dtype=torch.float64)
-            along[a] = 1
+        for along in torch.eye(self.mapping.d, dtype=torch.float64):
             for k in range(self.mapping.inverse_delta):
                 # -ramp(t - k) + ramp(t - k - 1) + step(t - k - 1) is k - t inside the cell and 0 elsewhere
                 layers.append(
@@ -232,12 +229,9 @@ class UniversalApproximator(nn.Module):
 
     def _clamp(self) -> list[nn.Module]:
         """Return the layers min(t, B) and max(t, -B) for each coordinate; B exceeds every value of the target."""
-        d = self.mapping.d
         layers: list[nn.Module] = []
         limit = 1.01 * self.bound * self.mapping.inverse_delta
-        for a in range(d):
-            along = torch.zeros(d, dtype=torch.float64)
-            along[a] = 1
+        for along in torch.eye(self.mapping.d, dtype=torch.float64):
             for sign in (1.0, -1.0):
                 layers.append(
                     FeedForward(

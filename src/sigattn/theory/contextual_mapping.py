@@ -12,9 +12,11 @@ so that each token ends with a number that no other token of the sequence and no
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,68 +277,64 @@ class Verification:
     @classmethod
     def of(cls, m: ContextualMapping) -> Verification:
         """Check every statement on every input of mapping m."""
-        return cls._of_tensors(m) if m.fits_int64 else cls._of_lists(m)
-
-    @classmethod
-    def _of_tensors(cls, m: ContextualMapping) -> Verification:
-        result, n, unit = cls(m.inputs), m.n, m.c**m.n
-        given = m.all_inputs_tensor()
-        l = m.batched_selective_shifts(given)
-        q = m.batched_global_shift(l)
-        columns, before = l.unbind(1), given.unbind(1)
-        for statement, formula in ((cls.FORMULA, m.closed_form), (cls.PRINTED, m.closed_form_as_printed)):
-            result._count(statement, (torch.stack(formula(before), 1) == l).all(1))
-        result._count(cls.INCREASING, (l.diff(dim=1) > 0).all(1))
-        for j in range(2, n + 1):
-            result._count(cls.LOWER, columns[j - 1] > m.c**j)
-            if j < n:
-                result._count(cls.UPPER, columns[j - 1] < m.c ** (j + 1))
-        result._count(cls.LAST, (l[:, :-1] <= unit).all(1) & (l[:, -1] > unit))
-        result._count(cls.LAST_INDEX_BOUND, l[:, -1] < m.c ** (n + 1))
-        result._count(cls.SHIFT, (q == l + m.c ** (n + 1) * l[:, -1:]).all(1))
-        result._count(cls.WITHIN, (q.sort(1).values.diff(dim=1) > 0).all(1))
-        result._between(cls.ONE_TO_ONE, m.inputs, len(l[:, -1].unique()))
-        result._between(cls.BETWEEN, q.numel(), len(q.unique()))
-        result._count(cls.AS_PRINTED, (l.max() - l.min() < unit).view(1))
-        return result
-
-    @classmethod
-    def _of_lists(cls, m: ContextualMapping) -> Verification:
-        result, n, unit = cls(m.inputs), m.n, m.c**m.n
-        shifted = m.all_selectively_shifted()
-        last, final = set(), set()
-        for given, l in zip(m.all_inputs(), shifted, strict=True):
-            result._count(cls.FORMULA, l == m.closed_form(given))
-            result._count(cls.PRINTED, l == m.closed_form_as_printed(given))
-            result._count(cls.INCREASING, all(a < b for a, b in itertools.pairwise(l)))
-            for j in range(2, n + 1):
-                result._count(cls.LOWER, l[j - 1] > m.c**j)
-                if j < n:
-                    result._count(cls.UPPER, l[j - 1] < m.c ** (j + 1))
-            result._count(cls.LAST, max(l[:-1]) <= unit < l[-1])
-            result._count(cls.LAST_INDEX_BOUND, l[-1] < m.c ** (n + 1))
-            q = m.global_shift(l)
-            result._count(cls.SHIFT, q == [x + m.c ** (n + 1) * l[-1] for x in l])
-            result._count(cls.WITHIN, len(set(q)) == n)
-            last.add(l[-1])
-            final.update(q)
-        result._between(cls.ONE_TO_ONE, m.inputs, len(last))
-        result._between(cls.BETWEEN, m.inputs * n, len(final))
+        result = cls(m.inputs)
+        if m.fits_int64:
+            batches = [m.all_inputs_tensor()]
+            batches.append(m.batched_selective_shifts(batches[-1]))
+            batches.append(m.batched_global_shift(batches[-1]))
+            result._check(m, *(batch.unbind(1) for batch in batches))
+            shifted, final = (batch.tolist() for batch in batches[1:])
+        else:
+            shifted = m.all_selectively_shifted()
+            final = [m.global_shift(l) for l in shifted]
+            for case in zip(m.all_inputs(), shifted, final, strict=True):
+                result._check(m, *case)
+        result._count_distinct(cls.ONE_TO_ONE, [l[-1] for l in shifted])
+        numbers = [x for l in shifted for x in l]
+        result._count_distinct(cls.BETWEEN, [x for l in final for x in l])
         # the largest difference over all pairs of inputs is that between the smallest and the largest index
-        low, high = min(map(min, shifted)), max(map(max, shifted))
-        result._count(cls.AS_PRINTED, high - low < unit)
+        result._count(cls.AS_PRINTED, max(numbers) - min(numbers) < m.c**m.n)
         return result
+
+    def _check(self, m: ContextualMapping, given: Sequence[Any], l: Sequence[Any], final: Sequence[Any]) -> None:
+        """Check the statements about single inputs.
+
+        Args:
+            given, l, final: the indices before the layers, after the selective shifts and after all layers: n integers
+                each, or n tensors with one entry per input.
+        """
+        n, c = m.n, m.c
+        self._count(self.FORMULA, _all_equal(m.closed_form(given), l))
+        self._count(self.PRINTED, _all_equal(m.closed_form_as_printed(given), l))
+        self._count(self.INCREASING, _all(x < y for x, y in itertools.pairwise(l)))
+        for j in range(2, n + 1):
+            self._count(self.LOWER, l[j - 1] > c**j)
+            if j < n:
+                self._count(self.UPPER, l[j - 1] < c ** (j + 1))
+        self._count(self.LAST, _all(x <= c**n for x in l[:-1]) & (l[-1] > c**n))
+        self._count(self.LAST_INDEX_BOUND, l[-1] < c ** (n + 1))
+        self._count(self.SHIFT, _all_equal(final, [x + c ** (n + 1) * l[-1] for x in l]))
+        self._count(self.WITHIN, _all(x != y for x, y in itertools.combinations(final, 2)))
 
     def _count(self, statement: str, holds: bool | Tensor) -> None:
         cases, true = (holds.numel(), int(holds.sum())) if isinstance(holds, Tensor) else (1, int(holds))
         self.checked[statement] = self.checked.get(statement, 0) + cases
         self.failed[statement] = self.failed.get(statement, 0) + cases - true
 
-    def _between(self, statement: str, numbers: int, different: int) -> None:
-        self.checked[statement] = numbers
-        self.failed[statement] = numbers - different
+    def _count_distinct(self, statement: str, numbers: Sequence[int]) -> None:
+        self.checked[statement] = len(numbers)
+        self.failed[statement] = len(numbers) - len(set(numbers))
 
     @property
     def is_contextual_mapping(self) -> bool:
         """True if both conditions of the definition, (i) and (ii), hold."""
         return not (self.failed[self.WITHIN] or self.failed[self.BETWEEN])
+
+
+def _all(conditions: Iterable[Any]) -> Any:
+    """Return the conjunction of booleans, or elementwise of boolean tensors."""
+    return functools.reduce(operator.and_, conditions)
+
+
+def _all_equal(first: Sequence[Any], second: Sequence[Any]) -> Any:
+    return _all(x == y for x, y in zip(first, second, strict=True))

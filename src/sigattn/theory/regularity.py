@@ -81,7 +81,7 @@ def random_head(
 def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """Return the spectral norm of the Jacobian at x, computed from the whole matrix (for small problems)."""
     jacobian = torch.func.jacrev(function)(x)
-    return torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2).item()
+    return _norm(jacobian.reshape(-1, x.numel())).item()
 
 
 def jacobian_norm_matrix_free(
@@ -112,13 +112,13 @@ def sigmoid_bound(head: Head, x: Tensor) -> float:
 
     σ∞ and σ'∞ are n times the largest σ and σ' of the logits.
     """
-    s = head.logits(x)
-    p = torch.sigmoid(s)
-    n = len(x)
-    sigma, slope = n * p.max(), n * (p * (1 - p)).max()
-    mean_square = x.square().sum(-1).mean()
-    bound = _norm(head.value) * (sigma + 2 * slope * _norm(head.a) * mean_square)
-    return bound.item()
+    return _sigmoid_bound(head, x).item()
+
+
+def _sigmoid_bound(head: Head, x: Tensor) -> Tensor:
+    p = torch.sigmoid(head.logits(x))
+    sigma, slope = len(x) * p.max(), len(x) * (p * (1 - p)).max()
+    return _norm(head.value) * (sigma + 2 * slope * _norm(head.a) * x.square().sum(-1).mean())
 
 
 def softmax_bound(head: Head, x: Tensor) -> float:
@@ -229,8 +229,7 @@ def _ratio(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: float | None) -> Te
     """Return the ratio of the exact norm to the bound as a differentiable tensor."""
     head = Head(q, k, v, bias=bias)
     n, d = x.shape
-    s = head.logits(x)
-    p = torch.sigmoid(s)
+    p = torch.sigmoid(head.logits(x))
     slope = p * (1 - p)
     w = x @ v  # (n, e)
     # dO_i/dx_m = P_im W_v + P'_im w_m z_iᵀ + [i = m] Σ_j P'_ij w_j y_jᵀ, written out because autograd differentiates it
@@ -239,10 +238,7 @@ def _ratio(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: float | None) -> Te
     through_key = torch.einsum("im,me,id->iemd", slope, w, z)
     jacobian = through_key + torch.einsum("im,de->iemd", p, v)
     jacobian = jacobian + torch.einsum("ied,im->iemd", through_query, torch.eye(n, dtype=x.dtype))
-    norm = torch.linalg.matrix_norm(jacobian.reshape(n * v.shape[1], n * d), 2)
-    sigma, sigma_slope = n * p.max(), n * slope.max()
-    bound = _norm(v) * (sigma + 2 * sigma_slope * _norm(head.a) * x.square().sum(-1).mean())
-    return norm / bound
+    return _norm(jacobian.reshape(n * v.shape[1], n * d)) / _sigmoid_bound(head, x)
 
 
 # -- figure "empirical regularity" ------------------------------------------------------------------------------------
