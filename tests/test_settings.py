@@ -115,7 +115,15 @@ def test_a_number_means_something_or_is_refused_by_name(kind, name, value):
 
 def test_the_sweep_reaches_the_command_line_s_settings():
     names = {kind.__name__ for kind in configurations()}
-    assert {"TrainConfig", "Demo", "ComparisonConfig", "Theory", "CpuBenchmark", "SpeechModelConfig", "BYOL"} <= names
+    assert {
+        "TrainConfig",
+        "DemoConfig",
+        "ComparisonConfig",
+        "TheoryConfig",
+        "CpuBenchmark",
+        "SpeechModelConfig",
+        "BYOL",
+    } <= names
     assert len(list(cases())) > 300
     known = {f"{kind.__name__}.{field.name}" for kind in configurations() for field in dataclasses.fields(kind)}
     assert set(ACCEPTED) <= known

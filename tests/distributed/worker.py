@@ -44,7 +44,7 @@ def setting(kind):
         return LanguageModelling(), model, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
     if kind == "vision":
         return Classification(), VISION, Digits()
-    task = SimCLR(hidden=16, outputs=8) if kind == "contrast" else BYOL(hidden=16, outputs=8)
+    task = SimCLR(projector_dim=16, output_dim=8) if kind == "contrast" else BYOL(projector_dim=16, output_dim=8)
     return task, VISION, Digits(num_views=2, labels=False)
 
 

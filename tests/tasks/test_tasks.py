@@ -103,7 +103,7 @@ class TestClassification:
 
 
 class TestSimCLR:
-    task = SimCLR(temperature=0.5, hidden=12, outputs=6)
+    task = SimCLR(temperature=0.5, projector_dim=12, output_dim=6)
 
     def test_loss_is_info_nce(self):
         module = self.task.build(SMALL)
@@ -127,7 +127,7 @@ class TestSimCLR:
 
 
 class TestBYOL:
-    task = BYOL(hidden=12, outputs=6, momentum=0.9, base_batch=4)
+    task = BYOL(projector_dim=12, output_dim=6, momentum=0.9, base_batch_size=4)
 
     def test_loss_over_pairs_of_different_views(self):
         module = self.task.build(SMALL).eval()

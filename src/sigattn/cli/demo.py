@@ -15,12 +15,12 @@ from sigattn.experiments import demo, report
 from sigattn.train.loop import Interrupted, Row
 
 
-def train_demo(options: demo.Demo) -> None:
+def train_demo(options: demo.DemoConfig) -> None:
     """Train one softmax and two sigmoid language models on text (4 to 5 minutes on 2 cores), and write a report."""
     console = Console()
     try:
         with _Display(console, options) as display:
-            runs = demo.run(options, display.update)
+            runs = demo.train_models(options, display.update)
     except Interrupted as stop:
         console.print(f"\n{stop}\nTo resume: sigattn demo --resume --run-folder {options.run_folder}", highlight=False)
         sys.exit(128 + stop.signal)
@@ -38,7 +38,7 @@ class _Display:
 
     EVERY = 50  # steps between plain lines
 
-    def __init__(self, console: Console, options: demo.Demo) -> None:
+    def __init__(self, console: Console, options: demo.DemoConfig) -> None:
         self.console, self.steps = console, options.training.max_steps
         self.progress = Progress(
             TextColumn("{task.description}"),

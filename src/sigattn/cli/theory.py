@@ -11,7 +11,7 @@ from sigattn.experiments import theory_report
 from sigattn.theory.statements import Statement
 
 
-def check_theory(options: theory_report.Theory) -> None:
+def check_theory(options: theory_report.TheoryConfig) -> None:
     """Check every statement of the paper's theory that can be checked by computation (1 to 2 minutes on 2 cores)."""
     console = Console()
 
@@ -23,7 +23,7 @@ def check_theory(options: theory_report.Theory) -> None:
         if s.note:
             console.print(escape(s.note), style="dim", highlight=False)
 
-    found = theory_report.run(options, show)
+    found = theory_report.check_statements(options, show)
     counts = Counter(s.verdict for s in found)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     console.print(f"{len(found)} statements: {summary}", highlight=False)

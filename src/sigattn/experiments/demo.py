@@ -14,7 +14,7 @@ import json
 import platform
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,11 @@ INTRODUCTION = (
 )
 
 
+SIZES = ("max_seq_len", "num_layers", "embed_dim", "num_heads")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Demo:
+class DemoConfig:
     """Settings of the demo.
 
     Attributes:
@@ -68,84 +71,83 @@ class Demo:
     training: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "max_seq_len", "num_layers", "embed_dim", "num_heads")
-
-
-def models(options: Demo) -> dict[str, LanguageModelConfig]:
-    """Return the configurations of the three models by folder name; they differ in activation and bias only."""
-    base = LanguageModelConfig(
-        max_seq_len=options.max_seq_len,
-        num_layers=options.num_layers,
-        embed_dim=options.embed_dim,
-        num_heads=options.num_heads,
-    )
-    return {
-        "softmax": replace(base, activation="softmax"),
-        "sigmoid-log-n": replace(base, activation="sigmoid", attention_bias="log_context"),
-        "sigmoid-no-bias": replace(base, activation="sigmoid", attention_bias=0.0),
-    }
+        check_at_least(1, self, *SIZES)
 
 
 TITLES = {"softmax": "softmax", "sigmoid-log-n": "sigmoid, b = −log n", "sigmoid-no-bias": "sigmoid, b = 0"}
 
 
-def run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
+def model_configs(config: DemoConfig) -> dict[str, LanguageModelConfig]:
+    """Return the configurations of the three models by folder name; they differ in activation and bias only."""
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
+    return {
+        "softmax": LanguageModelConfig(activation="softmax", **sizes),
+        "sigmoid-log-n": LanguageModelConfig(attention_bias="log_context", **sizes),
+        "sigmoid-no-bias": LanguageModelConfig(attention_bias=0.0, **sizes),
+    }
+
+
+def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list[report.Run]:
     """Train the three models, write config.json, report.html and curves.svg, and return the runs of the report.
 
     Args:
-        options: the settings.
+        config: the settings.
         on_row: called with a model's title and the metrics of each step.
 
     Raises:
-        SettingsError: if the settings do not fit together, or the run folder already contains a run.
+        SettingsError: if the settings do not fit together.
+        RunExistsError: if the run folder already contains a run, and it is not to be resumed.
         DataError: if the text is unusable, or the run folder cannot be written.
         CheckpointError, FolderInUseError, Interrupted: as in ``train``.
     """
+    folder = config.run_folder
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*sigmoid attention without a bias")  # intended in one of the models
-        return _run(options, on_row)
+        models = model_configs(config)
+        try:
+            for model in models.values():
+                saving.build(model, "meta")
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        text = TokenText.split(load_text(config.text), config.max_seq_len)
+        facts = describe(config, text)
+        _prepare_folder(folder, config.resume)
+        with lock_folder(folder):
+            runs = [
+                _train(config, name, model, text, facts, functools.partial(on_row, TITLES[name]))
+                for name, model in models.items()
+            ]
+            flat = {f"{group}: {name}": value for group, values in facts.items() for name, value in values.items()}
+            page = report.comparison_page("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, flat)
+            (folder / "report.html").write_text(page)
+            (folder / "curves.svg").write_text(report.curves(runs))
+    return runs
 
 
-def _run(options: Demo, on_row: Callable[[str, Row], None]) -> list[report.Run]:
-    _check(options)
-    text = TokenText.split(load_text(options.text), options.max_seq_len)
-    folder = options.run_folder
-    _prepare_folder(folder, options.resume)
-    with lock_folder(folder):
-        return _train(options, text, on_row)
-
-
-def _train(options: Demo, text: TokenText, on_row: Callable[[str, Row], None]) -> list[report.Run]:
-    folder, facts, runs = options.run_folder, about(options, text), []
+def _train(
+    config: DemoConfig,
+    name: str,
+    model: LanguageModelConfig,
+    text: TokenText,
+    facts: dict[str, Any],
+    on_row: Callable[[Row], None],
+) -> report.Run:
+    folder = config.run_folder
 
     def write_facts(_: int) -> None:
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
 
-    for name, config in models(options).items():
-        title = TITLES[name]
-        model = train(
-            LanguageModelling(),
-            config,
-            options.training,
-            TextData(text, options.max_seq_len),
-            folder / name,
-            resume=options.resume,
-            on_row=functools.partial(on_row, title),
-            on_start=write_facts,
-        )
-        runs.append(report.Run(title, metrics.read_metrics(folder / name / "metrics.jsonl"), sample(model)))
-    page = report.build("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, _flat(facts))
-    (folder / "report.html").write_text(page)
-    (folder / "curves.svg").write_text(report.curves(runs))
-    return runs
-
-
-def _check(options: Demo) -> None:
-    try:
-        for config in models(options).values():
-            saving.build(config, "meta")
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
+    trained = train(
+        LanguageModelling(),
+        model,
+        config.training,
+        TextData(text, config.max_seq_len),
+        folder / name,
+        resume=config.resume,
+        on_row=on_row,
+        on_start=write_facts,
+    )
+    return report.Run(TITLES[name], metrics.read_metrics(folder / name / "metrics.jsonl"), generate_sample(trained))
 
 
 def _prepare_folder(folder: Path, resume: bool) -> None:
@@ -160,7 +162,7 @@ def _prepare_folder(folder: Path, resume: bool) -> None:
         raise RunExistsError(f"the run folder {folder} holds a run already: resume it, or name another folder")
 
 
-def sample(model: nn.Module, length: int = 400) -> str:
+def generate_sample(model: nn.Module, length: int = 400) -> str:
     """Return a text that a model generates from a fixed prompt."""
     prompt = torch.tensor([list(b"The function ")])
     generator = torch.Generator().manual_seed(0)
@@ -169,13 +171,13 @@ def sample(model: nn.Module, length: int = 400) -> str:
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def about(options: Demo, text: TokenText) -> dict[str, Any]:
+def describe(config: DemoConfig, text: TokenText) -> dict[str, Any]:
     """Return settings, versions, machine and text of the demo."""
     return {
-        "model": {name: getattr(options, name) for name in ("max_seq_len", "num_layers", "embed_dim", "num_heads")},
-        "training": asdict(options.training),
+        "model": {name: getattr(config, name) for name in SIZES},
+        "training": asdict(config.training),
         "text": {
-            "source": str(options.text) if options.text else "pydoc_data.topics",
+            "source": str(config.text) if config.text else "pydoc_data.topics",
             "sha256": text.sha256,
             "training_bytes": len(text.training),
             "held_out_bytes": len(text.validation),
@@ -183,7 +185,3 @@ def about(options: Demo, text: TokenText) -> dict[str, Any]:
         "versions": {"sigattn": sigattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": {"processor": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()},
     }
-
-
-def _flat(facts: dict[str, Any]) -> dict[str, Any]:
-    return {f"{group}: {name}": value for group, values in facts.items() for name, value in values.items()}

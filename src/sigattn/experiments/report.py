@@ -68,7 +68,7 @@ def _median(run: Run, key: str) -> float:
     return float(values[len(values) // 2])
 
 
-def build(title: str, introduction: str, runs: Sequence[Run], facts: dict[str, Any]) -> str:
+def comparison_page(title: str, introduction: str, runs: Sequence[Run], facts: dict[str, Any]) -> str:
     """Return the report as an HTML page. ``facts`` are settings and versions, shown as a table."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name, _ in TABLE)
     body = "".join(

@@ -26,7 +26,7 @@ from sigattn.validation import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Theory:
+class TheoryConfig:
     """Settings of the checks.
 
     Attributes:
@@ -46,20 +46,20 @@ class Theory:
         check_at_least(1, self, "trials")
 
 
-def run(options: Theory, show: Callable[[Statement], None]) -> list[Statement]:
+def check_statements(config: TheoryConfig, show: Callable[[Statement], None]) -> list[Statement]:
     """Check every statement, call ``show`` with each result, and write the report if one is configured."""
-    if options.report is not None:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
+    if config.report is not None:
+        config.report.parent.mkdir(parents=True, exist_ok=True)
     found = []
-    for statement in check_all(options.limit, options.longest):
+    for statement in check_all(config.limit, config.longest):
         show(statement)
         found.append(statement)
-    if options.report is not None:
-        options.report.write_text(page(found, options.trials))
+    if config.report is not None:
+        config.report.write_text(theory_page(found, config.trials))
     return found
 
 
-def page(statements: Sequence[Statement], trials: int) -> str:
+def theory_page(statements: Sequence[Statement], trials: int) -> str:
     """Return the table and the figure as an HTML page."""
     head = "".join(f"<th>{name}</th>" for name in ("statement", "where", "cases", "verdict", "details"))
     rows = "".join(
@@ -87,7 +87,7 @@ def regularity_figure(trials: int) -> str:
         for axes, hybrid in zip(row, (False, True), strict=True):
             for activation, colour in zip(("sigmoid", "softmax"), report.COLOURS, strict=False):
                 rows = [r for r in found if (r["activation"], r["hybrid_norm"]) == (activation, hybrid)]
-                _curve(axes, rows, activation, colour)
+                _plot_norms(axes, rows, activation, colour)
             axes.set(xscale="log", yscale="log", title="with hybrid-norm" if hybrid else "without hybrid-norm")
             axes.set_ylabel("Jacobian norm, " + ("variance 1/d" if std is None else f"std {std}"))
             axes.grid(alpha=0.25)
@@ -98,7 +98,7 @@ def regularity_figure(trials: int) -> str:
     return report.svg(figure)
 
 
-def _curve(axes: Any, rows: list[dict[str, Any]], activation: str, colour: str) -> None:
+def _plot_norms(axes: Any, rows: list[dict[str, Any]], activation: str, colour: str) -> None:
     lengths = sorted({r["n"] for r in rows})
     norms = [[r["norm"] for r in rows if r["n"] == n] for n in lengths]
     axes.plot(lengths, [statistics.mean(x) for x in norms], color=colour, label=activation, marker="o", ms=3)

@@ -128,7 +128,7 @@ class Recipe:
         if isinstance(model, MaskedAutoencoderConfig):
             model = replace(model, decoder_num_layers=1, decoder_embed_dim=64, decoder_num_heads=4)
         if isinstance(task, (SimCLR, BYOL)):
-            task = replace(task, hidden=128, outputs=32)
+            task = replace(task, projector_dim=128, output_dim=32)
         usual = {"warmup_steps": steps // 10, "validate_every": steps // 2, "checkpoint_every": steps // 2}
         small: dict[str, Any] = {"model": model, "task": task, "paper": ""}
         small["data"] = replace(self.data, **data)

@@ -40,43 +40,40 @@ class BYOL(Task):
     """2 - 2 cos(prediction, teacher), averaged over all pairs of different views. A batch is views, (B, C, H, W) each.
 
     The teacher gets the first two views (the large ones of DINO's multi-crop), the student all of them.
-    Metrics: ``loss``, and ``spread``: the standard deviation of the normalised projections' features times √outputs,
+    Metrics: ``loss``, and ``spread``: the standard deviation of the normalised projections' features times √output_dim,
     which is 1 for projections uniform on the sphere and 0 for collapsed ones.
 
     Attributes:
-        momentum: decay of the teacher's moving average at a batch size of ``base_batch``; at κ times that size it is
-            momentum^κ (Busbridge et al., 2023).
-        base_batch: batch size for which ``momentum`` is given.
-        hidden: hidden features of projector and predictor; not stated in the paper, this is MoCo v3's value.
-        outputs: output features of projector and predictor.
+        momentum: decay of the teacher's moving average at a batch size of ``base_batch_size``; at κ times that size it
+            is momentum^κ (Busbridge et al., 2023).
+        base_batch_size: batch size for which ``momentum`` is given.
+        projector_dim: hidden features of projector and predictor; not stated in the paper, this is MoCo v3's value.
+        output_dim: output features of projector and predictor.
     """
 
     momentum: float = 0.996
-    base_batch: int = 256
-    hidden: int = 4096
-    outputs: int = 256
+    base_batch_size: int = 256
+    projector_dim: int = 4096
+    output_dim: int = 256
     metric = "loss"
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum <= 1:
             raise SettingsError(f"momentum must lie in [0, 1], got {self.momentum}")
-        check_at_least(1, self, "base_batch", "hidden", "outputs")
+        check_at_least(1, self, "base_batch_size", "projector_dim", "output_dim")
 
     def build(self, model: ViTConfig) -> nn.Module:
         """Return student (backbone and projector), predictor and teacher."""
-        student = Projected(replace(model, num_classes=0), [self.hidden, self.hidden, self.outputs])
-        return StudentAndTeacher(student, projector([self.outputs, self.hidden, self.outputs]))
+        student = Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
+        return StudentAndTeacher(student, projector([self.output_dim, self.projector_dim, self.output_dim]))
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the student's backbone."""
-        inner: Any = module
-        found: nn.Module = inner.student.backbone
-        return found
+        return module.get_submodule("student.backbone")
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean over the pairs of a student's view and a different view of the teacher's."""
-        loss, _ = self._compare(module, batch)
-        return loss
+        return self._compare(module, batch)[0]
 
     def _compare(self, module: Any, views: Batch) -> tuple[Tensor, Tensor]:
         predictions, targets = module(views)
@@ -91,16 +88,15 @@ class BYOL(Task):
             one, targets = self._compare(module, views)
             loss, count = loss + one.item() * len(views[0]), count + len(views[0])
             projections.append(targets)
-        spread = torch.cat(projections).std(0).mean().item() * self.outputs**0.5 if projections else 0.0
+        spread = torch.cat(projections).std(0).mean().item() * self.output_dim**0.5 if projections else 0.0
         return {"loss": loss / max(count, 1), "spread": spread}
 
     @torch.no_grad()
     def after_step(self, module: nn.Module, samples: int) -> None:
         """Update the teacher's moving average of the student's weights and batch-norm statistics."""
-        inner: Any = module
-        weight = 1 - self.momentum ** (samples / self.base_batch)
-        pairs = zip(inner.teacher.state_dict().values(), inner.student.state_dict().values(), strict=True)
-        for slow, fast in pairs:
+        weight = 1 - self.momentum ** (samples / self.base_batch_size)
+        states = (module.get_submodule(name).state_dict().values() for name in ("teacher", "student"))
+        for slow, fast in zip(*states, strict=True):
             if slow.is_floating_point():
                 slow.lerp_(fast.to(slow.dtype), weight)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -35,10 +34,3 @@ class KSummation(Task):
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean squared error."""
         return F.mse_loss(module(batch[0]).float(), batch[1])
-
-    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        total = count = 0.0
-        for batch in batches:
-            total += self.loss(module, batch).item() * len(batch[0])
-            count += len(batch[0])
-        return {"loss": total / max(count, 1)}

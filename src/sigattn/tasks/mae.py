@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +28,13 @@ class MaskedAutoencoding(Task):
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the encoder."""
-        inner: Any = module
-        found: nn.Module = inner.encoder
-        return found
+        return module.get_submodule("encoder")
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the reconstruction error of the masked patches (``reconstruction_error``)."""
         return reconstruction_error(batch[0], *module(batch[0]))
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        total, count = 0.0, 0
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            for batch in batches:
-                total += self.loss(module, batch).item() * len(batch[0])
-                count += len(batch[0])
-        return {"loss": total / max(count, 1)}
+            return super().evaluate(module, batches)

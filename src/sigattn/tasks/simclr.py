@@ -27,9 +27,8 @@ class Projected(nn.Module):
         self.projector = projector([model.embed_dim, *widths])
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the projections of images, (B, C, H, W) → (B, outputs)."""
-        projected: Tensor = self.projector(self.backbone(images))
-        return projected
+        """Return the projections of images, (B, C, H, W) → (B, output_dim)."""
+        return self.projector(self.backbone(images))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,28 +40,26 @@ class SimCLR(Task):
 
     Attributes:
         temperature: divisor of the similarities.
-        hidden: hidden features of the projector.
-        outputs: output features of the projector.
+        projector_dim: hidden features of the projector.
+        output_dim: output features of the projector.
     """
 
     temperature: float = 0.2
-    hidden: int = 4096
-    outputs: int = 256
+    projector_dim: int = 4096
+    output_dim: int = 256
     metric = "retrieval"
 
     def __post_init__(self) -> None:
         check_positive(self, "temperature")
-        check_at_least(1, self, "hidden", "outputs")
+        check_at_least(1, self, "projector_dim", "output_dim")
 
     def build(self, model: ViTConfig) -> nn.Module:
         """Return backbone and projector."""
-        return Projected(replace(model, num_classes=0), [self.hidden, self.hidden, self.outputs])
+        return Projected(replace(model, num_classes=0), [self.projector_dim, self.projector_dim, self.output_dim])
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the backbone without the projector."""
-        inner: Any = module
-        found: nn.Module = inner.backbone
-        return found
+        return module.get_submodule("backbone")
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean InfoNCE of both views."""
@@ -79,7 +76,7 @@ class SimCLR(Task):
         """
         first, second = batch
         z = F.normalize(module(torch.cat([first, second])).float(), dim=-1)
-        views = [collect(v) for v in z.chunk(2)]  # each (B, outputs)
+        views = [collect(v) for v in z.chunk(2)]  # each (B, output_dim)
         all_views, offset = torch.cat([v for v, _ in views]), views[0][1]
         total, index = len(all_views) // 2, torch.arange(len(z) // 2, device=z.device) + offset
         own = torch.cat([index, index + total])

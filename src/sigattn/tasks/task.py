@@ -28,12 +28,16 @@ class Task(ABC):
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch, a scalar."""
 
-    @abstractmethod
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the metrics over held-out batches, by name.
+        """Return the metrics over held-out batches, by name; the default is ``loss``, averaged over the samples.
 
         The caller puts the module in evaluation mode and disables gradients.
         """
+        total = count = 0.0
+        for batch in batches:
+            total += self.loss(module, batch).item() * len(batch[0])
+            count += len(batch[0])
+        return {"loss": total / max(count, 1)}
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the model without the objective's additional layers: the part that is saved after training."""
