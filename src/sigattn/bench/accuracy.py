@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from sigattn.bench import gpu, provenance
 from sigattn.bench.baselines import IMPLEMENTATIONS, error_line, reset_compiled
 from sigattn.bench.inputs import DTYPES, Options
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import new_table, number, print_path
+from sigattn.bench.tables import print_path, print_rows
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
+_COLUMNS = {
+    "n": ("n", "d"),
+    "": ("implementation", ""),
+    "P, mean": ("weights_mean", ".1e"),
+    "P, largest": ("weights_max", ".1e"),
+    "O": ("output", ".1e"),
+}
 _MAX_QUADRATIC = 20_000  # keys up to which implementations that materialise the weights are measured
 
 
@@ -70,7 +75,8 @@ def benchmark_accuracy(config: AccuracyBenchmark) -> dict[str, Any]:
             results.add((n, dtype), measure(config, n, dtype, results.data["absent"]))
         rows = results.data["rows"]
     for dtype in config.dtypes:
-        Console().print(error_table(rows, dtype))
+        own = [row for row in rows if row["dtype"] == dtype]
+        print_rows(f"{dtype}: error relative to float64, b = -log n", own, _COLUMNS)
     if config.plot:
         plot_errors(rows, config)
     print_path(config.results)
@@ -127,15 +133,6 @@ def measure(config: AccuracyBenchmark, n: int, dtype: str, absent: dict[str, str
             }
         )
     return rows
-
-
-def error_table(rows: list[dict[str, Any]], dtype: str) -> Table:
-    """Return a table of the rows of one dtype."""
-    table = new_table(f"{dtype}: error relative to float64, b = -log n", ("",), ("n", "P, mean", "P, largest", "O"))
-    for r in (r for r in rows if r["dtype"] == dtype):
-        numbers = (number(r[key], ".1e") for key in ("weights_mean", "weights_max", "output"))
-        table.add_row(r["implementation"], str(r["n"]), *numbers)
-    return table
 
 
 def plot_errors(rows: list[dict[str, Any]], config: AccuracyBenchmark) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sigattn
-from sigattn import flash
 from sigattn.bench import reference
 from sigattn.bench.inputs import Inputs, Options
 from sigattn.bench.provenance import BenchmarkError
@@ -72,12 +71,7 @@ class Implementation:
 def checked_passes(
     implementation: Implementation, inputs: Inputs, *, backward: bool = True
 ) -> tuple[dict[str, Callable[[], object]], tuple[float, float | None]]:
-    """Check an implementation against the reference.
-
-    Args:
-        implementation: checked with its backward pass, if it has one.
-        inputs: the problem.
-        backward: False omits the backward pass.
+    """Check an implementation against the reference, with its backward pass if it has one and ``backward`` is True.
 
     Returns:
         The calls to time, and the relative errors of the output and of the worst gradient. The calls are FORWARD
@@ -103,6 +97,39 @@ def checked_passes(
     }, errors
 
 
+def available_passes(
+    implementations: Mapping[str, Implementation],
+    inputs: Inputs,
+    absent: dict[str, str],
+    suffix: str = "",
+    *,
+    backward: bool = True,
+    checks: int = 1,
+) -> tuple[dict[str, dict[str, Callable[[], object]]], dict[str, tuple[float, float | None]]]:
+    """Check implementations with ``checked_passes``, ``checks`` times.
+
+    Returns:
+        The calls by pass and name, and the errors by name, of those that can run and are correct. ``absent`` receives
+        the reasons of the others, by name and suffix.
+    """
+    passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
+    errors = {}
+    for name, implementation in implementations.items():
+        reason = implementation.unavailable(inputs.query.device, inputs.query.dtype, inputs.options)
+        try:
+            for _ in range(checks if reason is None else 0):
+                calls, errors[name] = checked_passes(implementation, inputs, backward=backward)
+        except Exception as error:  # baselines raise various errors
+            reason = error_line(error)
+        if reason is not None:
+            absent[name + suffix] = reason
+            errors.pop(name, None)
+            continue
+        for direction, call in calls.items():
+            passes[direction][name] = call
+    return passes, errors
+
+
 def error_line(error: Exception) -> str:
     """Return type and first line of an exception, for the results."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -118,9 +145,10 @@ def ratio_to_fastest_softmax(timing: Timing) -> float | None:
 
 
 def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
-    """Compile with ``torch.compile``; raise where it would run the function eagerly, as after too many recompilations.
+    """Compile with ``torch.compile`` at the first call; raise where it would run the function eagerly.
 
-    Otherwise an eager formula or FlexAttention would be timed under the name of the compiled one.
+    It does so after too many recompilations. An eager formula or FlexAttention would then be timed under the name of
+    the compiled one.
     """
 
     @functools.wraps(function)
@@ -129,11 +157,15 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable
             raise BenchmarkError(f"torch.compile ran {function.__name__} eagerly")
         return function(*args, **options)
 
-    import torch._functorch.config
+    @functools.cache
+    def compile_once() -> Callable[..., Any]:
+        import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # a kept graph is differentiated many times
-    result: Callable[..., Any] = torch.compile(traced, fullgraph=True, dynamic=dynamic)
-    return result
+        torch._functorch.config.donated_buffer = False  # a kept graph is differentiated many times
+        result: Callable[..., Any] = torch.compile(traced, fullgraph=True, dynamic=dynamic)
+        return result
+
+    return lambda *args: compile_once()(*args)
 
 
 def reset_compiled() -> None:
@@ -159,16 +191,6 @@ def naive_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
     return (p.tril() if o.causal else p) @ v
 
 
-@functools.cache
-def _compiled_naive() -> Callable[..., Any]:
-    return compiled(naive_sigmoid)
-
-
-def _compiled_naive_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    out: Tensor = _compiled_naive()(q, k, v, o)
-    return out
-
-
 def _sigattn(backend: str | None) -> AttentionFunction:
     def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
         return sigattn.sigmoid_attention(
@@ -176,14 +198,6 @@ def _sigattn(backend: str | None) -> AttentionFunction:
         )
 
     return call
-
-
-def _sigattn_fast(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = flash.flash_attn_func(
-        q, k, v, causal=o.causal, alibi_slopes=o.slopes, sigmoid_bias=o.bias, sigmoid_precision="fast", backend="triton"
-    )
-    return out.transpose(1, 2)
 
 
 def _sdpa(backend: str) -> AttentionFunction:
@@ -238,68 +252,42 @@ def _flex_attention(softmax: bool) -> AttentionFunction:
     return call
 
 
-def _flash_layout(module: str, name: str, **options: Callable[[Options], Any]) -> AttentionFunction:
-    """Return a function of another package that takes flash-attn's layout, (B, n, H, D)."""
+def _flash_layout(module: str, name: str, options: dict[str, str], **fixed: Any) -> AttentionFunction:
+    """Return a function in flash-attn's layout, (B, n, H, D); ``options`` maps arguments to attributes of Options."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
         function = getattr(importlib.import_module(module), name)
-        given = {key: value(o) for key, value in options.items()}
-        out = function(*(t.transpose(1, 2) for t in (q, k, v)), **given)
+        given = {argument: getattr(o, attribute) for argument, attribute in options.items()}
+        out = function(*(t.transpose(1, 2) for t in (q, k, v)), **given, **fixed)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return call
 
 
-def _causal(o: Options) -> bool:
-    return o.causal
-
-
-def _slopes(o: Options) -> Tensor | None:
-    return o.slopes
-
-
-def _bias(o: Options) -> float:
-    return o.bias
-
-
 OURS, SDPA, NAIVE, COMPILED_NAIVE = "sigattn", "SDPA softmax", "naive sigmoid", "compiled naive sigmoid"
+_SOFTMAX_OPTIONS = {"causal": "causal", "alibi_slopes": "slopes"}
+_SIGMOID_OPTIONS = {**_SOFTMAX_OPTIONS, "sigmoid_bias": "bias"}
+_FAST = _flash_layout("sigattn.flash", "flash_attn_func", _SIGMOID_OPTIONS, sigmoid_precision="fast", backend="triton")
+_FLASH_2 = _flash_layout("flash_attn", "flash_attn_func", _SOFTMAX_OPTIONS)
+_FLASH_3 = _flash_layout("flash_attn_interface", "flash_attn_func", {"causal": "causal"})
+_FLASH_SIGMOID = _flash_layout("flash_sigmoid", "flash_attn_func", _SIGMOID_OPTIONS)
+_TRITON_SIGMOID = _flash_layout("triton_sigmoid", "sigmoid_attention", {"is_causal": "causal", "sigmoid_bias": "bias"})
 IMPLEMENTATIONS = {
     OURS: Implementation(False, _sigattn("triton"), "triton", cpu=True, alibi=True),
-    "sigattn fast": Implementation(False, _sigattn_fast, "triton", alibi=True),
+    "sigattn fast": Implementation(False, _FAST, "triton", alibi=True),
     "cuDNN softmax": Implementation(True, _sdpa("CUDNN_ATTENTION"), dtypes=_HALF),
     "flash softmax": Implementation(True, _sdpa("FLASH_ATTENTION"), dtypes=_HALF),
     SDPA: Implementation(True, sdpa_softmax, cpu=True),
-    "flash-attn 3 softmax": Implementation(
-        True,
-        _flash_layout("flash_attn_interface", "flash_attn_func", causal=_causal),
-        "flash_attn_interface",
-        dtypes=_HALF,
-    ),
-    "flash-attn 2 softmax": Implementation(
-        True,
-        _flash_layout("flash_attn", "flash_attn_func", causal=_causal, alibi_slopes=_slopes),
-        "flash_attn",
-        dtypes=_HALF,
-        alibi=True,
-    ),
+    "flash-attn 3 softmax": Implementation(True, _FLASH_3, "flash_attn_interface", dtypes=_HALF),
+    "flash-attn 2 softmax": Implementation(True, _FLASH_2, "flash_attn", dtypes=_HALF, alibi=True),
     "Flex softmax": Implementation(True, _flex_attention(True), alibi=True, recompiles=True),
     "Flex sigmoid": Implementation(False, _flex_attention(False), alibi=True, recompiles=True),
-    "triton-sigmoid": Implementation(
-        False,
-        _flash_layout("triton_sigmoid", "sigmoid_attention", is_causal=_causal, sigmoid_bias=_bias),
-        "triton_sigmoid",
-    ),
-    "FlashSigmoid": Implementation(
-        False,
-        _flash_layout("flash_sigmoid", "flash_attn_func", causal=_causal, alibi_slopes=_slopes, sigmoid_bias=_bias),
-        "flash_sigmoid",
-        dtypes=_HALF,
-        alibi=True,
-    ),
+    "triton-sigmoid": Implementation(False, _TRITON_SIGMOID, "triton_sigmoid"),
+    "FlashSigmoid": Implementation(False, _FLASH_SIGMOID, "flash_sigmoid", dtypes=_HALF, alibi=True),
     NAIVE: Implementation(False, naive_sigmoid, cpu=True, alibi=True, quadratic=True),
-    COMPILED_NAIVE: Implementation(False, _compiled_naive_sigmoid, alibi=True, quadratic=True, recompiles=True),
+    COMPILED_NAIVE: Implementation(False, compiled(naive_sigmoid), alibi=True, quadratic=True, recompiles=True),
 }
-CPU_IMPLEMENTATIONS: Mapping[str, Implementation] = {
+CPU_IMPLEMENTATIONS = {
     SDPA: IMPLEMENTATIONS[SDPA],
     OURS: Implementation(False, _sigattn(None), cpu=True),
     NAIVE: IMPLEMENTATIONS[NAIVE],

@@ -13,25 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from sigattn.bench import memory, provenance
-from sigattn.bench.baselines import (
-    BACKWARD,
-    COMPILED_NAIVE,
-    CPU_IMPLEMENTATIONS,
-    FORWARD,
-    NAIVE,
-    SDPA,
-    Implementation,
-    checked_passes,
-    reset_compiled,
-)
+from sigattn.bench import baselines, memory, provenance
+from sigattn.bench.baselines import BACKWARD, COMPILED_NAIVE, CPU_IMPLEMENTATIONS, FORWARD, NAIVE, SDPA, Implementation
 from sigattn.bench.inputs import DTYPES, random_inputs
-from sigattn.bench.tables import mask_name, new_table, number, print_path
+from sigattn.bench.tables import print_path, print_rows
 from sigattn.bench.timing import time_calls
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
+
+_COLUMNS = {
+    "pass": ("pass", ""),
+    "dtype": ("dtype", ""),
+    "mask": ("causal", ""),
+    "": ("implementation", ""),
+    "ms": ("median_ms", ".3f"),
+    "× softmax": ("softmax_time_over_this", ".2f"),
+    "× naive": ("naive_time_over_this", ".2f"),
+    "error": ("relative_error", ".1e"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,6 @@ def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:
     Raises:
         WrongResultError: if an implementation is wrong.
     """
-    console = Console()
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     rows = []
@@ -84,13 +82,13 @@ def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:
             found = [
                 row for dtype in config.dtypes for causal in (False, True) for row in measure(config, n, dtype, causal)
             ]
-            console.print(time_table(found, n))
+            print_rows(f"n = {n}", found, _COLUMNS)
             rows += found
     finally:
         torch.set_num_threads(threads)
     used = memory.measure_all(config.num_heads, config.head_dim, config.threads) if config.memory else []
     if used:
-        console.print(memory.memory_table(used))
+        print_rows("peak memory of forward and backward, beyond inputs and outputs", used, memory.COLUMNS)
     report = {**provenance.describe("cpu", asdict(config)), "rows": rows, "memory": used}
     provenance.write(config.results, report)
     print_path(config.results)
@@ -108,13 +106,13 @@ def implementations(config: CpuBenchmark, n: int) -> dict[str, Implementation]:
 
 def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict[str, Any]]:
     """Time all implementations on one problem; return a row for each implementation and pass."""
-    reset_compiled()  # each problem is compiled for its own sizes, as a user's would be
+    baselines.reset_compiled()  # each problem is compiled for its own sizes, as a user's would be
     shape = (1, config.num_heads, n, config.head_dim)
     inputs = random_inputs(*shape, DTYPES[dtype], torch.device("cpu"), causal=causal, contiguous=True)
     passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}}
     errors = {}
     for name, implementation in implementations(config, n).items():
-        calls, errors[name] = checked_passes(implementation, inputs)
+        calls, errors[name] = baselines.checked_passes(implementation, inputs)
         for direction in passes:
             passes[direction][name] = calls[direction]
     rounds = config.rounds if n <= 4096 else max(3, config.rounds // 3)
@@ -133,22 +131,3 @@ def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict
         for direction, calls in passes.items()
         for name, seconds, ratios in time_calls(calls, rounds)
     ]
-
-
-def time_table(rows: list[dict[str, Any]], n: int) -> Table:
-    """Return a table of the rows of one length."""
-    table = new_table(f"n = {n}", ("pass", "dtype", "mask", ""), ("ms", "× softmax", "× naive", "error"))
-    for row in rows:
-        if row["implementation"] == SDPA:
-            table.add_section()
-        table.add_row(
-            row["pass"],
-            row["dtype"],
-            mask_name(row["causal"]),
-            row["implementation"],
-            number(row["median_ms"], ".3f"),
-            number(row["softmax_time_over_this"]),
-            number(row["naive_time_over_this"]),
-            number(row["relative_error"], ".1e"),
-        )
-    return table

@@ -16,31 +16,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from sigattn import validation
 from sigattn.bench import provenance, reference
 from sigattn.bench.baselines import OURS, SDPA, compiled, error_line, reset_compiled
 from sigattn.bench.inputs import DTYPES
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import new_table, number, print_path
+from sigattn.bench.tables import print_line, print_path, print_rows
 from sigattn.bench.timing import time_calls
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.kv_cache import KVCache
-from sigattn.validation import (
-    SettingsError,
-    check_among,
-    check_at_least,
-    check_not_empty,
-    check_not_negative,
-    check_positive,
-)
 
 PAGED, FLEX = f"{OURS}, pages of 64", "Flex softmax"
 PAGE = 64
+_COLUMNS = {
+    "context": ("context_length", ","),
+    "batch": ("batch_size", "d"),
+    "layout": ("layout", ""),
+    "": ("implementation", ""),
+    "ms": ("median_ms", ".3f"),
+    "GB/s": ("gigabytes_per_second", ".1f"),
+    "× softmax": ("softmax_time_over_this", ".2f"),
+    "× copy": ("copy_time_over_this", ".2f"),
+    "error": ("relative_error", ".1e"),
+}
 LENGTH_FIRST, HEADS_FIRST = "length first", "heads first"
 
 
@@ -81,7 +83,7 @@ class DecodeBenchmark:
     results: Path = Path("runs/bench/decode.json")
 
     def __post_init__(self) -> None:
-        check_at_least(
+        validation.check_at_least(
             1,
             self,
             "context_lengths",
@@ -93,19 +95,19 @@ class DecodeBenchmark:
             "prompt_lengths",
             "rounds",
         )
-        check_positive(self, "max_gib")
+        validation.check_positive(self, "max_gib")
         if self.num_heads % self.num_kv_heads:
-            raise SettingsError(
+            raise validation.SettingsError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
-        check_not_negative(self, "round_seconds")
-        check_among(tuple(DTYPES), self, "dtypes")
-        check_not_empty(self, "context_lengths", "batch_sizes", "dtypes")
+        validation.check_not_negative(self, "round_seconds")
+        validation.check_among(tuple(DTYPES), self, "dtypes")
+        validation.check_not_empty(self, "context_lengths", "batch_sizes", "dtypes")
 
 
 def benchmark_decode(config: DecodeBenchmark) -> dict[str, Any]:
     """Measure, write the results after each cache, print tables; return what was written."""
-    console, device = Console(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     described = provenance.describe("decode", asdict(config), gpu=device.type == "cuda")
@@ -121,12 +123,11 @@ def benchmark_decode(config: DecodeBenchmark) -> dict[str, Any]:
             results.add((prompt_length,), [])
         written = results.write(generation=results.data.get("generation", []))
     for dtype in config.dtypes:
-        console.print(decode_table(written["rows"], dtype))
+        print_rows(f"{dtype}: one token with a cache", [r for r in written["rows"] if r["dtype"] == dtype], _COLUMNS)
     for row in written["generation"]:
-        console.print(
+        print_line(
             f"{row['activation']}, prompt of {row['prompt_length']:,} tokens: {row['tokens_per_second']:.1f} tokens/s "
-            f"({row['softmax_time_over_this']:.2f} × softmax)",
-            highlight=False,
+            f"({row['softmax_time_over_this']:.2f} × softmax)"
         )
     print_path(config.results)
     return written
@@ -247,6 +248,13 @@ def _next_token(model: LanguageModel, cache: list[KVCache], token: Tensor) -> No
         layer.length -= 1
 
 
+@compiled
+def _flex(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(q, k, v, enable_gqa=True)
+
+
 def implementations(config: DecodeBenchmark, inputs: CacheInputs, layout: str) -> dict[str, Callable[[], Tensor]]:
     """Return the calls that are timed; each returns (B, 1, Hq, D)."""
     q, k, v = inputs.query, inputs.key, inputs.value
@@ -271,21 +279,11 @@ def implementations(config: DecodeBenchmark, inputs: CacheInputs, layout: str) -
     if config.flex and q.is_cuda:
 
         def flex() -> Tensor:
-            out: Tensor = _compiled_flex()(*(t.transpose(1, 2) for t in (q, k, v)))
+            out: Tensor = _flex(*(t.transpose(1, 2) for t in (q, k, v)))
             return out.transpose(1, 2)
 
         calls[FLEX] = flex
     return calls
-
-
-@functools.cache
-def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def flex(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flex_attention(q, k, v, enable_gqa=True)
-
-    return compiled(flex)
 
 
 def check(name: str, call: Callable[[], Tensor], inputs: CacheInputs) -> float:
@@ -311,23 +309,3 @@ def check(name: str, call: Callable[[], Tensor], inputs: CacheInputs) -> float:
             f"{name} is wrong for a cache of {tuple(inputs.key.shape)}, {out.dtype}: relative errors {errors}"
         )
     return max(errors)
-
-
-def decode_table(rows: list[dict[str, Any]], dtype: str) -> Table:
-    """Return a table of the rows of one dtype."""
-    numbers = ("context", "batch", "ms", "GB/s", "× softmax", "× copy", "error")
-    table = new_table(f"{dtype}: one token with a cache", ("layout", ""), numbers)
-    for row in (r for r in rows if r["dtype"] == dtype):
-        table.add_row(
-            row["layout"],
-            row["implementation"],
-            f"{row['context_length']:,}",
-            str(row["batch_size"]),
-            number(row["median_ms"], ".3f"),
-            number(row["gigabytes_per_second"], ".1f"),
-            number(row["softmax_time_over_this"]),
-            number(row["copy_time_over_this"]),
-            number(row["relative_error"], ".1e"),
-            end_section=row["implementation"] == "copy",
-        )
-    return table

@@ -6,7 +6,6 @@ linear in n and the gain of sigmoid attention quadratic, so there is a length T*
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -14,28 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.bench import gpu, provenance
-from sigattn.bench.baselines import (
-    FORWARD,
-    IMPLEMENTATIONS,
-    OURS,
-    AttentionFunction,
-    checked_passes,
-    compiled,
-    error_line,
-)
+from sigattn.bench import baselines, gpu, provenance
+from sigattn.bench.baselines import FORWARD, IMPLEMENTATIONS, OURS, AttentionFunction
 from sigattn.bench.inputs import DTYPES, Inputs, random_inputs
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import mask_name, new_table, number, print_path
+from sigattn.bench.tables import print_path, print_rows
 from sigattn.bench.timing import time_calls
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
 NORMS = ("affine", "no affine")
+_COLUMNS = {
+    "mask": ("causal", ""),
+    "LayerNorm": ("norm", ""),
+    "than": ("other", ""),
+    "T*": ("from", "d"),
+    "mean gain, %": ("percent", ".1f"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,8 @@ def benchmark_hybridnorm(config: HybridNormBenchmark) -> dict[str, Any]:
             results.add((n, causal), measure(config, n, causal, results.data["absent"]))
         crossings = [crossing(results.data["rows"], causal, norm) for causal in (False, True) for norm in NORMS]
         written = results.write(crossings=crossings)
-    Console().print(crossing_table(crossings))
+    rows = [{**c, "other": other, **found} for c in crossings for other, found in c["over"].items()]
+    print_rows("T*: the length from which sigmoid + LayerNorm is faster", rows, _COLUMNS)
     print_path(config.results)
     return written
 
@@ -96,19 +93,11 @@ def measure(config: HybridNormBenchmark, n: int, causal: bool, absent: dict[str,
     """
     dtype, device = DTYPES[config.dtype], gpu.device()
     inputs = random_inputs(1, config.num_heads, n, config.head_dim, dtype, device, causal=causal)
-    calls: dict[str, Callable[[], object]] = {}
-    for name, implementation in IMPLEMENTATIONS.items():
-        if name == "Flex softmax" or not (implementation.softmax or name == OURS):
-            continue
-        reason = implementation.unavailable(device, dtype, inputs.options)
-        if reason is None:
-            try:
-                passes, _ = checked_passes(implementation, inputs, backward=False)
-                calls |= _with_norms(config, implementation.call, inputs) if name == OURS else {name: passes[FORWARD]}
-            except Exception as error:  # baselines fail in various ways; the results give the reason
-                reason = error_line(error)
-        if reason is not None:
-            absent[f"{name}, n = {n}"] = reason
+    compared = {k: v for k, v in IMPLEMENTATIONS.items() if (v.softmax and k != "Flex softmax") or k == OURS}
+    passes, _ = baselines.available_passes(compared, inputs, absent, f", n = {n}", backward=False)
+    calls = passes[FORWARD]
+    if calls.pop(OURS, None) is not None:
+        calls |= _with_norms(config, IMPLEMENTATIONS[OURS].call, inputs)
     with torch.no_grad():
         return [
             {
@@ -127,7 +116,7 @@ def _with_norms(
 ) -> dict[str, Callable[[], object]]:
     """Return sigmoid attention followed by a LayerNorm, with and without an affine map."""
     q, k, v, options = inputs.query, inputs.key, inputs.value, inputs.options
-    norm = _compiled_norm() if config.compiled and q.is_cuda else _norm
+    norm = _compiled_norm if config.compiled and q.is_cuda else _norm
     weight, shift = torch.ones(2, config.num_heads * config.head_dim, device=q.device, dtype=q.dtype).unbind()
     return {
         "affine": lambda: norm(attention(q, k, v, options), weight, shift),
@@ -141,9 +130,7 @@ def _norm(out: Tensor, weight: Tensor | None, shift: Tensor | None) -> Tensor:
     return F.layer_norm(flat, flat.shape[-1:], weight, shift)
 
 
-@functools.cache
-def _compiled_norm() -> Callable[..., Any]:
-    return compiled(_norm, dynamic=True)  # one compilation for all lengths
+_compiled_norm = baselines.compiled(_norm, dynamic=True)  # one compilation for all lengths
 
 
 def crossing(rows: list[dict[str, Any]], causal: bool, norm: str) -> dict[str, Any]:
@@ -169,15 +156,3 @@ def crossing_length(ratios: Iterable[tuple[int, float]]) -> int | None:
             break
         start = n
     return start
-
-
-def crossing_table(crossings: list[dict[str, Any]]) -> Table:
-    """Return a table of T* and the mean gain from there on."""
-    table = new_table(
-        "T*: the length from which sigmoid + LayerNorm is faster", ("mask", "LayerNorm", "than"), ("T*", "mean gain, %")
-    )
-    for c in crossings:
-        for other, found in c["over"].items():
-            start = number(found["from"], "d")
-            table.add_row(mask_name(c["causal"]), c["norm"], other, start, number(found["percent"], ".1f"))
-    return table

@@ -10,34 +10,31 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from sigattn.bench import gpu, provenance, subprocesses
-from sigattn.bench.baselines import (
-    BACKWARD,
-    FORWARD,
-    IMPLEMENTATIONS,
-    OURS,
-    TRAINING,
-    checked_passes,
-    error_line,
-    ratio_to_fastest_softmax,
-    reset_compiled,
-)
+from sigattn.bench import baselines, gpu, provenance, subprocesses
+from sigattn.bench.baselines import BACKWARD, FORWARD, IMPLEMENTATIONS, OURS, TRAINING, ratio_to_fastest_softmax
 from sigattn.bench.inputs import DTYPES, Inputs, Options, random_inputs
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import mask_name, new_table, number, print_path
+from sigattn.bench.tables import mask_name, print_line, print_path, print_rows
 from sigattn.bench.timing import synchronize, time_calls, time_graphs
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
 
-_NONE: Mapping[tuple[str, Setting], str] = {}
+_COLUMNS = {
+    "pass": ("pass", ""),
+    "": ("implementation", ""),
+    "ms": ("ms", ".3f"),
+    "as graph": ("graph_ms", ".3f"),
+    "TFLOP/s": ("tflops", ".1f"),
+    "× softmax": ("fastest_softmax_time_over_this", ".2f"),
+    "error": ("error", ".1e"),
+    "gradient error": ("gradient_error", ".1e"),
+}
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -123,20 +120,20 @@ def benchmark_kernels(config: KernelBenchmark) -> dict[str, Any]:
     Raises:
         BenchmarkError: without a GPU, unless kernels are interpreted.
     """
-    console = Console()
     gpu.device()
     described = provenance.describe("kernels", asdict(config), gpu=True)
     with ResultsFile(config.results / "kernels.json", described, resume=config.resume) as results:
         failed = _failures(config, results) if config.precompile else {}
         for setting in results.remaining(settings(config), config.max_seconds):
             rows = results.add(setting, measure(config, setting, results.data["absent"], failed))
-            console.print(time_table(rows, setting), highlight=False)
+            kind = f"{mask_name(setting.causal)}{', ALiBi' if setting.alibi else ''}"
+            print_rows(f"n = {setting.n}, D = {setting.head_dim}, {kind}", rows, _COLUMNS)
         rows = results.data["rows"]
         speed_ups = average_speed_ups(rows)
         profile = results.data.get("profile") or (_profile(config) if config.profile else [])
         written = results.write(average_speed_up=speed_ups, profile=profile)
     for line in speed_ups:
-        console.print(f"{line}", highlight=False, soft_wrap=True)
+        print_line(f"{line}")
     if config.plot:
         plot_speed(rows, config.results)
     print_path(config.results)
@@ -199,28 +196,21 @@ def batch_size_of(config: KernelBenchmark, s: Setting) -> int:
 
 
 def measure(
-    config: KernelBenchmark, s: Setting, absent: dict[str, str], failed: Mapping[tuple[str, Setting], str] = _NONE
+    config: KernelBenchmark, s: Setting, absent: dict[str, str], failed: Mapping[tuple[str, Setting], str] | None = None
 ) -> list[dict[str, Any]]:
     """Time all available implementations on one problem; return a row for each implementation and pass.
 
     absent: receives the reasons of those that are not timed. failed: known failures, with the reason.
     """
-    reset_compiled()
+    baselines.reset_compiled()
     gpu.free_memory()
-    inputs = make_inputs(config, s)
-    passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
-    errors: dict[str, tuple[float, float | None]] = {}
+    inputs, compared = make_inputs(config, s), {}
     for name in names(config):
-        reason = failed.get((name, s)) or _unavailable(config, name, s)
-        if reason is None:
-            try:
-                calls, errors[name] = checked_passes(IMPLEMENTATIONS[name], inputs)
-                for direction, call in calls.items():
-                    passes[direction][name] = call
-            except Exception as error:  # baselines fail in various ways; the results give the reason
-                reason = error_line(error)
-        if reason is not None:
+        if reason := (failed or {}).get((name, s)) or _unavailable(config, name, s):
             absent[f"{name}, {s}"] = reason
+        else:
+            compared[name] = IMPLEMENTATIONS[name]
+    passes, errors = baselines.available_passes(compared, inputs, absent, f", {s}")
     batch_size = len(inputs.query)
     rows: list[dict[str, Any]] = []
     for direction, calls in passes.items():
@@ -309,23 +299,6 @@ def _profile(config: KernelBenchmark) -> list[dict[str, Any]]:
         for event in profiler.key_averages()
         if event.self_device_time_total > 0
     ]
-
-
-def time_table(rows: Iterable[dict[str, Any]], s: Setting) -> Table:
-    """Return a table of the rows of one problem."""
-    title = f"n = {s.n}, D = {s.head_dim}, {mask_name(s.causal)}{', ALiBi' if s.alibi else ''}"
-    table = new_table(title, ("pass", ""), ("ms", "as graph", "TFLOP/s", "× softmax", "error"))
-    for r in rows:
-        table.add_row(
-            r["pass"],
-            r["implementation"],
-            number(r["ms"], ".3f"),
-            number(r["graph_ms"], ".3f"),
-            number(r["tflops"], ".1f"),
-            number(r["fastest_softmax_time_over_this"]),
-            number(r["error"] if r["pass"] == FORWARD else r["gradient_error"], ".1e"),
-        )
-    return table
 
 
 def plot_speed(rows: list[dict[str, Any]], folder: Path) -> None:

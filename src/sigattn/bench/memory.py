@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from sigattn.bench.baselines import CPU_IMPLEMENTATIONS, OURS, SDPA
 from sigattn.bench.inputs import DTYPES, Options
-from sigattn.bench.tables import mask_name, new_table
 
+COLUMNS = {
+    "n": ("n", ","),
+    "heads": ("heads", "d"),
+    "dtype": ("dtype", ""),
+    "mask": ("causal", ""),
+    "": ("implementation", ""),
+    "MiB": ("extra_mib", ".1f"),
+}
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
@@ -70,14 +76,3 @@ def _peak_bytes() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS
-
-
-def memory_table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of the rows."""
-    table = new_table(
-        "peak memory of forward and backward, beyond inputs and outputs", ("", "dtype", "mask"), ("n", "heads", "MiB")
-    )
-    for row in rows:
-        cells = (row["n"], row["heads"], f"{row['extra_mib']:.1f}")
-        table.add_row(row["implementation"], row["dtype"], mask_name(row["causal"]), *map(str, cells))
-    return table

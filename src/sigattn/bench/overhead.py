@@ -15,31 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from sigattn.bench import gpu, provenance
-from sigattn.bench.baselines import (
-    FORWARD,
-    IMPLEMENTATIONS,
-    OURS,
-    TRAINING,
-    Implementation,
-    checked_passes,
-    error_line,
-    ratio_to_fastest_softmax,
-    reset_compiled,
-)
+from sigattn.bench import baselines, gpu, provenance
+from sigattn.bench.baselines import FORWARD, IMPLEMENTATIONS, OURS, TRAINING, Implementation, ratio_to_fastest_softmax
 from sigattn.bench.inputs import DTYPES, Options, random_inputs
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import new_table, number, print_path
+from sigattn.bench.tables import print_line, print_path, print_rows
 from sigattn.bench.timing import time_calls, time_graphs
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
+_COLUMNS = {
+    "batch size": ("batch_size", "d"),
+    "pass": ("pass", ""),
+    "": ("implementation", ""),
+    "eager": ("microseconds", ".1f"),
+    "× softmax": ("fastest_softmax_time_over_this", ".2f"),
+    "as graph": ("graph_microseconds", ".1f"),
+}
 THROUGH_TRITON = f"{OURS}, launched through Triton"
 
 
@@ -87,15 +83,12 @@ def benchmark_overhead(config: OverheadBenchmark) -> dict[str, Any]:
         finally:
             tuning.DIRECT_LAUNCH = direct_launch
         written = results.write(host_times=host_times(config))
-    console = Console()
     if written["rows"]:
-        console.print(overhead_table(written["rows"]))
+        print_rows("microseconds of a short call", written["rows"], _COLUMNS)
     for r in written["host_times"]:
-        console.print(
+        print_line(
             f"{r['pass']}: {r['cached_microseconds']:.1f} µs before a kernel starts, {r['first_microseconds']:.1f} at "
-            f"the first call, {r['uncached_microseconds']:.1f} without the launch cache",
-            highlight=False,
-            soft_wrap=True,
+            f"the first call, {r['uncached_microseconds']:.1f} without the launch cache"
         )
     print_path(config.results)
     return written
@@ -166,7 +159,7 @@ def measure(config: OverheadBenchmark, batch_size: int, absent: dict[str, str]) 
 
     absent: receives the reasons of the implementations that are not timed.
     """
-    reset_compiled()
+    baselines.reset_compiled()
     dtype = DTYPES[config.dtype]
     inputs = random_inputs(batch_size, config.num_heads, config.n, config.head_dim, dtype, gpu.device())
     ours = IMPLEMENTATIONS[OURS]
@@ -175,21 +168,11 @@ def measure(config: OverheadBenchmark, batch_size: int, absent: dict[str, str]) 
         OURS: replace(ours, call=_with_direct_launch(ours, True)),
         THROUGH_TRITON: replace(ours, call=_with_direct_launch(ours, False)),
     }
-    passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, TRAINING: {}}
-    for name, implementation in compared.items():
-        reason = implementation.unavailable(gpu.device(), dtype, inputs.options)
-        if reason is None:
-            try:
-                checked_passes(implementation, inputs)
-                calls, _ = checked_passes(implementation, inputs)  # now launched from the cache
-                for direction in passes.keys() & calls.keys():
-                    passes[direction][name] = calls[direction]
-            except Exception as error:  # baselines fail in various ways; the results give the reason
-                reason = error_line(error)
-        if reason is not None:
-            absent[name] = reason
+    # the second check is of launches from the cache
+    passes, _ = baselines.available_passes(compared, inputs, absent, checks=2)
     rows = []
-    for direction, calls in passes.items():
+    for direction in (FORWARD, TRAINING):
+        calls = passes[direction]
         graphs = time_graphs(calls, config.rounds, config.round_seconds)
         for timing in time_calls(calls, config.rounds, config.round_seconds):
             graph = graphs.get(timing.name)
@@ -214,18 +197,3 @@ def _with_direct_launch(
         return ours.call(q, k, v, options)
 
     return call
-
-
-def overhead_table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of the rows."""
-    table = new_table("microseconds of a short call", ("pass", ""), ("batch size", "eager", "× softmax", "as graph"))
-    for r in rows:
-        table.add_row(
-            r["pass"],
-            r["implementation"],
-            str(r["batch_size"]),
-            number(r["microseconds"], ".1f"),
-            number(r["fastest_softmax_time_over_this"]),
-            number(r["graph_microseconds"], ".1f"),
-        )
-    return table

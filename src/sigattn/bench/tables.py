@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 
-def new_table(title: str, text: Iterable[str], numbers: Iterable[str]) -> Table:
-    """Return an empty table: columns of text, left-aligned, then columns of numbers, right-aligned."""
+def print_rows(title: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> None:
+    """Print a table. ``columns`` maps a heading to a key of the rows and the format of its numbers, "" for text."""
     table = Table(title=title)
-    for column in text:
-        table.add_column(column)
-    for column in numbers:
-        table.add_column(column, justify="right")
-    return table
+    for heading, (_, form) in columns.items():
+        table.add_column(heading, justify="right" if form else "left")
+    for row in rows:
+        table.add_row(*(_cell(row[key], form) for key, form in columns.values()))
+    Console().print(table)
 
 
-def number(value: float | None, form: str = ".2f") -> str:
-    """Format a number; a dash stands for None."""
-    return "–" if value is None else format(value, form)
+def _cell(value: Any, form: str) -> str:
+    return "–" if value is None else mask_name(value) if isinstance(value, bool) else format(value, form)
 
 
 def mask_name(causal: bool) -> str:
@@ -29,6 +29,11 @@ def mask_name(causal: bool) -> str:
     return "causal" if causal else "full"
 
 
+def print_line(line: str) -> None:
+    """Print a line without highlighting, and without wrapping it."""
+    Console().print(line, highlight=False, soft_wrap=True)
+
+
 def print_path(results: Path) -> None:
     """Print where the results are."""
-    Console().print(f"results: {results}", highlight=False, soft_wrap=True)
+    print_line(f"results: {results}")

@@ -16,28 +16,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from sigattn import validation
 from sigattn.bench import gpu, provenance, reference, subprocesses
 from sigattn.bench.inputs import DTYPES, Inputs, random_inputs
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import mask_name, new_table, number, print_path
+from sigattn.bench.tables import mask_name, print_path, print_rows
 from sigattn.bench.timing import synchronize, time_calls
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
 from sigattn.ops.triton import kernel_args, launch, tuning
-from sigattn.validation import (
-    SettingsError,
-    check_among,
-    check_at_least,
-    check_not_empty,
-    check_not_negative,
-    check_positive,
-)
 
 BOTH, BOTH_GLUON, BOTH_TMA = "both kernels", "both Gluon kernels", "both kernels with TMA"
+_COLUMNS = {
+    "tile, warps, stages, σ": ("config", ""),
+    "ms": ("ms", ".3f"),
+    "× current": ("current_time_over_this", ".2f"),
+    "": ("mark", ""),
+}
 CURRENT_AGAIN = "current, again"  # the deviation of its time from the current configuration's is the noise
 # A tile shape; a configuration of a Hopper kernel; for the backward in two kernels, BOTH_GLUON: the tables' Hopper
 # kernels, BOTH_TMA: the tables' portable kernels with TMA, or None: the tables' portable kernels.
@@ -86,13 +83,13 @@ class TuneBenchmark:
     results: Path = Path("runs/bench/tune")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "lengths", "num_heads", "head_dims", "max_candidates", "rounds")
-        check_positive(self, "max_flops", "max_seconds")
-        check_not_negative(self, "round_seconds")
-        check_among(("bfloat16", "float16"), self, "dtype")
-        check_not_empty(self, "lengths", "head_dims")
+        validation.check_at_least(1, self, "lengths", "num_heads", "head_dims", "max_candidates", "rounds")
+        validation.check_positive(self, "max_flops", "max_seconds")
+        validation.check_not_negative(self, "round_seconds")
+        validation.check_among(("bfloat16", "float16"), self, "dtype")
+        validation.check_not_empty(self, "lengths", "head_dims")
         if self.warp_specialized and self.variants:
-            raise SettingsError("warp_specialized and variants exclude each other")
+            raise validation.SettingsError("warp_specialized and variants exclude each other")
 
 
 class Case(NamedTuple):
@@ -131,7 +128,7 @@ def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
             failed = subprocesses.find_failures("sigattn.bench.tune:try_once", tasks, chunk=chunk) if in_time else {}
             for case in results.remaining(cases, None if in_time else -1.0):
                 rows = results.add(case, measure(config, case, candidates[case], failed[case]))
-                Console().print(candidate_table(rows, case))
+                _print_fastest(rows, case)
         left_out = [case for cases in batches for case in cases if not results.has(case)]
         written = results.write(left_out_for_time=left_out)
     print_path(config.results)
@@ -305,11 +302,8 @@ def _name(candidate: Candidate) -> str:
     return ("Gluon " if isinstance(candidate, tuning.HopperConfig) else "") + ", ".join(fields)
 
 
-def candidate_table(rows: list[dict[str, Any]], case: Case) -> Table:
-    """Return a table of the ten fastest."""
+def _print_fastest(rows: list[dict[str, Any]], case: Case) -> None:
     title = f"{case.kernel}, n = {case.n}, D = {case.head_dim}, {mask_name(case.causal)}"
-    table = new_table(title, ("tile, warps, stages, σ",), ("ms", "× current"))
-    for r in [r for r in rows if "ms" in r][:10]:
-        mark = " (current)" if r["current"] else " (faster: candidate for the default)" if r["faster"] else ""
-        table.add_row(r["config"] + mark, number(r["ms"], ".3f"), number(r["current_time_over_this"]))
-    return table
+    timed = [row for row in rows if "ms" in row][:10]
+    marks = ["current" if row["current"] else "candidate for the default" if row["faster"] else "" for row in timed]
+    print_rows(title, [{**row, "mark": mark} for row, mark in zip(timed, marks, strict=True)], _COLUMNS)
