@@ -45,7 +45,7 @@ class Call:
             {"dense": _dense, "packed": _packed, "cached": _cached}[self.kind](self)
 
     def rows(self, n: int, heads: int, width: int) -> torch.Tensor:
-        """Projections as layers make them, (B, N, H, D) in memory."""
+        """Return random (B, H, N, D) with the memory order of projections, (B, N, H, D)."""
         return torch.zeros(2, n, heads, width, dtype=self.dtype)
 
 

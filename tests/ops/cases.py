@@ -21,18 +21,18 @@ COMPILER_NOISE = [
 
 
 def device_of(backend):
-    """Where a backend is tested: on a GPU if it is for one and there is one."""
+    """Return the device on which a backend is tested: the GPU for GPU backends, if there is one."""
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
 
 def wide(backend):
-    """The widest dtype a backend has."""
+    """Return the widest dtype that a backend supports."""
     return torch.float32 if backend == "triton" else torch.float64
 
 
 @dataclass
 class Case:
-    """One call: shapes, dtype and options. ``tensors()`` makes fresh inputs for it."""
+    """One call: shapes, dtype and options; ``tensors()`` returns new inputs."""
 
     shape: tuple[int, int, int, int, int, int, int]  # batch, key heads, query heads per key head, N, M, D, Dv
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Case:
     softcap: float = 0.0
 
     def tensors(self):
-        """Leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths."""
+        """Return leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths."""
         batch, kv, rep, n, m, d, dv = self.shape
         g = torch.Generator().manual_seed(self.seed)
 
@@ -89,7 +89,7 @@ class Case:
         return randn(1, 1, *shape[2:]).expand(shape)
 
     def options(self, given, lengths):
-        """Keyword arguments of sigmoid_attention."""
+        """Return the keyword arguments of sigmoid_attention."""
         bias = given.get("bias", self.bias if isinstance(self.bias, float) else None)
         return {
             "attn_mask": given.get("attn_mask"),
@@ -104,7 +104,7 @@ class Case:
         }
 
     def formula_options(self, given, lengths):
-        """The same for the formula."""
+        """Return the keyword arguments of the formula."""
         o = self.options(given, lengths)
         return {
             "mask": o["attn_mask"],
@@ -119,13 +119,13 @@ class Case:
 
 
 def head_dims(*small):
-    """Head dims for random calls of kernels; on a GPU, where no interpreter takes its time, up to 256."""
+    """Return head dims for random calls of kernels, up to 256 on a GPU, where no interpreter is slow."""
     large = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 192, 256) if torch.cuda.is_available() else ()
     return st.sampled_from((*small, *large))
 
 
 def _broadcastable(shape):
-    """Shapes that broadcast to the given one, with leading dimensions left out at will."""
+    """Draw a shape that broadcasts to the given one, possibly without leading dimensions."""
 
     def build(flags_and_cut):
         flags, cut = flags_and_cut
@@ -139,9 +139,9 @@ def _broadcastable(shape):
 
 @st.composite
 def cases(draw, masked=True, most=3):
-    """Random calls with up to ``most`` samples, key heads, and query heads per key head.
+    """Draw calls with up to ``most`` samples, key heads, and query heads per key head.
 
-    ``masked=False`` leaves out what short sequences are not computed with.
+    ``masked=False`` omits the options with which short sequences are not computed.
     """
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     batch, kv, rep = draw(st.integers(0, most)), draw(st.integers(1, most)), draw(st.integers(1, most))
@@ -183,7 +183,7 @@ _NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
 
 
 def _small_blocks(kernel, *_):
-    """Tiles of other sizes in each kernel, so that what fits one border does not fit the other; the other form of σ,
+    """Use another tile size in each kernel, so that their borders differ, the other form of σ,
     dK and dV one after the other and, where they serve, descriptors."""
     blocks = {tuning.FWD: (32, 16), tuning.DKDV: (16, 32), tuning.DQ: (16, 16)}
     return tuning.Config(*blocks[kernel], 4, 1, "paired", tma=True, split_dkdv=True)
@@ -210,13 +210,13 @@ PATHS = {
 
 
 def ways(backend):
-    """The names of the ways of a backend."""
+    """Return the names of the code paths of a backend."""
     return {"blocked": list(PATHS), "triton": list(KERNEL_PATHS)}.get(backend, ["as users meet it"])
 
 
 @contextlib.contextmanager
 def path(name):
-    """Make the blocked backend go one way."""
+    """Make the blocked backend take one code path."""
     settings = {**PATHS, **KERNEL_PATHS}[name]
     before = {(module, key): getattr(module, key) for module, key in settings}
     try:

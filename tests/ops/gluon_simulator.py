@@ -1,9 +1,9 @@
-"""Runs a Gluon kernel as Python, in whatever order a GPU might: partitions, copy engine and tensor cores side by side.
+"""Simulator of Gluon kernels: partitions, TMA and tensor cores run concurrently, in any order that a GPU permits.
 
-A kernel's functions are taken as they are and given another ``gl``. What is asynchronous on the GPU happens here at a
-moment that a seeded generator chooses, as late as its wait allows or earlier: a product reads shared memory when it
-happens, not when it is issued. So a place overwritten too early, a barrier waited for in the wrong phase, or a value
-used before its wait shows as a wrong number, an error or a deadlock. Fresh memory is NaN.
+The functions of a kernel run unchanged with another ``gl``. Operations that are asynchronous on the GPU are executed at
+a time chosen by a seeded generator, at the latest at their wait: a product reads shared memory when it is executed, not
+when it is issued. A buffer overwritten too early, a wait for the wrong phase of a barrier, or a value used before its
+wait therefore causes a wrong number, an error or a deadlock. New memory is NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 class DeadlockError(Exception):
-    """Everybody waits, and nothing is under way."""
+    """All partitions wait, and no operation is pending."""
 
 
 class Value:
@@ -59,7 +59,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "le", "lt", "ge", "tr
 
 
 class Shared:
-    """A place in shared memory; all views of an allocation see the same memory."""
+    """Shared memory; all views of an allocation share its data."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -82,7 +82,7 @@ class Shared:
 
 
 class Address:
-    """Of entries of a tensor in memory."""
+    """Addresses of entries of a tensor in global memory."""
 
     def __init__(self, memory: torch.Tensor, at: Any = 0) -> None:
         self.memory, self.at = memory, at
@@ -107,7 +107,7 @@ class Barrier:
 
 
 class Barriers(Shared):
-    """An array of them."""
+    """An array of mbarriers."""
 
     def __init__(self, count: int) -> None:
         self.all = [Barrier() for _ in range(count)]
@@ -118,7 +118,7 @@ class Barriers(Shared):
 
 
 class Pending:
-    """A product under way: the tensor cores' accumulator."""
+    """A pending product: an accumulator of the tensor cores."""
 
     def __init__(self, run: Callable[[], torch.Tensor], shape: tuple[int, int]) -> None:
         self.run, self.shape, self.data = run, shape, None
@@ -129,7 +129,7 @@ class Pending:
 
 
 class Descriptor:
-    """A tensor for the copy engine."""
+    """A TMA descriptor."""
 
     def __init__(self, tensor: torch.Tensor, block: list[int]) -> None:
         self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, None
@@ -154,10 +154,11 @@ def _is_kernel(f: Any) -> bool:
 
 
 class Simulator:
-    """One program of a kernel at a time.
+    """Simulation of one program of a kernel at a time.
 
     Args:
-        seed: of the order in which things happen. lazy: what is asynchronous waits until it must happen.
+        seed: seed of the order of events.
+        lazy: execute asynchronous operations only when they must have completed.
     """
 
     def __init__(self, seed: int, *, lazy: bool) -> None:
@@ -174,7 +175,7 @@ class Simulator:
     # -- whose turn it is ---------------------------------------------------------------------------------------------
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Let others go on; come back when it is this one's turn and it is ready."""
+        """Yield to the other partitions; return when this one is scheduled again and ready."""
         me = threading.get_ident()
         with self.turn:
             if me not in self.products:  # before partitions are split
@@ -208,14 +209,14 @@ class Simulator:
     def _act_or_fail(self) -> None:
         if not self.actions:
             raise DeadlockError("everybody waits, and nothing is under way")
-        # what is late writes results as late as can be: nobody waits for those but who wants their place
+        # late stores complete as late as possible: only a reuse of their buffer waits for them
         stores = [action for own in self.stores.values() for action in own]
         loads = [at for at, action in enumerate(self.actions) if action not in stores]
         able = loads if loads and self.lazy else range(len(self.actions))
         self.actions.pop(self.random.choice(able))()
 
     def split(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Run the partitions side by side, to their ends."""
+        """Run the partitions concurrently to completion."""
 
         def body(function: Any, arguments: tuple[Any, ...]) -> None:
             me = threading.get_ident()
@@ -334,7 +335,7 @@ class Simulator:
         return Shared(torch.full(shape, torch.nan, dtype=dtype))
 
     def namespace(self) -> dict[str, Any]:
-        """What a kernel's module has, simulated; functions of machine code too."""
+        """Return the simulated namespace of a kernel's module, including inline assembly functions."""
 
         def unary(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Value], Value]:
             return lambda x: Value(f(_raw(x)))
@@ -342,7 +343,7 @@ class Simulator:
         def least(a: Any, b: Any, propagate_nan: Any = None) -> Any:
             if not isinstance(a, Value):
                 return min(a, b)
-            bound = torch.tensor(b, dtype=a.dtype)  # a GPU's minimum drops NaN unless it is told not to
+            bound = torch.tensor(b, dtype=a.dtype)  # a GPU's minimum ignores NaN by default
             return Value((torch.fmin if propagate_nan is None else torch.minimum)(a.data, bound))
 
         gl = types.SimpleNamespace(
@@ -394,13 +395,13 @@ class Simulator:
         }
 
     def run(self, module: Any, kernel: str, programs: int, **arguments: Any) -> None:
-        """A kernel of a module, program after program."""
+        """Run a kernel of a module, one program after another."""
         arguments = {k: Address(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         simulated = self.namespace()
         worlds: dict[int, dict[str, Any]] = {}
 
         def world(names: dict[str, Any]) -> dict[str, Any]:
-            """What a module has, simulated: and so on for the modules of what it calls."""
+            """Return the simulated namespace of a module, and of the modules of the functions that it calls."""
             if id(names) not in worlds:
                 found = worlds[id(names)] = {**names, **simulated}
                 for name, called in names.items():

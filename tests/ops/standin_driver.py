@@ -1,9 +1,9 @@
-"""Stand-in for a GPU driver: Triton's own JIT on CPU tensors, for an architecture that is not there.
+"""Stand-in for a GPU driver: Triton's JIT on CPU tensors, for an absent architecture.
 
 Within ``gpu(90)`` Triton binds the arguments of a launch, specialises, compiles for the architecture and loads the
 binary as on a GPU, then hands the launch to ``Launcher``, which checks it against what was compiled and records it.
-Nothing is executed: outputs keep what their memory held. Tests of the launch alone leave out the compilation, which
-takes one to two seconds a kernel (``compiles=False``). It needs a process without TRITON_INTERPRET=1, because
+Nothing is executed: outputs are uninitialised. Tests of the launch alone omit the compilation, which takes one to two
+seconds per kernel (``compiles=False``). It needs a process without TRITON_INTERPRET=1, because
 ``triton.jit`` chooses between compiler and interpreter when a kernel is defined.
 
 >>> with gpu(90) as launched:
@@ -57,7 +57,7 @@ _devices = itertools.count(1000)  # a device of its own for each stand-in: Trito
 
 
 class LaunchError(RuntimeError):
-    """A launch that a driver would refuse, or one that does not match what was compiled."""
+    """A launch that a driver would refuse, or that does not match the compiled kernel."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +77,7 @@ class Launched:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a program."""
+        """Return the bytes of shared memory of a program."""
         return self.binary.shared
 
     @functools.cached_property
@@ -87,13 +87,13 @@ class Launched:
         return next(compiled for compiled in known if compiled.function is self.binary)
 
     def advisories(self) -> list[str]:
-        """Return what ptxas says of asynchronous tensor core instructions that it had to serialise (C75xx)."""
+        """Return ptxas's advisories that it serialised asynchronous tensor core instructions (C75xx)."""
         return machine_code.advisories(self.compiled.asm["ptx"], self.compiled.metadata.target.arch)
 
 
 @dataclass(frozen=True, eq=False)
 class Binary:
-    """A loaded kernel: what a driver would give a handle of."""
+    """A loaded kernel, for which a driver would return a handle."""
 
     name: str
     code: bytes
@@ -101,7 +101,7 @@ class Binary:
 
 
 class Launcher:
-    """Receives launches in the place of Triton's compiled C launcher, checks and records them."""
+    """Replacement of Triton's compiled C launcher that checks and records launches."""
 
     def __init__(self, standin: StandIn, source: Any, metadata: Any) -> None:
         self.standin, self.source, self.metadata = standin, source, metadata
@@ -220,7 +220,7 @@ class StandIn:
         return torch.device("cpu")
 
     def pretend_to_compile(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
-        """Return a CompiledKernel without code, in the place of ``triton.compiler.compile``."""
+        """Return a CompiledKernel without code; replaces ``triton.compiler.compile``."""
         constants = {source.fn.arg_names[at]: value for (at, *_), value in source.constants.items()}
         metadata = {"name": source.fn.__name__, "target": vars(target), "num_ctas": 1, "tmem_size": None}
         metadata |= {name: options[name] for name in ("num_warps", "num_stages")}
@@ -232,7 +232,7 @@ class StandIn:
         return compiler.CompiledKernel(source, {path.name: str(path), code.name: str(code)}, path.stem)
 
     def close(self) -> None:
-        """Drop what was compiled for this stand-in."""
+        """Discard the kernels compiled for this stand-in."""
         for function in self.functions:
             function.device_caches.pop(self.device, None)
         self.folder.cleanup()
@@ -246,12 +246,12 @@ def gpu(
     compiles: bool = True,
     needed: Callable[[str, dict[str, Any], dict[str, Any]], int] = lambda kernel, constants, options: 0,
 ) -> Iterator[list[Launched]]:
-    """Let kernels be launched for CPU tensors, and yield the list of launches, which grows.
+    """Allow launches of kernels for CPU tensors, and yield the list of launches.
 
     architecture: compute capability as in sm_90, or AMD's name ("gfx942").
-    shared: bytes of shared memory that the device reports, if not the architecture's own.
-    compiles: False leaves out the compilation; ``needed`` then says how many bytes of shared memory a kernel takes,
-        given its name, compile-time arguments and options.
+    shared: bytes of shared memory that the device reports; None for those of the architecture.
+    compiles: False omits the compilation; ``needed`` then returns the bytes of shared memory of a kernel, given its
+        name, compile-time arguments and options.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("the stand-in driver needs a process without TRITON_INTERPRET=1")

@@ -1,4 +1,4 @@
-"""Rows that start at multiples of 16 bytes, and rows that do not: the kernels are told, and both are served."""
+"""Rows that start at multiples of 16 bytes and rows that do not: the kernels are specialised and support both."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DEVICE = device_of("triton")
 
 
 def laid_out(shape, steps, start, dtype):
-    """Return random (B, H, N, D) in memory with a first entry and row, head and sample steps of its own."""
+    """Return random (B, H, N, D) with the given storage offset and strides of rows, heads and samples."""
     b, h, n, d = shape
     row, head, sample = steps
     memory = torch.randn(start + b * sample + h * head + n * row + d).to(dtype).to(DEVICE)
@@ -32,7 +32,7 @@ def laid_out(shape, steps, start, dtype):
     ],
 )
 def test_results_for_all_strides(monkeypatch, steps, start, dtype, expected):
-    """A kernel that is told more than is true reads other rows: strides are rounded down to what it is told."""
+    """A kernel specialised for too large a divisor reads other rows: strides are rounded down to multiples of it."""
     told, run = [], kernel_args.unit
     monkeypatch.setattr(kernel_args, "unit", lambda *t: told.append(run(*t)) or told[-1])
     leaves = [laid_out((2, 2, 6, 24), steps, start, dtype).requires_grad_() for _ in range(3)]
@@ -63,7 +63,7 @@ def test_one_other_tensor_is_enough():
 
 @pytest.mark.parametrize("steps", [(24, 144, 288), (28, 168, 336), (48, 24, 288)])
 def test_a_cache(steps):
-    """One query against keys and values of any strides."""
+    """One query with keys and values of any strides."""
     q = torch.randn(2, 1, 2, 24, device=DEVICE).bfloat16()
     k, v = (laid_out((2, 2, 6, 24), steps, 0, torch.bfloat16).transpose(1, 2) for _ in range(2))
     lengths = torch.tensor([3, 6], dtype=torch.int32, device=DEVICE)

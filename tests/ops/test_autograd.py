@@ -1,4 +1,4 @@
-"""Derivatives of the registered ops, however they are called: exported, by torch.func, or directly."""
+"""Derivatives of the registered ops: exported, by torch.func, or called directly."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_an_exported_model_trains(attend, backend):
 
 
 def arguments(op, backend):
-    """Arguments of a registered op, of which the first requires grad."""
+    """Return arguments of a registered op, of which the first requires grad."""
     torch.manual_seed(0)
     options = {"right": 0, "softcap": 2.5}
     if op == "dense_forward":
@@ -75,7 +75,7 @@ def test_forward_mode_through_the_op_itself_raises(op, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["dense_forward", "varlen_forward"])
 def test_levels_of_torch_func_each_record(op, backend):
-    """The derivative by torch.func of a function that closes over a tensor which autograd follows."""
+    """Derivative by torch.func of a function that closes over a tensor that requires grad."""
     q, k, *rest = arguments(op, backend)
     k.requires_grad_()
 

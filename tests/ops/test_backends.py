@@ -1,4 +1,4 @@
-"""The seam between the operator and its backends."""
+"""Interface between the operator and its backends."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.ops.truth import assert_as_good_as_formula
 
 @pytest.fixture
 def picky(monkeypatch):
-    """A backend, said to be the fastest, that serves float64 only and counts its calls."""
+    """Register a backend of highest priority that supports float64 only and counts its calls."""
     calls = []
 
     def forward(problem):
@@ -51,7 +51,7 @@ def test_the_default_on_a_cpu_is_blocked():
 
 
 class TestProbe:
-    """oneDNN's fused sigmoid is an internal operator: found where it works, done without where not."""
+    """oneDNN's fused sigmoid is an internal operator: used where it works, replaced elsewhere."""
 
     @pytest.fixture(autouse=True)
     def _fresh(self):
@@ -98,7 +98,7 @@ class TestProbe:
 @pytest.mark.parametrize("query_heads", [1, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_tiles_stay_within_their_memory(right, query_heads, dtype):
-    """However many query heads share a key head, and with a window as well: at most two tiles' worth."""
+    """At most twice the limit, for any number of query heads per key head, and with a window."""
     query = torch.empty(1, query_heads, 5000, 8, dtype=dtype)
     key = torch.empty(1, 1, 5000, 8, dtype=dtype)
     for group in tiles.groups(Problem(query, key, key, right=right)):
@@ -108,7 +108,7 @@ def test_tiles_stay_within_their_memory(right, query_heads, dtype):
 
 
 class TestThePlainestCalls:
-    """Short self-attention without a gradient goes a way of its own on a CPU, and nobody can tell."""
+    """Short self-attention without gradients takes a fast path on a CPU, with the same results."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("causal", [True, False])

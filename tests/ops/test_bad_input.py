@@ -1,4 +1,4 @@
-"""Wrong calls: an error before any work, that restates the call and says what to do."""
+"""Invalid calls: an error before any computation, with the arguments and the remedy."""
 
 import math
 

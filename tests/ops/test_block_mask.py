@@ -1,4 +1,4 @@
-"""FlexAttention's ``BlockMask``: the answer of the dense mask, and hidden blocks that are not visited."""
+"""FlexAttention's ``BlockMask``: the result of the dense mask, without computing hidden blocks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Borders that random small problems cross too rarely: of windows and blocks, and of what 16 bits can hold."""
+"""Edge cases that small random problems rarely hit: borders of windows and blocks, and limits of 16 bits."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.ops.cases import path, ways
 
 
 def formula(q, k, v, b, left, right, offset=0):
-    """Output in float64; query i stands at i + offset."""
+    """Return the output in float64; query i has position i + offset."""
     q, k, v = (t.double() for t in (q, k, v))
     i, j = torch.arange(q.shape[2])[:, None] + offset, torch.arange(k.shape[2])
     visible = (left < 0) | (j >= i - left)
@@ -36,7 +36,7 @@ def test_windows_of_queries_that_begin_elsewhere_than_the_keys(backend, way, n, 
 @pytest.mark.parametrize("n", [514, 1026])
 @pytest.mark.parametrize("window", [(0, -1), (1, -1), (511, -1), (512, 0), (513, 1), (1, 1)])
 def test_borders_of_a_window_at_the_borders_of_blocks(n, window):
-    """Just beyond one or two blocks of rows, where a single head is computed without any mask but the window."""
+    """Just beyond one or two blocks of rows, where a single head is computed with no mask but the window."""
     q, k, v = torch.randn(3, 1, 1, n, 8).unbind()
     out = sigmoid_attention(q, k, v, window=window, bias=-1.0, backend="blocked")
     torch.testing.assert_close(out.double(), formula(q, k, v, -1.0, *window), rtol=1e-4, atol=1e-4)
@@ -45,7 +45,7 @@ def test_borders_of_a_window_at_the_borders_of_blocks(n, window):
 @pytest.mark.parametrize("way", ways("blocked"))
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_a_bias_that_bfloat16_cannot_hold(way, kind):
-    """-100.3 would be rounded to -100.5; the product is 100, so that what rounding left of the bias decides."""
+    """-100.3 would be rounded to -100.5; with a product of 100 that rounding error determines the result."""
     q = torch.full((1, 2, 40, 4), 5.0, dtype=torch.bfloat16)
     k = torch.full((1, 2, 40, 4), 10.0, dtype=torch.bfloat16)
     v = torch.eye(40, dtype=torch.bfloat16).expand(1, 2, 40, 40)

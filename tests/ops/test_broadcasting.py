@@ -27,7 +27,7 @@ def operands(leads, dtype=torch.float64):
 
 
 def formula(q, k, v, mask=None, gqa=False, bias=None):
-    """σ(Q Kᵀ / √D + b + mask) V as torch.matmul broadcasts it."""
+    """Return σ(Q Kᵀ / √D + b + mask) V, broadcast as by torch.matmul."""
     if gqa:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     logits = q @ k.mT * q.shape[-1] ** -0.5 + (-torch.tensor(k.shape[-2]).log() if bias is None else bias)
@@ -45,7 +45,7 @@ def outcome(function, *args, **options):
 
 @pytest.mark.parametrize("gqa", [False, True])
 def test_the_shapes_are_those_of_pytorch(gqa):
-    """Accepted and refused alike; the results are the formula's, and so are the gradients."""
+    """The same shapes are accepted and rejected; results and gradients are those of the formula."""
     accepted = 0
     for leads in random.Random(int(gqa)).sample(SHAPES, len(SHAPES) // SHARE):
         q, k, v = operands(leads)
@@ -65,7 +65,7 @@ def test_the_shapes_are_those_of_pytorch(gqa):
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_broadcast_as_in_pytorch(kind):
-    """A mask that PyTorch's function accepts is accepted, and does what the formula says."""
+    """Masks that PyTorch's function accepts are accepted, with the result of the formula."""
     rng, accepted = random.Random(2), 0
     for leads in rng.sample(SHAPES, len(SHAPES) // SHARE):
         q, k, v = operands(leads)
@@ -107,7 +107,7 @@ def test_every_backend(backend, leads, gqa):
 
 
 def test_what_belongs_to_a_sample_has_the_leading_dimensions():
-    """Of five dimensions, key_lengths is (B1, B2); alibi_slopes and bias broadcast with it."""
+    """With five dimensions, key_lengths is (B1, B2), and alibi_slopes and bias broadcast with it."""
     q, k, v = (t.detach() for t in operands(((2, 3, 4), (2, 3, 4), (2, 3, 4))))
     lengths = torch.tensor([[1, 2, 3], [4, 5, 0]])
     slopes, bias, mask = torch.rand(2, 3, 4), torch.randn(3, 1, N, 1).double(), torch.rand(2, 1, 4, N, M) > 0.3

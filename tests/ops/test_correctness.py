@@ -24,7 +24,7 @@ fuzz = settings(
 
 
 def run(function, given, options, grad_out):
-    """Output and the gradients of all floating-point inputs, from fresh leaves."""
+    """Return the output and the gradients of all floating-point inputs, from new leaves."""
     leaves = {k: t.detach().clone() if t.dtype is torch.bool else t.detach().requires_grad_() for k, t in given.items()}
     out = function(leaves["query"], leaves["key"], leaves["value"], **options(leaves))
     floating = {k: t for k, t in leaves.items() if t.is_floating_point()}
@@ -104,7 +104,7 @@ def test_every_number_of_the_output_is_written(nan_filled_memory, backend, way, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sizes_that_cross_real_tiles(dtype, causal):
-    """One problem with the sizes that users meet, so that the constants that are in force get tested."""
+    """One problem with realistic sizes, so that the default tile sizes are tested."""
     case = Case((1, 2, 2, 600, 4500, 64, 48), dtype, causal, None, None, None, None, None, False, "length first", 5)
     if dtype is torch.float64:
         case.shape = (1, 1, 1, 600, 4500, 16, 8)
@@ -113,7 +113,7 @@ def test_sizes_that_cross_real_tiles(dtype, causal):
 
 @pytest.mark.parametrize("d", [8, 40, 72, 80, 96, 192, 256])
 def test_head_sizes_of_triton(d):
-    """Those that are no power of two too, and Dv ≠ D."""
+    """Also those that are no power of two, and Dv ≠ D."""
     bias = -1.0 if d % 16 else (1,)
     case = Case((1, 1, 2, 19, 21, d, 264 - d), torch.bfloat16, True, None, None, bias, None, None, False, "strided", d)
     case.shape = (*case.shape[:-1], min(case.shape[-1], 128))
@@ -147,7 +147,7 @@ def test_gradcheck(backend, softcap):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_weights_keep_their_relative_accuracy(backend):
-    """With b = -log n and very negative logits P is tiny; its error must be small beside P, not beside 1."""
+    """With b = -log n and very negative logits P is tiny; its error must be small relative to P, not to 1."""
     q = torch.full((1, 1, 3, 1), 1.0)
     k = torch.linspace(-60, 0, 250).view(1, 1, 250, 1)
     v = torch.eye(250).view(1, 1, 250, 250)
@@ -160,7 +160,7 @@ def test_small_weights_keep_their_relative_accuracy(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [0.01, 1.0, 1e4])
 def test_a_soft_cap_keeps_the_accuracy_of_logits_of_any_size(backend, softcap):
-    """tanh needs a small relative error: with a large cap, the logits are the small differences of its argument."""
+    """tanh needs a small relative error: with a large cap, its arguments are small."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 16, generator=generator) for n in (40, 300, 300))
     device = device_of(backend)
@@ -174,7 +174,7 @@ def test_a_soft_cap_keeps_the_accuracy_of_logits_of_any_size(backend, softcap):
 
 
 def test_a_soft_cap_applies_to_the_scaled_product_alone():
-    """As in flash-attn and AXLearn: bias, ALiBi and mask are added to what was capped."""
+    """As in flash-attn and AXLearn: bias, ALiBi and mask are added after the cap."""
     q, k = torch.full((1, 1, 1, 1), 1e6), torch.ones(1, 1, 2, 1)
     v = torch.eye(2).view(1, 1, 2, 2)
     mask, slopes = torch.tensor([0.0, 2.0]), torch.tensor([0.5])

@@ -1,4 +1,4 @@
-"""Calls under a default device that is not the CPU: constants that are kept must not stand on it."""
+"""Calls under a default device other than the CPU: cached constants must not be created on it."""
 
 import subprocess
 import sys

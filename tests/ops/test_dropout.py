@@ -1,4 +1,4 @@
-"""Dropout: the right share of weights, the same ones everywhere, scaled by 1 / (1 - p)."""
+"""Dropout: the right fraction of weights, the same in every backend, scaled by 1 / (1 - p)."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_the_share_of_dropped_weights_is_p(p):
 
 
 def test_dropped_weights_are_independent():
-    """Of row, column, head and seed: correlations of neighbours and of whole rows are what chance gives."""
+    """Independent of row, column, head and seed: correlations of neighbours and rows are those of chance."""
     keep = keep_mask(torch.tensor(7), torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5
     other = keep_mask(torch.tensor(8), torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5
     pairs = {
@@ -94,7 +94,7 @@ def test_gradient_uses_the_forward_s_mask(backend):
 
 
 def test_seeds_stay_on_the_device():
-    """A host number is the same at every replay of a CUDA graph, and a CPU tensor is waited for."""
+    """A host number would be the same at every replay of a CUDA graph, and a CPU tensor would synchronise."""
     assert operands.new_seed(0.5, torch.device("meta")).device.type == "meta"
     q = torch.randn(1, 2, 5, 8)
     problem = attention.canonical(q, q, q, dropout_p=0.5)

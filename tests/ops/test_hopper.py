@@ -1,4 +1,4 @@
-"""The Hopper kernels as they would be launched, simulated: right whatever the order in which their parts run."""
+"""Hopper kernels in simulation, as they would be launched: correct for any order of events."""
 
 import inspect
 import math
@@ -30,7 +30,7 @@ SIZES = [(130, 130), (200, 330), (64, 1), (1, 257), (300, 70)]
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Every order of events; gives a list of configurations to run with."""
+    """Run with every order of events; yield the list of configurations to use."""
 
     def run(prepared, kernel, programs, **arguments):
         module = next(m for m in simulated.modules if hasattr(m, kernel.fn.__name__))
@@ -131,7 +131,7 @@ def test_backward_in_one_kernel(simulated, monkeypatch, causal, size, config, dt
 
 
 def check_backward(simulated, monkeypatch, causal, size, config, dtype):
-    """All gradients, in every order of events."""
+    """Compare all gradients with the formula, for every order of events."""
     for kernel in (tuning.DKDV, tuning.DQ, tuning.FUSED):
         monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {64: config})
     p, grad = problem_of(*size, causal, dtype)
@@ -191,7 +191,7 @@ each_kernel = pytest.mark.parametrize("kernel", list(tuning.HOPPER_CONFIGS), ids
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_candidates_on_a_gpu(monkeypatch, causal, kernel, d, config, dtype):
-    """What is simulated elsewhere, in every configuration that there is to measure."""
+    """Every candidate configuration, on the GPU instead of in simulation."""
     monkeypatch.setitem(tuning.HOPPER_CONFIGS, kernel, {d: config})
     for size in SIZES:
         check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, dtype, d=d))
@@ -201,14 +201,14 @@ def test_candidates_on_a_gpu(monkeypatch, causal, kernel, d, config, dtype):
 @each_kernel
 @pytest.mark.parametrize("d", [64, 128])
 def test_tables_on_a_gpu(monkeypatch, kernel, d):
-    """What would be used, at larger sizes too."""
+    """The configurations in the tables, also at larger sizes."""
     for size in [*SIZES, (1024, 1024), (4096, 5000)]:
         for causal in (False, True):
             check_on_a_gpu(monkeypatch, kernel, *problem_of(*size, causal, torch.bfloat16, d=d, heads=8, key_heads=4))
 
 
 def check_on_a_gpu(monkeypatch, kernel, p, grad):
-    """A kernel's results beside the formula in float64 and in the same dtype."""
+    """Compare a kernel's results with the formula in float64 and in the same dtype."""
     p, grad = Problem(*(t.cuda() if isinstance(t, torch.Tensor) and t.dim() else t for t in p)), grad.cuda()
     what = f"{kernel} {tuning.HOPPER_CONFIGS[kernel]} {tuple(p.query.shape)} {tuple(p.key.shape)} {p.right}"
     monkeypatch.setattr(tuning, "WARP_SPECIALIZED", frozenset([kernel]))
@@ -247,15 +247,15 @@ def test_what_they_do_not_serve(simulated):
         assert launch_hopper.unavailable(kernel_args.prepare(other)) is not None
 
 
-def test_nobody_uses_them_before_they_were_measured():
+def test_they_are_not_used_before_they_are_measured():
     assert not tuning.WARP_SPECIALIZED
 
 
 class TestTheSimulator:
-    """What it is for: mistakes of these kinds do not pass."""
+    """The simulator detects these kinds of mistakes."""
 
     def wrong(self, simulated, monkeypatch, module, old, new, stages=2):
-        """In how many orders of events a kernel with a line changed gives a wrong result."""
+        """Return in how many orders of events a kernel with a changed line is wrong."""
         source = inspect.getsource(module)
         assert source.count(old) >= 1
         source = (
@@ -304,7 +304,7 @@ class TestTheSimulator:
         assert self.wrong(simulated, monkeypatch, hopper, line, "", stages=3)
 
     def test_an_output_overwritten_before_it_was_written(self, simulated, monkeypatch):
-        line = "        tma.store_wait(0)  # what was written last time has left its place\n"
+        line = "        tma.store_wait(0)  # the previous store has read its buffer\n"
         assert self.wrong(simulated, monkeypatch, hopper, line, "")
 
     def test_keys_given_back_before_their_second_use(self, simulated, monkeypatch):

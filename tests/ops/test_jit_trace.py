@@ -1,4 +1,4 @@
-"""torch.jit.trace records the operator, not the sizes of the call traced."""
+"""torch.jit.trace records the operator, not the sizes of the traced call."""
 
 import io
 
@@ -57,14 +57,14 @@ def test_the_reference_is_refused():
 
 
 def test_the_older_onnx_exporter_is_an_error():
-    """It traces; it has no translation of the op."""
+    """It uses torch.jit.trace and has no translation of the op."""
     pytest.importorskip("onnx")
     with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="sigattn::dense_forward"):
         torch.onnx.export(Call(), operands(7, 9), io.BytesIO(), dynamo=False)
 
 
 def test_a_cache_is_traced_for_any_length():
-    """A token is written where the lengths of each call say, not where the call traced wrote it."""
+    """A token is written at the lengths of each call, not at those of the traced call."""
 
     class Decode(torch.nn.Module):
         def forward(self, q, key_cache, value_cache, k, v, lengths):

@@ -1,7 +1,7 @@
 """The Triton kernels over options, dtypes and head dims from 8 to 256, against the formula in float64.
 
-On a GPU, every head dim meets every option, at sizes that cross its tiles. Interpreted, a few small cases are a sample;
-SIGATTN_KERNEL_SWEEP sets their number.
+On a GPU, every head dim is combined with every option, at sizes larger than a tile. In the interpreter, a sample of
+small cases is run; SIGATTN_KERNEL_SWEEP sets their number.
 """
 
 import os
@@ -40,7 +40,7 @@ COUNT = int(os.environ.get("SIGATTN_KERNEL_SWEEP", PAIRS if GPU else 6))
 
 
 def dense_case(number):
-    """A call with the head dim, the dtype and the option that are next in turn; the rest is random."""
+    """Draw a call with the next head dim, dtype and option; the rest is random."""
     draw = random.Random(number)
     batch, kv, rep = 2, draw.choice([1, 2]), draw.choice([1, 2])
     n, m = draw.choice(SIZES)
@@ -81,7 +81,7 @@ def test_every_head_dim_meets_every_option():
 
 
 def drawn(strategy, number, check):
-    """Check one random case, with the head dim and the dtype that are next in turn. (The simplest case comes first.)"""
+    """Check one random case with the next head dim and dtype (the simplest case first)."""
     d = HEAD_DIMS[number % len(HEAD_DIMS)]
     fixed = {"d": d, "dv": random.Random(number).choice([d, 16, 80]), "dtype": DTYPES[number % len(DTYPES)]}
     checked = []

@@ -1,4 +1,4 @@
-"""Calls that were made before: nothing is worked out again, and nothing of the first call is left in the second."""
+"""Launch cache: repeated calls are not prepared again, and use nothing of the first call's tensors."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ class Everything(set):
 
 @pytest.fixture(params=[False, True] if torch.cuda.is_available() else [False])
 def prepared(monkeypatch, request):
-    """How many problems were prepared from the beginning; on a GPU also with compiled kernels started directly."""
+    """Count the problems that were prepared without the cache; on a GPU also with direct launches."""
     monkeypatch.setattr(tuning, "DIRECT_LAUNCH", request.param)
     count = []
     prepare = kernel_args.prepare
@@ -70,7 +70,7 @@ def test_the_first_of_a_kind_may_be_the_only_one(prepared, monkeypatch):
 
 
 def test_one_tensor_as_query_key_and_value(prepared):
-    """That they were one does not mean that they will be."""
+    """A cached call with one tensor for all three does not imply that the next one has."""
     (x,) = tensors(0, n=1)
     q, k, v = (x.view_as(x) for _ in range(3))
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_other_kinds_are_not_confused(prepared):
 
 
 def test_another_alignment_or_dtype_is_another_kind():
-    """Kernels are compiled for dtypes and for addresses that are multiples of 16, or are not; each tensor counts."""
+    """Kernels are specialised by dtype and by the alignment of each address to 16 bytes."""
     aligned = tensors(0, n=4)
     moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in aligned]
 

@@ -1,4 +1,4 @@
-"""Masks that are Tensor subclasses: PyTorch's CausalBias is served, what is not known is refused by name."""
+"""Masks that are Tensor subclasses: PyTorch's CausalBias is supported, others raise an error that names them."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_a_causal_bias_of_other_lengths_is_refused():
 
 
 class Tagged(torch.Tensor):
-    """A subclass whose operations have a meaning of their own."""
+    """A Tensor subclass with its own operations."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""A masked weight is exactly 0, whatever its logit (docs/operator.md), and other non-finite arguments."""
+"""A masked weight is exactly 0 for any logit (docs/operator.md); other non-finite arguments."""
 
 import math
 
@@ -51,7 +51,7 @@ KINDS = {
 
 
 def formula(q, k, v, grad_out, visible, softcap=0.0):
-    """Output and gradients in float64; the logits of masked weights are not even formed."""
+    """Return output and gradients in float64, without computing the logits of masked weights."""
     q, k, v, grad_out = (t.detach().double() for t in (q, k, v, grad_out))
     scale = q.shape[-1] ** -0.5
     product = scale * q @ k.mT
@@ -95,7 +95,7 @@ def test_inf_and_nan_in_a_masked_key(backend, way, kind):
 
 
 def drop(t, row):
-    """The tensor without one row."""
+    """Return the tensor without one row."""
     return t[:, :, [i for i in range(t.shape[2]) if i != row]]
 
 
@@ -104,7 +104,7 @@ def drop(t, row):
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 @pytest.mark.filterwarnings("ignore:(invalid|overflow|divide).*:RuntimeWarning")
 def test_an_infinite_bias(backend, way, bias, kind):
-    """All weights are 1, or 0."""
+    """All weights are 1 or all are 0."""
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (torch.randn(1, 2, n, 8).to(dtype) for n in (N, M, M))
         given = torch.full((2, 1, 1), bias) if kind == "tensor" else bias

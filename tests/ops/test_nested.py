@@ -1,4 +1,4 @@
-"""Nested tensors of the jagged layout: each sequence as if it were alone, with the query's offsets and gradients."""
+"""Nested tensors of the jagged layout: each sequence independently, with the query's offsets and gradients."""
 
 import warnings
 
@@ -17,7 +17,7 @@ SLOPES = torch.tensor([0.5, 0.1, 0.2, 0.3])
 
 
 def nest(lengths, heads, width, device="cpu", dtype=torch.float32, offsets=None):
-    """A nested leaf (B, ragged, H, D), and its transpose, which attention takes."""
+    """Return a nested leaf (B, ragged, H, D), and its transpose, the argument of attention."""
     g = torch.Generator().manual_seed(heads * width + len(lengths) + lengths[0])
     values = torch.randn(sum(lengths), heads, width, generator=g, dtype=dtype).to(device).requires_grad_()
     if offsets is None:
@@ -26,7 +26,7 @@ def nest(lengths, heads, width, device="cpu", dtype=torch.float32, offsets=None)
 
 
 def truth(values, lengths, of_keys, **options):
-    """The formula, a sequence at a time, in float64."""
+    """Return the formula in float64, computed one sequence at a time."""
     parts = [t.detach().double().cpu().requires_grad_() for t in values]
     split = [t.split(n) for t, n in zip(parts, (lengths, of_keys, of_keys), strict=True)]
     outs = []
@@ -92,7 +92,7 @@ def test_each_sequence_is_as_if_alone_in_kernels():
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 def test_what_pytorch_accepts_besides():
-    """Lists of tensors, and (B, ragged, N, D), whose entries are dense."""
+    """Lists of tensors, and (B, ragged, N, D) with dense entries."""
     given = [torch.randn(n, 4, 8, requires_grad=True) for n in LENGTHS]
     nested = torch.nested.as_nested_tensor(given, layout=torch.jagged)
     q = nested.transpose(1, 2)

@@ -30,7 +30,7 @@ CALLS = {
 
 
 class Calls(torch.nn.Module):
-    """Several calls of the operator with the same query, key and value; the names of tensors stand for them."""
+    """Several calls of the operator with the same query, key and value; options name their tensors."""
 
     def __init__(self, *calls, backend=None):
         super().__init__()
@@ -49,7 +49,7 @@ def operands(b, n, m, key_heads=4):
 
 
 def arguments(b, n, m):
-    """Some queries see no key at all, and the keys beyond lengths hold NaN."""
+    """Return arguments where some queries see no key, and keys beyond the lengths are NaN."""
     visible = torch.rand(b, 1, n, m) > 0.4
     visible[0, :, 0] = False
     additive = torch.randn(b, 1, n, m).masked_fill(~visible, -torch.inf)
@@ -86,7 +86,7 @@ def assert_equal_to_formula(running, calls, arguments):
 
 
 def test_options():
-    """-log M, causality, windows, masks and lengths are those of the call, not of what was traced."""
+    """-log M, causality, windows, masks and lengths are those of the call, not of the traced one."""
     first, *others = [arguments(*lengths) for lengths in LENGTHS]
     module = Calls(*CALLS.values())
     named = dict(zip(("query", "key", "value", "tensors"), first, strict=True))
@@ -98,7 +98,7 @@ def test_options():
 
 
 def test_exported_first():
-    """A program of torch.export, which holds the op itself, is translated too; half precision, grouped heads."""
+    """A torch.export program, which contains the op, is translated too; half precision, grouped heads."""
     calls = {"causal": CALLS["causal"]}
     first, *others = [(*(t.half() for t in operands(*lengths, 2)), {}) for lengths in LENGTHS]
     program = torch.export.export(Calls(*calls.values()), first, dynamic_shapes=dynamic({})).run_decompositions()

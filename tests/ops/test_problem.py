@@ -1,4 +1,4 @@
-"""The bias rule, and the paper's slips that concern the operator (docs/paper-notes.md)."""
+"""The bias rule, and misprints of the paper that concern the operator (docs/paper-notes.md)."""
 
 import math
 
@@ -15,7 +15,7 @@ def test_log_length_bias():
 
 
 def test_default_bias_is_minus_log_of_the_number_of_keys():
-    """Sect. 2: y_i = Σ_j e^s / (e^s + n) v_j. The sequence form prints s without the scale of Eq. 3; it is meant."""
+    """Sect. 2: y_i = Σ_j e^s / (e^s + n) v_j. The sequence form omits the scale of Eq. 3, which is meant."""
     q, k, v = torch.randn(3, 1, 1, 7, 4, dtype=torch.float64).unbind()
     e = (q @ k.mT / 4**0.5).exp()
     torch.testing.assert_close(sigmoid_attention(q, k, v), e / (e + 7) @ v)

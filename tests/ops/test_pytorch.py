@@ -1,4 +1,4 @@
-"""The operator as a citizen of PyTorch: compile, export, vmap, func, checkpoint, autocast, opcheck, FLOPs."""
+"""The operator with PyTorch's transforms: compile, export, vmap, func, checkpoint, autocast, opcheck, FLOPs."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ class TestCompile:
         )
 
     def test_one_graph_where_the_compiler_cannot_ask_whether_autocast_is_available(self, monkeypatch):
-        """torch.compile of PyTorch 2.11 cannot."""
+        """torch.compile of PyTorch 2.11 cannot trace that query."""
         monkeypatch.setattr(torch.amp, "is_autocast_available", torch._dynamo.disable(torch.amp.is_autocast_available))
         q = inputs(heads=2, dv=6, dtype=torch.float32)[1]
         compiled = torch.compile(lambda q: sigmoid_attention(q, q, q), fullgraph=True, backend="aot_eager")
@@ -188,7 +188,7 @@ def test_jacrev(backend):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("mapped", [("q",), ("k", "v"), ("q", "k", "v"), ("bias",), ("mask",), ("q", "bias", "slopes")])
 def test_vmap(backend, mapped, batch):
-    """Over some of the arguments, at various dimensions: as if each slice were called alone; gradients too."""
+    """vmap over some arguments, at various dimensions, equals separate calls for each slice; gradients too."""
     size = 3
     base = dict(zip("qkv", (t.detach() for t in inputs(batch=batch, dtype=wide(backend))), strict=True))
     more = extras(batch=batch, dtype=wide(backend))
@@ -237,7 +237,7 @@ def test_vmap_over_dropout(randomness):
 
 
 class TestWhatFastBackendsRefuse:
-    """A wrong zero would be worse than an error."""
+    """An unsupported case raises an error instead of returning zeros."""
 
     @pytest.mark.parametrize("backend", FAST)
     def test_forward_mode(self, backend):
@@ -281,7 +281,7 @@ class TestWhatFastBackendsRefuse:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_checkpoint(backend, use_reentrant, dropout_p):
-    """Recomputing in the backward gives the same numbers, the dropped weights being the same."""
+    """Recomputation in the backward pass drops the same weights and gives the same numbers."""
     q, k, v = inputs(dtype=wide(backend))
 
     def call(q, k, v):
@@ -346,7 +346,7 @@ def test_only_inputs_are_saved_for_backward(way):
 
 
 def test_meta_and_fake_tensors():
-    """Shapes without data: as when a model is built on the meta device, or traced."""
+    """Shapes without data, as for a model on the meta device or in tracing."""
     q, k, v = (t.detach().to("meta").requires_grad_() for t in inputs())
     out = sigmoid_attention(q, k, v, enable_gqa=True, bias=-1.0, dropout_p=0.1)
     assert (out.device.type, out.shape) == ("meta", (2, 4, 7, 5))

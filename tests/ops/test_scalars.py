@@ -1,4 +1,4 @@
-"""Numbers of NumPy and 0-d tensors mean what Python's numbers mean."""
+"""NumPy numbers and 0-d tensors are equivalent to Python numbers."""
 
 import fractions
 

@@ -59,7 +59,7 @@ def test_hoyer_is_0_for_equal_weights_and_1_for_a_single_one():
 
 
 def test_undefined_sparsity_is_left_out():
-    """Causal: the first query sees one key. With one key in all, nothing is left."""
+    """Under a causal mask the first query sees one key; with one key in total, no query remains."""
     q, k, v = torch.randn(3, 1, 1, 1, 4).unbind()
     assert attention_statistics(q, k, v).hoyer_sparsity.isnan().all()
     assert attention_statistics(q, k, v, key_lengths=torch.tensor([0])).max_logit == -torch.inf
@@ -80,7 +80,7 @@ def test_output_norm_agrees_with_the_operator():
 
 
 def test_memory_is_linear_in_the_length():
-    """No tensor on the way is larger than a block of rows; the weights of one head alone would be 64 times that."""
+    """No intermediate tensor exceeds a block of rows; the weights of one head would be 64 times as large."""
     largest = 0
 
     class Watch(TorchDispatchMode):

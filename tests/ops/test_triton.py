@@ -1,4 +1,4 @@
-"""The Triton backend beside its mathematics: what it serves, its settings, the layout of what it gives."""
+"""The Triton backend: supported calls, settings, layout of results."""
 
 import contextlib
 import types
@@ -71,7 +71,7 @@ LAYOUTS = {  # (B, H, N, D) as views of what models hold
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [(2, 3, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16)])
 def test_layouts_are_those_that_compilers_expect(layout, size):
-    """A compiled graph asserts the strides that the fakes announce."""
+    """A compiled graph asserts the strides of the fake implementations."""
     x = LAYOUTS[layout](*size).to(DEVICE)
     arguments = (*Problem(x, x, x[..., :8], scale=0.25), "triton")
     out, fake = DENSE._forward(*arguments), DENSE._fake_forward(*arguments)
@@ -122,8 +122,8 @@ def test_every_table_has_every_size():
                     assert all(triton._LARGEST_TILE % size == 0 for size in (config.block_m, config.block_n))
 
 
-def test_the_copy_engine_serves_where_it_can(monkeypatch):
-    """Aligned tensors are described to it, others are read by address, and nobody sees a difference."""
+def test_tma_is_used_where_it_can_be(monkeypatch):
+    """Aligned tensors get TMA descriptors, others are read by address, with equal results."""
     in_force, described = tuning.kernel_config, []
     of_tiles = tma.describe
     monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
@@ -131,7 +131,7 @@ def test_the_copy_engine_serves_where_it_can(monkeypatch):
     wide = torch.randn(3, 2, 3, 70, 48, device=DEVICE)
     one_off = torch.randn(3 * 2 * 3 * 70 * 40 + 1, device=DEVICE)[1:].view(3, 2, 3, 70, 40)
     cases = [
-        (wide[..., :40].unbind(), {}, True),  # strides of 48: the copy engine fills up to 64 columns with 0
+        (wide[..., :40].unbind(), {}, True),  # strides of 48: TMA fills up to 64 columns with 0
         (wide.transpose(2, 3).contiguous().transpose(2, 3).unbind(), {"is_causal": True}, True),
         (one_off.unbind(), {}, False),
         (wide[..., ::2].unbind(), {}, False),
@@ -151,7 +151,7 @@ def test_the_copy_engine_serves_where_it_can(monkeypatch):
 
 
 def test_added_queries_gradient_is_the_same(monkeypatch):
-    """The kernel that adds dQ atomically, which no architecture has by default yet, from some length on."""
+    """The kernel that adds dQ atomically, from some length on; no architecture uses it by default yet."""
     run, atomic = launch._run, []
     monkeypatch.setattr(launch, "_run", lambda *a, **kw: atomic.append(kw.get("ATOMIC_DQ", False)) or run(*a, **kw))
     q, k, v = (torch.randn(1, 4, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
@@ -170,7 +170,7 @@ def test_added_queries_gradient_is_the_same(monkeypatch):
 
 
 def test_sums_of_a_broadcast_mask_repeat_when_asked_to():
-    """Deterministic algorithms: each head has a matrix of its own, and the sum is PyTorch's."""
+    """With deterministic algorithms each head has its own matrix, and PyTorch sums them."""
     q = torch.randn(2, 3, 20, 8, device=DEVICE)
     mask = torch.randn(20, 1, device=DEVICE, requires_grad=True)
 
@@ -188,7 +188,7 @@ def test_sums_of_a_broadcast_mask_repeat_when_asked_to():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_strongly_attended_keys_do_not_overflow(dtype):
-    """With b = -log 65536 float16 weights are carried multiplied by 2^15; a dS of a weight of 1/2 must not be."""
+    """With b = -log 65536 float16 weights are multiplied by 2^15, but dS of a weight of 1/2 must not be."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 16, generator=g).to(dtype).requires_grad_() for n in (20, 40, 40))
     grad = (60 * torch.randn(1, 1, 20, 16, generator=g)).to(dtype)
@@ -212,7 +212,7 @@ def test_gradients_of_strongly_attended_keys_do_not_overflow(dtype):
     "strides", [(0, 2**31, 16, 1), (2**31 + 64, 64, 256, 1), (0, 16, 2**27, 1), (0, 700, 16, 2**29)]
 )
 def test_tensors_may_have_more_than_2_to_the_31_elements(strides):
-    """Heads, samples, rows or columns far apart. Memory that is not touched costs nothing."""
+    """Large strides of heads, samples, rows or columns; memory that is not accessed is not allocated."""
     b, h, n, d = (2 if strides[0] else 1), 2, 40, 8
     extent = 1 + sum((size - 1) * stride for size, stride in zip((b, h, n, d), strides, strict=True))
     assert extent > 2**31
@@ -229,8 +229,8 @@ def test_tensors_may_have_more_than_2_to_the_31_elements(strides):
         torch.testing.assert_close(a, e)
 
 
-def test_tiles_that_nobody_sees_are_not_visited(monkeypatch):
-    """What lies there is NaN, and would reach a result if a kernel so much as multiplied it by 0."""
+def test_hidden_tiles_are_not_visited(monkeypatch):
+    """They contain NaN, which would reach a result even if multiplied by 0."""
     for name, setting in KERNEL_PATHS["small tiles"].items():
         monkeypatch.setattr(*name, setting)
     q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE) for n in (32, 160, 160))
@@ -248,7 +248,7 @@ def test_tiles_that_nobody_sees_are_not_visited(monkeypatch):
 
 
 def test_the_fast_sigmoid_is_asked_for_where_it_may_be(monkeypatch):
-    """By the argument or the setting, on NVIDIA's GPUs only: elsewhere the accurate one serves."""
+    """Selected by the argument or the setting, on NVIDIA's GPUs only; others use the accurate form."""
     asked = []
 
     def seen(problem):
@@ -276,7 +276,7 @@ def _sigmoid_of(z, p, KIND: language.constexpr):
 
 @pytest.mark.parametrize(("kind", "most"), [("accurate", 3.4e-5), ("exact", 5e-6)])
 def test_error_of_the_sigmoid_relative_to_itself(kind, most):
-    """At every P, the smallest too; NaN stays NaN, and what is beyond float32 is 0 or 1."""
+    """At every P, also the smallest; NaN stays NaN, and values beyond float32 give 0 or 1."""
     x = torch.linspace(-80, 40, 4096)
     x[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
     p = torch.empty(4096, device=DEVICE)
@@ -291,7 +291,7 @@ def test_error_of_the_sigmoid_relative_to_itself(kind, most):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_bias_of_one_entry_is_read_from_memory(dtype):
-    """No launch of its own prepares it, float16's shift included: it must be as exact as a number."""
+    """No separate launch converts it, nor float16's shift: it must be as exact as a number."""
     q, k, v = torch.randn(3, 1, 2, 20, 16).to(DEVICE, dtype).unbind()
     bias = torch.tensor(-7.3, device=DEVICE)
     assert kernel_args.prepare(Problem(q, k, v, bias.view(1, 1, 1, 1))).arguments["BIAS"] == "scalar"
@@ -304,7 +304,7 @@ def test_a_bias_of_one_entry_is_read_from_memory(dtype):
 
 
 def test_numbers_of_compiled_graphs_stay_on_the_device(monkeypatch):
-    """A CUDA graph of a compiled model would replay the number on the CPU that it was recorded with."""
+    """A CUDA graph of a compiled model would replay the recorded value of a number on the CPU."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     query = torch.empty(1, device="meta", dtype=torch.float16)
     assert [bias_tensor(-1.0, query, d).shape for d in (2, 4)] == [(1, 1), (1, 1, 1, 1)]

@@ -1,4 +1,4 @@
-"""Packed sequences whose longest length is computed inside a compiled graph, so that the tracer does not know it."""
+"""Packed sequences whose longest length is computed inside a compiled graph and unknown to the tracer."""
 
 import pytest
 import torch

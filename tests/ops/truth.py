@@ -1,6 +1,6 @@
-"""An independent truth: sigmoid attention in float64, written as plainly as the formula, entry by entry where needed.
+"""Independent reference: sigmoid attention in float64 from the plain formula, entry by entry where needed.
 
-It shares nothing with the library, so the reference backend is tested against it like any other.
+It shares no code with the library, so the reference backend is tested against it like any other.
 """
 
 import torch
@@ -22,7 +22,7 @@ def formula(
     probe=None,
     weights=False,
 ):
-    """σ(cap(scale · Q Kᵀ) + b + position + mask) V in the given dtype, float64 by default: the plain PyTorch formula.
+    """Return σ(cap(scale · Q Kᵀ) + b + position + mask) V in the given dtype, float64 by default.
 
     probe: zeros (B, Hq, N, M) added to the logits, whose gradient is that of the logits. weights: return P instead.
     """
@@ -65,7 +65,7 @@ def formula(
 
 
 def sums_of_magnitudes(given, grad_out, **options):
-    """For the output and each gradient, Σ|terms| of the sum that each of its entries is: what rounding scales with."""
+    """Return Σ|terms| of the sums in the output and each gradient, with which rounding errors scale."""
     q, k, v = (given[name].double() for name in ("query", "key", "value"))
     (batch, heads, n, d), m = q.shape, k.shape[2]
     probe = torch.zeros(batch, heads, n, m, dtype=torch.float64, requires_grad=True)
@@ -95,9 +95,9 @@ def sums_of_magnitudes(given, grad_out, **options):
 
 
 def assert_as_good_as_formula(ours, truth, formula_in_dtype, magnitude=None, what="", dtype=None):
-    """Error at most twice that of the plain formula in the same dtype, plus rounding of the sums.
+    """Assert that the error is at most twice that of the plain formula in the same dtype, plus rounding of the sums.
 
-    dtype: in which it was computed, where that is not the result's own: a float32 bias of bfloat16 queries.
+    dtype: dtype of the computation, if it differs from that of the result (a float32 bias of bfloat16 queries).
     """
     assert ours.dtype == formula_in_dtype.dtype, (ours.dtype, formula_in_dtype.dtype)
     assert ours.shape == truth.shape, (ours.shape, truth.shape)

@@ -1,4 +1,4 @@
-"""Tests of what Triton's compiler makes of the kernels, collected only in a process without TRITON_INTERPRET=1."""
+"""Tests of compiled kernels, collected only in a process without TRITON_INTERPRET=1."""
 
 import importlib.util
 import os

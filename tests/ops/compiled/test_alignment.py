@@ -1,4 +1,4 @@
-"""Copies of rows that are multiples of 16 bytes but not of 16 entries take 16 bytes at a time."""
+"""Rows that are multiples of 16 bytes but not of 16 entries are copied 16 bytes at a time."""
 
 import os
 import random

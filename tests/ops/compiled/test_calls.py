@@ -1,8 +1,8 @@
-"""What every public call would launch, on every architecture: it compiles, fits, spills little in its loops,
-and ptxas serialises none of its tensor core instructions.
+"""Launches of every public call, on every architecture: they compile, fit and spill little in their loops, and ptxas
+serialises none of their tensor core instructions.
 
-Two calls in each run of the tests; with SIGATTN_FUZZ_EXAMPLES (``make test-kernels EXAMPLES=…``) so many of all, drawn
-by SIGATTN_SEED. A call takes some five seconds, and there are thousands.
+A run of the tests draws two calls, or SIGATTN_FUZZ_EXAMPLES (``make test-kernels EXAMPLES=…``), by SIGATTN_SEED. A
+call takes about five seconds, and there are thousands.
 """
 
 import os
@@ -38,7 +38,7 @@ def sample():
 
 @pytest.mark.parametrize(("architecture", "call"), sample(), ids=str)
 def test_what_is_launched_compiles_and_fits(architecture, call):
-    """The stand-in driver refuses grids and arguments that do not match; a step down would be a warning, an error."""
+    """The stand-in driver rejects mismatched grids and arguments; smaller tiles would be a warning, an error here."""
     with standin_driver.gpu(architecture) as launched:
         call()
         assert launched
@@ -51,7 +51,7 @@ def test_what_is_launched_compiles_and_fits(architecture, call):
 
 
 def most_spilled(call):
-    """Return how many spills loops may have: at the edges of heads of 256 a few addresses, and more with options."""
+    """Return the allowed spills of loops: a few addresses at the edges of heads of 256, more with options."""
     wide = max(call.d, call.dv or 0) > 128
     if set(call.options) <= {"causal"}:
         return 5 if wide else 0
@@ -65,7 +65,7 @@ def spilled(launched):
 
 
 def test_every_option_reaches_the_kernels():
-    """Without compilation: each option alone, with the pointers, strides and specialisations that it has."""
+    """Each option alone, without compilation, with its pointers, strides and specialisations."""
     chosen = random.Random(0)
     for call in calls.all_calls() if EXAMPLES else chosen.sample(calls.all_calls(), 12):
         with standin_driver.gpu(90, compiles=False) as launched:

@@ -1,4 +1,4 @@
-"""Tile shapes that fit: the estimate for masks, and the steps down when a device has less memory than expected."""
+"""Tile shapes that fit: the estimate for masks, and smaller tiles on devices with less memory than expected."""
 
 import itertools
 import warnings
@@ -21,7 +21,7 @@ def problem(d=64, n=200, dtype=torch.bfloat16, **options):
 
 
 def needed(kernel, constants, options):
-    """Bytes that a kernel is said to take: its tiles in flight."""
+    """Return the simulated shared memory of a kernel: its tiles in flight."""
     return options["num_stages"] * (constants["BLOCK_M"] + constants["BLOCK_N"]) * constants["BLOCK_D"] * 2
 
 
@@ -30,7 +30,7 @@ def shape(launched):
 
 
 def test_masks_take_a_configuration_whose_estimate_fits():
-    """On every NVIDIA architecture and head size; a mask only ever makes tiles smaller."""
+    """On every NVIDIA architecture and head size; a mask never makes tiles larger."""
     for architecture, width, itemsize, mask, gradient in itertools.product(
         (80, 86, 89, 90, 100, 103, 120), (16, 64, 128, 256), (2, 4), (1, 2, 4), (False, True)
     ):
@@ -71,7 +71,7 @@ def test_each_smaller_configuration_is_smaller():
 
 
 def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
-    """The warning names the kernel, what it needed and what it takes; later calls of the kind go straight there."""
+    """The warning names the kernel, its requirement and the new tiles; later calls use these at once."""
     limit = 40_000
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=limit) as launched:
         with pytest.warns(RuntimeWarning) as said:
@@ -115,7 +115,7 @@ def test_other_kinds_of_calls_keep_their_tiles():
 
 @pytest.mark.parametrize("options", [{}, {"d": 256}], ids=str)
 def test_the_backward_pass_and_repeated_calls(options):
-    """Kept launches keep the smaller tiles, also when they are launched directly."""
+    """Cached launches keep the smaller tiles, also when launched directly."""
     grad = problem(**options).query
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=40_000) as launched:
         with warnings.catch_warnings(record=True) as said:
@@ -147,7 +147,7 @@ def test_a_device_that_no_tile_fits_is_named():
 
 
 def test_a_candidate_that_is_measured_is_not_replaced(monkeypatch):
-    """``bench tune`` sets this: a candidate that does not fit must not be measured under its name."""
+    """``bench tune`` disables smaller tiles: a candidate that does not fit must not be measured."""
     monkeypatch.setattr(tuning, "SHRINK_TILES", False)
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=1000), pytest.raises(OutOfResources):
         launch.forward(problem())

@@ -1,6 +1,6 @@
-"""Sizes, layouts and alignments that few calls have: the launches that they give are valid, without compilation.
+"""Unusual sizes, layouts and alignments: their launches are valid (without compilation).
 
-The stand-in driver checks the grid, the range and dtype of each argument, and what TMA asks of a descriptor.
+The stand-in driver checks the grid, the range and dtype of each argument, and TMA's requirements of a descriptor.
 """
 
 import os
@@ -29,7 +29,7 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 def rows(b, n, h, d):
-    """(B, N, H, D) in memory, as projections give them."""
+    """Return (B, H, N, D) with the memory order of projections, (B, N, H, D)."""
     return empty(b, n, h, d).transpose(1, 2)
 
 
@@ -66,7 +66,7 @@ def launched(request):
 
 
 def both_passes(q, k, v, grad=torch.empty_like, **options):
-    """Four times: seen, kept, compared, launched directly."""
+    """Run both passes four times: recorded, cached, compared, launched directly."""
     for _ in range(4):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         out = sigmoid_attention(*leaves, backend="triton", **options)
@@ -89,7 +89,7 @@ def test_queries_and_keys_of_different_lengths(launched):
 
 
 def test_gradients_of_any_layout(launched):
-    """An expanded one is what ``sum().backward()`` gives."""
+    """``sum().backward()`` passes an expanded gradient."""
     q = rows(2, 100, 4, 64)
     for grad in (
         lambda out: torch.zeros((), dtype=out.dtype).expand_as(out),
@@ -125,7 +125,7 @@ def test_masks_and_numbers_of_any_kind(launched):
 
 
 def test_more_elements_than_32_bits_count():
-    """Strides beyond 2^31 are passed in 64 bits. (The memory is never touched.)"""
+    """Strides beyond 2^31 are passed in 64 bits (the memory is never accessed)."""
     with standin_driver.gpu(90, compiles=False) as launched:
         q = rows(5, 70_000, 100, 64)
         sigmoid_attention(q, q, q, backend="triton")
@@ -148,7 +148,7 @@ def test_packed_sequences():
 
 
 def test_caches():
-    """More parts than a grid has, or than there are tiles of keys, would be empty."""
+    """No more parts than the grid permits or than there are tiles of keys."""
     with standin_driver.gpu(90, compiles=False) as launched:
         for batch, capacity, queries, heads, splits in (
             (70_000, 16, 1, 2, 0),

@@ -1,4 +1,4 @@
-"""Kept launches start the compiled kernel with exactly the arguments that Triton would pass, or leave it to Triton."""
+"""Direct launches from the cache pass exactly Triton's arguments; otherwise Triton launches."""
 
 import os
 import threading
@@ -33,7 +33,7 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def kind(request, monkeypatch):
-    """Return the options of a kind of call and its architecture, with its tables in force."""
+    """Yield the options of a kind of call and its architecture, with its tables patched."""
     options, architecture, settings = KINDS[request.param]
     if "tma" in settings:
         in_force = tuning.kernel_config
@@ -45,7 +45,7 @@ def kind(request, monkeypatch):
 
 
 def call(options, dtype=torch.bfloat16):
-    """Both passes on new tensors; returns what reads in an assertion, with tensors by the names they have here."""
+    """Run both passes on new tensors; return the launches with tensors replaced by their names."""
     d = options.get("d", 64)
     options = {k: v for k, v in options.items() if k != "d"}
     q, k, v, g = (torch.zeros(2, 130, 4, d, dtype=dtype).transpose(1, 2) for _ in range(4))
@@ -59,7 +59,7 @@ def call(options, dtype=torch.bfloat16):
 
 
 def described(launched, tensors):
-    """A launch with every tensor, and every tensor of a descriptor, as its name or, of a temporary, its shape."""
+    """Return a launch with tensors and descriptors replaced by their names, temporaries by their shapes."""
 
     def readable(x):
         if isinstance(x, torch.Tensor):
@@ -74,7 +74,7 @@ def described(launched, tensors):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if EVERYTHING else [torch.bfloat16])
 def test_a_direct_launch_passes_what_triton_passes(kind, monkeypatch, dtype):
-    """The stand-in driver also checks each launch against what its kernel was compiled for."""
+    """The stand-in driver also checks each launch against the specialisation of its kernel."""
     options, architecture = kind
     with standin_driver.gpu(architecture, compiles=False) as launched:
         monkeypatch.setattr(tuning, "DIRECT_LAUNCH", False)
@@ -105,7 +105,7 @@ def counted(method, calls):
 
 
 def test_a_direct_launch_that_would_differ_is_left_to_triton(monkeypatch):
-    """Said once for each kernel, and every launch is right."""
+    """It warns once for each kernel, and every launch is correct."""
     monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
     directly = launch_cache.CachedLaunch._launch_directly
 

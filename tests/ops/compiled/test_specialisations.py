@@ -1,4 +1,4 @@
-"""How often kernels are compiled anew when lengths vary: a compilation takes a second or two, during training."""
+"""Number of recompilations for varying lengths; a compilation takes one to two seconds."""
 
 import os
 import random
@@ -62,7 +62,7 @@ def test_lengths_are_not_compiled_for(option, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_head_dims_that_are_no_multiples_of_16(layout):
-    """Their rows begin at multiples of 16 bytes for some lengths only."""
+    """Their rows are aligned to 16 bytes only for some lengths."""
     with standin_driver.gpu(90, compiles=False) as launched:
         for n in LENGTHS:
             t = LAYOUTS[layout](n, 40)
@@ -73,7 +73,7 @@ def test_head_dims_that_are_no_multiples_of_16(layout):
 
 @pytest.mark.parametrize("pages", [False, True])
 def test_caches_of_any_capacity(pages):
-    """One query a sample, then few; one part of the keys, then several, which are summed."""
+    """One query per sample, then a few; one part of the keys, then several that are summed."""
     with standin_driver.gpu(90, compiles=False) as launched:
         for capacity in LENGTHS:
             k = torch.empty(capacity if pages else 2, 16 if pages else capacity, 2, 64, dtype=DTYPE)

@@ -1,4 +1,4 @@
-"""The stand-in driver itself: it refuses what a driver would refuse, and leaves nothing behind."""
+"""The stand-in driver rejects what a driver would reject, and restores all state."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_launch_with_other_arguments_than_those_compiled_for_is_refused():
 
 
 def test_nothing_is_kept_from_one_architecture_to_the_next():
-    """A call that was made often on one device is prepared again on another."""
+    """A call cached on one device is prepared again on another."""
     shared = set()
     for architecture in (80, 90):
         with standin_driver.gpu(architecture) as launched:

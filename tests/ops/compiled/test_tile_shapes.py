@@ -1,4 +1,4 @@
-"""Which tile shapes are launched on Hopper."""
+"""Tile shapes that are launched on Hopper."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def launched_with(d, dtype=torch.bfloat16, needs=None, **options):
 
 @pytest.mark.parametrize(("d", "atomic"), [(64, True), (128, False)])
 def test_dq_is_added_atomically_only_where_its_product_is_one_for_wgmma(monkeypatch, d, atomic):
-    """Otherwise its operands move through registers."""
+    """Otherwise its operands would pass through registers."""
     monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {90: 0})
     launched = launched_with(d)
     assert launched["bwd_dkdv_kernel"]["ATOMIC_DQ"] == atomic
