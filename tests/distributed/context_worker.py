@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sigattn import sigmoid_attention
 from sigattn.distributed import collectives
-from sigattn.distributed.context_parallel import (
+from sigattn.distributed.sequence_sharding import SequenceSharding
+from sigattn.distributed.sharded_attention import (
     ContextParallelShard,
     context_parallel,
     context_parallel_attention,
 )
-from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.distributed.sharded_cache import sharded_cache_attention
 from sigattn.distributed.strategies import predicted_traffic
 from sigattn.flash import flash_attn_with_kvcache

@@ -67,6 +67,7 @@ def runs(tmp_path_factory):
     shared += [job("2-closely", training={**closely, "parallel": "fsdp"})]
     shared += [job("2-vision-context", "vision", training={"context_parallel": 2})]
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
+    shared += [job("2-placeholder", "placeholder"), job("2-placeholder-fsdp", "placeholder", training=WAYS["fsdp"])]
     shared += [job("2-contrast", "contrast"), job("2-teacher", "teacher")]
     shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]
     half = {"parallel": "fsdp", "precision": "bfloat16"}
@@ -87,6 +88,11 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes(runs, way):
     same(runs / f"2-{way}", runs / "one-language")
+
+
+@pytest.mark.parametrize("run", ["placeholder", "placeholder-fsdp"])
+def test_process_without_samples_does_not_count(runs, run):
+    same(runs / f"2-{run}", runs / "one-language")
 
 
 def test_shared_layers_with_rope_and_hybrid_norm(runs):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from sigattn.data.dataset import PlaceholderBatch
 from sigattn.data.images import Digits
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModelConfig
@@ -20,7 +21,7 @@ from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.simclr import SimCLR
-from sigattn.train import loop
+from sigattn.train import loop, trainer
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError
 
@@ -39,6 +40,9 @@ def setting(kind):
     """Task, model and data."""
     if kind == "language":
         return LanguageModelling(), LANGUAGE, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
+    if kind == "placeholder":
+        text = TokenText.split(load_text()[:40_000], 32)
+        return LanguageModelling(), LANGUAGE, FirstProcessOnly(text, 32, held_out=4)
     if kind == "rope":
         model = replace(LANGUAGE, position="rope", norm_placement="hybrid", num_kv_heads=2, temperature=0.1)
         return LanguageModelling(), model, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
@@ -46,6 +50,14 @@ def setting(kind):
         return Classification(), VISION, Digits()
     task = SimCLR(projector_dim=16, output_dim=8) if kind == "contrast" else BYOL(projector_dim=16, output_dim=8)
     return task, VISION, Digits(num_views=2, labels=False)
+
+
+class FirstProcessOnly(TextData):
+    """All samples of a batch belong to the first process."""
+
+    def batch(self, step, size, seed, shard=(0, 1)):
+        batch = super().batch(step, size, seed)
+        return batch if shard[0] == 0 else PlaceholderBatch(t[:1] for t in batch)
 
 
 def interrupt(at, row):
@@ -80,7 +92,7 @@ def run(jobs):
             config = replace(config, learning_rate=1e-4)
         try:
             loop.train(task, model, config, data, Path(job["folder"]), resume=job.get("resume", False), on_row=stop)
-        except loop.Interrupted as stop:
+        except trainer.Interrupted as stop:
             assert "stop_after" in job or "terminate" in job
             if "terminate" in job:
                 (Path(job["folder"]) / f"stopped-{torch.distributed.get_rank()}").write_text(f"{stop.signal} {stop}")

@@ -17,10 +17,10 @@ from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
 from sigattn.train.interrupt import StopRequest
-from sigattn.train.loop import Interrupted, NonFiniteLossError
 from sigattn.train.metrics import count_spikes
 from sigattn.train.optimizer import make_optimizer
 from sigattn.train.schedule import learning_rate_factor
+from sigattn.train.trainer import Interrupted, NonFiniteLossError
 from sigattn.validation import SettingsError
 
 MODEL = LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=2)

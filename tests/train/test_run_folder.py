@@ -17,7 +17,7 @@ from sigattn.tasks.language import LanguageModelling
 from sigattn.train import checkpoint, folder_lock, loop, metrics
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError, lock_folder
-from sigattn.train.loop import NonFiniteLossError
+from sigattn.train.trainer import NonFiniteLossError
 from tests.test_cli import failure
 
 MODEL = LanguageModelConfig(max_seq_len=16, num_layers=1, embed_dim=16, num_heads=2)

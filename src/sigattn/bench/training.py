@@ -26,7 +26,7 @@ from sigattn.data.text import TextData, TokenText
 from sigattn.models.vision import SIZES
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
-from sigattn.train import loop, metrics
+from sigattn.train import loop, metrics, trainer
 from sigattn.validation import check_at_least, check_positive
 
 
@@ -77,7 +77,7 @@ def benchmark_training(config: TrainingBenchmark) -> None:
         for name, activation in results.remaining(jobs):
             try:
                 row = {"model": name, "activation": activation, **_measure(*jobs[name, activation], config)}
-            except loop.Interrupted:
+            except trainer.Interrupted:
                 raise KeyboardInterrupt from None
             results.add((name, activation), [row])
             print(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
@@ -120,7 +120,7 @@ def _measure(recipe: Recipe, data: Data, config: TrainingBenchmark) -> dict[str,
     )
     start = time.perf_counter()
 
-    def stop_in_time(_: loop.Row) -> None:
+    def stop_in_time(_: trainer.Row) -> None:
         if time.perf_counter() - start > config.seconds:
             raise _TimeIsUpError
 

@@ -32,7 +32,7 @@ try:
     from sigattn.recipes.registry import RecipeError
     from sigattn.train.checkpoint import CheckpointError, RunExistsError
     from sigattn.train.folder_lock import FolderInUseError
-    from sigattn.train.loop import NonFiniteLossError
+    from sigattn.train.trainer import NonFiniteLossError
     from sigattn.validation import SettingsError
 except ModuleNotFoundError as missing:
     sys.exit(f"sigattn: the command line needs {missing.name}: pip install 'sigattn[train]'")

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sigattn.experiments import demo, report
-from sigattn.train.loop import Interrupted, Row
+from sigattn.train.trainer import Interrupted, Row
 
 
 def train_demo(options: demo.DemoConfig) -> None:

@@ -26,8 +26,8 @@ from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints
-from sigattn.train.loop import Interrupted, Row
 from sigattn.train.probe import extract_features, fine_tune, linear_probe
+from sigattn.train.trainer import Interrupted, Row
 from sigattn.validation import SettingsError, check_at_least, check_seed
 
 STEPS_PER_LINE = 20  # steps between plain lines

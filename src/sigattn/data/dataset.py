@@ -12,6 +12,13 @@ from torch import Tensor
 Batch = tuple[Tensor, ...]
 
 
+class PlaceholderBatch(tuple[Tensor, ...]):
+    """Batch of a process for which a step has no sample of its own.
+
+    It is computed, because all processes must take part in collectives, but its loss has weight 0.
+    """
+
+
 class DataError(Exception):
     """Data is missing or unusable; the message is one line."""
 

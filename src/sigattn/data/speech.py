@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigattn.data import archives
-from sigattn.data.dataset import Batch, Data, DataError, sample_generator
+from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, sample_generator
 from sigattn.data.hashing import files_sha256
 from sigattn.data.unreadable import UnreadableFiles
 
@@ -77,7 +77,9 @@ class Speech(Data):
         """
         chosen, epoch = self._chosen(step, size, seed)
         mask = self.spec_augment_from is not None and step >= self.spec_augment_from
-        own = chosen[shard[0] :: shard[1]] or chosen[:1]
+        own = chosen[shard[0] :: shard[1]]
+        batch_type = tuple if own else PlaceholderBatch
+        own = own or chosen[:1]
         samples = self._readable(own)
         if not samples:  # replaced by the next readable utterance
             indices = range(len(self.training))
@@ -85,11 +87,13 @@ class Speech(Data):
             samples = next((found for i in others if (found := self._readable([i]))), [])
         if not samples:
             raise DataError("no recording to train on can be read")
-        return collate(
-            [
-                (spec_augment(frames, sample_generator(seed, epoch, i)) if mask else frames, text)
-                for i, frames, text in samples
-            ]
+        return batch_type(
+            collate(
+                [
+                    (spec_augment(frames, sample_generator(seed, epoch, i)) if mask else frames, text)
+                    for i, frames, text in samples
+                ]
+            )
         )
 
     def _readable(self, chosen: Sequence[int]) -> list[tuple[int, Tensor, list[int]]]:

@@ -32,7 +32,8 @@ from sigattn.train import metrics
 from sigattn.train.checkpoint import RunExistsError
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import lock_folder
-from sigattn.train.loop import Row, train
+from sigattn.train.loop import train
+from sigattn.train.trainer import Row
 from sigattn.validation import SettingsError, check_at_least
 
 INTRODUCTION = (

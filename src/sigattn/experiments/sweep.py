@@ -19,8 +19,8 @@ from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import loop, metrics, workers
 from sigattn.train.identity import identity_hash
-from sigattn.train.loop import NonFiniteLossError
 from sigattn.train.run_cache import load_result, prepared_folder, store_result
+from sigattn.train.trainer import NonFiniteLossError
 
 RESULT_FILE = "done.json"
 

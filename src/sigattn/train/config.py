@@ -46,7 +46,7 @@ class TrainConfig:
             groups of so many processes.
         context_parallel: number of processes that share each sequence of a sigmoid language model, for contexts that do
             not fit into one. (Validation uses whole sequences.)
-        context_strategy: "ring", "gather" or "reduce" (``sigattn.distributed.context_parallel``).
+        context_strategy: "ring", "gather" or "reduce" (``sigattn.distributed.sharded_attention``).
         validate_every: steps between validations; the last step always validates.
         eval_batch_size: samples (seconds of speech) that each process evaluates at a time.
         checkpoint_every: steps between checkpoints.

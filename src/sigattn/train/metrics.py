@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from sigattn.files import add_path_to_errors
 from sigattn.optional import require
 
@@ -38,6 +36,8 @@ class MetricsLog:
         wandb: str | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # needs tensorboard
+
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TypeVar
 
-from sigattn.train.loop import Interrupted
+from sigattn.train.trainer import Interrupted
 
 K = TypeVar("K")
 T = TypeVar("T")

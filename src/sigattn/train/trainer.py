@@ -1,0 +1,302 @@
+"""Module, optimiser, data and processes of a run, and the steps of its training."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from sigattn.data.dataset import Batch, Data, PlaceholderBatch
+from sigattn.distributed import sharding
+from sigattn.distributed.process_mesh import ProcessMesh
+from sigattn.distributed.sequence_sharding import SequenceSharding
+from sigattn.distributed.sharded_attention import ContextParallelShard, context_parallel
+from sigattn.models import saving
+from sigattn.models.language import LanguageModelConfig
+from sigattn.models.transformer import Transformer, recording
+from sigattn.nn.attention import Attention
+from sigattn.train import checkpoint
+from sigattn.train.config import TrainConfig
+from sigattn.train.interrupt import StopRequest
+from sigattn.train.metrics import MetricsLog
+from sigattn.train.optimizer import make_optimizer, set_learning_rate
+from sigattn.train.schedule import learning_rate_factor
+from sigattn.validation import SettingsError
+
+Row = dict[str, Any]
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """Protocol of a task, a dataclass (implemented by ``sigattn.tasks.task``, which this module does not import)."""
+
+    def build(self, model: Any) -> nn.Module:
+        """Build the module that is trained, from the configuration of a model."""
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a batch."""
+
+    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """Return metrics over held-out batches."""
+
+    def backbone(self, module: nn.Module) -> nn.Module:
+        """Return the model within the trained module."""
+
+    def after_step(self, module: nn.Module, samples: int) -> None:
+        """Update state that is not trained by gradients; called after each update."""
+
+
+class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
+    """Training was stopped by a signal; its state is in the last checkpoint.
+
+    Attributes:
+        signal: number of the signal, SIGINT (Ctrl-C) or SIGTERM.
+    """
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
+class NonFiniteLossError(Exception):
+    """A loss, gradient or weight is infinite or NaN; the message names the last good checkpoint."""
+
+
+@dataclass
+class Trainer:
+    """Module, optimiser, data and processes of a run.
+
+    Attributes:
+        processes: with their meshes. module: the trained module, distributed over the processes.
+        average: exponential moving average of the weights; None for none.
+        checkpoints: folder of the checkpoints.
+    """
+
+    task: Objective
+    config: TrainConfig
+    data: Data
+    processes: ProcessMesh
+    module: nn.Module
+    optimizer: Optimizer
+    average: AveragedModel | None
+    checkpoints: Path
+
+    @classmethod
+    def build(
+        cls, task: Objective, model: Any, config: TrainConfig, data: Data, processes: ProcessMesh, folder: Path
+    ) -> Trainer:
+        """Build the module, distribute it over the processes, and create its optimiser."""
+        module = task.build(model)
+        for part in module.modules():
+            if isinstance(part, Transformer):
+                part.checkpoint_activations = config.checkpoint_activations
+        if config.compile:
+            module.compile()
+        embed_dim = getattr(model, "embed_dim", None) or model.encoder.embed_dim
+        processes = processes.with_mesh(config.tensor_parallel, config.context_parallel)
+        _check_context(model, config)
+        if config.parallel != "fsdp" or processes.num_replicas == 1 or config.tensor_parallel > 1:
+            module = module.to(processes.device)  # else a device holds at most its shard and one whole block
+        module = sharding.distribute(module, processes, config.parallel, config.precision)
+        average = None
+        if config.ema is not None:
+            if processes.world_size > 1 and config.parallel == "fsdp":
+                raise SettingsError('ema needs the whole weights on each process: set parallel="ddp", or ema=None')
+            average = AveragedModel(
+                sharding.unwrap(module), multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True
+            )
+        optimizer = make_optimizer(module, config, embed_dim)
+        return cls(task, config, data, processes, module, optimizer, average, folder / "checkpoints")
+
+    def load_last_checkpoint(self, settings: dict[str, Any]) -> int:
+        """Load the state of the last checkpoint, if there is one, and return the number of steps done.
+
+        Raises:
+            CheckpointError: if the checkpoint does not fit, or its weights are not finite.
+        """
+        found = checkpoint.list_checkpoints(self.checkpoints)
+        if not found:
+            return 0
+        path = found[-1]
+        done = checkpoint.load(path, self.module, self.optimizer, settings, average=self.average)
+        if not self._is_finite():
+            raise checkpoint.CheckpointError(f"{path} holds weights that are not finite: delete it to use an older one")
+        return done
+
+    def train(
+        self,
+        done: int,
+        settings: dict[str, Any],
+        request: StopRequest,
+        log: MetricsLog | None,
+        on_row: Callable[[Row], None],
+    ) -> None:
+        """Run the steps after the first ``done``, with validations and checkpoints; arguments as in ``loop.train``."""
+        config = self.config
+        batches = self.data.batches(done, config.batch_size, config.seed, self.processes.shard)
+        for step in range(done, config.max_steps):
+            row = self._step(step, next(batches))
+            done = step + 1
+            if done % config.validate_every == 0 or done == config.max_steps:
+                self._check_weights(step)
+                row |= {f"validation_{name}": value for name, value in self.validate().items()}
+                if not math.isfinite(row.get("validation_loss", 0.0)):
+                    raise self._not_finite(f"step {step}: held-out loss {row['validation_loss']}")
+            if log is not None:
+                log.write(row)
+                on_row(row)
+            stop = self.processes.reduce_max(request.signal)
+            if done % config.checkpoint_every == 0 or done == config.max_steps or stop:
+                self._check_weights(step)
+                path = checkpoint.save(
+                    self.checkpoints,
+                    self.module,
+                    self.optimizer,
+                    done,
+                    settings,
+                    average=self.average,
+                    keep_checkpoints=config.keep_checkpoints,
+                )
+            if stop:
+                raise Interrupted(f"stopped after {done} of {config.max_steps} steps; the checkpoint is {path}", stop)
+
+    def _is_finite(self) -> bool:
+        """Return True if all weights and the optimizer's state, on all processes, are finite."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        tensors += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        if self.average is not None:
+            tensors += list(self.average.parameters())
+        each = [sharding.to_local(t.detach()).isfinite().all().to(self.processes.device) for t in tensors]
+        return not self.processes.reduce_max(not torch.stack(each).all())
+
+    def _check_weights(self, step: int) -> None:
+        """Raise NonFiniteLossError if a weight is not finite."""
+        if not self._is_finite():
+            raise self._not_finite(f"step {step}: weights that are not finite")
+
+    def _not_finite(self, message: str) -> NonFiniteLossError:
+        found = checkpoint.list_checkpoints(self.checkpoints)
+        last = f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+        return NonFiniteLossError(f"{message}; {last}")
+
+    def _step(self, step: int, batch: Batch) -> Row:
+        """Do one update and return its measurements."""
+        start = time.perf_counter()
+        config = self.config
+        rate = config.learning_rate * learning_rate_factor(config, step)
+        set_learning_rate(self.optimizer, rate)
+        # random numbers depend on seed, step and process only, so that no generator state has to be saved
+        torch.manual_seed((config.seed * 1_000_003 + step) * 4099 + self.processes.dp_rank)
+        log_norms = bool(config.log_attention_every) and step % config.log_attention_every == 0
+        log_statistics = bool(config.statistics_every) and step % config.statistics_every == 0
+        with recording(self.module, "everything" if log_statistics else "norm" if log_norms else "nothing") as layers:
+            loss, attention_norm = self._backward(batch, layers if log_norms or log_statistics else [])
+            statistics = [layer.statistics for layer in layers if log_statistics and layer.statistics is not None]
+        norm = sharding.total_grad_norm(self.module, self.processes)
+        measured, gradient_norm = loss.item(), norm.item()
+        if not math.isfinite(measured) or not math.isfinite(gradient_norm):
+            raise self._not_finite(f"step {step}: loss {measured}, gradient norm {gradient_norm}")
+        if config.max_grad_norm is not None:
+            sharding.clip_grad_norm(self.module, config.max_grad_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        inner = sharding.unwrap(self.module)
+        self.task.after_step(inner, config.batch_size)
+        if self.average is not None:
+            self.average.update_parameters(inner)
+        row: Row = {"step": step, "loss": measured, "learning_rate": rate, "gradient_norm": gradient_norm}
+        if attention_norm is not None:
+            row["attention_norm"] = attention_norm.item()
+        row |= self.processes.reduce_statistics(statistics) if statistics else {}
+        row["samples_per_second"] = config.batch_size / (time.perf_counter() - start)
+        return row
+
+    def _backward(self, batch: Batch, recorded: list[Attention]) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradients of the mean loss over the whole batch, in micro-batches.
+
+        Returns:
+            That mean, and the mean norm of the outputs of the ``recorded`` layers (None without such layers).
+        """
+        processes, device = self.processes, self.processes.device
+        samples = 0 if isinstance(batch, PlaceholderBatch) else len(batch[0])
+        batch = tuple(t.to(device, non_blocking=True) for t in batch)
+        shard, fraction = self._sequence_shard(batch), 1.0  # fraction of the positions of each sample
+        if shard is not None:
+            fraction = shard.sharding.size(shard.mesh.get_local_rank()) / shard.length
+            batch = tuple(shard.shard(t) for t in batch)
+        total = processes.reduce_sum(torch.tensor(float(samples), device=device)) / processes.cp_size
+        micro_batches = list(zip(*(t.chunk(self.config.grad_accum_steps) for t in batch), strict=True))
+        mean = torch.zeros((), device=device)
+        norms: list[Tensor] = []
+        for i, micro_batch in enumerate(micro_batches):
+            weight = fraction * min(len(micro_batch[0]), samples) / total
+            sync = i == len(micro_batches) - 1
+            with (
+                sharding.gradient_sync(self.module, sync),
+                context_parallel(self.module, shard),
+                torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
+            ):
+                loss = self.task.loss(self.module, micro_batch)
+            norms += [layer.output_frobenius_norm for layer in recorded if layer.output_frobenius_norm is not None]
+            # gradients are averaged over processes but the losses are to be added, hence the factor num_replicas
+            with sharding.gradient_sync(self.module, sync), context_parallel(self.module, shard):
+                (loss * weight * processes.num_replicas).backward()
+            mean += loss.detach() * weight
+        mean = processes.reduce_sum(mean)
+        if not norms:
+            return mean, None
+        norm = processes.reduce_norm(torch.cat(norms)) if samples else torch.zeros(0, device=device)
+        count = torch.tensor(float(len(norm)), device=device)
+        return mean, processes.reduce_sum(norm.sum()) / processes.reduce_sum(count)
+
+    def _sequence_shard(self, batch: Batch) -> ContextParallelShard | None:
+        """Return this process's shard of the batch's sequences, or None without context parallelism."""
+        mesh = self.processes.cp_mesh
+        if mesh is None:
+            return None
+        positions = SequenceSharding(batch[0].shape[1], mesh.size(), balanced=True)
+        return ContextParallelShard(mesh, positions, self.config.context_strategy)
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Return metrics on the held-out data; every process evaluates all of it."""
+        module = sharding.unwrap(self.module) if self.average is None else self.average.module
+        module.eval()
+        device = self.processes.device
+        held_out = self.data.validation(self.config.eval_batch_size)
+        batches = (tuple(t.to(device) for t in batch) for batch in held_out)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            metrics = self.task.evaluate(module, batches)
+        module.train()
+        return metrics
+
+    def save_model(self, folder: Path) -> nn.Module:
+        """Save the trained model in ``folder/model``, and return it."""
+        module = sharding.unwrap(self.module) if self.average is None else self.average.module
+        backbone = self.task.backbone(module)
+        state = sharding.full_state_dict(backbone)
+        if self.processes.is_main_process:
+            saving.save(backbone, folder / "model", state)
+        self.processes.barrier()
+        return backbone
+
+
+def _check_context(model: Any, config: TrainConfig) -> None:
+    """Raise SettingsError if context parallelism does not support the model or the settings.
+
+    A sequence can be split over processes only if sigmoid attention is the only layer that mixes its positions.
+    """
+    if config.context_parallel == 1:
+        return
+    if not isinstance(model, LanguageModelConfig) or model.activation != "sigmoid":
+        raise SettingsError(f"context_parallel supports language models with sigmoid attention only, got {model}")
+    if config.compile:
+        raise SettingsError("context_parallel does not support compile=True: set compile=False")
