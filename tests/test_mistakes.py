@@ -251,7 +251,7 @@ def test_where_results_go(corpus, capsys):
     mistake(["reproduce", "flops", "--scale", "smoke", "--folder", file], DATA, f"{file}", capsys)
     mistake(["theory", "--report", file / "x.html"], DATA, f"{file}", capsys)
     mistake(["evaluate", file], DATA, f"{file}", capsys)
-    mistake(["demo", "--text", corpus / "folder.bin"], DATA, "holds no .md, .py, .rst, .txt file", capsys)
+    mistake(["demo", "--text", corpus / "folder.bin"], DATA, "looked for .txt, .md, .rst, .py files", capsys)
 
 
 def test_without_permission(tmp_path, capsys, monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sigattn.data.dataset import DataError, draw_samples, sample_generator
-from sigattn.data.images import Digits, ImageFolder
+from sigattn.data.digits import Digits
+from sigattn.data.images import ImageFolder
 
 
 class TestOrder:

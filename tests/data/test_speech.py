@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
-from sigattn.data.dataset import DataError
-from sigattn.data.speech import CharTokenizer, Speech, Utterance, log_mel, mel_filters, spec_augment
+from sigattn.data.dataset import DataError, PlaceholderBatch
+from sigattn.data.speech import CharTokenizer, Speech, Utterance
+from sigattn.data.speech_features import log_mel, mel_filters, spec_augment
 from sigattn.data.unreadable import UnreadableFiles
 
 soundfile = pytest.importorskip("soundfile")
@@ -99,6 +100,13 @@ class TestBatches:
         assert sum(len(p[0]) for p in parts) == len(frames)
         held = list(data.validation(4))
         assert sum(len(b[0]) for b in held) == 12
+
+    def test_process_without_an_utterance_has_a_placeholder(self, digits):
+        data = self.data(digits)
+        count = len(data.batch(0, 6, seed=0)[0])
+        batches = [data.batch(0, 6, seed=0, shard=(rank, count + 1)) for rank in range(count + 1)]
+        assert [isinstance(b, PlaceholderBatch) for b in batches] == [False] * count + [True]
+        assert len(batches[-1][0]) == 1
 
     def test_masking_starts_when_it_is_told_to(self, digits):
         training, held_out, _ = spoken_digits(digits, training=60, held_out=12)

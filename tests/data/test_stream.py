@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sigattn.data.dataset import DataError
-from sigattn.data.stream import StreamedText, hub_documents
-from sigattn.data.tokens import END, iter_documents, pack_corpus, train_tokenizer
+from sigattn.data.documents import hub_documents, iter_documents
+from sigattn.data.stream import StreamedText
+from sigattn.data.tokens import END, pack_corpus, train_tokenizer
 from sigattn.experiments import datasets
 from sigattn.recipes.registry import find_recipe
 

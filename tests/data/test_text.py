@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from sigattn.data.text import DataError, TokenText, load_text
+from sigattn.data.dataset import DataError
+from sigattn.data.text import TokenText, load_text
 
 
 def test_cpython_s_documentation_is_always_there():
@@ -28,7 +29,7 @@ def test_unusable_text(tmp_path):
     for path, message in (
         (tmp_path / "missing", "no such text file or folder"),
         (tmp_path / "empty.txt", "is empty"),
-        (tmp_path / "folder", "holds no .md, .py, .rst, .txt file"),
+        (tmp_path / "folder", "looked for .txt, .md, .rst, .py files"),
     ):
         with pytest.raises(DataError, match=re.escape(message)) as error:
             load_text(path)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sigattn.data.dataset import DataError
+from sigattn.data.documents import iter_documents
 from sigattn.data.text import TextData, TokenText
 from sigattn.data.tokens import (
     END,
     find_packed_tokenizer,
-    iter_documents,
     load_packed,
     load_tokenizer,
     pack_corpus,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from sigattn.data.dataset import PlaceholderBatch
-from sigattn.data.images import Digits
+from sigattn.data.digits import Digits
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.vision import ViTConfig

@@ -21,7 +21,7 @@ import torch
 from sigattn.bench import provenance
 from sigattn.bench.results_file import ResultsFile
 from sigattn.data.dataset import Data
-from sigattn.data.images import Digits
+from sigattn.data.digits import Digits
 from sigattn.data.text import TextData, TokenText
 from sigattn.models.vision import SIZES
 from sigattn.recipes.recipe import Recipe

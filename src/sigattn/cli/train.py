@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sigattn.cli.parsing import parse
 from sigattn.cli.runs import load_language_model, read_run, write_run
 from sigattn.data.dataset import DataError
-from sigattn.data.images import Digits, ImageFolder
+from sigattn.data.digits import Digits
+from sigattn.data.images import ImageFolder
 from sigattn.data.tokens import END, load_tokenizer
 from sigattn.distributed.process_mesh import init_process_mesh, shutdown
 from sigattn.experiments import datasets

@@ -1,0 +1,40 @@
+"""Data sets of text, images, speech and synthetic problems, as batches that depend on seed and step only."""
+
+from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
+from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch
+from sigattn.data.digits import Digits
+from sigattn.data.documents import iter_documents
+from sigattn.data.images import ImageFolder
+from sigattn.data.speech import CharTokenizer, Speech, Utterance
+from sigattn.data.stream import StreamedText
+from sigattn.data.synthetic import KSummation, PairRepeat
+from sigattn.data.text import TextData, TokenText, load_text
+from sigattn.data.tokens import load_packed, load_tokenizer, pack_corpus, tokenize_corpus, train_tokenizer
+
+__all__ = [
+    "Batch",
+    "CharTokenizer",
+    "Data",
+    "DataError",
+    "Digits",
+    "ImageFolder",
+    "KSummation",
+    "PairRepeat",
+    "PlaceholderBatch",
+    "Speech",
+    "StreamedText",
+    "TextData",
+    "TokenText",
+    "Utterance",
+    "group_by_duration",
+    "iter_documents",
+    "librispeech",
+    "load_packed",
+    "load_text",
+    "load_tokenizer",
+    "pack_corpus",
+    "spoken_digits",
+    "tedlium",
+    "tokenize_corpus",
+    "train_tokenizer",
+]

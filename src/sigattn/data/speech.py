@@ -17,6 +17,7 @@ from torch import Tensor
 from sigattn.data import archives
 from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, sample_generator
 from sigattn.data.hashing import files_sha256
+from sigattn.data.speech_features import log_mel, spec_augment
 from sigattn.data.unreadable import UnreadableFiles
 
 
@@ -190,70 +191,6 @@ class CharTokenizer:
         """Return the tokens of a text in lower case; characters that are not in the alphabet are left out."""
         tokens = [self.alphabet.find("|" if c.isspace() else c) + 1 for c in text.lower().strip()]
         return [t for t in tokens if t]
-
-
-def log_mel(waveform: Tensor, sample_rate: int, num_mel_bins: int = 80) -> Tensor:
-    """Return log-mel frames (T, num_mel_bins): 25 ms every 10 ms, each bin normalised to mean 0 and variance 1.
-
-    Args:
-        waveform: (samples,).
-        sample_rate: sampling rate in Hz.
-        num_mel_bins: number of mel bins.
-    """
-    window, hop = round(0.025 * sample_rate), round(0.01 * sample_rate)
-    size = max(512, 1 << (window - 1).bit_length())
-    spectrum = torch.stft(
-        waveform, size, hop, window, torch.hann_window(window), center=True, pad_mode="constant", return_complex=True
-    )
-    energy = mel_filters(size, sample_rate, num_mel_bins) @ spectrum.abs().square()  # (mels, frames)
-    frames = energy.clamp(min=1e-10).log().mT
-    return (frames - frames.mean(0)) / (frames.var(0, unbiased=False) + 1e-5).sqrt()
-
-
-@functools.cache
-def mel_filters(fft_size: int, sample_rate: int, num_mel_bins: int) -> Tensor:
-    """Return triangular filters (num_mel_bins, fft_size / 2 + 1) from 20 Hz to half the sample rate.
-
-    They are evenly spaced on the mel scale 2595 log₁₀(1 + f / 700).
-    """
-    low, high = (2595 * math.log10(1 + f / 700) for f in (20.0, sample_rate / 2))
-    corners = 700 * (10 ** (torch.linspace(low, high, num_mel_bins + 2, device="cpu") / 2595) - 1)
-    bins = torch.linspace(0, sample_rate / 2, fft_size // 2 + 1, device="cpu")
-    rising = (bins - corners[:-2, None]) / (corners[1:-1] - corners[:-2])[:, None]
-    falling = (corners[2:, None] - bins) / (corners[2:] - corners[1:-1])[:, None]
-    return torch.minimum(rising, falling).clamp(min=0)
-
-
-def spec_augment(
-    frames: Tensor,
-    generator: torch.Generator,
-    *,
-    frequency_masks: int = 2,
-    frequency_width: int = 30,
-    time_masks: int = 10,
-    time_width: int = 50,
-    time_ratio: float = 0.1,
-) -> Tensor:
-    """Apply SpecAugment (Park et al., 2019) to frames (T, num_mel_bins), by default with the paper's numbers.
-
-    Masked values become 0, the mean. A time mask is at most ``time_width`` frames and ``time_ratio`` of the sample
-    wide.
-    """
-    frames = frames.clone()
-    length, mels = frames.shape
-
-    def draw(limit: int, total: int) -> tuple[int, int]:
-        width = int(torch.randint(min(limit, total) + 1, (), generator=generator))
-        start = int(torch.randint(total - width + 1, (), generator=generator))
-        return start, start + width
-
-    for _ in range(frequency_masks):
-        start, stop = draw(frequency_width, mels)
-        frames[:, start:stop] = 0
-    for _ in range(time_masks):
-        start, stop = draw(min(time_width, int(time_ratio * length)), length)
-        frames[start:stop] = 0
-    return frames
 
 
 def collate(samples: Sequence[tuple[Tensor, list[int]]]) -> Batch:

@@ -1,51 +1,15 @@
-"""Streamed text, never held in memory: Hugging Face's ``datasets``, by name or from a folder."""
+"""Training data from a stream of documents, which is never held in memory."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.data.text import check_tokens
-
-HUB = "hf:"
-
-
-def is_streamed(path: Path | None) -> bool:
-    """Return True if a path names a Hugging Face data set: ``hf:NAME`` or ``hf:NAME:CONFIGURATION``."""
-    return path is not None and str(path).startswith(HUB)
-
-
-def hub_documents(path: Path) -> Iterator[str]:
-    """Stream the "text" of each sample of a data set's "train" split.
-
-    Args:
-        path: for example ``hf:allenai/c4:realnewslike``; or ``hf:`` and a folder of .jsonl or .parquet files.
-
-    Raises:
-        DataError: if the data set cannot be reached, has no such split or no "text", or ``datasets`` is missing.
-    """
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise DataError(f"reading {path} needs Hugging Face's datasets: pip install 'sigattn[text]'") from error
-    name, _, configuration = str(path).removeprefix(HUB).partition(":")
-    try:
-        samples: Iterable[dict[str, Any]] = datasets.load_dataset(
-            name, configuration or None, split="train", streaming=True
-        )
-        for sample in samples:
-            if not isinstance(sample.get("text"), str):
-                raise DataError(f'the samples of {path} have no "text", but {", ".join(sample)}')
-            yield sample["text"]
-    except (OSError, ValueError, RuntimeError) as error:  # includes the Hub's own errors
-        reason = " ".join(str(error).split())
-        raise DataError(f"cannot read the data set {path}: {type(error).__name__}: {reason}") from error
 
 
 class StreamedText(Data):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sigattn.data.dataset import Batch, Data, DataError
+from sigattn.data.documents import PLAIN_SUFFIXES, find_text_files
 from sigattn.shapes import Int
 
 
@@ -25,12 +26,7 @@ def load_text(path: Path | None = None) -> bytes:
     """
     if path is None:
         return _documentation()
-    if not path.exists():
-        raise DataError(f"no such text file or folder: {path}")
-    suffixes = {".txt", ".md", ".rst", ".py"}
-    files = sorted(f for f in path.rglob("*") if f.suffix in suffixes) if path.is_dir() else [path]
-    if not files:
-        raise DataError(f"the folder {path} holds no {', '.join(sorted(suffixes))} file")
+    files = find_text_files(path, PLAIN_SUFFIXES)
     try:
         text = b"\n".join(f.read_bytes() for f in files)
     except OSError as error:

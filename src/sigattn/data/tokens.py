@@ -7,11 +7,9 @@ windows drawn from it, so that a run can be resumed exactly.
 from __future__ import annotations
 
 import array
-import gzip
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,87 +17,14 @@ from typing import Any
 import torch
 
 from sigattn.data.dataset import DataError
+from sigattn.data.documents import iter_documents
 from sigattn.data.hashing import file_sha256
-from sigattn.data.stream import hub_documents, is_streamed
 from sigattn.data.text import TokenText
 from sigattn.files import FileFormatError, add_path_to_errors, read_json_object
 from sigattn.validation import SettingsError, check_at_least
 
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".parquet")
 END = "<|end|>"  # between documents
 MIN_VOCAB_SIZE = 257  # 256 bytes and END
-
-
-def iter_documents(path: Path) -> Iterator[str]:
-    """Iterate over the documents of a file, a folder (sorted by path) or a Hugging Face data set.
-
-    A document is a text file, the "text" of a line of a .jsonl or .jsonl.gz file (the format of C4 and RedPajama), the
-    "text" of a row of a .parquet file, or a sample of a data set such as ``hf:allenai/c4:realnewslike``.
-
-    Raises:
-        DataError: if there are no files, a file cannot be read, a text is not UTF-8, or pyarrow is missing.
-    """
-    if is_streamed(path):
-        yield from hub_documents(path)
-        return
-    if not path.exists():
-        raise DataError(f"no such text file or folder: {path}")
-    files = sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
-    if not files:
-        raise DataError(f"looked for {', '.join(SUFFIXES)} files in {path} and found none")
-    for file in files:
-        if file.name.endswith((".jsonl", ".jsonl.gz")):
-            yield from _json_lines(file)
-        elif file.suffix == ".parquet":
-            yield from _parquet(file)
-        else:
-            yield _plain_text(file)
-
-
-def _plain_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {file} as UTF-8 text: {error}") from error
-
-
-def _json_lines(file: Path) -> Iterator[str]:
-    opener = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opener(file, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                yield _text_of(line, f"{file}, line {number}")
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise DataError(f"cannot read {file}: {error}") from error
-
-
-def _text_of(line: str, location: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not isinstance(text, str):
-        raise DataError(f'{location}: expected JSON with a "text", got {line[:60]!r}')
-    return text
-
-
-def _parquet(file: Path) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ModuleNotFoundError as error:
-        raise DataError(f"reading {file} needs pyarrow: pip install 'sigattn[text]'") from error
-    import pyarrow
-
-    try:
-        table = parquet.ParquetFile(file)
-        if "text" not in table.schema_arrow.names:
-            raise DataError(f'{file} has no column "text", but {", ".join(table.schema_arrow.names)}')
-        if (kind := str(table.schema_arrow.field("text").type)) not in ("string", "large_string", "string_view"):
-            raise DataError(f'the column "text" of {file} must hold strings, got {kind}')
-        for batch in table.iter_batches(columns=["text"]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {file}: {error}") from error
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sigattn.data.images import Digits
+from sigattn.data.digits import Digits
 from sigattn.data.text import TextData, TokenText
 from sigattn.experiments import datasets, intervals
 from sigattn.files import Kind, read_json_object

@@ -7,10 +7,12 @@ from pathlib import Path
 from sigattn.data import synthetic
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import Data, DataError
+from sigattn.data.digits import Digits
+from sigattn.data.documents import hub_documents, is_streamed
 from sigattn.data.hashing import file_sha256, files_sha256
-from sigattn.data.images import Digits, ImageFolder
+from sigattn.data.images import ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech
-from sigattn.data.stream import StreamedText, hub_documents, is_streamed
+from sigattn.data.stream import StreamedText
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.data.tokens import document_encoder, find_packed_tokenizer, load_packed, load_tokenizer, tokenize_corpus
 from sigattn.data.unreadable import UnreadableFiles

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sigattn.data.images import Augmentation
+from sigattn.data.transforms import Augmentation
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.saving import ModelConfig, build

@@ -1,0 +1,54 @@
+"""Augmentations of images, made of torchvision's transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sigattn.data.dataset import DataError
+from sigattn.optional import explain_import_errors
+
+Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the channels
+
+
+def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Callable[[Any], Any]:
+    """Return torchvision's transform from a PIL image to a tensor, or to a list of tensors if there are views.
+
+    Raises:
+        DataError: if torchvision is missing or cannot be imported.
+    """
+    try:
+        with explain_import_errors("vision"):
+            from torchvision.transforms import v2
+    except ImportError as error:
+        raise DataError(f"images of a folder: {error}") from error
+    finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+
+    def crop(pixels: int, low: float, *more: Any) -> Any:
+        return v2.Compose([v2.RandomResizedCrop(pixels, (low, 1.0)), v2.RandomHorizontalFlip(), *more, *finish])
+
+    if augmentation == "none":
+        return v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), *finish])
+    if augmentation == "crop":
+        return crop(size, 0.2)
+    if augmentation == "randaugment":
+        return crop(size, 0.08, v2.RandAugment())
+    colours = v2.ColorJitter(0.8 * jitter, 0.8 * jitter, 0.8 * jitter, 0.2 * jitter)
+    views = [v2.RandomApply([colours], 0.8), v2.RandomGrayscale(0.2), v2.RandomApply([v2.GaussianBlur(23, (0.1, 2.0))])]
+    if augmentation == "simclr":
+        return _Views([crop(size, 0.08, *views)] * 2)
+    small = 16 * round(size * 96 / 224 / 16) or 16
+    local = v2.Compose([v2.RandomResizedCrop(small, (0.05, 0.4)), v2.RandomHorizontalFlip(), *views, *finish])
+    return _Views([crop(size, 0.4, *views)] * 2 + [local] * 4)
+
+
+class _Views:
+    def __init__(self, transforms: list[Callable[[Any], Tensor]]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, image: Any) -> list[Tensor]:
+        return [transform(image) for transform in self.transforms]
