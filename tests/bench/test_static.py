@@ -49,26 +49,26 @@ EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
 DIMS = (16, 32, 64, 128, 256) if EVERYTHING else (64, 128)
 OPTIONS = [
     {},
-    {"BIAS": "tensor", "NEED_BIAS": True},
-    {"BIAS": "length", "VARLEN": True, "BOTTOM_RIGHT": True},
+    {"BIAS": "tensor", "grad_bias": "*fp32"},
+    {"BIAS": "length", "VARLEN": True},
     {"BIAS": "length", "LENGTHS": True},
     {"MASK": "bool"},
     {"MASK": "added", "NEED_MASK": "added"},
     {"MASK": "added", "NEED_MASK": "added", "SUM_ROWS": True},
     {"MASK": "added", "NEED_MASK": "stored"},
-    {"SLOPES": True, "NEED_SLOPES": True},
+    {"SLOPES": True, "grad_slopes": "*fp32"},
     {"HAS_LEFT": True},
     {"DROPOUT": True},
     {"GROUP": 4},
     {"SIGMOID": "fast"},
     {"SIGMOID": "accurate"},
     {"SOFTCAP": True},
-    {"BLOCKS": True},
+    {"BLOCK_Q": 128, "BLOCK_K": 128},
     {"TMA": True},
 ]
 OWN_OPTIONS = {
-    tuning.DKDV: [{"NEED_KEY": False}, {"NEED_VALUE": False}],
-    tuning.DQ: [{"NEED_QUERY": False, "NEED_BIAS": True}],
+    tuning.DKDV: [{"grad_key": None}, {"grad_value": None}],
+    tuning.DQ: [{"grad_query": None, "grad_bias": "*fp32"}],
 }
 
 
@@ -101,7 +101,7 @@ def test_default_configurations(architecture, causal):
 @pytest.mark.parametrize("architecture", SHARED)
 def test_decoding(architecture):
     """Contiguous and in pages, plain and with every option: tensor cores used, nothing spilled."""
-    pages = {"TABLE": True, "FIRST": True, "HAS_LEFT": True, "SLOPES": True, "BIAS": "tensor"}
+    pages = {"TABLE": True, "LEFT_PADDING": True, "HAS_LEFT": True, "SLOPES": True, "BIAS": "tensor"}
     each = [(t, d, o) for t in ("bfloat16", "float16") for d in DIMS for o in ({}, pages)]
     cases = [("decode", architecture, t, d, False, o) for t, d, o in (each if EVERYTHING else (each[0], each[7]))]
     if architecture == 90:  # as many rows as wgmma takes
@@ -115,7 +115,7 @@ def test_decoding(architecture):
 
 def options_of_hopper(dtype, head_dim):
     """Return every kernel with every option, and with heads of two sizes, full and causal."""
-    widths = {"D": head_dim - 8, "DV": head_dim, "BLOCK_DV": tuning.padded_head_dim(head_dim)}
+    widths = {"D": head_dim - 8, "DV": head_dim}
     shift = {"number": "number", "tensor": "tensor", "length": "length"} if dtype == "float16" else {}
     own = {k: list(options) for k, options in OWN_OPTIONS.items()}
     if tuning.supports_atomic_dq(tuning.kernel_config(tuning.DKDV, 90, head_dim, 2), 90):
@@ -152,9 +152,7 @@ def test_candidates_of_tune(kernel, head_dim):
     cases = []
     for config in tuning.candidates(kernel, head_dim):
         parts = (
-            [{"NEED_VALUE": False}, {"NEED_KEY": False}]
-            if config.split_dkdv
-            else [{"ATOMIC_DQ": kernel == tuning.FUSED}]
+            [{"grad_value": None}, {"grad_key": None}] if config.split_dkdv else [{"ATOMIC_DQ": kernel == tuning.FUSED}]
         )
         name = tuning.DKDV if kernel == tuning.FUSED else kernel
         cases += [(name, 90, "bfloat16", head_dim, False, {"config": config, **part}) for part in parts]
@@ -184,13 +182,28 @@ def test_every_option_compiles():
 
     ``test_products_are_asynchronous_on_hopper`` compiles each alone.
     """
-    score = {"MASK": "added", "NEED_MASK": "stored", "BIAS": "tensor", "SHIFT": "tensor", "NEED_BIAS": True}
+    score = {
+        "MASK": "added",
+        "NEED_MASK": "stored",
+        "BIAS": "tensor",
+        "SHIFT": "tensor",
+        "grad_bias": "*fp32",
+        "GROUP": 4,
+    }
     options = [
-        {**score, "SLOPES": True, "NEED_SLOPES": True, "HAS_LEFT": True, "SOFTCAP": True, "DROPOUT": True, "GROUP": 4},
-        {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "BOTTOM_RIGHT": True, "MASK": "bool"},
+        {
+            **score,
+            "SLOPES": True,
+            "grad_slopes": "*fp32",
+            "HAS_LEFT": True,
+            "SOFTCAP": True,
+            "DROPOUT": True,
+            "GROUP": 4,
+        },
+        {"BIAS": "length", "SHIFT": "length", "VARLEN": True, "MASK": "bool"},
         {"MASK": "bool", "LENGTHS": True, "SIGMOID": "fast", "ATOMIC_DQ": True},
-        {"MASK": "added", "NEED_MASK": "added", "D": 40, "DV": 72, "BLOCK_DV": 128},
-        {"BLOCKS": True},
+        {"MASK": "added", "NEED_MASK": "added", "D": 40, "DV": 72},
+        {"BLOCK_Q": 128, "BLOCK_K": 128},
     ]
     small = {"config": tuning.Config(64, 32, 4, 1)}  # compiled three times as fast
     options = options if EVERYTHING else options[:2]  # tests/ops/compiled draws among all others

@@ -8,7 +8,7 @@ seconds per kernel (``compiles=False``). It needs a process without TRITON_INTER
 
 >>> with gpu(90) as launched:
 ...     sigmoid_attention(q, k, v, backend="triton")
-... launched[0].name, launched[0].grid, launched[0].arguments["BLOCK_M"], launched[0].shared
+... launched[0].name, launched[0].grid, launched[0].options.BLOCK_M, launched[0].shared
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ class Launched:
         return self.function.fn.__name__
 
     @property
+    def options(self) -> Any:
+        """Compile-time arguments of a portable kernel."""
+        return self.arguments["OPT"]
+
+    @property
     def shared(self) -> int:
         """Return the bytes of shared memory of a program."""
         return self.binary.shared
@@ -112,29 +117,30 @@ class Launcher:
         if not all(1 <= size <= most for size, most in zip(grid, _LARGEST_GRID, strict=True)):
             raise LaunchError(f"{binary.name}: no driver launches a grid of {grid}")
         named = dict(zip(self.source.fn.arg_names, arguments, strict=True))
-        self._check(binary, named)
+        for at, (name, value) in enumerate(named.items()):
+            self._check(binary, name, value, self.source.signature[name], (at,))
         self.standin.launched.append(Launched(self.source.fn, grid, named, self.metadata, binary, self.standin.device))
 
-    def _check(self, binary: Binary, arguments: dict[str, Any]) -> None:
-        """Compare the arguments with the types, constants and divisibility that the kernel was compiled for."""
-        places = {name: at for at, name in enumerate(self.source.fn.arg_names)}
-        constants = {at: value for (at, *_), value in self.source.constants.items()}
-        divisible = {
-            at
-            for (at, *_), attributes in self.source.attrs.items()
-            if any(key == "tt.divisibility" and value == 16 for key, value in attributes)
-        }
-        descriptors = iter(getattr(self.metadata, "tensordesc_meta", None) or [])
-        for name, value in arguments.items():
-            kind, at = self.source.signature[name], places[name]
-            if kind == "constexpr":
-                complaint = "" if at in constants and _same(constants[at], value) else f"is not {constants.get(at)!r}"
-            elif kind.startswith("tensordesc"):
-                complaint = _check_descriptor(value, kind, next(descriptors, None))
-            else:
-                complaint = _check_value(value, kind, at in divisible)
-            if complaint:
-                raise LaunchError(f"{binary.name}: argument {name} = {value!r:.200} {complaint}")
+    def _check(self, binary: Binary, name: str, value: Any, kind: Any, path: tuple[int, ...]) -> None:
+        """Compare an argument with the type, constant and divisibility that the kernel was compiled for."""
+        if isinstance(kind, tuple):
+            for at, (field, own) in enumerate(zip(value, kind, strict=True)):
+                self._check(binary, f"{name}[{at}]", field, own, (*path, at))
+            return
+        if kind == "constexpr":
+            constant = self.source.constants.get(path, LaunchError)
+            complaint = "" if _same(constant, value) else f"is not {constant!r}"
+        elif kind.startswith("tensordesc"):
+            descriptors = getattr(self.metadata, "tensordesc_meta", None) or []
+            kinds = [k for k in self.source.signature.values() if isinstance(k, str) and k.startswith("tensordesc")]
+            before = list(self.source.signature.values())[: path[0]]
+            at = sum(k in kinds for k in before if isinstance(k, str))
+            complaint = _check_descriptor(value, kind, descriptors[at] if at < len(descriptors) else None)
+        else:
+            divisible = ["tt.divisibility", 16] in self.source.attrs.get(path, [])
+            complaint = _check_value(value, kind, divisible)
+        if complaint:
+            raise LaunchError(f"{binary.name}: argument {name} = {value!r:.200} {complaint}")
 
 
 def _same(compiled: Any, given: Any) -> bool:
@@ -224,7 +230,7 @@ class StandIn:
         constants = {source.fn.arg_names[at]: value for (at, *_), value in source.constants.items()}
         metadata = {"name": source.fn.__name__, "target": vars(target), "num_ctas": 1, "tmem_size": None}
         metadata |= {name: options[name] for name in ("num_warps", "num_stages")}
-        metadata |= {"shared": self.needed(source.fn.__name__, constants, options)}
+        metadata |= {"shared": self.needed(source.fn.__name__, constants.get("OPT"), options)}
         path = Path(self.folder.name) / f"{next(_files)}.json"
         path.write_text(json.dumps(metadata))
         code = path.with_suffix(".hsaco" if target.backend == "hip" else ".cubin")
@@ -244,14 +250,14 @@ def gpu(
     *,
     shared: int | None = None,
     compiles: bool = True,
-    needed: Callable[[str, dict[str, Any], dict[str, Any]], int] = lambda kernel, constants, options: 0,
+    needed: Callable[[str, Any, dict[str, Any]], int] = lambda kernel, options, settings: 0,
 ) -> Iterator[list[Launched]]:
     """Allow launches of kernels for CPU tensors, and yield the list of launches.
 
     architecture: compute capability as in sm_90, or AMD's name ("gfx942").
     shared: bytes of shared memory that the device reports; None for those of the architecture.
     compiles: False omits the compilation; ``needed`` then returns the bytes of shared memory of a kernel, given its
-        name, compile-time arguments and options.
+        name, compile-time options and Triton's settings.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("the stand-in driver needs a process without TRITON_INTERPRET=1")

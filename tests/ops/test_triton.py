@@ -127,7 +127,7 @@ def test_tma_is_used_where_it_can_be(monkeypatch):
     in_force, described = tuning.kernel_config, []
     of_tiles = tma.describe
     monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
-    monkeypatch.setattr(tma, "describe", lambda a: described.append(of_tiles(a)) or described[-1])
+    monkeypatch.setattr(tma, "describe", lambda *a: described.append(of_tiles(*a)) or described[-1])
     wide = torch.randn(3, 2, 3, 70, 48, device=DEVICE)
     one_off = torch.randn(3 * 2 * 3 * 70 * 40 + 1, device=DEVICE)[1:].view(3, 2, 3, 70, 40)
     cases = [
@@ -294,7 +294,7 @@ def test_a_bias_of_one_entry_is_read_from_memory(dtype):
     """No separate launch converts it, nor float16's shift: it must be as exact as a number."""
     q, k, v = torch.randn(3, 1, 2, 20, 16).to(DEVICE, dtype).unbind()
     bias = torch.tensor(-7.3, device=DEVICE)
-    assert kernel_args.prepare(Problem(q, k, v, bias.view(1, 1, 1, 1))).arguments["BIAS"] == "scalar"
+    assert kernel_args.prepare(Problem(q, k, v, bias.view(1, 1, 1, 1))).options.BIAS == "scalar"
     truth, rough = (formula(q, k, v, bias=bias, dtype=d) for d in (torch.float64, dtype))
     out = sigmoid_attention(q, k, v, bias=bias, backend="triton")
     assert_as_good_as_formula(out, truth, rough)

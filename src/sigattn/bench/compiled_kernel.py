@@ -10,7 +10,7 @@ from sigattn.bench import hopper_model, machine_code
 from sigattn.ops.triton import tuning
 
 # dK and dV in two passes over the queries
-PARTS = {"dk": {"NEED_VALUE": False}, "dv": {"NEED_KEY": False}}
+PARTS: dict[str, dict[str, Any]] = {"dk": {"grad_value": None}, "dv": {"grad_key": None}}
 PRODUCTS = {tuning.FWD: 2, tuning.DKDV: 4, tuning.DQ: 3, tuning.DECODE: 2, "dk": 3, "dv": 2, tuning.FUSED: 5}
 HOPPER_ROWS = 128  # queries or keys of a tile of the Hopper kernels: two warp groups with 64 each
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,14 +21,11 @@ from sigattn.bench import machine_code, provenance, static_hopper
 from sigattn.bench.compiled_kernel import PARTS, CompiledKernel, summarize
 from sigattn.bench.tables import mask_name, print_path
 from sigattn.ops.triton import tma, tuning
+from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-_TENSORS = {"query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value"}
-_WIDE_TENSORS = {"bias", "mask", "slopes", "shift_pointer", "grad_bias", "grad_slopes", "grad_mask"}
-_NUMBERS = {"z_scale", "cap_scale", "bias_value", "shift_value", "out_scale", "logit_scale"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +123,12 @@ def compile_kernel(
     head_dim: int,
     causal: bool,
     config: tuning.Config | None = None,
-    **constants: Any,
+    **changes: Any,
 ) -> CompiledKernel:
     """Compile one kernel as ``launch`` would start it for a plain call, and read its machine code.
 
     config: tile shape; None for that of the tables.
-    constants: compile-time arguments that differ from those of a plain call.
+    changes: options and arguments that differ from those of a plain call.
     """
     from triton.compiler import ASTSource
     from triton.runtime.errors import PTXASError
@@ -142,19 +138,31 @@ def compile_kernel(
     from sigattn.ops.triton.forward import fwd_kernel
 
     functions = {tuning.FWD: fwd_kernel, tuning.DKDV: bwd_dkdv_kernel, tuning.DQ: bwd_dq_kernel}
-    constants = {**PARTS.get(kernel, {}), **constants}
+    changes = {**PARTS.get(kernel, {}), **changes}
     name, kernel = kernel, tuning.DKDV if kernel in PARTS else kernel
     function = {**functions, tuning.DECODE: decode_kernel}[kernel]
     itemsize = 4 if dtype == "float32" else 2
     if kernel == tuning.DECODE:
         config = config or tuning.decode_config(head_dim, itemsize, DECODED_ROWS)
-        constants = {"GROUP": DECODED_ROWS, **constants}
+        changes = {"GROUP": DECODED_ROWS, **changes}
     elif config is None:
         config = tuning.kernel_config(kernel, architecture, head_dim, itemsize)
-    values = {**_constants(config, architecture, dtype, head_dim, causal), **constants}
+    options = Options(
+        D=head_dim,
+        DV=head_dim,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        SHIFT="number" if dtype == "float16" else "none",
+        SIGMOID="exact" if dtype == "float32" else config.sigmoid,
+        HAS_RIGHT=causal,
+        TMA=config.tma,
+        WGMMA=architecture == 90,
+    )._replace(**{key: value for key, value in changes.items() if key.isupper()})
     own = 16 // itemsize  # entries of 16 bytes
-    values.setdefault("UNIT", own if values["D"] % 16 and values["D"] % own == values["DV"] % own == 0 else 1)
-    signature, constexprs, attributes = _signature(function, ELEMENT[dtype], values)
+    if "UNIT" not in changes and options.D % 16 and options.D % own == options.DV % own == 0:
+        options = options._replace(UNIT=own)
+    given = {**_arguments(ELEMENT[dtype], options), **changes}
+    signature, constexprs, attributes = _signature([(p.name, given[p.name]) for p in function.params])
     try:
         compiled, log = machine_code.compile_with_log(
             ASTSource(function, signature, constexprs, attributes),
@@ -169,59 +177,65 @@ def compile_kernel(
     return summarize(compiled, log, scores, name, architecture, dtype, head_dim, causal, config)
 
 
-def _constants(config: tuning.Config, architecture: int, dtype: str, head_dim: int, causal: bool) -> dict[str, Any]:
-    padded = tuning.padded_head_dim(head_dim)
-    plain = {"BIAS": "number", "MASK": "none", "SHIFT": "number" if dtype == "float16" else "none", "PRECISION": "ieee"}
-    sizes = {"GROUP": 1, "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded}
-    blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_Q": 128, "BLOCK_K": 128}
-    off: tuple[str, ...] = (
-        "SLOPES",
-        "LENGTHS",
-        "VARLEN",
-        "HAS_LEFT",
-        "BOTTOM_RIGHT",
-        "DROPOUT",
-        "ATOMIC_DQ",
-        "NEED_BIAS",
-    )
-    off = (*off, "NEED_SLOPES", "SUM_ROWS", "SUM_COLUMNS", "FIRST", "ENDS", "TABLE", "SOFTCAP", "BLOCKS")
-    needs = {"NEED_KEY": True, "NEED_VALUE": True, "NEED_QUERY": True, "NEED_MASK": "none"}
-    sigmoid = {"SIGMOID": "exact" if dtype == "float32" else config.sigmoid, "HAS_RIGHT": causal, "TMA": config.tma}
-    sigmoid |= {"WGMMA": architecture == 90}
-    return {**plain, **sizes, **blocks, **dict.fromkeys(off, False), **needs, **sigmoid}
+def _arguments(element: str, options: Options) -> dict[str, Any]:
+    """Return the types of a call's arguments: dense rows, everything aligned to 16 bytes.
+
+    A type is a string, with ":16" for a multiple of 16; other values are compile-time constants.
+    """
+    tensor, number = f"*{element}:16", "i32"
+    even = "i32:16"
+    head = even if options.D % 16 == 0 else number
+    strides = Strides(even, head, even, 1)  # type: ignore[arg-type]
+    names = ("query", "key", "value", "grad_out")
+    loaded = dict.fromkeys(names, tensor)
+    if options.TMA:
+        sizes = {name: [getattr(options, size) for size in tma.TILES[name]] for name in names}
+        loaded = {name: f"tensordesc<{element}[1, 1, {rows}, {width}]>" for name, (rows, width) in sizes.items()}
+    pointer = {"none": None, "bool": "*u8", "added": "*fp32"}[options.MASK]
+    bias = "*fp32" if options.BIAS in ("scalar", "tensor") else None
+    shift = "*fp32" if options.SHIFT in ("scalar", "tensor") else None
+    mask = (number, number, number, 1)
+    integers = "bias_b bias_h bias_n threshold len_q len_k heads query_offset left right table_b mask_keys n kv_heads "
+    integers += "pages page_size table_width splits o_split"
+    gradients = ("out", "grad_key", "grad_value", "grad_query")
+    cache = {"seqlens": True, "query_ends": options.QUERY_ENDS, "left_padding": options.LEFT_PADDING}
+    return {
+        **loaded,
+        **dict.fromkeys(gradients, tensor),
+        **{f"{name}_strides": strides for name in ("q", "k", "v", "o", "gq", "gk", "gv")},
+        **dict.fromkeys(integers.split(), number),
+        **{name: "*i32" if given else None for name, given in {**cache, "block_table": options.TABLE}.items()},
+        "bias": Bias(bias, "fp32", number, shift, "fp32"),  # type: ignore[arg-type]
+        "mask": None if pointer is None else Mask(pointer, *mask),  # type: ignore[arg-type]
+        "alibi": Alibi("*fp32", number, number, 1) if options.SLOPES else None,  # type: ignore[arg-type]
+        "blocks": Blocks("*i32", number, number, number, "*u8") if options.BLOCK_Q else None,  # type: ignore[arg-type]
+        "sequences": Sequences("*i32" if options.LENGTHS else None, *(("*i32" if options.VARLEN else None,) * 2)),
+        "seed": "*i64" if options.DROPOUT else None,
+        "scales": Scales("fp32", "fp32", "fp32", "fp32"),  # type: ignore[arg-type]
+        "grad_bias": None,
+        "grad_slopes": None,
+        "grad_mask": Mask("*fp32", *mask) if options.NEED_MASK != "none" else None,  # type: ignore[arg-type]
+        "OPT": options,
+    }
 
 
-def _signature(function: Any, element: str, values: dict[str, Any]) -> tuple[dict[str, str], Any, Any]:
-    """Return the argument types of a plain call: dense rows, everything aligned to 16 bytes."""
-    signature: dict[str, str] = {}
+def _signature(arguments: list[tuple[str, Any]]) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """Return what ``ASTSource`` takes: types by name, and constants and attributes by path."""
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    for at, parameter in enumerate(function.params):
-        name = parameter.name
-        if parameter.is_constexpr:
-            signature[name], constants[(at,)] = "constexpr", values[name]
-        elif values.get("TMA") and name in tma.TILES:
-            rows, width = (values[size] for size in tma.TILES[name])
-            signature[name] = f"tensordesc<{element}[1, 1, {rows}, {width}]>"
-        elif name in _TENSORS:
-            signature[name], attributes[(at,)] = f"*{element}", [["tt.divisibility", 16]]
-        elif name == "block_tiles" or (name == "mask" and values["MASK"] == "bool"):
-            signature[name] = "*u8"
-        elif name in _WIDE_TENSORS:
-            signature[name] = "*fp32"
-        elif name in {"key_lengths", "starts_q", "starts_k", "lengths", "ends", "first", "table", "block_table"}:
-            signature[name] = "*i32"
-        elif name in _NUMBERS:
-            signature[name] = "fp32"
-        elif name == "seed":
-            signature[name] = "*i64"
-        elif re.fullmatch(r"\w+_[dms]", name):  # strides of the last dimension
-            signature[name], constants[(at,)] = "constexpr", 1
-        elif re.fullmatch(r"(q|k|v|o|gq|gk|gv)_[bhnps]", name) and (name[-1] != "h" or values["D"] % 16 == 0):
-            signature[name], attributes[(at,)] = "i32", [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i32"
-    return signature, constants, attributes
+
+    def type_of(path: tuple[int, ...], x: Any) -> Any:
+        if isinstance(x, tuple) and not isinstance(x, Options):
+            return type(x)(*(type_of((*path, at), field) for at, field in enumerate(x)))
+        if not isinstance(x, str):
+            constants[path] = x
+            return "constexpr"
+        name, aligned, _ = x.partition(":16")
+        if aligned:
+            attributes[path] = [["tt.divisibility", 16]]
+        return name
+
+    return {name: type_of((at,), x) for at, (name, x) in enumerate(arguments)}, constants, attributes
 
 
 def architecture_table(kernels: list[CompiledKernel], architecture: int) -> Table:

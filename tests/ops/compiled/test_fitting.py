@@ -10,6 +10,7 @@ from triton.runtime.errors import OutOfResources
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import fitting, launch, launch_cache, tuning
+from sigattn.ops.triton.args import Options
 from tests.ops import standin_driver
 from tests.ops.calls import Call
 
@@ -20,13 +21,13 @@ def problem(d=64, n=200, dtype=torch.bfloat16, **options):
     return Problem(*(torch.zeros(1, n, 2, d, dtype=dtype).transpose(1, 2) for _ in range(3)), **options)
 
 
-def needed(kernel, constants, options):
+def needed(kernel, options, settings):
     """Return the simulated shared memory of a kernel: its tiles in flight."""
-    return options["num_stages"] * (constants["BLOCK_M"] + constants["BLOCK_N"]) * constants["BLOCK_D"] * 2
+    return settings["num_stages"] * (options.BLOCK_M + options.BLOCK_N) * options.BLOCK_D * 2
 
 
 def shape(launched):
-    return launched.arguments["BLOCK_M"], launched.arguments["BLOCK_N"], launched.metadata.num_warps
+    return launched.options.BLOCK_M, launched.options.BLOCK_N, launched.metadata.num_warps
 
 
 def test_masks_take_a_configuration_whose_estimate_fits():
@@ -78,15 +79,15 @@ def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
             launch.forward(problem())
         first = tuning.kernel_config(tuning.FWD, 90, 64, 2)
         (one,) = launched
-        assert needed(one.name, one.arguments, {"num_stages": one.metadata.num_stages}) <= limit
+        assert needed(one.name, one.options, {"num_stages": one.metadata.num_stages}) <= limit
         (message,) = (str(w.message) for w in said)
-        wanted = needed("", {"BLOCK_M": first.block_m, "BLOCK_N": first.block_n, "BLOCK_D": 64}, {"num_stages": 3})
+        wanted = needed("", Options(64, 64, first.block_m, first.block_n), {"num_stages": 3})
         for part in (
             "fwd_kernel",
             f"tiles of {first.block_m} × {first.block_n}, {first.warps} warps and {first.stages} stages",
             f"needs {wanted} of shared memory",
             f"has {limit}",
-            f"use tiles of {one.arguments['BLOCK_M']} × {one.arguments['BLOCK_N']}",
+            f"use tiles of {one.options.BLOCK_M} × {one.options.BLOCK_N}",
         ):
             assert part in message
         tried = len(launched[0].function.device_caches[one.device][0])
@@ -95,12 +96,12 @@ def test_a_device_with_less_memory_takes_smaller_tiles_and_says_so_once():
         launch.forward(problem(n=300))  # a warning would be an error
         assert shape(launched[1]) == shape(one)
         assert len(launched[0].function.device_caches[one.device][0]) == tried
-        assert launched[1].grid == (-(-300 // one.arguments["BLOCK_M"]) * 2, 1, 1)
+        assert launched[1].grid == (-(-300 // one.options.BLOCK_M) * 2, 1, 1)
 
 
 def test_other_kinds_of_calls_keep_their_tiles():
-    def much_for_masks(kernel, constants, options):
-        return needed(kernel, constants, options) * (4 if constants["MASK"] == "bool" else 1)
+    def much_for_masks(kernel, options, settings):
+        return needed(kernel, options, settings) * (4 if options.MASK == "bool" else 1)
 
     mask = torch.ones(1, 1, 200, 200, dtype=torch.bool)
     with standin_driver.gpu(90, compiles=False, needed=much_for_masks, shared=120_000) as launched:

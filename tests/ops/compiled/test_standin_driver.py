@@ -28,7 +28,7 @@ def test_launches_are_recorded_and_everything_is_restored():
         assert len(launched) == 1
     assert (first.name, first.grid[1:]) == ("fwd_kernel", (1, 1))
     assert first.arguments["query"].data_ptr() == p.query.data_ptr()
-    assert (first.arguments["q_h"], first.arguments["D"]) == (16, 16)
+    assert (first.arguments["q_strides"].h, first.options.D) == (16, 16)
     assert 0 < first.shared <= standin_driver.SHARED[80]
     assert not {first.device, other[0].device} & fwd_kernel.device_caches.keys()
     assert kernel_args.architecture is architecture
@@ -49,12 +49,12 @@ def test_a_launch_with_other_arguments_than_those_compiled_for_is_refused():
         for name, value in {
             "query": misaligned,
             "key": p.key.bfloat16(),
-            "k_h": 17,
-            "q_d": 2,
-            "n": 1 << 31,
-            "DV": 8,
+            "k_strides": first.arguments["k_strides"]._replace(h=17),
+            "q_strides": first.arguments["q_strides"]._replace(d=2),
+            "len_q": 1 << 31,
+            "OPT": first.options._replace(DV=8),
         }.items():
-            with pytest.raises(standin_driver.LaunchError, match=f"argument {name} "):
+            with pytest.raises(standin_driver.LaunchError, match=rf"argument {name}[ \[]"):
                 start(*{**first.arguments, name: value}.values())
         for grid in ((0, 1, 1), (1, 65536, 1), (1 << 31, 1, 1)):
             with pytest.raises(standin_driver.LaunchError, match="grid"):

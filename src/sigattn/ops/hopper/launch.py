@@ -17,14 +17,14 @@ REGISTERS = 240  # of a thread that computes, beside the 24 of one that copies: 
 
 def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
     """Why the kernels cannot serve a problem, or None."""
-    p, s, a = prepared.problem, prepared.shape, prepared.arguments
+    p, s, o = prepared.problem, prepared.shape, prepared.options
     if kernel_args.architecture(p.query.device) != 90:
         return "they are for compute capability 9.0"
-    if isinstance(p, VarlenProblem) or a["MASK"] != "none" or a["SLOPES"] or a["LENGTHS"] or a["DROPOUT"]:
+    if isinstance(p, VarlenProblem) or o.MASK != "none" or o.SLOPES or o.LENGTHS or o.DROPOUT:
         return "they take neither packed sequences nor masks, ALiBi, key lengths or dropout"
-    if a["BIAS"] != "number" or p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
+    if o.BIAS != "number" or p.left != UNLIMITED or p.right not in (UNLIMITED, 0):
         return "they take a number as bias, and no window but the causal"
-    if a["SOFTCAP"] or a["BLOCKS"]:
+    if o.SOFTCAP or o.BLOCK_Q:
         return "they have neither softcap nor the blocks of a mask"
     if (
         p.query.dtype not in (torch.float16, torch.bfloat16)
@@ -34,10 +34,10 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "they are for 16 bits and heads of 64 or 128, values included"
     if not (s.n and s.m) or p.query_offset < 0:
         return "there is nothing to do, or nothing to see"
-    if p.query.dtype is torch.float16 and a["SIGMOID"] == "fast":
+    if p.query.dtype is torch.float16 and o.SIGMOID == "fast":
         return "their fast form has no powers of two for float16"
-    if any(tma.is_far(t) for t in (p.query, p.key, p.value, grad_out) if t is not None):
-        return "the copy engine wants dense rows, and strides of multiples of 16 bytes"
+    if not all(tma.supports(t) for t in (p.query, p.key, p.value, grad_out) if t is not None):
+        return "TMA requires dense rows, and strides of multiples of 16 bytes"
     return None
 
 
@@ -57,31 +57,30 @@ def descriptor(t: Tensor, rows: int, swizzled: int = 128) -> Any:
 
 def scalars(prepared: Launch) -> dict[str, float]:
     """Numbers of all kernels. In float16, powers of two for weights and dS as in activation.py and tile.py."""
-    a = prepared.arguments
-    shift = a["shift_value"] if a["SHIFT"] != "none" else 0.0
+    bias = prepared.arguments["bias"]
     return {
-        "z_scale": a["z_scale"],
-        "z_bias": a["bias_value"],
-        "unit": math.ldexp(1.0, -int(shift)),
-        "shift": shift,
-        "own_shift": min(shift, 7.0) if a["SHIFT"] != "none" else 0.0,
+        "z_scale": prepared.arguments["scales"].z,
+        "z_bias": bias.value,
+        "unit": math.ldexp(1.0, -int(bias.shift)),
+        "shift": bias.shift,
+        "own_shift": min(bias.shift, 7.0),
     }
 
 
 def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
-    s, a, numbers = prepared.shape, prepared.arguments, scalars(prepared)
+    s, o, numbers = prepared.shape, prepared.options, scalars(prepared)
     return {
         **{name: numbers[name] for name in ("z_scale", "z_bias", "unit")},
         "n": s.n,
         "keys": s.m,
         "heads": s.heads,
-        "query_offset": a["query_offset"],
-        "GROUP": a["GROUP"],
+        "query_offset": prepared.arguments["query_offset"],
+        "GROUP": o.GROUP,
         "D": s.d,
         "STAGES": config.stages,
         "CAUSAL": prepared.problem.right == 0,
-        "SHIFTED": a["SHIFT"] != "none",
-        "SIGMOID": kernel_args.form(a["SIGMOID"], config.sigmoid),
+        "SHIFTED": o.SHIFT != "none",
+        "SIGMOID": kernel_args.tuned_form(o.SIGMOID, config.sigmoid),
         "ROWS": 64,
         "REGISTERS": REGISTERS,
     }
@@ -90,7 +89,7 @@ def _shared(prepared: Launch, config: tuning.HopperConfig) -> dict[str, Any]:
 def run(prepared: Launch, kernel: Any, programs: int, **arguments: Any) -> None:
     """Start a kernel."""
     device = prepared.problem.query.device
-    prepared.launches.append(launch_cache.launch(kernel, programs, device, {"num_warps": 4}, arguments))
+    prepared.launches.append(launch_cache.launch(kernel, (programs,), device, {"num_warps": 4}, arguments))
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""The sigmoid of a tile, several ways, and what each costs.
+"""The sigmoid of a tile in several forms, and what each costs.
 
 Special-function (MUFU) and other instructions per score, and the error relative to P (docs/operator.md has the
 measured ones):
@@ -6,35 +6,38 @@ measured ones):
     accurate   1 MUFU, 8 others   3.3e-5 at every P; ex2, then 1/d on the FMA units: for half precision, whose own
                                   rounding is 5e-4 (float16) and 4e-3 (bfloat16)
     paired     1⅛ MUFU, 6 others  the same: 1/a = b · 1/(ab), one reciprocal for two neighbours, a quarter of them by
-                                  the special-function unit, which has time to spare; P is 1e-18 below that
+                                  the special-function unit, which is not the bottleneck; P is 1e-18 below that
     exact      2 MUFU, 2 others   2e-7; ex2, then a division: for float32
-    fast       1 MUFU, 2 others   unbounded as P → 0, for the error is absolute; tanh.approx, as in the paper's kernel
-                                  (App. F); NVIDIA only
+    fast       1 MUFU, 2 others   unbounded as P → 0, because the error is absolute; tanh.approx, as in the paper's
+                                  kernel (App. F); NVIDIA only
 
 The argument is z = -log₂e · S, so that scale, bias and the change of base are one multiply-add: P = 1 / (1 + 2^z).
 
-Where ``SHIFT`` holds, a weight comes multiplied by 2^shift, its unit being 2^-shift:
-P · 2^shift = 1 / (unit + 2^(z - shift)).
-In float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; a power of two is taken out at the end.
+With ``SHIFT`` the result is the weight times 2^shift: P · 2^shift = 1 / (unit + 2^(z - shift)) with unit = 2^-shift. In
+float16 that keeps weights of 1/n as accurate as weights of 1, at no cost; the power of two is taken out at the end.
 """
 
 from __future__ import annotations
 
+import math
 import os
 
 import triton
 import triton.language as tl
 
-# Triton's interpreter knows no machine code.
+LOG2E = tl.constexpr(math.log2(math.e))
+_HALF_LN2 = tl.constexpr(math.log(2) / 2)
+
+# Triton's interpreter does not run machine code.
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def reciprocal(d):
-    """1/d for normal positive d, without the special-function unit; NaN stays NaN.
+    """Return 1/d for normal positive d, without the special-function unit; NaN stays NaN.
 
-    A guess from d's own bits is within 5 % (t = d · guess lies in [0.9494, 1.0506] for every normal d), and the
-    polynomial p of degree 2 for which |t · p(t) - 1| is least there, 3.3e-5 at most, mends it.
+    A guess from the bits of d is within 5 % (t = d · guess lies in [0.9494, 1.0506] for every normal d). The polynomial
+    p of degree 2 for which |t · p(t) - 1| is least there, 3.3e-5 at most, corrects it.
     """
     guess = (0x7EF311C7 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     t = d * guess
@@ -43,10 +46,10 @@ def reciprocal(d):
 
 @triton.jit
 def reciprocal_of_some(d):
-    """1/d, of a quarter by the special-function unit, which has time to spare.
+    """Return 1/d, computed for a quarter of the entries by the special-function unit, which is not the bottleneck.
 
-    Which quarter is of no account. Columns that a thread holds side by side in what tensor cores give out come four
-    apart, each four in four threads: so fours are chosen, and no number changes its thread.
+    It does not matter which quarter. In the layout of a product's result each four columns are in four threads; the
+    quarter consists of such fours, so that no number changes its thread.
     """
     ROWS: tl.constexpr = d.shape[0]
     COLUMNS: tl.constexpr = d.shape[1]
@@ -69,16 +72,16 @@ def reciprocal_of_some(d):
 
 @triton.jit
 def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
-    """P, or P · 2^shift where SHIFT holds; z float32. KIND: "accurate", "paired", "exact" or "fast"."""
+    """Return P, or with SHIFT P · 2^shift; z float32. KIND: "accurate", "paired", "exact" or "fast"."""
     if KIND == "fast":
         tanh = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [z * -0.34657359027997264], dtype=tl.float32, is_pure=True, pack=1
+            "tanh.approx.f32 $0, $1;", "=f,f", [z * -_HALF_LN2], dtype=tl.float32, is_pure=True, pack=1
         )
         p = 0.5 + 0.5 * tanh
         if SHIFT:
             p = p / unit
     elif KIND == "paired":
-        # neighbours, which a thread holds both of, share one reciprocal; the product of two must stay finite
+        # two neighbours, both in one thread, share a reciprocal; the product of two must stay finite
         e = tl.exp2(tl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
         e, f = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
         d = 1.0 + e
@@ -106,7 +109,7 @@ def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
 def tanh(x):
     """Return the hyperbolic tangent, float32, with a relative error of 2e-7 also where x is small.
 
-    Below 0.625 it is x times a polynomial in x², fitted to the relative error; beyond, 1 - 2 / (1 + e^(2|x|)).
+    Below 0.625 it is x times a polynomial in x², fitted to the relative error; above, 1 - 2 / (1 + e^(2|x|)).
     """
     square = x * x
     p = 0.020403679591350515 - 0.005444794718221899 * square
@@ -115,20 +118,20 @@ def tanh(x):
     p = p * square - 0.3333325032287628
     near = x + x * (square * p)
     size = tl.abs(x)
-    far = 1.0 - 2.0 / (1.0 + tl.exp2(size * 2.885390081777927))  # 2 log₂e
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(size * (2.0 * LOG2E)))
     return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
 def tanh_slope(t):
-    """Return the derivative 1 - t² of t = tanh(x). It is 0 for NaN: dS, which it multiplies, is NaN or masked there."""
+    """Return the derivative 1 - t² of t = tanh(x). 0 for NaN, where dS, which it multiplies, is NaN or masked."""
     slope = 1.0 - t * t
     return tl.where(slope == slope, slope, 0.0)
 
 
 @triton.jit
 def logit_gradient(p, dp, unit, lower, SHIFT: tl.constexpr):
-    """P · (1 − P) · dP; with SHIFT, ``lower`` takes it from the weights' power of two to its own (tile.py)."""
+    """Return P · (1 − P) · dP; with SHIFT, ``lower`` is the factor from the weights' power of two to that of dS."""
     if SHIFT:
         ds = p * dp * (lower - p * (unit * lower))
     else:

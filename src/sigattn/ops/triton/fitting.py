@@ -111,12 +111,10 @@ def smaller(config: Config) -> Config | None:
 _taken: dict[Hashable, Config] = {}  # by kind of call and configuration that did not fit
 
 
-def launch_fitting(
-    name: str, kind: Callable[[], Hashable], config: Config, launch: Callable[[Config], Started]
-) -> Started:
+def launch_fitting(name: str, kind: Hashable, config: Config, launch: Callable[[Config], Started]) -> Started:
     """Launch a kernel, with smaller configurations if the device has too little memory for this one.
 
-    kind: what decides, besides the configuration, how much memory is needed. The next call of a kind starts with the
+    kind: what determines, besides the configuration, how much memory is needed. The next call of a kind starts with the
         configuration that fitted.
 
     Raises:
@@ -124,7 +122,7 @@ def launch_fitting(
     """
     first = config
     if _taken:
-        config = _taken.get((name, first, kind()), first)
+        config = _taken.get((name, first, kind), first)
     reason = None
     while True:
         try:
@@ -143,7 +141,7 @@ def launch_fitting(
             reason = reason or error
             config = below
     if reason is not None:
-        _taken[name, first, kind()] = config
+        _taken[name, first, kind] = config
         warnings.warn(
             f"sigattn: {name} with {_described(first)} needs {reason.required} of {reason.name}, and this device has "
             f"{reason.limit}. Calls of this kind use {_described(config)}.",

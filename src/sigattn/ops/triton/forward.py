@@ -1,7 +1,7 @@
-"""The forward kernel: a program holds a tile of queries and walks the keys they see, adding P V.
+"""Forward kernel: a program holds a tile of queries, walks the keys that they see, and adds P V.
 
-Nothing is carried from tile to tile but the sum: no running maximum, no rescaling, nothing to divide by in the end
-(Sect. 4 and App. F of the paper). Tiles outside the window are not visited, and those inside it carry no mask.
+Only the sum is carried from tile to tile: no running maximum, no rescaling, no division at the end (Sect. 4 and App. F
+of the paper). Tiles outside the window are not visited, and tiles entirely inside it have no mask.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import tanh
+from sigattn.ops.triton.args import Sizes
 from sigattn.ops.triton.tile import (
-    assume_aligned,
+    aligned,
+    apply_softcap,
     block_state,
     cast,
     column_hash,
@@ -21,119 +22,78 @@ from sigattn.ops.triton.tile import (
     load_bias,
     load_block_mask,
     load_shift,
+    load_slopes,
+    mask_of_head,
+    query_tile,
     row_hash,
     store,
     tile_bounds,
     weights,
-    zeros,
+    zero_accumulator,
 )
 
 
-@triton.jit(do_not_specialize=["n", "keys", "query_offset", "left", "right", "threshold", "bias_b", "bias_h"])
+@triton.jit(
+    do_not_specialize=["bias_b", "bias_h", "threshold", "len_q", "len_k", "heads", "query_offset", "left", "right"]
+)
 def fwd_kernel(
-    query, key, value, out, bias, mask, slopes, key_lengths, starts_q, starts_k, shift_pointer,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
-    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, mask_m, slopes_b, slopes_h, slopes_s,
-    n, keys, heads, query_offset, left, right, seed, threshold, z_scale, bias_value, shift_value, out_scale, cap_scale,
-    block_table, block_tiles, blocks_b, blocks_h, blocks_n,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, MASK: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, VARLEN: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
-    SHIFT: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.constexpr,
-    UNIT: tl.constexpr,
+    query, key, value, out, q_strides, k_strides, v_strides, o_strides,
+    bias, bias_b, bias_h, mask, alibi, blocks, sequences, seed, threshold,
+    len_q, len_k, heads, query_offset, left, right, scales, OPT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_M queries of one head; kernel_args.py says what the arguments are."""
-    if UNIT != 1:
-        q_b, q_h, q_n = assume_aligned(q_b, q_h, q_n, UNIT)
-        k_b, k_h, k_n = assume_aligned(k_b, k_h, k_n, UNIT)
-        v_b, v_h, v_n = assume_aligned(v_b, v_h, v_n, UNIT)
-        o_b, o_h, o_n = assume_aligned(o_b, o_h, o_n, UNIT)
-    tiles = tl.cdiv(n, BLOCK_M)
-    program = tl.program_id(0)
-    head = program // tiles  # b·Hq + h
-    # under a causal mask the last queries have the most to do: they go first
-    row_start = (tiles - 1 - program % tiles) * BLOCK_M if HAS_RIGHT else program % tiles * BLOCK_M
-    b, h = (head // heads).to(tl.int64), head % heads
-    h_kv = (h // GROUP).to(tl.int64)
-    h = h.to(tl.int64)
-    if not TMA:
-        query += b * q_b + h * q_h
-        key += b * k_b + h_kv * k_h
-        value += b * v_b + h_kv * v_h
-    out += b * o_b + h * o_h
-    if BIAS == "tensor":
-        bias += b * bias_b + h * bias_h
-    if MASK != "none":
-        mask += b * mask_b + h * mask_h
-    if BLOCKS:
-        block_table += b * blocks_b + h * blocks_h
-    if LENGTHS:
-        keys = tl.minimum(tl.load(key_lengths + b).to(tl.int32), keys)
-    if VARLEN:
-        from_q, from_k = tl.load(starts_q + b).to(tl.int64), tl.load(starts_k + b).to(tl.int64)
-        n = (tl.load(starts_q + b + 1).to(tl.int64) - from_q).to(tl.int32)
-        keys = (tl.load(starts_k + b + 1).to(tl.int64) - from_k).to(tl.int32)
-        query += from_q * q_n
-        key += from_k * k_n
-        value += from_k * v_n
-        out += from_q * o_n
-        if HAS_RIGHT:
-            row_start = (tl.cdiv(n, BLOCK_M) - 1 - program % tiles) * BLOCK_M
-        if row_start >= n or row_start < 0:
+    """Compute BLOCK_M queries of one head of the output; args.py describes the arguments."""
+    BLOCK_M: tl.constexpr = OPT.BLOCK_M
+    BLOCK_N: tl.constexpr = OPT.BLOCK_N
+    q_strides = aligned(q_strides, OPT)
+    k_strides = aligned(k_strides, OPT)
+    v_strides = aligned(v_strides, OPT)
+    o_strides = aligned(o_strides, OPT)
+    sizes = Sizes(len_q, len_k, heads, query_offset, left, right)
+    b, h, h_kv, start_m, q_start, k_start, sizes = query_tile(sequences, sizes, OPT)
+    if OPT.VARLEN:
+        if start_m >= sizes.len_q or start_m < 0:
             return
-    if BOTTOM_RIGHT:
-        query_offset = keys - n
-    before, after = 0.0, 0.0
-    if SLOPES:
-        slopes += b * slopes_b + h * slopes_h
-        before, after = tl.load(slopes).to(tl.float32), tl.load(slopes + slopes_s).to(tl.float32)
+    if not OPT.TMA:
+        query += b * q_strides.b + h * q_strides.h + q_start * q_strides.n
+        key += b * k_strides.b + h_kv * k_strides.h + k_start * k_strides.n
+        value += b * v_strides.b + h_kv * v_strides.h + k_start * v_strides.n
+    out += b * o_strides.b + h * o_strides.h + q_start * o_strides.n
+    if mask is not None:
+        mask = mask_of_head(mask, b, h)
 
-    rows = row_start + tl.arange(0, BLOCK_M)
-    q = load(query, b, h, row_start, n, q_n, q_d, BLOCK_M, D, BLOCK_D, True, TMA)
-    z_bias = load_bias(bias, bias_value, rows, n, keys, bias_n, BIAS)
-    if BIAS == "tensor":
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q = load(query, q_strides, b, h, start_m, sizes.len_q, BLOCK_M, OPT.D, True, OPT)  # [BLOCK_M, D]
+    z_bias = load_bias(bias, b * bias_b + h * bias_h, offs_m, sizes, OPT)
+    if OPT.BIAS == "tensor":
         z_bias = z_bias[:, None]
-    shift, unit = load_shift(shift_pointer, shift_value, keys, SHIFT)
-    if DROPOUT:
+    slopes = load_slopes(alibi, b, h, OPT)
+    shift, unit = load_shift(bias, sizes.len_k, OPT)
+    if OPT.DROPOUT:
         seed = tl.load(seed)
-    by_row = row_hash(seed, head, query_offset + rows)[:, None] if DROPOUT else 0
-    first = query_offset + row_start
-    last = query_offset + tl.minimum(row_start + BLOCK_M, n)
-    start, full_start, full_stop, stop = tile_bounds(first, last, keys, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+        by_row = row_hash(seed, b * heads + h, sizes.query_offset + offs_m)[:, None]
+    first = sizes.query_offset + start_m
+    last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
+    bounds = tile_bounds(first, last, sizes.len_k, left, right, BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
 
-    acc = zeros(BLOCK_M, BLOCK_DV, WGMMA)
-    for phase in tl.static_range(3):
-        if phase != 0 or HAS_LEFT:
-            from_, to = start, full_start
-            if phase == 1:
-                from_, to = full_start, full_stop
-            if phase == 2:
-                from_, to = full_stop, stop
-            for column_start in tl.range(from_, to, BLOCK_N):
-                if BLOCKS:
-                    state = block_state(block_table, row_start, column_start, blocks_n, BLOCK_Q, BLOCK_K)
-                if not BLOCKS or state != 0:
-                    k = load(key, b, h_kv, column_start, keys, k_n, k_d, BLOCK_N, D, BLOCK_D, phase != 1, TMA)
-                    v = load(value, b, h_kv, column_start, keys, v_n, v_d, BLOCK_N, DV, BLOCK_DV, phase != 1, TMA)
-                    columns = column_start + tl.arange(0, BLOCK_N)
-                    products = dot(q, tl.trans(k), None, PRECISION)
-                    if SOFTCAP:
-                        products = tanh(products * cap_scale)
-                    if BLOCKS:  # a masked NaN must not meet the neighbour that it shares a reciprocal with
-                        visible = load_block_mask(block_tiles, state, rows[:, None], columns[None, :], BLOCK_Q, BLOCK_K)
-                        products = tl.where(visible, products, 0.0)
-                    p = weights(
-                        products, z_scale, z_bias, rows[:, None], columns[None, :], n, keys, query_offset,
-                        left, right, before, after, mask, mask_n, mask_m, unit, shift,
-                        phase != 1, HAS_LEFT, HAS_RIGHT, SLOPES, MASK, SIGMOID, SHIFT,
-                    )  # (BLOCK_M, BLOCK_N)  # fmt: skip
-                    if BLOCKS:
-                        p = tl.where(visible, p, 0.0)
-                    if DROPOUT:
-                        by_column = column_hash(seed, columns)[None, :]
-                        p = tl.where(dropout_keep(by_row, by_column, threshold), p, 0.0)
-                    acc = dot(cast(p, v.dtype), v, acc, PRECISION)  # keys beyond the last have v = 0
-    acc = acc * (out_scale * unit)
-    store(out, acc, row_start, n, o_n, o_d, BLOCK_M, DV, BLOCK_DV)
+    acc = zero_accumulator(BLOCK_M, OPT.BLOCK_DV, OPT.WGMMA)  # [BLOCK_M, DV]
+    for phase in tl.static_range(0 if OPT.HAS_LEFT else 1, 3):  # at an edge of the window, inside, at the other edge
+        for start_n in tl.range(bounds[phase], bounds[phase + 1], BLOCK_N):
+            state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1
+            if not OPT.BLOCK_Q or state != 0:
+                k = load(key, k_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.D, phase != 1, OPT)
+                v = load(value, v_strides, b, h_kv, start_n, sizes.len_k, BLOCK_N, OPT.DV, phase != 1, OPT)
+                offs_n = start_n + tl.arange(0, BLOCK_N)
+                # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
+                logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
+                block_mask = None
+                if OPT.BLOCK_Q:
+                    block_mask = load_block_mask(blocks, state, offs_m[:, None], offs_n[None, :], OPT)
+                p = weights(
+                    logits, scales.z, z_bias, slopes, shift, unit, offs_m[:, None], offs_n[None, :], sizes, mask,
+                    block_mask, phase != 1, OPT,
+                )  # fmt: skip
+                if OPT.DROPOUT:
+                    p = tl.where(dropout_keep(by_row, column_hash(seed, offs_n)[None, :], threshold), p, 0.0)
+                # [BLOCK_M, BLOCK_N] @ [BLOCK_N, DV] -> [BLOCK_M, DV]; keys beyond the last have v = 0
+                acc = dot(cast(p, v.dtype), v, acc, OPT)
+    store(out, o_strides, acc * (scales.out * unit), start_m, sizes.len_q, OPT.DV)

@@ -1,7 +1,7 @@
-"""From a canonical problem to what all its kernels are told.
+"""Arguments of the portable kernels, from a problem.
 
-A dense problem and a packed one differ in one thing: a packed one has no batch dimension (its stride is 0) and
-``starts`` that say where each sequence's rows begin.
+A packed problem differs from a dense one in two respects: its tensors have no batch axis (that stride is 0), and
+``cu_seqlens`` say where each sequence begins.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem
-from sigattn.ops.triton import fitting, launch_cache, tuning
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem
+from sigattn.ops.triton import activation, fitting, launch_cache, tuning
+from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
 from sigattn.ops.triton.forward import fwd_kernel
 
-LOG2E = math.log2(math.e)
-_LONGEST_TILE = 256  # rows
+LOG2E: float = activation.LOG2E.value
 INTERPRETED = not hasattr(fwd_kernel, "cache_key")  # TRITON_INTERPRET=1: kernels run as Python, on a CPU
+_MAX_TILE_ROWS = 256
 
 
 @dataclass
 class Shape:
-    """A problem as the kernels see it: B samples or sequences, Hq query heads, at most N queries and M keys of each."""
+    """Sizes: B samples or sequences, Hq query heads, at most N queries and M keys of each."""
 
     batch: int
     heads: int
@@ -36,41 +37,41 @@ class Shape:
     dv: int
     packed: bool
 
-    def strides(self, t: Tensor) -> tuple[int, int, int, int]:
-        """(batch, head, row, column) of (B, H, N, E), or of a packed (T, H, E)."""
+    def strides(self, t: Tensor) -> Strides:
+        """Return the strides of (B, H, N, E), or of a packed (T, H, E)."""
         if self.packed:
             row, head, column = t.stride()
-            return 0, head, row, column
-        b, h, n, e = t.stride()
-        return b, h, n, e
+            return Strides(0, head, row, column)
+        return Strides(*t.stride())
 
 
 @dataclass
 class Launch:
-    """What all kernels of a problem are told."""
+    """Arguments shared by all kernels of a problem, and the launches made so far."""
 
     problem: Problem | VarlenProblem
     shape: Shape
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any]
+    options: Options
     launches: list[launch_cache.Launched] = field(default_factory=list)
 
     def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options."""
-        a, itemsize = self.arguments, self.problem.query.element_size()
+        o, itemsize = self.options, self.problem.query.element_size()
         own = architecture(self.problem.query.device)
-        config = tuning.kernel_config(kernel, own, max(self.shape.d, self.shape.dv), itemsize)
-        if a["MASK"] != "none" or a["SLOPES"] or a["BLOCKS"] or a["SOFTCAP"] or a["DROPOUT"]:
+        config = tuning.kernel_config(kernel, own, max(o.D, o.DV), itemsize)
+        if o.MASK != "none" or o.SLOPES or o.BLOCK_Q or o.SOFTCAP or o.DROPOUT:
             for _ in range(1 + mask_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
-        if a["MASK"] == "none" or not own:
+        if self.problem.attn_mask is None or not own:
             return config
-        mask: Tensor = a["mask"]
-        operands = fitting.Operands(a["BLOCK_D"], a["BLOCK_DV"], itemsize, mask.element_size(), mask_gradient)
+        mask = self.problem.attn_mask.element_size()
+        operands = fitting.Operands(o.BLOCK_D, o.BLOCK_DV, itemsize, mask, mask_gradient)
         return fitting.fit(kernel, config, operands, own)
 
 
 def architecture(device: torch.device) -> int:
-    """90 for compute capability 9.0; 0 where there is none."""
+    """Return 90 for compute capability 9.0; 0 for other devices than NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -78,73 +79,81 @@ def architecture(device: torch.device) -> int:
 
 
 def prepare(problem: Problem | VarlenProblem) -> Launch:
-    """Everything but the outputs and the tile shapes."""
+    """Return the arguments of a problem's kernels, without outputs and tile shapes."""
     query, key, value = (limit_strides(t) for t in (problem.query, problem.key, problem.value))
     p = problem._replace(query=query, key=key, value=value)
-    packed = isinstance(p, VarlenProblem)
     if isinstance(p, VarlenProblem):
         (_, heads, d), (_, kv_heads, dv) = p.query.shape, p.value.shape
         shape = Shape(p.sequences, heads, kv_heads, p.max_seqlen_q, p.max_seqlen_k, d, dv, True)
+        sequences, query_offset = Sequences(None, p.cu_seqlens_q, p.cu_seqlens_k), 0
     else:
         (b, heads, n, d), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
         shape = Shape(b, heads, kv_heads, n, m, d, dv, False)
-    dropout = p.seed is not None
+        lengths = None if p.key_lengths is None else p.key_lengths.to(p.query.device)
+        sequences, query_offset = Sequences(lengths, None, None), p.query_offset
+    bias, bias_strides, bias_kind = _bias(p, shape)
+    blocks = p.blocks if isinstance(p, Problem) else None
     arguments: dict[str, Any] = {
         "query": p.query,
         "key": p.key,
         "value": p.value,
-        **named("q", "bhnd", shape.strides(p.query)),
-        **named("k", "bhnd", shape.strides(p.key)),
-        **named("v", "bhnd", shape.strides(p.value)),
-        "n": shape.n,
-        "keys": shape.m,
+        "q_strides": shape.strides(p.query),
+        "k_strides": shape.strides(p.key),
+        "v_strides": shape.strides(p.value),
+        "bias": bias,
+        "bias_b": bias_strides[0],
+        "bias_h": bias_strides[1],
+        "mask": mask_arg(p.attn_mask, shape.batch, shape.heads, shape.n, shape.m),
+        "alibi": alibi_arg(p.alibi_slopes, shape.batch, shape.heads),
+        "blocks": None,
+        "sequences": sequences,
+        "seed": p.seed,
+        "threshold": round(p.dropout_p * (1 << 32)) - (1 << 31) if p.seed is not None else 0,
+        "len_q": shape.n,
+        "len_k": shape.m,
         "heads": heads,
-        "GROUP": heads // max(kv_heads, 1),
+        "query_offset": query_offset,
         "left": p.left,
         "right": p.right,
-        "seed": p.seed if p.seed is not None else p.query,
-        "threshold": round(p.dropout_p * (1 << 32)) - (1 << 31) if dropout else 0,
-        **scales(p),
-        "out_scale": to_float32(p.keep_scale),
-        "D": d,
-        "DV": dv,
-        "BLOCK_D": tuning.padded_head_dim(d),
-        "BLOCK_DV": tuning.padded_head_dim(dv),
-        "HAS_LEFT": p.left != UNLIMITED,
-        "HAS_RIGHT": p.right != UNLIMITED,
-        "DROPOUT": dropout,
-        "VARLEN": packed,
-        "SIGMOID": sigmoid_form(p),
-        "PRECISION": precision(p.query),
-        "WGMMA": architecture(p.query.device) == 90,
+        "scales": scales(p, p.keep_scale),
     }
-    arguments |= _bias(p, shape) | _mask(p, shape) | _slopes(p, shape) | _blocks(p, shape)
-    if isinstance(p, VarlenProblem):
-        arguments |= {
-            "starts_q": p.cu_seqlens_q,
-            "starts_k": p.cu_seqlens_k,
-            "key_lengths": p.query,
-            "LENGTHS": False,
-            "query_offset": 0,
-            "BOTTOM_RIGHT": True,
-        }
-    else:
-        lengths = p.key_lengths
-        arguments |= {
-            "starts_q": p.query,
-            "starts_k": p.query,
-            "key_lengths": p.query if lengths is None else lengths.to(p.query.device),
-            "LENGTHS": lengths is not None,
-            "query_offset": p.query_offset,
-            "BOTTOM_RIGHT": False,
-        }
-    return Launch(p, shape, arguments)
+    options = common_options(p)._replace(
+        GROUP=heads // max(kv_heads, 1),
+        DROPOUT=p.seed is not None,
+        LENGTHS=sequences.key_lengths is not None,
+        VARLEN=shape.packed,
+        BIAS=bias_kind,
+        SHIFT=bias_kind if p.query.dtype is torch.float16 else "none",
+    )
+    if blocks is not None:
+        table = blocks.table.contiguous()
+        tiles = blocks.tiles.contiguous().view(torch.uint8)
+        strides = table.expand(shape.batch, shape.heads, -1, -1).stride()[:3]
+        arguments["blocks"] = Blocks(table, strides[0], strides[1], strides[2], tiles)
+        options = options._replace(BLOCK_Q=blocks.size[0], BLOCK_K=blocks.size[1])
+    return Launch(p, shape, arguments, options)
+
+
+def common_options(p: Problem | VarlenProblem | KVCacheProblem) -> Options:
+    """Return the options that are the same for dense and packed problems and those with a cache."""
+    return Options(
+        D=p.query.shape[-1],
+        DV=p.value.shape[-1],
+        MASK="none" if p.attn_mask is None else "bool" if p.attn_mask.dtype is torch.bool else "added",
+        SLOPES=p.alibi_slopes is not None,
+        SOFTCAP=bool(p.softcap),
+        HAS_LEFT=p.left != UNLIMITED,
+        HAS_RIGHT=p.right != UNLIMITED,
+        SIGMOID=sigmoid_form(p),
+        PRECISION=precision(p.query),
+        WGMMA=architecture(p.query.device) == 90,
+    )
 
 
 def limit_strides(t: Tensor) -> Tensor:
     """Return the tensor, or a dense copy if neighbouring rows or columns are so far apart that a tile would span 2^31.
 
-    The copy keeps the order of strides if that suffices, as the fakes expect of gradients.
+    The copy keeps the order of strides if that suffices, as the fake implementations expect of gradients.
     """
     if not _spans_too_much(t):
         return t
@@ -153,12 +162,12 @@ def limit_strides(t: Tensor) -> Tensor:
 
 
 def _spans_too_much(t: Tensor) -> bool:
-    rows = t.stride(-3 if t.dim() == 3 else -2) * _LONGEST_TILE
+    rows = t.stride(-3 if t.dim() == 3 else -2) * _MAX_TILE_ROWS
     return max(t.stride(-1) * t.shape[-1], rows, 0) >= 2**31
 
 
 def unit(*tensors: Tensor) -> int:
-    """Return the entries of 16 bytes if the kernels have to be told that all rows start at multiples of that, else 1.
+    """Return the entries of 16 bytes if all rows start at multiples of that and the compiler has to be told, else 1.
 
     Triton itself finds out which addresses are multiples of 16 bytes and which strides of 16 entries; heads of 8, 24,
     40, 56, 72 or 88 have strides that are multiples of 8. If the compiler does not know, it copies 2 bytes at a time.
@@ -170,122 +179,84 @@ def unit(*tensors: Tensor) -> int:
     return size if all(t.stride(-1) == 1 and t.data_ptr() % 16 == 0 for t in tensors) else 1
 
 
-def named(name: str, axes: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """A tensor's strides as kernels name them: q_b, q_h, …"""
-    return {f"{name}_{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
-
-
-def sigmoid_form(p: Any) -> str:
-    """The form of σ (activation.py) that a problem asks for."""
+def sigmoid_form(p: Problem | VarlenProblem | KVCacheProblem) -> str:
+    """Return the form of σ (activation.py) that a problem requires; "accurate" stands for "paired" too."""
     if p.fast and not INTERPRETED and torch.version.hip is None:
         return "fast"
     return "exact" if p.query.dtype is torch.float32 else "accurate"
 
 
-def form(asked: str, tuned: str) -> str:
-    """The form of σ: what is tuned is one of the accurate ones; who asks for another gets that."""
-    return tuned if asked == "accurate" else asked
+def tuned_form(required: str, tuned: str) -> str:
+    """Return the form of σ of a configuration, unless a problem requires another than one of the accurate forms."""
+    return tuned if required == "accurate" else required
 
 
 def precision(t: Tensor) -> str:
-    """Of the products of a tensor: "tf32" where PyTorch is told so, else "ieee"."""
+    """Return the precision of a tensor's products: "tf32" if PyTorch's settings allow it, else "ieee"."""
     return "tf32" if t.dtype is torch.float32 and t.is_cuda and tf32_is_allowed() else "ieee"
 
 
 def tf32_is_allowed() -> bool:
-    """What PyTorch is told of its own float32 products on a GPU, by whichever of its settings."""
+    """Return True if any of PyTorch's settings allows TF32 for its own float32 products on a GPU."""
     own = torch.backends.cuda.matmul.fp32_precision
     everywhere: str = torch.backends.fp32_precision  # type: ignore[attr-defined]
     return (everywhere if own == "none" else own) == "tf32"
 
 
-def _bias(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
-    """Return the arguments of the bias, and of the power of two that float16 weights need for it (activation.py)."""
-    kind, tensor, number = "number", p.query, 0.0
-    strides: tuple[int, ...] = (0, 0, 0)
-    if p.bias is not None and p.bias.dim() == 0:
-        number = p.bias.item()
-    elif p.bias is not None and p.bias.numel() == 1:
-        kind, tensor = "scalar", p.bias
-    elif p.bias is not None:
-        kind, tensor = "tensor", p.bias
+def _bias(p: Problem | VarlenProblem, shape: Shape) -> tuple[Bias, tuple[int, int], str]:
+    """Return the bias, its strides along samples and heads, and ``Options.BIAS``."""
+    if p.bias is not None and p.bias.dim():
         full = p.bias[..., None, None] if shape.packed else p.bias  # (B, Hq) or (B, Hq, N, 1)
-        strides = full.expand(shape.batch, shape.heads, 1 if shape.packed else shape.n, 1).stride()[:3]
-        strides = (*strides[:2], 0) if shape.packed else strides
+        b, h, n, _ = full.expand(shape.batch, shape.heads, 1 if shape.packed else shape.n, 1).stride()
+        bias, kind = tensor_bias(p.bias, p.query.dtype, 0 if shape.packed else n)
+        return bias, (b, h) if kind == "tensor" else (0, 0), kind
+    if p.bias is not None:
+        number = p.bias.item()
     elif shape.packed or (isinstance(p, Problem) and p.key_lengths is not None):
-        kind = "length"
+        return Bias(None, 0.0, 0, None, 0.0), (0, 0), "length"
     else:
         number = -math.log(max(shape.m, 1))
-    shift, shift_pointer = 0.0, p.query
-    if p.query.dtype is torch.float16 and kind == "number" and math.isfinite(number):
-        shift = float(min(max(math.floor(-number * LOG2E), 0), 15))
-    elif kind == "scalar":
-        shift_pointer = tensor
-    elif p.query.dtype is torch.float16 and kind == "tensor":
-        most = tensor.amax() if tensor.numel() else tensor.new_zeros(())
-        shift_pointer = (most.float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15)
-    return {
-        "bias": tensor,
-        "bias_value": to_float32(-number * LOG2E),
-        "BIAS": kind,
-        **named("bias", "bhn", strides),
-        "shift_pointer": shift_pointer,
-        "shift_value": shift,
-        "SHIFT": kind if p.query.dtype is torch.float16 else "none",
-    }
+    return number_bias(number, p.query.dtype), (0, 0), "number"
 
 
-def _mask(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
-    mask = p.attn_mask
+def number_bias(number: float, dtype: torch.dtype) -> Bias:
+    """Return the kernels' argument for a bias that is a number."""
+    exact = dtype is not torch.float16 or not math.isfinite(number)
+    shift = 0.0 if exact else float(min(max(math.floor(-number * LOG2E), 0), 15))
+    return Bias(None, to_float32(-number * LOG2E), 0, None, shift)
+
+
+def tensor_bias(bias: Tensor, dtype: torch.dtype, row_stride: int) -> tuple[Bias, str]:
+    """Return the kernels' argument for a tensor as bias, and ``Options.BIAS``."""
+    if bias.numel() == 1:
+        return Bias(bias, 0.0, 0, bias, 0.0), "scalar"
+    shift = None
+    if dtype is torch.float16:
+        largest = bias.amax() if bias.numel() else bias.new_zeros(())
+        shift = (largest.float() * -LOG2E).floor().nan_to_num(0.0).clamp(0, 15)
+    return Bias(bias, 0.0, row_stride, shift, 0.0), "tensor"
+
+
+def mask_arg(mask: Tensor | None, *size: int) -> Mask | None:
+    """Return the kernels' argument for a mask broadcast to a size (B, H, N, M)."""
     if mask is None:
-        return {"mask": p.query, "MASK": "none", **named("mask", "bhnm", (0, 0, 0, 0))}
-    kind = "bool" if mask.dtype is torch.bool else "added"
-    full = mask.expand(shape.batch, shape.heads, shape.n, shape.m)
-    return {
-        "mask": mask.view(torch.uint8) if kind == "bool" else mask,
-        "MASK": kind,
-        **named("mask", "bhnm", full.stride()),
-    }
+        return None
+    return Mask(mask.view(torch.uint8) if mask.dtype is torch.bool else mask, *mask.expand(size).stride())
 
 
-def _blocks(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
-    blocks = p.blocks if isinstance(p, Problem) else None
-    if blocks is None:
-        off = {"block_table": p.query, "block_tiles": p.query, "BLOCKS": False, "BLOCK_Q": 1, "BLOCK_K": 1}
-        return {**off, **named("blocks", "bhn", (0, 0, 0))}
-    table = blocks.table.contiguous()
-    return {
-        "block_table": table,
-        "block_tiles": blocks.tiles.contiguous().view(torch.uint8),
-        "BLOCKS": True,
-        "BLOCK_Q": blocks.size[0],
-        "BLOCK_K": blocks.size[1],
-        **named("blocks", "bhn", table.expand(shape.batch, shape.heads, -1, -1).stride()[:3]),
-    }
+def alibi_arg(slopes: Tensor | None, batch: int, heads: int) -> Alibi | None:
+    """Return the kernels' argument for ALiBi's slopes."""
+    return None if slopes is None else Alibi(slopes, *slopes.expand(batch, heads, 2).stride())
 
 
-def _slopes(p: Problem | VarlenProblem, shape: Shape) -> dict[str, Any]:
-    if p.alibi_slopes is None:
-        return {"slopes": p.query, "SLOPES": False, **named("slopes", "bhs", (0, 0, 0))}
-    strides = p.alibi_slopes.expand(shape.batch, shape.heads, 2).stride()
-    return {"slopes": p.alibi_slopes, "SLOPES": True, **named("slopes", "bhs", strides)}
-
-
-def scales(p: Any) -> dict[str, Any]:
-    """The factors that take Q Kᵀ to a term of z, with a soft cap in between or not.
-
-    Without: z = z_scale · Q Kᵀ + …; with: z = z_scale · tanh(cap_scale · Q Kᵀ) + ….
-    """
+def scales(p: Problem | VarlenProblem | KVCacheProblem, out: float = 1.0) -> Scales:
+    """Return the factors of Q Kᵀ, of the soft cap and of P V."""
     if not p.softcap:
-        return {"z_scale": to_float32(-p.scale_value * LOG2E), "cap_scale": 0.0, "SOFTCAP": False}
-    return {
-        "z_scale": to_float32(-p.softcap * LOG2E),
-        "cap_scale": to_float32(p.scale_value / p.softcap),
-        "SOFTCAP": True,
-    }
+        return Scales(to_float32(-p.scale_value * LOG2E), 0.0, to_float32(out))
+    return Scales(to_float32(-p.softcap * LOG2E), to_float32(p.scale_value / p.softcap), to_float32(out))
 
 
 def to_float32(x: float) -> float:
-    """A number as float32 has it, which is how kernels take it; what is less than normal there is 0."""
+    """Return a number rounded to float32, which kernels take; 0 if it is subnormal there."""
     x = ctypes.c_float(x).value
     return 0.0 if abs(x) < torch.finfo(torch.float32).smallest_normal else x

@@ -1,8 +1,8 @@
-"""The launches: which kernels a problem needs, their outputs, and what is added up afterwards."""
+"""Forward and backward pass by the kernels: which of them a problem needs, their outputs, and sums over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,46 +13,41 @@ from sigattn.ops.problem import Problem, VarlenProblem, new_output
 from sigattn.ops.triton import fitting, kernel_args, launch_cache, tma, tuning
 from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
 from sigattn.ops.triton.forward import fwd_kernel
-from sigattn.ops.triton.kernel_args import Launch, limit_strides, named, to_float32
+from sigattn.ops.triton.kernel_args import Launch, limit_strides, to_float32
 from sigattn.ops.triton.tuning import Config
 
 # Tensors whose rows the kernels read or write tile by tile.
 _IN_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
 
 
-def _run(kernel: Any, launch: Launch, name: str, tiles: Callable[[Config], int], **arguments: Any) -> None:
+def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], int], **arguments: Any) -> None:
     """Launch one of the portable kernels.
 
-    name: its name in the tables. tiles: the number of programs, given a configuration.
+    name: its name in the tables. programs: number of programs, given a configuration. arguments: those of this kernel;
+        names in upper case are options.
     """
     arguments = {**launch.arguments, **arguments}
-    tensors = [arguments[key] for key in _IN_ROWS if key in arguments]
-    arguments["UNIT"] = kernel_args.unit(*(t for t in tensors if t.dtype is launch.problem.query.dtype))
+    options = launch.options._replace(**{name: arguments.pop(name) for name in list(arguments) if name.isupper()})
+    tensors = [x for x in (arguments.get(key) for key in _IN_ROWS) if x is not None]
+    unit = kernel_args.unit(*(t for t in tensors if t.dtype is launch.problem.query.dtype))
 
     def run(config: Config) -> launch_cache.Launched:
-        own = {
-            **arguments,
-            "SIGMOID": kernel_args.form(arguments["SIGMOID"], config.sigmoid),
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-        }
-        described = tma.describe(own) if config.tma else None
-        own |= {**(described or {}), "TMA": described is not None}
-        options = {"num_warps": config.warps, "num_stages": config.stages}
-        return launch_cache.launch(kernel, tiles(config), launch.problem.query.device, options, own)
+        own = options._replace(
+            SIGMOID=kernel_args.tuned_form(options.SIGMOID, config.sigmoid),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            UNIT=unit,
+        )
+        described = tma.describe(arguments, own) if config.tma else None
+        given = {**arguments, **(described or {}), "OPT": own._replace(TMA=described is not None)}
+        settings = {"num_warps": config.warps, "num_stages": config.stages}
+        return launch_cache.launch(kernel, (programs(config),), launch.problem.query.device, settings, given)
 
-    config = launch.config(name, mask_gradient=arguments.get("NEED_MASK", "none") != "none")
-    if tiles(config):
-        launch.launches.append(fitting.launch_fitting(kernel.__name__, lambda: _kind(launch, arguments), config, run))
-
-
-def _kind(launch: Launch, arguments: dict[str, Any]) -> Hashable:
-    """Return the device, the compile-time arguments and the dtypes: what a kernel's need of memory depends on."""
-    return launch.problem.query.device, *(
-        (name, x.dtype if isinstance(x, Tensor) else x)
-        for name, x in arguments.items()
-        if name.isupper() or isinstance(x, Tensor)
-    )
+    config = launch.config(name, mask_gradient=options.NEED_MASK != "none")
+    if programs(config):
+        mask = launch.problem.attn_mask
+        kind = (launch.problem.query.device, options, launch.problem.query.dtype, None if mask is None else mask.dtype)
+        launch.launches.append(fitting.launch_fitting(kernel.__name__, kind, config, run))
 
 
 def _tiles(length: int, block: int) -> int:
@@ -60,15 +55,15 @@ def _tiles(length: int, block: int) -> int:
 
 
 def forward(problem: Problem | VarlenProblem) -> Tensor:
-    """The output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
-    kind = launch_cache.cache_key(problem)
+    """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
+    key = launch_cache.cache_key(problem)
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
-    if (again := launch_cache.lookup((tuning.FWD, kind))) is not None:
-        return again(inputs)["out"]
+    if (cached := launch_cache.lookup((tuning.FWD, key))) is not None:
+        return cached(inputs)["out"]
     launch = kernel_args.prepare(problem)
     out = _forward(launch)
-    if kind is not None:
-        launch_cache.store((tuning.FWD, kind), launch.launches, inputs, {"out": out})
+    if key is not None:
+        launch_cache.store((tuning.FWD, key), launch.launches, inputs, {"out": out})
     return out
 
 
@@ -77,7 +72,7 @@ def _forward(launch: Launch) -> Tensor:
     out = p.query.new_zeros(*p.query.shape[:2], s.dv) if s.packed else new_output(p.query, s.dv)
     if not out.numel():
         return out
-    if _specialised(launch, tuning.FWD):
+    if _warp_specialized(launch, tuning.FWD):
         from sigattn.ops.hopper import launch as launch_hopper
 
         return launch_hopper.forward(launch, out)
@@ -87,38 +82,38 @@ def _forward(launch: Launch) -> Tensor:
         tuning.FWD,
         lambda config: _tiles(s.n, config.block_m) * s.batch * s.heads,
         out=out,
-        **named("o", "bhnd", s.strides(out)),
+        o_strides=s.strides(out),
     )
     return out
 
 
-def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
-    """The gradients that are asked for."""
-    kind = launch_cache.cache_key(problem, grad_out) if not any(needs[3:]) else None
+def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    """Return the gradients that are needed."""
+    key = launch_cache.cache_key(problem, grad_out) if not any(needs_grad[3:]) else None
     inputs = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
-    if (again := launch_cache.lookup((needs, kind))) is not None:
-        new = again(inputs)
+    if (cached := launch_cache.lookup((needs_grad, key))) is not None:
+        new = cached(inputs)
         return Gradients(new.get("grad_query"), new.get("grad_key"), new.get("grad_value"), None, None, None)
     launch = kernel_args.prepare(problem)
-    found = _backward(launch, limit_strides(grad_out), needs)
-    if kind is not None:
-        outputs = {"grad_query": found.query, "grad_key": found.key, "grad_value": found.value}
-        launch_cache.store((needs, kind), launch.launches, inputs, outputs)
-    return found
+    gradients = _backward(launch, limit_strides(grad_out), needs_grad)
+    if key is not None:
+        outputs = {"grad_query": gradients.query, "grad_key": gradients.key, "grad_value": gradients.value}
+        launch_cache.store((needs_grad, key), launch.launches, inputs, outputs)
+    return gradients
 
 
-def _backward(launch: Launch, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
+def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
     p, s = launch.problem, launch.shape
     launch.arguments |= {
         "grad_out": grad_out,
-        **named("o", "bhnd", s.strides(grad_out)),
-        "logit_scale": to_float32(p.scale_value * p.keep_scale),
+        "o_strides": s.strides(grad_out),
+        "scales": launch.arguments["scales"]._replace(logit=to_float32(p.scale_value * p.keep_scale)),
     }
-    sums = needs.bias or needs.attn_mask or needs.alibi_slopes
+    sums = needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
     architecture = kernel_args.architecture(p.query.device)
-    at_least = tuning.ATOMIC_DQ_MIN_QUERIES.get(architecture)
-    atomic = at_least is not None and s.n >= at_least and needs.query and not (sums or p.deterministic)
-    if atomic and all(needs[:3]) and _specialised(launch, tuning.FUSED, grad_out):
+    min_queries = tuning.ATOMIC_DQ_MIN_QUERIES.get(architecture)
+    atomic = min_queries is not None and s.n >= min_queries and needs_grad.query and not (sums or p.deterministic)
+    if atomic and all(needs_grad[:3]) and _warp_specialized(launch, tuning.FUSED, grad_out):
         from sigattn.ops.hopper import launch as launch_hopper
 
         return Gradients(*launch_hopper.fused(launch, grad_out), None, None, None)
@@ -126,24 +121,24 @@ def _backward(launch: Launch, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
     query = torch.zeros_like(p.query, dtype=torch.float32) if atomic else None
     key: Tensor | None
     value: Tensor | None
-    if needs.key and needs.value and query is None and _specialised(launch, tuning.DKDV, grad_out):
+    if needs_grad.key and needs_grad.value and query is None and _warp_specialized(launch, tuning.DKDV, grad_out):
         from sigattn.ops.hopper import launch as launch_hopper
 
         key, value = launch_hopper.keys(launch, grad_out)
     else:
-        key, value = _of_keys(launch, needs, query)
+        key, value = _dkdv(launch, needs_grad, query)
     if query is not None:
         return Gradients(query.to(p.query.dtype), key, value, None, None, None)
-    if needs.query and not sums and _specialised(launch, tuning.DQ, grad_out):
+    if needs_grad.query and not sums and _warp_specialized(launch, tuning.DQ, grad_out):
         from sigattn.ops.hopper import launch as launch_hopper
 
         return Gradients(launch_hopper.queries(launch, grad_out), key, value, None, None, None)
-    query, bias, mask, slopes = _of_queries(launch, needs)
+    query, bias, mask, slopes = _dq(launch, needs_grad)
     return Gradients(query, key, value, bias, mask, slopes)
 
 
-def _specialised(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> bool:
-    """Whether a Hopper kernel takes this on."""
+def _warp_specialized(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> bool:
+    """Return True if a Hopper kernel computes this."""
     if kernel not in tuning.WARP_SPECIALIZED:
         return False
     from sigattn.ops.hopper import launch as launch_hopper
@@ -151,12 +146,12 @@ def _specialised(launch: Launch, kernel: str, grad_out: Tensor | None = None) ->
     return launch_hopper.unavailable(launch, grad_out) is None
 
 
-def _of_keys(launch: Launch, needs: NeedsGrad, query: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _dkdv(launch: Launch, needs_grad: NeedsGrad, query: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """DK and dV, and dQ added to ``query`` where it is given."""
     p, s = launch.problem, launch.shape
-    some = s.packed or launch.arguments["LENGTHS"]  # keys that belong to no sequence have gradient 0
-    new = torch.zeros_like if some else torch.empty_like
-    key, value = new(p.key) if needs.key else None, new(p.value) if needs.value else None
+    o = launch.options
+    new = torch.zeros_like if o.VARLEN or o.LENGTHS else torch.empty_like  # keys of no sequence have gradient 0
+    key, value = new(p.key) if needs_grad.key else None, new(p.value) if needs_grad.value else None
     if key is None and value is None and query is None:
         return None, None
     parts = [(key, value, query)]
@@ -168,50 +163,39 @@ def _of_keys(launch: Launch, needs: NeedsGrad, query: Tensor | None) -> tuple[Te
             launch,
             tuning.DKDV,
             lambda config: _tiles(s.m, config.block_n) * s.batch * s.kv_heads,
-            grad_query=p.query if q is None else q,
-            grad_key=p.key if k is None else k,
-            grad_value=p.value if v is None else v,
-            **named("gq", "bhnd", s.strides(p.query if q is None else q)),
-            **named("gk", "bhnd", s.strides(p.key if k is None else k)),
-            **named("gv", "bhnd", s.strides(p.value if v is None else v)),
-            NEED_KEY=k is not None,
-            NEED_VALUE=v is not None,
+            grad_query=q,
+            grad_key=k,
+            grad_value=v,
+            gq_strides=None if q is None else s.strides(q),
+            gk_strides=None if k is None else s.strides(k),
+            gv_strides=None if v is None else s.strides(v),
             ATOMIC_DQ=q is not None,
         )
     return key, value
 
 
-def _of_queries(launch: Launch, needs: NeedsGrad) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _dq(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """dQ, and the gradients of bias, mask and slopes."""
     p, s = launch.problem, launch.shape
-    if not (needs.query or needs.bias or needs.attn_mask or needs.alibi_slopes):
+    if not (needs_grad.query or needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes):
         return None, None, None, None
-    rows = (s.heads, len(p.query)) if s.packed else (s.batch, s.heads, s.n)
-
-    def per_row(needed: bool, *columns: int) -> Tensor | None:
-        """A sum of each row, and of what is not visited 0."""
-        new = torch.zeros if s.packed else torch.empty
-        return new((*rows, *columns), dtype=torch.float32, device=p.query.device) if needed else None
-
     new = torch.zeros_like if s.packed else torch.empty_like
-    query = new(p.query) if needs.query else None
-    bias, slopes = per_row(needs.bias), per_row(needs.alibi_slopes, 2)
-    mask, mask_arguments = _mask_gradient(launch, needs)
-    row_strides = (0, len(p.query), 1) if s.packed else (s.heads * s.n, s.n, 1)
+    query = new(p.query) if needs_grad.query else None
+    new_sums = p.query.new_zeros if s.packed else p.query.new_empty  # rows that belong to no sequence have 0
+    rows = (len(p.query), s.heads) if s.packed else (s.batch, s.n, s.heads)
+    bias = new_sums(*rows, dtype=torch.float32) if needs_grad.bias else None
+    slopes = new_sums(*rows, 2, dtype=torch.float32) if needs_grad.alibi_slopes else None
+    mask, mask_arguments = _mask_gradient(launch, needs_grad)
     _run(
         bwd_dq_kernel,
         launch,
         tuning.DQ,
         lambda config: _tiles(s.n, config.block_m) * s.batch * s.heads,
-        grad_query=p.query if query is None else query,
-        grad_bias=p.query if bias is None else bias,
-        grad_slopes=p.query if slopes is None else slopes,
-        **named("gq", "bhnd", s.strides(p.query if query is None else query)),
-        **named("gb", "bhn", row_strides),
+        grad_query=query,
+        grad_bias=bias,
+        grad_slopes=slopes,
+        gq_strides=None if query is None else s.strides(query),
         **mask_arguments,
-        NEED_QUERY=query is not None,
-        NEED_BIAS=bias is not None,
-        NEED_SLOPES=slopes is not None,
     )
     return (
         query,
@@ -222,36 +206,31 @@ def _of_queries(launch: Launch, needs: NeedsGrad) -> tuple[Tensor | None, Tensor
 
 
 def _summed(launch: Launch, per_row: Tensor, like: Tensor) -> Tensor:
-    """Sum what was gathered per row into the gradient of a bias or of slopes."""
-    p, s = launch.problem, launch.shape
-    if isinstance(p, VarlenProblem):  # (Hq, T) or (Hq, T, 2) → (B, Hq) or (B, Hq, 2)
-        per_row = p.sum_rows(per_row.transpose(0, 1))
-        if like.dim() == 0:
-            return per_row.sum().to(like.device, like.dtype)
-        return _like(per_row, like)
-    if per_row.dim() == 4:  # slopes: (B, Hq, N, 2) → (B, Hq, 2)
-        return _like(per_row.sum(2), like)
-    if like.dim() == 0:
-        return per_row.sum().to(like.device, like.dtype)
-    return _like(per_row.view(s.batch, s.heads, s.n, 1), like)
+    """Sum values per row, (B, N, Hq), (B, N, Hq, 2) or packed, to the gradient of a bias or of slopes."""
+    p = launch.problem
+    if isinstance(p, VarlenProblem):
+        per_row = p.sum_rows(per_row)  # (T, Hq, …) → (B, Hq, …)
+    elif per_row.dim() == 4:
+        per_row = per_row.sum(1)
+    else:
+        per_row = per_row.transpose(1, 2).unsqueeze(3)  # (B, Hq, N, 1)
+    return _like(per_row, like) if like.dim() else per_row.sum().to(like.device, like.dtype)
 
 
 def _like(full: Tensor, like: Tensor) -> Tensor:
     return full.sum_to_size(like.shape).to(like.dtype).contiguous()
 
 
-def _mask_gradient(launch: Launch, needs: NeedsGrad) -> tuple[Tensor | None, dict[str, Any]]:
-    """Where the mask's gradient goes: a matrix of its own for each head where sums must repeat bitwise."""
+def _mask_gradient(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, dict[str, Any]]:
+    """Return memory for the mask's gradient, a matrix for each head if results must repeat bitwise, and arguments."""
     p, s = launch.problem, launch.shape
-    if not needs.attn_mask or p.attn_mask is None:
-        none = {"grad_mask": p.query, "NEED_MASK": "none", "SUM_ROWS": False, "SUM_COLUMNS": False}
-        return None, {**none, **named("gm", "bhnm", (0, 0, 0, 0))}
+    if not needs_grad.attn_mask or p.attn_mask is None:
+        return None, {"grad_mask": None}
     full = (s.batch, s.heads, s.n, s.m)
     size = full if p.deterministic else tuple(p.attn_mask.shape)
     grad = torch.zeros(size, dtype=torch.float32, device=p.query.device)
     return grad, {
-        "grad_mask": grad,
-        **named("gm", "bhnm", grad.expand(full).stride()),
+        "grad_mask": kernel_args.mask_arg(grad, *full),
         "NEED_MASK": "stored" if size == full else "added",
         "SUM_ROWS": size[2] == 1 and s.n > 1,
         "SUM_COLUMNS": size[3] == 1 and s.m > 1,

@@ -1,12 +1,12 @@
-"""Launches of plain calls, kept: a model calls attention with the same shapes again and again.
+"""Cache of launches of plain calls: a model calls attention with the same shapes again and again.
 
-The second call of a kind is kept (a first may be the only one), and from the third on nobody works out what to tell
-the kernels, only which tensors. Nothing that is kept holds a tensor. Plain is what has neither masks, ALiBi, key
-lengths nor dropout, and a number as bias.
+The second call with a key is stored (a first may be the only one). From the third on, only the tensors are put into the
+stored arguments. Entries hold no tensors. Plain calls have a number as bias, and neither masks, ALiBi, key lengths nor
+dropout.
 
-With ``tuning.DIRECT_LAUNCH`` a kept launch starts the compiled kernel itself, instead of through Triton, which binds
+With ``tuning.DIRECT_LAUNCH`` a cached launch starts the compiled kernel itself, instead of through Triton, which binds
 and specialises every argument again. The first such launch of each kernel still goes through Triton and is compared
-with what a direct one would hand to the kernel's launcher; if they differ, Triton's way is kept.
+with what a direct one would pass to the kernel's launcher; if they differ, all launches go through Triton.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _seen: set[Hashable] = set()
 
 
 class Launched(NamedTuple):
-    """A kernel as it was started: programs, and arguments by parameter; ``compiled`` is what Triton made of it."""
+    """A launch: grid, arguments by parameter, options, and the kernel that Triton compiled for it."""
 
     kernel: Any
-    programs: int
+    grid: tuple[int, ...]
     arguments: dict[str, Any]
     options: dict[str, int]
     compiled: Any
 
 
 def launch(
-    kernel: Any, programs: int, device: torch.device, options: dict[str, int], arguments: dict[str, Any]
+    kernel: Any, grid: tuple[int, ...], device: torch.device, options: dict[str, int], arguments: dict[str, Any]
 ) -> Launched:
-    """Launched a kernel."""
+    """Launch a kernel through Triton."""
     with _on(device):
-        compiled = kernel[(programs,)](**arguments, **options)
-    return Launched(kernel, programs, arguments, options, compiled)
+        compiled = kernel[grid](**arguments, **options)
+    return Launched(kernel, grid, arguments, options, compiled)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -53,29 +53,29 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 class TensorRef(NamedTuple):
-    """A tensor by its name; ``described``: what else the copy engine is told of it."""
+    """Placeholder of a tensor: its name, and its TMA descriptor without the tensor, if it is passed as one."""
 
     name: str
-    described: Any
+    descriptor: Any
 
-    def among(self, tensors: dict[str, Tensor]) -> Any:
-        """The tensor, or its descriptor."""
-        if self.described is None:
+    def resolve(self, tensors: dict[str, Tensor]) -> Any:
+        """Return the tensor, or a descriptor of it."""
+        if self.descriptor is None:
             return tensors[self.name]
-        found = copy.copy(self.described)
-        found.base = tensors[self.name]
-        return found
+        descriptor = copy.copy(self.descriptor)
+        descriptor.base = tensors[self.name]
+        return descriptor
 
 
 class CachedLaunch:
-    """A start with names in the place of tensors."""
+    """A launch with placeholders for tensors."""
 
     def __init__(self, first: Launched, tensors: dict[str, TensorRef]) -> None:
         self.first = first._replace(arguments={k: x for k, x in first.arguments.items() if k not in tensors})
         self.tensors = tensors
         order = first.kernel.arg_names
         self.ordered = [self.first.arguments.get(name) for name in order]
-        self.places = [(order.index(name), tensor) for name, tensor in tensors.items()]
+        self.positions = [(order.index(name), tensor) for name, tensor in tensors.items()]
         self.agrees: bool | None = None  # with Triton's own launch; None before they have been compared
 
     def __call__(self, tensors: dict[str, Tensor]) -> None:
@@ -87,14 +87,14 @@ class CachedLaunch:
             self.agrees = self._compare(tensors)
 
     def _launch_through_triton(self, tensors: dict[str, Tensor]) -> None:
-        kernel, programs, arguments, options, _ = self.first
-        kernel[(programs,)](**arguments, **{k: x.among(tensors) for k, x in self.tensors.items()}, **options)
+        kernel, grid, arguments, options, _ = self.first
+        kernel[grid](**arguments, **{k: x.resolve(tensors) for k, x in self.tensors.items()}, **options)
 
     def _launch_directly(self, tensors: dict[str, Tensor]) -> None:
         ordered = self.ordered.copy()
-        for at, tensor in self.places:
-            ordered[at] = tensor.among(tensors)
-        self.first.compiled[(self.first.programs, 1, 1)](*ordered)
+        for position, tensor in self.positions:
+            ordered[position] = tensor.resolve(tensors)
+        self.first.compiled[(*self.first.grid, 1, 1)](*ordered)
 
     def _compare(self, tensors: dict[str, Tensor]) -> bool:
         """Launch through Triton, and return True if a direct launch would pass the same arguments to the launcher."""
@@ -126,16 +126,16 @@ _LAUNCHER = "_run"  # the attribute of Triton's CompiledKernel that is called to
 def _received(compiled: Any, call: Callable[[], None], *, launches: bool) -> list[tuple[Any, ...]]:
     """Return what a call passes to the launcher of a compiled kernel; without ``launches`` the kernel does not run.
 
-    What other threads launch meanwhile is neither recorded nor held back.
+    Launches of other threads are neither recorded nor held back.
     """
     launcher, thread = getattr(compiled, _LAUNCHER), threading.get_ident()
-    seen: list[tuple[Any, ...]] = []
+    received: list[tuple[Any, ...]] = []
 
     def record(*given: Any) -> None:
         own = threading.get_ident() == thread
         if own:
             hooks = 6  # the position of the metadata for Triton's launch hooks, made anew for each launch
-            seen.append((*given[:hooks], *given[hooks + 1 :]))
+            received.append((*given[:hooks], *given[hooks + 1 :]))
         if launches or not own:
             launcher(*given)
 
@@ -144,7 +144,7 @@ def _received(compiled: Any, call: Callable[[], None], *, launches: bool) -> lis
         call()
     finally:
         setattr(compiled, _LAUNCHER, launcher)
-    return seen
+    return received
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -161,7 +161,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class OutputSpec(NamedTuple):
-    """An output to make memory for."""
+    """Size, strides and dtype of an output."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -169,13 +169,13 @@ class OutputSpec(NamedTuple):
 
 
 class CachedCall(NamedTuple):
-    """How a call is made again."""
+    """Launches and outputs of a call."""
 
     launches: list[CachedLaunch]
     outputs: dict[str, OutputSpec]
 
     def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the kernels on other tensors of the same kind; gives the outputs."""
+        """Run the kernels on other tensors with the same key and return the outputs."""
         device = inputs["query"].device
         new = {
             name: torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -183,45 +183,40 @@ class CachedCall(NamedTuple):
         }
         tensors = inputs | new
         with _on(device):
-            for again in self.launches:
-                again(tensors)
+            for cached in self.launches:
+                cached(tensors)
         return new
 
 
 def cache_key(problem: Problem | VarlenProblem, *more: Tensor) -> Hashable:
-    """What decides how a plain problem's kernels are started; None if it is not plain.
+    """Return what determines the launches of a plain problem, or None if it is not plain.
 
-    more: tensors beside Q, K and V.
+    more: tensors besides Q, K and V.
     """
     p = problem
-    if isinstance(p, VarlenProblem) or p.attn_mask is not None or p.alibi_slopes is not None:
+    if isinstance(p, VarlenProblem) or (p.bias is not None and p.bias.dim()):
         return None
-    if (
-        p.key_lengths is not None
-        or p.mask_table is not None
-        or p.seed is not None
-        or (p.bias is not None and p.bias.dim())
-    ):
+    if any(x is not None for x in (p.attn_mask, p.alibi_slopes, p.key_lengths, p.mask_table, p.seed)):
         return None
     q = p.query
     # Kernels are compiled for dtypes, and for addresses that are a multiple of 16 or are not.
     tensors = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in (q, p.key, p.value, *more))
     numbers = (p.scale, None if p.bias is None else p.bias.item(), p.left, p.right, p.query_offset, p.fast, p.softcap)
     tables = (tuning.kernel_config, tuple(tuning.ATOMIC_DQ_MIN_QUERIES.items()), tuning.WARP_SPECIALIZED)
-    special = tuple(tuning.HOPPER_CONFIGS[kernel].get(q.shape[-1]) for kernel in tuning.WARP_SPECIALIZED)
+    hopper = tuple(tuning.HOPPER_CONFIGS[kernel].get(q.shape[-1]) for kernel in tuning.WARP_SPECIALIZED)
     precision = None
     if q.dtype is torch.float32:
         precision = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
-    return tensors, q.device, numbers, p.deterministic, tables, special, precision
+    return tensors, q.device, numbers, p.deterministic, tables, hopper, precision
 
 
 def lookup(key: Hashable) -> CachedCall | None:
-    """How a call is repeated."""
+    """Return the cached call with a key, or None."""
     return _cache.get(key)
 
 
 def clear() -> None:
-    """As if no call had been made before."""
+    """Clear the cache."""
     _cache.clear()
     _seen.clear()
 
@@ -229,43 +224,44 @@ def clear() -> None:
 def store(
     key: Hashable, launches: list[Launched], inputs: dict[str, Tensor], outputs: dict[str, Tensor | None]
 ) -> None:
-    """Remember a call by what it started, if it is not the first of its kind and no other tensors were part of it."""
+    """Store the launches of a call, unless it is the first with its key or the kernels used other tensors."""
     if key not in _seen:
         if len(_seen) >= 4 * _MAX_ENTRIES:
             _seen.clear()
         _seen.add(key)
         return
     new = {name: t for name, t in outputs.items() if t is not None}
-    tensors = inputs | new
-    found = []
-    for s in launches:
-        named = {
-            parameter: _named(parameter, x, tensors) for parameter, x in s.arguments.items() if _tensor(x) is not None
-        }
-        if None in named.values():
+    cached = []
+    for launched in launches:
+        refs = {parameter: _refer(parameter, x, inputs | new) for parameter, x in launched.arguments.items()}
+        if _UNKNOWN in refs.values():
             return
-        found.append(CachedLaunch(s, {parameter: x for parameter, x in named.items() if x is not None}))
-    if not new.keys() <= {x.name for again in found for x in again.tensors.values()}:
+        cached.append(CachedLaunch(launched, {parameter: x for parameter, x in refs.items() if x is not None}))
+    if not new.keys() <= {x.name for launched in cached for x in launched.tensors.values()}:
         return
     if len(_cache) >= _MAX_ENTRIES:
         _cache.clear()
-    _cache[key] = CachedCall(found, {name: OutputSpec(t.shape, t.stride(), t.dtype) for name, t in new.items()})
+    _cache[key] = CachedCall(cached, {name: OutputSpec(t.shape, t.stride(), t.dtype) for name, t in new.items()})
 
 
-def _tensor(x: Any) -> Tensor | None:
-    """The tensor that an argument is, or is the descriptor of."""
-    x = getattr(x, "base", x) if not isinstance(x, Tensor) else x
-    return x if isinstance(x, Tensor) else None
+_UNKNOWN = TensorRef("", None)
 
 
-def _named(parameter: str, x: Any, tensors: dict[str, Tensor]) -> TensorRef | None:
-    """The name of an argument's tensor: the parameter's own, for one tensor may be query, key and value."""
-    t = _tensor(x)
+def _refer(parameter: str, x: Any, tensors: dict[str, Tensor]) -> TensorRef | None:
+    """Return a placeholder for an argument's tensor; None if it has none, ``_UNKNOWN`` if that is not in ``tensors``.
+
+    Prefers the parameter's own name, because one tensor may be query, key and value.
+    """
+    if isinstance(x, tuple):
+        return _UNKNOWN if any(_refer("", field, {}) for field in x) else None
+    t = x if isinstance(x, Tensor) else getattr(x, "base", None)
+    if not isinstance(t, Tensor):
+        return None
     names = [name for name, other in tensors.items() if other is t]
     if not names:
-        return None
-    described = None
+        return _UNKNOWN
+    descriptor = None
     if t is not x:
-        described = copy.copy(x)
-        described.base = None
-    return TensorRef(parameter if parameter in names else names[0], described)
+        descriptor = copy.copy(x)
+        descriptor.base = None
+    return TensorRef(parameter if parameter in names else names[0], descriptor)

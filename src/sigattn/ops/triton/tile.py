@@ -1,9 +1,9 @@
-"""What the kernels share: which tiles there are, how they are loaded, and what position and masks do to a tile.
+"""Functions shared by the kernels: which tile a program has, loads and stores, and P of a tile.
 
-Functions of a tile take the rows' and columns' indices ready for broadcasting, so that one text serves tiles of
-(queries, keys) and of (keys, queries). A tile's own start is added in 64 bits, so tensors may have more than 2^31
-elements; offsets inside a tile of operands are 32-bit, for 64 would cost registers (kernel_args.py sees to it that they
-fit).
+Functions of a tile take the indices of rows and columns with shapes [BLOCK_M, 1] and [1, BLOCK_N], or transposed, so
+that the same code serves tiles of (queries, keys) and of (keys, queries). The start of a tile is added in 64 bits, so
+tensors may have more than 2^31 entries; offsets inside a tile are 32-bit, which saves registers (kernel_args.py copies
+tensors whose tiles would span more).
 """
 
 from __future__ import annotations
@@ -13,16 +13,57 @@ import os
 import triton
 import triton.language as tl
 
-from sigattn.ops.triton.activation import sigmoid
+from sigattn.ops.triton.activation import LOG2E, sigmoid, tanh
+from sigattn.ops.triton.args import Mask, Sizes, Strides
+
+# Triton's interpreter has no products of bfloat16 and truncates where the hardware rounds.
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+# -- the tile of a program --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sample_sizes(b, sequences, sizes, OPT: tl.constexpr):
+    """Return the first rows of sample b in packed queries and keys (0 if not packed), and the sizes of the sample."""
+    q_start = tl.zeros((), tl.int64)
+    k_start = tl.zeros((), tl.int64)
+    len_q, len_k, query_offset = sizes.len_q, sizes.len_k, sizes.query_offset
+    if OPT.LENGTHS:
+        len_k = tl.minimum(tl.load(sequences.key_lengths + b).to(tl.int32), len_k)
+    if OPT.VARLEN:
+        q_start = tl.load(sequences.cu_seqlens_q + b).to(tl.int64)
+        k_start = tl.load(sequences.cu_seqlens_k + b).to(tl.int64)
+        len_q = (tl.load(sequences.cu_seqlens_q + b + 1).to(tl.int64) - q_start).to(tl.int32)
+        len_k = (tl.load(sequences.cu_seqlens_k + b + 1).to(tl.int64) - k_start).to(tl.int32)
+        query_offset = len_k - len_q
+    return q_start, k_start, Sizes(len_q, len_k, sizes.heads, query_offset, sizes.left, sizes.right)
+
+
+@triton.jit
+def query_tile(sequences, sizes, OPT: tl.constexpr):
+    """Return the tile of queries of this program: (b, h, h_kv, start_m, q_start, k_start, sizes).
+
+    These are sample, query head, key head, first query of the tile, and the results of ``sample_sizes``. With packed
+    sequences start_m may lie outside the sequence: below 0 or beyond the last query.
+    """
+    tiles = tl.cdiv(sizes.len_q, OPT.BLOCK_M)
+    head = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    b = (head // sizes.heads).to(tl.int64)
+    h = head % sizes.heads
+    q_start, k_start, sizes = sample_sizes(b, sequences, sizes, OPT)
+    if OPT.HAS_RIGHT:  # under a causal mask the last queries have the most keys: they go first
+        tile = tl.cdiv(sizes.len_q, OPT.BLOCK_M) - 1 - tile
+    return b, h.to(tl.int64), (h // OPT.GROUP).to(tl.int64), tile * OPT.BLOCK_M, q_start, k_start, sizes
 
 
 @triton.jit
 def tile_bounds(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """How a run of places first … last - 1 meets the other axis, 0 … length - 1, under the window.
+    """Return which tiles of the other axis, 0 … length - 1, positions first … last - 1 see: bounds of three phases.
 
-    Place i sees i - left … i + right. Returns (start, full_start, full_stop, stop): tiles of BLOCK from start to stop
-    are visited; those from full_start to full_stop are seen whole by every place, so they need no mask; the others are
-    the edges.
+    Position i sees i - left … i + right. Returns (start, full_start, full_stop, stop): tiles of BLOCK from start to
+    stop are visited; every position sees the whole of those from full_start to full_stop, so they need no mask.
     """
     start = 0
     stop = length
@@ -34,74 +75,71 @@ def tile_bounds(first, last, length, left, right, BLOCK: tl.constexpr, HAS_LEFT:
     if HAS_RIGHT:
         stop = tl.minimum(length, tl.maximum(last + right, 0))
         full_stop = tl.minimum(length, tl.maximum(first + right + 1, 0)) // BLOCK * BLOCK
-    some = full_start < full_stop
-    full_stop = tl.where(some, full_stop, start)
-    full_start = tl.where(some, full_start, start)
+    any_full = full_start < full_stop
+    full_stop = tl.where(any_full, full_stop, start)
+    full_start = tl.where(any_full, full_start, start)
     return start, full_start, full_stop, stop
 
 
+# -- loads and stores -------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def assume_aligned(batch, head, row, UNIT: tl.constexpr):
-    """Return three strides that are multiples of UNIT in a form that tells the compiler so."""
-    return batch // UNIT * UNIT, head // UNIT * UNIT, row // UNIT * UNIT
+def aligned(strides, OPT: tl.constexpr):
+    """Return strides that are multiples of OPT.UNIT in a form from which the compiler sees that."""
+    UNIT: tl.constexpr = OPT.UNIT
+    return Strides(strides.b // UNIT * UNIT, strides.h // UNIT * UNIT, strides.n // UNIT * UNIT, strides.d)
 
 
 @triton.jit
 def load(
-    source, b, h, start, length, stride_row, stride_column,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, CHECKED: tl.constexpr, TMA: tl.constexpr,
+    source, strides, b, h, start, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr,
+    OPT: tl.constexpr,
 ):  # fmt: skip
-    """Rows start … start + ROWS - 1 of a matrix (length, WIDTH), 0 beyond it: (ROWS, BLOCK_WIDTH).
+    """Load rows start … start + ROWS - 1 of a matrix (length, WIDTH), with zeros outside it: [ROWS, BLOCK_WIDTH].
 
-    source: where the matrix begins; with TMA, a descriptor of (B, H, length, WIDTH), and the matrix is that of b and h.
+    source: pointer to the matrix; with TMA, a descriptor of (B, H, length, WIDTH), and the matrix is that of b and h.
     """
-    if TMA:
-        place = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(start, tl.int32), 0]
-        tile = source.load(place).reshape(ROWS, BLOCK_WIDTH)
+    BLOCK_WIDTH: tl.constexpr = OPT.BLOCK_D if WIDTH == OPT.D else OPT.BLOCK_DV
+    if OPT.TMA:
+        index = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(start, tl.int32), 0]
+        tile = source.load(index).reshape(ROWS, BLOCK_WIDTH)
     else:
         rows = tl.arange(0, ROWS)[:, None]
         columns = tl.arange(0, BLOCK_WIDTH)[None, :]
-        at = source + tl.cast(start, tl.int64) * stride_row + rows * stride_row + columns * stride_column
+        pointers = source + tl.cast(start, tl.int64) * strides.n + rows * strides.n + columns * strides.d
         if CHECKED and WIDTH != BLOCK_WIDTH:
-            tile = tl.load(at, mask=(start + rows < length) & (columns < WIDTH), other=0.0)
+            tile = tl.load(pointers, mask=in_bounds(start + rows, columns, length, WIDTH), other=0.0)
         elif CHECKED:
-            tile = tl.load(at, mask=start + rows < length, other=0.0)
+            tile = tl.load(pointers, mask=start + rows < length, other=0.0)
         elif WIDTH != BLOCK_WIDTH:
-            tile = tl.load(at, mask=columns < WIDTH, other=0.0)
+            tile = tl.load(pointers, mask=columns < WIDTH, other=0.0)
         else:
-            tile = tl.load(at)
+            tile = tl.load(pointers)
     return tile
 
 
 @triton.jit
-def store(
-    base,
-    tile,
-    start,
-    length,
-    stride_row,
-    stride_column,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    """The counterpart of ``load``: writes what lies inside the matrix."""
-    rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, BLOCK_WIDTH)[None, :]
-    at = base + tl.cast(start, tl.int64) * stride_row + rows * stride_row + columns * stride_column
-    tl.store(at, cast(tile, base.dtype.element_ty), mask=(start + rows < length) & (columns < WIDTH))
-
-
-# Triton's interpreter knows no products of bfloat16, and cuts off bits where the hardware rounds.
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+def store(base, strides, tile, start, length, WIDTH: tl.constexpr):
+    """Store rows start … of a tile, as far as they lie inside a matrix (length, WIDTH)."""
+    rows = tl.arange(0, tile.shape[0])[:, None]
+    columns = tl.arange(0, tile.shape[1])[None, :]
+    pointers = base + tl.cast(start, tl.int64) * strides.n + rows * strides.n + columns * strides.d
+    tl.store(pointers, cast(tile, base.dtype.element_ty), mask=in_bounds(start + rows, columns, length, WIDTH))
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, WGMMA: tl.constexpr):
-    """Return an accumulator of zeros, (ROWS, WIDTH) in float32, for the products of a loop.
+def in_bounds(rows, columns, n, m):
+    """Return True where a row is less than n and a column less than m."""
+    return (rows < n) & (columns < m)
 
-    WGMMA: True on Hopper. There ptxas makes every product of a kernel wait for the one before it (advisory C7515) where
-    it writes the zeros again on the path that skips a loop. It cannot do that with the result of volatile assembly.
+
+@triton.jit
+def zero_accumulator(ROWS: tl.constexpr, WIDTH: tl.constexpr, WGMMA: tl.constexpr):
+    """Return an accumulator of zeros for the products of a loop: [ROWS, WIDTH] in float32.
+
+    On Hopper, ptxas makes every product of a kernel wait for the one before it (advisory C7515) if it writes the zeros
+    again on the path that skips a loop. It cannot do that with the result of volatile assembly.
     """
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     if WGMMA and not _INTERPRETED:
@@ -110,167 +148,183 @@ def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, WGMMA: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
-    """The product of a and b, added to acc unless that is None, in float32."""
+def dot(a, b, acc, OPT: tl.constexpr):
+    """Return the product of a and b in float32, added to acc unless that is None."""
     if _INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=OPT.PRECISION)
 
 
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
-    """float32 rounded to another dtype."""
+    """Round float32 to another dtype."""
     if _INTERPRETED:
-        if DTYPE == tl.bfloat16:  # to nearest, ties to even; what is left to cut off is 0
+        if DTYPE == tl.bfloat16:  # to nearest, ties to even; the bits that the conversion truncates are then 0
             bits = x.to(tl.int32, bitcast=True)
             x = (bits + 0x7FFF + ((bits >> 16) & 1) & -65536).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
 
 
-@triton.jit
-def load_bias(
-    bias,
-    bias_value,
-    rows,
-    n,
-    keys,
-    stride_row,
-    BIAS: tl.constexpr,
-):
-    """Return the bias as a term of z, -log₂e · b: a number, or (rows,).
+# -- bias, exponent of float16 weights, ALiBi, masks ------------------------------------------------------------------
 
-    BIAS: "number", "scalar" (a tensor's only entry), "tensor" (its entry of each row), or "length" (-log of the number
-    of keys).
-    """
-    if BIAS == "tensor":
-        at = bias + rows.to(tl.int64) * stride_row
-        term = tl.load(at, mask=rows < n, other=0.0).to(tl.float32) * -1.4426950408889634
-    elif BIAS == "scalar":
-        term = tl.load(bias).to(tl.float32) * -1.4426950408889634
-    elif BIAS == "length":
-        term = tl.log2(tl.maximum(keys, 1).to(tl.float32))
+
+@triton.jit
+def load_bias(bias, offset, rows, sizes, OPT: tl.constexpr):
+    """Return the bias as a term of z, -log₂e · b: a number, or [BLOCK_M] for a tensor that begins at offset."""
+    if OPT.BIAS == "tensor":
+        pointers = bias.pointer + offset + rows.to(tl.int64) * bias.row_stride
+        term = tl.load(pointers, mask=rows < sizes.len_q, other=0.0).to(tl.float32) * -LOG2E
+    elif OPT.BIAS == "scalar":
+        term = tl.load(bias.pointer).to(tl.float32) * -LOG2E
+    elif OPT.BIAS == "length":
+        term = tl.log2(tl.maximum(sizes.len_k, 1).to(tl.float32))
     else:
-        tl.static_assert(BIAS == "number")
-        term = bias_value
+        tl.static_assert(OPT.BIAS == "number")
+        term = bias.value
     return term
 
 
 @triton.jit
-def load_shift(shift_pointer, shift_value, keys, SHIFT: tl.constexpr):
-    """Return the exponent that float16 weights are multiplied by, and its inverse 2^-shift (activation.py)."""
+def load_shift(bias, m, OPT: tl.constexpr):
+    """Return the exponent of the power of two that multiplies float16 weights, and its inverse 2^-shift."""
     shift, unit = 0.0, 1.0
-    if SHIFT != "none":
-        if SHIFT == "number":
-            shift = shift_value
-        elif SHIFT == "tensor":
-            shift = tl.load(shift_pointer).to(tl.float32)
-        elif SHIFT == "scalar":
-            shift = tl.floor(tl.load(shift_pointer).to(tl.float32) * -1.4426950408889634)
+    if OPT.SHIFT != "none":
+        if OPT.SHIFT == "number":
+            shift = bias.shift
+        elif OPT.SHIFT == "tensor":
+            shift = tl.load(bias.shift_pointer).to(tl.float32)
+        elif OPT.SHIFT == "scalar":
+            shift = tl.floor(tl.load(bias.shift_pointer).to(tl.float32) * -LOG2E)
             shift = tl.where(shift == shift, tl.minimum(tl.maximum(shift, 0.0), 15.0), 0.0)  # 0 for NaN
         else:
-            tl.static_assert(SHIFT == "length")
-            shift = tl.minimum(tl.floor(tl.log2(tl.maximum(keys, 1).to(tl.float32))), 15.0)
+            tl.static_assert(OPT.SHIFT == "length")
+            shift = tl.minimum(tl.floor(tl.log2(tl.maximum(m, 1).to(tl.float32))), 15.0)
         unit = tl.exp2(-shift)
     return shift, unit
 
 
 @triton.jit
-def gradient_shift(shift, SHIFT: tl.constexpr):
-    """What takes dS from the weights' power of two to its own, and the inverse of that.
+def gradient_shift(shift, OPT: tl.constexpr):
+    """Return the factor from the weights' power of two to that of dS, and the inverse of the latter.
 
-    dS goes into products in float16 too. Weights of 1/n want a large power; but where P is about 1/2, dS is dP/4, and
+    dS enters products in float16 too. Weights of 1/n want a large power; but where P is about 1/2, dS is dP/4, and
     with the weights' own 2^15 it would overflow from dP = 8 on. With 2^7 it does from 2000 on, and keeps all bits of
     gradients down to 2^-21.
     """
     lower, unit = 1.0, 1.0
-    if SHIFT != "none":
+    if OPT.SHIFT != "none":
         own = tl.minimum(shift, 7.0)
         lower, unit = tl.exp2(own - shift), tl.exp2(-own)
     return lower, unit
 
 
 @triton.jit
-def add_alibi(z, i, j, before, after, SLOPES: tl.constexpr):
-    """ALiBi: slope · |i - j| taken from the logits, one slope for keys before the query and one for keys after it."""
-    if SLOPES:
-        distance = (i - j).to(tl.float32)
-        z += tl.where(distance > 0, before * distance, -after * distance) * 1.4426950408889634
-    return z
+def load_slopes(alibi, b, h, OPT: tl.constexpr):
+    """Return ALiBi's slopes of a head, for keys before and after the query."""
+    before, after = 0.0, 0.0
+    if OPT.SLOPES:
+        pointer = alibi.pointer + b * alibi.b + h * alibi.h
+        before, after = tl.load(pointer).to(tl.float32), tl.load(pointer + alibi.s).to(tl.float32)
+    return before, after
 
 
 @triton.jit
-def load_mask(mask, r, c, n, keys, stride_row, stride_column, other: tl.constexpr):
-    """Load a tile of attn_mask, for queries r and keys c; other: what stands for those that do not exist."""
-    at = mask + r.to(tl.int64) * stride_row + c.to(tl.int64) * stride_column
-    return tl.load(at, mask=(r < n) & (c < keys), other=other)
+def mask_of_head(mask, b, h):
+    """Return the mask that begins at a head."""
+    return Mask(mask.pointer + b * mask.b + h * mask.h, mask.b, mask.h, mask.q, mask.k)
 
 
 @triton.jit
-def apply_window_mask(p, i, j, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Zero what lies outside the window."""
-    if HAS_LEFT:
-        p = tl.where(j >= i - left, p, 0.0)
-    if HAS_RIGHT:
-        p = tl.where(j <= i + right, p, 0.0)
+def block_state(blocks, b, h, start_m, start_n, OPT: tl.constexpr):
+    """Return the entry of the table of mask blocks for a tile, which lies within one block (ops/block_mask.py)."""
+    at = (start_m // OPT.BLOCK_Q).to(tl.int64) * blocks.q + start_n // OPT.BLOCK_K
+    return tl.load(blocks.table + b * blocks.b + h * blocks.h + at)
+
+
+@triton.jit
+def load_block_mask(blocks, state, rows, columns, OPT: tl.constexpr):
+    """Return True where the mask of a block lets queries see keys; all of them are of that block."""
+    tile = blocks.tiles + state.to(tl.int64) * (OPT.BLOCK_Q * OPT.BLOCK_K)
+    return tl.load(tile + (rows % OPT.BLOCK_Q) * OPT.BLOCK_K + columns % OPT.BLOCK_K) != 0
+
+
+@triton.jit
+def apply_window_mask(p, i, j, sizes, OPT: tl.constexpr):
+    """Return p with zeros where key position j lies outside the window of query position i."""
+    if OPT.HAS_LEFT:
+        p = tl.where(j >= i - sizes.left, p, 0.0)
+    if OPT.HAS_RIGHT:
+        p = tl.where(j <= i + sizes.right, p, 0.0)
     return p
+
+
+# -- P ----------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def apply_softcap(logits, scales, OPT: tl.constexpr):
+    """Return tanh(cap · Q Kᵀ) for calls with a soft cap, else Q Kᵀ itself."""
+    if OPT.SOFTCAP:
+        logits = tanh(logits * scales.cap)
+    return logits
 
 
 @triton.jit
 def weights(
-    products, z_scale, z_bias, r, c, n, keys, query_offset, left, right, before, after, mask, mask_n, mask_m, unit,
-    shift, EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SLOPES: tl.constexpr,
-    MASK: tl.constexpr, SIGMOID: tl.constexpr, SHIFT: tl.constexpr,
+    logits, z_scale, z_bias, slopes, shift, unit, rows, columns, sizes, mask, block_mask,
+    EDGE: tl.constexpr, OPT: tl.constexpr,
 ):  # fmt: skip
-    """P of a tile before dropout, from Q Kᵀ, for queries r and keys c; EDGE: whether the window may cross the tile."""
-    z = add_alibi(products * z_scale + z_bias, query_offset + r, c, before, after, SLOPES)
-    i = query_offset + r
+    """Return P of a tile, before dropout.
+
+    logits: Q Kᵀ, with the soft cap applied. z_scale, z_bias: its factor and the bias as terms of z (activation.py).
+    slopes: of ALiBi, before and after. rows, columns: indices of queries and keys. mask: attn_mask of the head, or
+    None. block_mask: True where a ``BlockMask`` lets queries see keys, or None. EDGE: the window may cross the tile.
+    """
     # Where keys come first, rows that do not exist are summed: a product of theirs with an inf or NaN is NaN, so they
     # must see no key that real queries do not see. Where they come last, two share a reciprocal ("paired"): a masked
     # NaN must not meet its neighbour.
-    KEYS_FIRST: tl.constexpr = c.shape[0] != 1
+    KEYS_FIRST: tl.constexpr = columns.shape[0] != 1
+    KIND: tl.constexpr = OPT.SIGMOID
+    if block_mask is not None and not KEYS_FIRST:
+        logits = tl.where(block_mask, logits, 0.0)
+    i = sizes.query_offset + rows
+    z = logits * z_scale + z_bias
+    if OPT.SLOPES:
+        distance = (i - columns).to(tl.float32)
+        z += tl.where(distance > 0, slopes[0] * distance, -slopes[1] * distance) * LOG2E
     if EDGE and KEYS_FIRST:
-        i = tl.where(r < n, i, -(1 << 30) if HAS_RIGHT else 1 << 30)
-    if MASK != "none":
-        m = load_mask(mask, r, c, n, keys, mask_n, mask_m, float("-inf") if KEYS_FIRST and MASK == "added" else 0)
-        if MASK == "added":
-            m = m.to(tl.float32)
-            seen = m != float("-inf")
-            z -= m * 1.4426950408889634  # log₂e
+        i = tl.where(rows < sizes.len_q, i, -(1 << 30) if OPT.HAS_RIGHT else 1 << 30)
+    if mask is not None:
+        pointers = mask.pointer + rows.to(tl.int64) * mask.q + columns.to(tl.int64) * mask.k
+        hidden: tl.constexpr = float("-inf") if KEYS_FIRST and OPT.MASK == "added" else 0
+        entries = tl.load(pointers, mask=in_bounds(rows, columns, sizes.len_q, sizes.len_k), other=hidden)
+        if OPT.MASK == "added":
+            entries = entries.to(tl.float32)
+            seen = entries != float("-inf")
+            z -= entries * LOG2E
         else:
-            seen = m != 0
-    if SIGMOID == "paired" and not KEYS_FIRST:
-        if MASK != "none":
+            seen = entries != 0
+    if OPT.SIGMOID == "paired" and not KEYS_FIRST:
+        if mask is not None:
             z = tl.where(seen, z, 0.0)
         if EDGE:
-            z = apply_window_mask(z, i, c, left, right, HAS_LEFT, HAS_RIGHT)
-    p = sigmoid(z, unit, shift, SIGMOID, SHIFT != "none")
-    if MASK != "none":
+            z = apply_window_mask(z, i, columns, sizes, OPT)
+    p = sigmoid(z, unit, shift, KIND, OPT.SHIFT != "none")
+    if mask is not None:
         p = tl.where(seen, p, 0.0)
     if EDGE:
-        p = apply_window_mask(p, i, c, left, right, HAS_LEFT, HAS_RIGHT)
+        p = apply_window_mask(p, i, columns, sizes, OPT)
+    if block_mask is not None:
+        p = tl.where(block_mask, p, 0.0)
     return p
 
 
-@triton.jit
-def block_state(block_table, row_start, column_start, stride_row, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the entry of a table of mask blocks for a tile that lies within one block (ops/block_mask.py)."""
-    at = (row_start // BLOCK_Q).to(tl.int64) * stride_row + column_start // BLOCK_K
-    return tl.load(block_table + at)
-
-
-@triton.jit
-def load_block_mask(block_tiles, state, r, c, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return True where the mask of a block lets queries r see keys c, all of that block."""
-    own = block_tiles + state.to(tl.int64) * (BLOCK_Q * BLOCK_K)
-    return tl.load(own + (r % BLOCK_Q) * BLOCK_K + c % BLOCK_K) != 0
-
-
-# -- dropout: ops/dropout.py, number for number -----------------------------------------------------------------------
+# -- dropout: the same numbers as ops/dropout.py ----------------------------------------------------------------------
 
 
 @triton.jit
 def _mix(x):
-    """splitmix64's finaliser: int64 → its low 32 bits."""
+    """Return the low 32 bits of the finaliser of splitmix64, of int64."""
     x = x.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -279,21 +333,21 @@ def _mix(x):
 
 @triton.jit
 def row_hash(seed, head, i):
-    """The part of the hash that depends on head (b·Hq + h) and query."""
+    """Return the part of the hash that depends on head (b · Hq + h) and query."""
     by_head = _mix(head + tl.cast(seed, tl.int64) + tl.zeros_like(i).to(tl.int64))
     return _mix(by_head.to(tl.int64) + i)
 
 
 @triton.jit
 def column_hash(seed, j):
-    """The part of the hash that depends on the key."""
+    """Return the part of the hash that depends on the key."""
     start = _mix((tl.cast(seed, tl.int64) ^ -7046029254386353131) + tl.zeros_like(j).to(tl.int64))
     return _mix(start.to(tl.int64) + j)
 
 
 @triton.jit
 def dropout_keep(by_row, by_column, threshold):
-    """Whether dropout keeps each weight."""
+    """Return True where dropout keeps a weight."""
     x = (by_row ^ by_column).to(tl.int32)
     x ^= x >> 16
     x *= 0x7FEB352D

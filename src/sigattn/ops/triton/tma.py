@@ -1,4 +1,4 @@
-"""Tensors as the copy engine (TMA) of Hopper is told of them: it brings whole tiles, and 0 for rows beyond the last."""
+"""TMA descriptors: Hopper's copy engine loads whole tiles, with zeros for rows beyond the last."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-# What the portable kernels load tiles of, and how large those are.
+from sigattn.ops.triton.args import Options
+
+# Tensors that the portable kernels load tiles of, and the sizes of these.
 TILES = {
     "query": ("BLOCK_M", "BLOCK_D"),
     "key": ("BLOCK_N", "BLOCK_D"),
@@ -15,24 +17,24 @@ TILES = {
 }
 
 
-def is_far(t: Tensor) -> bool:
-    """Whether a tensor (B, H, N, D) lies so that the copy engine cannot serve it.
+def supports(t: Tensor) -> bool:
+    """Return True if TMA can load a tensor (B, H, N, D).
 
-    It wants dense rows, a start and strides of multiples of 16 bytes, and no dimension without a stride or an entry.
+    It requires dense rows, a start and strides of multiples of 16 bytes, and no dimension without a stride or an entry.
     """
     steps = [stride * t.element_size() % 16 for stride in t.stride()[:-1]]
-    return t.stride(-1) != 1 or any(steps) or t.data_ptr() % 16 != 0 or min(t.stride()) < 1 or not t.numel()
+    return t.stride(-1) == 1 and not any(steps) and t.data_ptr() % 16 == 0 and min(t.stride()) >= 1 and t.numel() > 0
 
 
-def describe(arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """The tensors that a portable kernel loads tiles of, as descriptors; None if it must use their addresses.
+def describe(arguments: dict[str, Any], options: Options) -> dict[str, Any] | None:
+    """Return descriptors of the tensors that a portable kernel loads tiles of, or None if it must use pointers.
 
-    Of packed sequences and key lengths a descriptor does not know the ends.
+    A descriptor does not contain the ends of packed sequences or of a sample's keys.
     """
     loaded = {name: arguments[name] for name in TILES if name in arguments}
-    if arguments["VARLEN"] or arguments["LENGTHS"] or any(is_far(t) for t in loaded.values()):
+    if options.VARLEN or options.LENGTHS or not all(map(supports, loaded.values())):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    blocks = {name: [1, 1, *(arguments[size] for size in TILES[name])] for name in loaded}
+    blocks = {name: [1, 1, *(getattr(options, size) for size in TILES[name])] for name in loaded}
     return {name: TensorDescriptor(t, list(t.shape), list(t.stride()), blocks[name]) for name, t in loaded.items()}

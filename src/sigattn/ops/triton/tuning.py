@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from sigattn.ops.triton.args import padded_head_dim
+
 
 class Config(NamedTuple):
     """A tile of ``block_m`` queries and ``block_n`` keys; warps of a program; tiles in flight.
@@ -212,11 +214,6 @@ HOPPER_CONFIGS: dict[str, dict[int, HopperConfig]] = {
     FUSED: {64: HopperConfig(64, 3), 128: HopperConfig(64, 3)},
 }
 WARP_SPECIALIZED: frozenset[str] = frozenset()
-
-
-def padded_head_dim(width: int) -> int:
-    """The size that a head of this width takes in a kernel: a power of two, at least what a product needs."""
-    return max(16, 1 << (width - 1).bit_length())
 
 
 def config_table(architecture: int, itemsize: int) -> dict[str, dict[int, Config]]:

@@ -1,0 +1,159 @@
+"""Arguments of the portable kernels, in groups. A group or a pointer that a problem does not need is None.
+
+Integers that vary from call to call (lengths, window, offsets) are not in groups but arguments of their own, because
+Triton compiles for each kind of integer in a tuple (1, a multiple of 16, another): ``do_not_specialize`` takes
+arguments only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Strides(NamedTuple):
+    """Distances in entries along the axes of a tensor (B, H, N, D); b = 0 for a packed tensor (T, H, D)."""
+
+    b: int
+    h: int
+    n: int
+    d: int
+
+
+class Sizes(NamedTuple):
+    """Numbers of queries, keys and query heads of a sample, position of its first query, and its window."""
+
+    len_q: Any
+    len_k: Any
+    heads: Any
+    query_offset: Any
+    left: Any
+    right: Any
+
+
+class Scales(NamedTuple):
+    """Factors: z = z · Q Kᵀ + …, or with a soft cap z · tanh(cap · Q Kᵀ) + …; of P V and dV; of dQ and dK."""
+
+    z: float
+    cap: float
+    out: float
+    logit: float = 0.0
+
+
+class Bias(NamedTuple):
+    """The bias b, by ``Options.BIAS``, and the exponent of float16 weights, by ``Options.SHIFT`` (activation.py).
+
+    ``value`` is -log₂e · b; ``row_stride`` the distance from a query's entry to the next one's.
+    """
+
+    pointer: Any
+    value: float
+    row_stride: int
+    shift_pointer: Any
+    shift: float
+
+
+class Mask(NamedTuple):
+    """A mask broadcast to (B, H, N, M), or its gradient: pointer and strides."""
+
+    pointer: Any
+    b: int
+    h: int
+    q: int
+    k: int
+
+
+class Alibi(NamedTuple):
+    """Slopes (B, H, 2) for keys before and after the query: pointer and strides."""
+
+    pointer: Any
+    b: int
+    h: int
+    s: int
+
+
+class Blocks(NamedTuple):
+    """Blocks of a ``BlockMask`` (ops/block_mask.py): table of the blocks, with its strides, and masks of blocks."""
+
+    table: Any
+    b: int
+    h: int
+    q: int
+    tiles: Any
+
+
+class Sequences(NamedTuple):
+    """Lengths of the samples' keys, or offsets of packed sequences."""
+
+    key_lengths: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+
+
+class Options(NamedTuple):
+    """Compile-time arguments. The defaults are those of a plain call.
+
+    Attributes:
+        D, DV: features of query and key, and of value.
+        BLOCK_M, BLOCK_N: queries and keys of a tile.
+        GROUP: query heads that share a key head.
+        BIAS: "number", "scalar" (a tensor's only entry), "tensor", or "length" (-log of the number of keys).
+        MASK: "none", "bool" or "added".
+        SHIFT: origin of the exponent of float16 weights: "none", or as BIAS.
+        SIGMOID: form of σ (activation.py). PRECISION: of float32 products, "ieee" or "tf32".
+        SLOPES, DROPOUT, SOFTCAP: True if the call has them.
+        LENGTHS, VARLEN: True if samples have key lengths; if sequences are packed (aligned at their ends).
+        HAS_LEFT, HAS_RIGHT: sides of the window that have a limit.
+        BLOCK_Q, BLOCK_K: queries and keys of a block of a ``BlockMask``; 0 without one.
+        TMA: True if query, key, value and grad_out are TMA descriptors.
+        WGMMA: True on Hopper.
+        UNIT: divisor of all strides of rows that the compiler cannot find out, or 1.
+        ATOMIC_DQ: add dQ in the kernel of dK and dV.
+        NEED_MASK: gradient of the mask: "none", "stored" (each entry has one writer) or "added" (atomically, because
+            the mask is broadcast; along queries with SUM_ROWS, along keys with SUM_COLUMNS).
+        LEFT_PADDING, QUERY_ENDS, TABLE: arguments of a cache that the call has.
+    """
+
+    D: int
+    DV: int
+    BLOCK_M: int = 0
+    BLOCK_N: int = 0
+    GROUP: int = 1
+    BIAS: str = "number"
+    MASK: str = "none"
+    SHIFT: str = "none"
+    SIGMOID: str = "accurate"
+    PRECISION: str = "ieee"
+    SLOPES: bool = False
+    DROPOUT: bool = False
+    SOFTCAP: bool = False
+    LENGTHS: bool = False
+    VARLEN: bool = False
+    HAS_LEFT: bool = False
+    HAS_RIGHT: bool = False
+    BLOCK_Q: int = 0
+    BLOCK_K: int = 0
+    TMA: bool = False
+    WGMMA: bool = False
+    UNIT: int = 1
+    ATOMIC_DQ: bool = False
+    NEED_MASK: str = "none"
+    SUM_ROWS: bool = False
+    SUM_COLUMNS: bool = False
+    LEFT_PADDING: bool = False
+    QUERY_ENDS: bool = False
+    TABLE: bool = False
+
+    @property
+    def BLOCK_D(self) -> int:  # noqa: N802
+        """Width of a tile of queries or keys."""
+        return padded_head_dim(self.D)
+
+    @property
+    def BLOCK_DV(self) -> int:  # noqa: N802
+        """Width of a tile of values."""
+        return padded_head_dim(self.DV)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the width of a tile: a power of two, and at least 16, which ``tl.dot`` needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())
