@@ -1,7 +1,10 @@
 """``import sigattn`` needs torch alone."""
 
+import graphlib
 import subprocess
 import sys
+
+import pytest
 
 
 def test_import_brings_in_nothing_but_torch():
@@ -40,3 +43,11 @@ def test_flops_are_known_whoever_is_imported_first():
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert int(done.stdout) == 2 * 2 * 2 * 8 * 8 * 4
+
+
+def test_no_file_imports_itself_through_others():
+    """Imports inside functions count too: they hide a cycle, they do not remove it. Those of type checkers do not."""
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("sigattn", exclude_type_checking_imports=True, cache_dir=None)
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names the files

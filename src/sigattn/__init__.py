@@ -18,3 +18,15 @@ except KeyboardInterrupt:  # importing PyTorch takes seconds; the command line t
     raise
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AttentionStatistics",
+    "attention_statistics",
+    "flash",
+    "get_sigmoid_precision",
+    "log_length_bias",
+    "set_sigmoid_precision",
+    "sigmoid_attention",
+    "sigmoid_kvcache_attention",
+    "sigmoid_varlen_attention",
+]

@@ -52,7 +52,7 @@ LIKELY = {
     "dropout": "test_dropout",
     "flops": "test_pytorch",
     "gradients": "test_correctness test_autograd",
-    "kvcache": "tests/test_flash_kvcache.py tests/flash",
+    "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",
     "mask": "test_mask test_correctness",
     "matmul": "test_correctness test_borders test_masked_weights",
     "nested": "test_nested",
@@ -67,7 +67,7 @@ LIKELY = {
     "tiles": "test_correctness test_borders test_block_mask",
     "vmap": "test_pytorch test_autograd",
     "validation": "test_bad_input test_scalars test_correctness",
-    "varlen": "tests/test_flash.py tests/flash test_autograd test_pytorch",
+    "varlen": "test_varlen_and_kvcache tests/test_flash.py tests/flash test_autograd test_pytorch",
 }
 
 

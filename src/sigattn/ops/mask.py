@@ -19,7 +19,7 @@ class Resolved(NamedTuple):
     window: tuple[int, int] | None
 
 
-def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, *, query_offset: int = 0) -> Resolved:
+def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, *, query_offset: Any = 0) -> Resolved:
     """Return the masking arguments, a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced by its meaning.
 
     It becomes ``is_causal``, a window or a bool mask. Its attributes define it; its memory is uninitialised.

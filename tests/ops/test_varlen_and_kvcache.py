@@ -1,0 +1,122 @@
+"""The operators for packed sequences and caches, against the formula in float64; tests/flash has the rest."""
+
+import math
+
+import pytest
+import torch
+
+from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
+
+CU_Q, CU_K = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+
+
+def formula(q, k, v, bias, left=None, right=None, slopes=None):
+    """One sample: q (N, H, D), k and v (M, Hkv, ·); the last query is aligned with the last key."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    logits = torch.einsum("nhd,mhd->hnm", q, k) / math.sqrt(q.shape[2]) + bias
+    i = torch.arange(len(q))[:, None] + len(k) - len(q)
+    j = torch.arange(len(k))
+    if slopes is not None:
+        logits = logits - slopes[:, None, None] * (i - j).abs()
+    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    seen = seen if left is None else seen & (j >= i - left)
+    seen = seen if right is None else seen & (j <= i + right)
+    return torch.einsum("hnm,mhd->nhd", logits.sigmoid() * seen, v)
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_packed_sequences(options):
+    q, k, v = torch.randn(9, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 6)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    bias, slopes = torch.randn(3, 4, 1, 1).double().requires_grad_(), torch.rand(4).double()
+    given = {"bias": bias, "alibi_slopes": slopes, "window": (3, 5), "is_causal": True} if options == "all" else {}
+    out = sigmoid_varlen_attention(*leaves, CU_Q, CU_K, 6, 6, enable_gqa=True, **given)
+    parts = []
+    for s in range(3):
+        rows, keys = slice(CU_Q[s], CU_Q[s + 1]), slice(CU_K[s], CU_K[s + 1])
+        own = (bias[s, :, 0, :, None], 3, 0, slopes) if given else (-math.log(keys.stop - keys.start),)
+        parts.append(formula(leaves[0][rows], leaves[1][keys], leaves[2][keys], *own))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(out, expected)
+    wanted = [*leaves, bias] if given else leaves
+    grad = torch.randn_like(out)
+    for found, truth in zip(
+        torch.autograd.grad(out, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True
+    ):
+        torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_a_cache(paged, queries):
+    keys, values = torch.randn(2, 12, 2, 8).double(), torch.randn(2, 12, 2, 6).double()
+    lengths, new = torch.tensor([5, 9]), 2
+    q = torch.randn(2, queries, 4, 8).double()
+    table = torch.tensor([[3, 0, 5], [1, 4, 2]]) if paged else None
+    caches = [torch.full((6, 4, 2, t.shape[3]) if paged else t.shape, torch.nan).double() for t in (keys, values)]
+    for cache, t in zip(caches, (keys, values), strict=True):
+        for b, n in enumerate(lengths):
+            for position in range(n):
+                cell = (table[b, position // 4], position % 4) if paged else (b, position)
+                cache[cell] = t[b, position]
+    added = [torch.stack([t[b, n : n + new] for b, n in enumerate(lengths)]) for t in (keys, values)]
+    bias, slopes = torch.randn(4, 1, 1).double(), torch.rand(4).double()
+    out = sigmoid_kvcache_attention(
+        q, *caches, *added, bias=bias, cache_seqlens=lengths, block_table=table, is_causal=True, window=(6, 3),
+        alibi_slopes=slopes, enable_gqa=True, left_padding=torch.tensor([1, 0]),
+    )  # fmt: skip
+    for b, (n, first) in enumerate(zip(lengths + new, (1, 0), strict=True)):
+        expected = formula(q[b], keys[b, first:n], values[b, first:n], bias, 6, 0, slopes)
+        torch.testing.assert_close(out[b], expected)
+
+
+def test_query_offset_is_the_position_of_the_first_query():
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    whole = sigmoid_attention(torch.cat([torch.zeros(1, 2, 4, 8), q], 2), k, v, is_causal=True, window=(2, 0))
+    for backend in ("reference", "blocked"):
+        out = sigmoid_attention(q, k, v, is_causal=True, window=(2, 0), query_offset=4, backend=backend)
+        torch.testing.assert_close(out, whole[:, :, 4:])
+
+
+Q, K = torch.randn(9, 4, 8), torch.randn(12, 2, 8)
+NEW, CACHE = torch.randn(2, 1, 4, 8), torch.randn(2, 16, 2, 8)
+WRONG = {
+    "gqa": (lambda: sigmoid_varlen_attention(Q, K, K, CU_Q, CU_K, 6, 6), ValueError, "enable_gqa=True"),
+    "layout": (lambda: sigmoid_varlen_attention(Q[None], K, K, CU_Q, CU_K, 6, 6), ValueError, r"3 dimensions, \(total"),
+    "starts": (lambda: sigmoid_varlen_attention(Q, Q, Q, CU_Q, CU_Q + 1, 6, 6), ValueError, r"\(cu_seq_k\) must begin"),
+    "longest": (lambda: sigmoid_varlen_attention(Q, Q, Q, CU_Q, CU_Q, 5, 6), ValueError, r"\(max_q\) is 5, but"),
+    "float starts": (lambda: sigmoid_varlen_attention(Q, Q, Q, CU_Q / 1, CU_Q, 6, 6), TypeError, "cu_seq_q must be a"),
+    "mask": (
+        lambda: sigmoid_varlen_attention(Q, Q, Q, CU_Q, CU_Q, 6, 6, attn_mask=torch.ones(5, 6)),
+        ValueError,
+        r"\(B, Hq, max_q, max_k\) = \(3, 4, 6, 6\)",
+    ),
+    "cache gqa": (lambda: sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias=-1.0), ValueError, "enable_gqa=True"),
+    "cache bias": (
+        lambda: sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias="-log n", enable_gqa=True),
+        TypeError,
+        "sigmoid_kvcache_attention: bias, if not a tensor, must be a number",
+    ),
+    "cache lengths": (
+        lambda: sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias=-1.0, cache_seqlens=17, enable_gqa=True),
+        ValueError,
+        "a cache of 16 keys for each sample cannot hold",
+    ),
+    "cache gradient": (
+        lambda: sigmoid_kvcache_attention(NEW.clone().requires_grad_(), CACHE, CACHE, bias=-1.0, enable_gqa=True),
+        RuntimeError,
+        "sigmoid_kvcache_attention has no gradient",
+    ),
+    "offset": (
+        lambda: sigmoid_attention(NEW, NEW, NEW, query_offset=0.5),
+        TypeError,
+        "query_offset must be an integer",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_call_is_explained(what):
+    call, error, message = WRONG[what]
+    with pytest.raises(error, match=message):
+        call()
