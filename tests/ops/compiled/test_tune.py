@@ -1,0 +1,34 @@
+"""Candidates of ``sigattn bench tune``, launched over the stand-in driver without compilation."""
+
+import pytest
+import torch
+
+from sigattn.bench import gpu, tune
+from sigattn.ops.triton import tuning
+from tests.ops import standin_driver
+
+KERNELS = {  # launched for a candidate of each kernel
+    tuning.FWD: {"fwd_kernel", "hopper_fwd_kernel"},
+    tuning.DKDV: {"bwd_dkdv_kernel", "hopper_bwd_dkdv_kernel"},
+    tuning.DQ: {"bwd_dq_kernel", "hopper_bwd_dq_kernel"},
+}
+
+
+@pytest.mark.parametrize("settings", [{"variants": True}, {"warp_specialized": True}, {}], ids=str)
+def test_every_candidate_is_launched(monkeypatch, settings):
+    monkeypatch.setattr(gpu, "device", lambda: torch.device("cpu"))
+    config = tune.TuneBenchmark(lengths=(256,), num_heads=1, **settings)
+    seen = set()
+    for case in (tune.Case(256, d, causal, k) for d in (64, 128) for causal in (False, True) for k in tune.PASSES):
+        with standin_driver.gpu(90, compiles=False) as launched:
+            for candidate in tune.candidates_of(config, case):
+                before = len(launched)
+                tune.try_once((config, case, candidate))
+                names = {x.name for x in launched[before:]}
+                assert names, (case, candidate)
+                assert names <= KERNELS.get(case.kernel, names), (case, candidate)
+                hopper = isinstance(candidate, tuning.HopperConfig) or candidate == tune.BOTH_GLUON
+                assert all(name.startswith("hopper") == hopper for name in names), (case, candidate, names)
+                seen |= names
+    if settings:
+        assert "hopper_bwd_fused_kernel" in seen
