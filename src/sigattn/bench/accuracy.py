@@ -8,14 +8,14 @@ values that are one-hot: at most ``head_dim`` keys, spread over the sequence, ha
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigattn.bench import gpu, provenance
+from sigattn.bench import gpu
 from sigattn.bench.baselines import IMPLEMENTATIONS, error_line, reset_compiled
 from sigattn.bench.inputs import DTYPES, Options
 from sigattn.bench.results_file import ResultsFile
@@ -69,8 +69,7 @@ def benchmark_accuracy(config: AccuracyBenchmark) -> dict[str, Any]:
         BenchmarkError: without a GPU, unless kernels are interpreted.
     """
     gpu.device()
-    described = provenance.describe("accuracy", asdict(config), gpu=True)
-    with ResultsFile(config.results / "accuracy.json", described, resume=config.resume) as results:
+    with ResultsFile.of("accuracy", config) as results:
         for n, dtype in results.remaining([(n, dtype) for dtype in config.dtypes for n in config.lengths]):
             results.add((n, dtype), measure(config, n, dtype, results.data["absent"]))
         rows = results.data["rows"]

@@ -17,37 +17,21 @@ HOPPER_ROWS = 128  # queries or keys of a tile of the Hopper kernels: two warp g
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """Registers, spills, shared memory and loops of one compiled kernel.
+    """Registers, spills, shared memory and loops of one compiled kernel."""
 
-    Attributes:
-        kernel: name of the kernel, with the variant after a comma.
-        architecture: compute capability, 90 for sm_90.
-        dtype: of query, key and value.
-        head_dim: D = Dv.
-        causal: compiled with a causal mask.
-        config: tile shape.
-        registers: of a thread.
-        spills: instructions that store to or load from local memory.
-        shared: bytes of shared memory.
-        programs: number of programs that fit a multiprocessor; None for an architecture with unknown limits.
-        advisories: ptxas's advisories that it serialised the asynchronous tensor core instructions.
-        tensor_instructions: names of the tensor core instructions.
-        loops: innermost loops, that over tiles without a mask first.
-    """
-
-    kernel: str
-    architecture: int
+    kernel: str  # its name, with the variant after a comma
+    architecture: int  # compute capability, 90 for sm_90
     dtype: str
     head_dim: int
     causal: bool
     config: tuning.Config
-    registers: int
-    spills: int
-    shared: int
-    programs: int | None
-    advisories: list[str]
+    registers: int  # of a thread
+    spills: int  # instructions that store to or load from local memory
+    shared: int  # bytes of shared memory
+    programs: int | None  # that fit a multiprocessor; None for an architecture with unknown limits
+    advisories: list[str]  # of ptxas, that it serialised asynchronous tensor core instructions
     tensor_instructions: str
-    loops: tuple[hopper_model.Loop, ...]
+    loops: tuple[hopper_model.Loop, ...]  # that over tiles without a mask first
 
     def cycles(self, loop: hopper_model.Loop) -> dict[str, float]:
         """Return the cycles of a Hopper multiprocessor per score, by unit; for sm_90 also ``time``, by the model."""
@@ -81,13 +65,7 @@ def summarize(
     causal: bool,
     config: tuning.Config,
 ) -> CompiledKernel:
-    """Read the machine code of a kernel.
-
-    Args:
-        compiled: Triton's compiled kernel.
-        log: ptxas's log.
-        scores: entries of a tile's scores per thread.
-        kernel, architecture, dtype, head_dim, causal, config: attributes of the result.
+    """Read the machine code of Triton's compiled kernel and ptxas's log; ``scores`` is the number per thread and tile.
 
     Raises:
         RuntimeError: if no loop computes weights.

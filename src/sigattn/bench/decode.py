@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn import validation
-from sigattn.bench import provenance, reference
+from sigattn.bench import reference
 from sigattn.bench.baselines import OURS, SDPA, compiled, error_line, reset_compiled
 from sigattn.bench.inputs import DTYPES
 from sigattn.bench.results_file import ResultsFile
@@ -110,8 +110,7 @@ def benchmark_decode(config: DecodeBenchmark) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
-    described = provenance.describe("decode", asdict(config), gpu=device.type == "cuda")
-    with ResultsFile(config.results, described, resume=config.resume) as results:
+    with ResultsFile.of("decode", config) as results:
         try:
             for dtype, context_length, batch_size in results.remaining(cases(config)):
                 rows = measure(config, context_length, batch_size, dtype, device, results.data["absent"])

@@ -47,29 +47,17 @@ def programs(architecture: int, registers: int, warps: int, shared: int) -> int 
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions per score in an innermost loop.
+    """Instructions per score in an innermost loop, by unit."""
 
-    Attributes:
-        special: of the special-function unit (MUFU).
-        fma: of the FMA units.
-        alu: of the integer units.
-        tensor: of the tensor cores.
-        all: of all units.
-        selects: comparisons and selections, the cost of masks.
-        spills: stores to and loads from local memory in one iteration.
-        tensor_cycles: cycles of wgmma per score, with the reads of its operands from shared memory.
-        operand_bytes: bytes per score that wgmma reads from shared memory.
-    """
-
-    special: float
+    special: float  # MUFU
     fma: float
     alu: float
     tensor: float
     all: float
-    selects: float
-    spills: int
-    tensor_cycles: float
-    operand_bytes: float
+    selects: float  # comparisons and selections, the cost of masks
+    spills: int  # stores to and loads from local memory in one iteration
+    tensor_cycles: float  # of wgmma per score, with the reads of its operands from shared memory
+    operand_bytes: float  # that wgmma reads from shared memory per score
 
     def cycles(self, products: int, head_dim: int) -> dict[str, float]:
         """Return the cycles of a Hopper multiprocessor per score, by unit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.bench import baselines, gpu, provenance
+from sigattn.bench import baselines, gpu
 from sigattn.bench.baselines import FORWARD, IMPLEMENTATIONS, OURS, AttentionFunction
 from sigattn.bench.inputs import DTYPES, Inputs, random_inputs
 from sigattn.bench.results_file import ResultsFile
@@ -74,8 +74,7 @@ def benchmark_hybridnorm(config: HybridNormBenchmark) -> dict[str, Any]:
         BenchmarkError: without a GPU, unless kernels are interpreted.
     """
     gpu.device()
-    described = provenance.describe("hybridnorm", asdict(config), gpu=True)
-    with ResultsFile(config.results / "hybridnorm.json", described, resume=config.resume) as results:
+    with ResultsFile.of("hybridnorm", config) as results:
         for n, causal in results.remaining([(n, causal) for n in config.lengths for causal in (False, True)]):
             results.add((n, causal), measure(config, n, causal, results.data["absent"]))
         crossings = [crossing(results.data["rows"], causal, norm) for causal in (False, True) for norm in NORMS]

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from sigattn.bench import baselines, gpu, provenance, subprocesses
+from sigattn.bench import baselines, gpu, subprocesses
 from sigattn.bench.baselines import BACKWARD, FORWARD, IMPLEMENTATIONS, OURS, TRAINING, ratio_to_fastest_softmax
 from sigattn.bench.inputs import DTYPES, Inputs, Options, random_inputs
 from sigattn.bench.results_file import ResultsFile
@@ -121,8 +121,7 @@ def benchmark_kernels(config: KernelBenchmark) -> dict[str, Any]:
         BenchmarkError: without a GPU, unless kernels are interpreted.
     """
     gpu.device()
-    described = provenance.describe("kernels", asdict(config), gpu=True)
-    with ResultsFile(config.results / "kernels.json", described, resume=config.resume) as results:
+    with ResultsFile.of("kernels", config) as results:
         failed = _failures(config, results) if config.precompile else {}
         for setting in results.remaining(settings(config), config.max_seconds):
             rows = results.add(setting, measure(config, setting, results.data["absent"], failed))

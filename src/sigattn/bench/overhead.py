@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import timeit
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigattn.bench import baselines, gpu, provenance
+from sigattn.bench import baselines, gpu
 from sigattn.bench.baselines import FORWARD, IMPLEMENTATIONS, OURS, TRAINING, Implementation, ratio_to_fastest_softmax
 from sigattn.bench.inputs import DTYPES, Options, random_inputs
 from sigattn.bench.results_file import ResultsFile
@@ -74,11 +74,10 @@ class OverheadBenchmark:
 
 def benchmark_overhead(config: OverheadBenchmark) -> dict[str, Any]:
     """Measure, print a table, write the results after each batch size; return what was written."""
-    described, kernels_run = provenance.describe("overhead", asdict(config), gpu=True), gpu.kernels_run()
     direct_launch = tuning.DIRECT_LAUNCH
-    with ResultsFile(config.results, described, resume=config.resume) as results:
+    with ResultsFile.of("overhead", config) as results:
         try:
-            for batch_size in results.remaining(config.batch_sizes if kernels_run else ()):
+            for batch_size in results.remaining(config.batch_sizes if gpu.kernels_run() else ()):
                 results.add(batch_size, measure(config, batch_size, results.data["absent"]))
         finally:
             tuning.DIRECT_LAUNCH = direct_launch

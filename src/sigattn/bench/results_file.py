@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -43,6 +44,12 @@ class ResultsFile:
                 what = ", ".join(changed) or "the file's layout"
                 raise provenance.BenchmarkError(f"{path} cannot be continued, because it differs in: {what}")
             self.data = {**earlier, "continued": [*earlier.get("continued", []), described["date"]]}
+
+    @classmethod
+    def of(cls, benchmark: str, config: Any) -> ResultsFile:
+        """Return the file of a benchmark: ``config.results``, or if that is a folder, BENCHMARK.json in it."""
+        path = config.results if config.results.suffix == ".json" else config.results / f"{benchmark}.json"
+        return cls(path, provenance.describe(benchmark, asdict(config), gpu=True), resume=config.resume)
 
     def __enter__(self) -> ResultsFile:
         return self

@@ -11,14 +11,13 @@ import statistics
 import sysconfig
 import time
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from sigattn.bench import provenance
 from sigattn.bench.results_file import ResultsFile
 from sigattn.data.dataset import Data
 from sigattn.data.digits import Digits
@@ -67,13 +66,12 @@ class _TimeIsUpError(Exception):
 
 def benchmark_training(config: TrainingBenchmark) -> None:
     """Train each model with both activations; print a line and write the results after each run."""
-    described = provenance.describe("training", asdict(config), gpu=True)
     jobs = {
         (name, activation): (recipe if activation == "sigmoid" else recipe.softmax(), data)
         for name, recipe, data in _jobs(config)
         for activation in ("sigmoid", "softmax")
     }
-    with ResultsFile(config.results / "training.json", described, resume=config.resume) as results:
+    with ResultsFile.of("training", config) as results:
         for name, activation in results.remaining(jobs):
             try:
                 row = {"model": name, "activation": activation, **_measure(*jobs[name, activation], config)}

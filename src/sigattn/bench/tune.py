@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,8 +118,7 @@ def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
     ]
     if config.variants:
         batches = [[case for cases in batches for case in cases]]
-    described = provenance.describe("tune", asdict(config), gpu=True)
-    with ResultsFile(config.results / "tune.json", described, resume=config.resume) as results:
+    with ResultsFile.of("tune", config) as results:
         for cases in batches:
             candidates = {case: candidates_of(config, case) for case in cases if not results.has(case)}
             in_time = time.perf_counter() - start <= config.max_seconds
