@@ -17,9 +17,9 @@ def dense(n: int, m: int, chunk: int, device: torch.device) -> Tensor:  # (N, M)
 
 def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int], chunk: int) -> Tensor:
     """Return the masks (B, 1, max_seqlen_q, max_seqlen_k) of packed sequences, counted from the first of each."""
-    queries, keys = (torch.arange(size, device=cu_seqlens_q.device) for size in longest)
+    query_positions, key_positions = (torch.arange(size, device=cu_seqlens_q.device) for size in longest)
     shift = cu_seqlens_k.diff().long() - cu_seqlens_q.diff().long()
-    return _same_chunk(queries + shift[:, None], keys.expand(len(shift), -1), chunk).unsqueeze(1)
+    return _same_chunk(query_positions + shift[:, None], key_positions.expand(len(shift), -1), chunk).unsqueeze(1)
 
 
 def cached(lengths: Tensor, first: Tensor | None, ends: Tensor, n: int, capacity: int, chunk: int) -> Tensor:
@@ -31,9 +31,9 @@ def cached(lengths: Tensor, first: Tensor | None, ends: Tensor, n: int, capacity
         ends: (B,), position of each sample's last query, plus 1.
     """
     begin = (torch.zeros_like(lengths) if first is None else first).long()[:, None]
-    keys = lengths.long()[:, None] - capacity + torch.arange(capacity, device=lengths.device) - begin
-    queries = ends.long()[:, None] - n + torch.arange(n, device=lengths.device) - begin
-    return _same_chunk(queries, keys, chunk).unsqueeze(1)
+    key_positions = lengths.long()[:, None] - capacity + torch.arange(capacity, device=lengths.device) - begin
+    query_positions = ends.long()[:, None] - n + torch.arange(n, device=lengths.device) - begin
+    return _same_chunk(query_positions, key_positions, chunk).unsqueeze(1)
 
 
 def start(lengths: Tensor, first: Tensor | None, chunk: int) -> Tensor:  # (B,)
@@ -50,6 +50,6 @@ def combined(chunks: Tensor, attn_mask: Tensor | None) -> Tensor:
     return attn_mask & chunks if attn_mask.dtype is torch.bool else attn_mask.masked_fill(~chunks, -torch.inf)
 
 
-def _same_chunk(queries: Tensor, keys: Tensor, chunk: int) -> Tensor:  # (…, N), (…, M) → (…, N, M)
-    of_query, of_key = (torch.div(t, chunk, rounding_mode="floor") for t in (queries, keys))
+def _same_chunk(query_positions: Tensor, key_positions: Tensor, chunk: int) -> Tensor:  # (…, N), (…, M) → (…, N, M)
+    of_query, of_key = (torch.div(t, chunk, rounding_mode="floor") for t in (query_positions, key_positions))
     return of_query.unsqueeze(-1) == of_key.unsqueeze(-2)

@@ -156,15 +156,15 @@ def attend(
     """
     _refuse(return_softmax_lse)
     softcap = validation.softcap(_NAME, softcap)
-    queries = keys = None
+    query_tokens = new_tokens = None
     if cu_seqlens_q is not None:
-        queries = packing.tokens(_NAME, "q", q, "cu_seqlens_q", cu_seqlens_q)
-        q = queries.padded(q, _longest(max_seqlen_q, queries))
+        query_tokens = packing.tokens(_NAME, "q", q, "cu_seqlens_q", cu_seqlens_q)
+        q = query_tokens.padded(q, _longest(max_seqlen_q, query_tokens))
     if cu_seqlens_k_new is not None:
         flash_validation.new_keys(_NAME, q, k_cache, v_cache, k, v)
-        keys = packing.tokens(_NAME, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new, whole=True)
+        new_tokens = packing.tokens(_NAME, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new, whole=True)
         k, v = k.unsqueeze(1), v.unsqueeze(1)  # (total_new, 1, Hkv, ·)
-    batched = (k, v) if keys is None else (None, None)
+    batched = (k, v) if new_tokens is None else (None, None)
     flash_validation.cache(_NAME, q, k_cache, v_cache, batched[0], batched[1], cache_batch_idx, block_table)
     batch, n, heads, _ = q.shape
     validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
@@ -184,30 +184,30 @@ def attend(
     for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary_seqlens)):
         if t is not None:
             validation.integers(_NAME, argument, t, (batch,), "(B,)", q.device)
-    for tokens in (queries, keys):
+    for tokens in (query_tokens, new_tokens):
         if tokens is not None and len(tokens.counts) != batch:
             raise ValueError(
                 f"{_NAME}: cu_seqlens_q and cu_seqlens_k_new must have as many sequences as there are samples ({batch})"
             )
-    new = keys.counts if keys is not None else 0 if k is None else k.shape[1]
+    new = new_tokens.counts if new_tokens is not None else 0 if k is None else k.shape[1]
     check_cache_bounds(_NAME, lengths, None, None, len(k_cache), capacity)
     check_cache_bounds(_NAME, lengths + new, cache_leftpad, table, len(k_cache), capacity, "cache_leftpad")
     if rotary_cos is not None or rotary_sin is not None:
         flash_validation.rotary(_NAME, rotary_cos, rotary_sin, q, k)
         starts = lengths if rotary_seqlens is None else rotary_seqlens
         same = not causal and window in (None, (-1, -1)) and not attention_chunk
-        positions = _positions(starts, n, queries, same=same), _positions(starts, k.shape[1], keys, packed=True)
-        _check_rotary_positions(rotary_cos, *positions)
-        tables = (rotary_cos, rotary_sin, rotary_interleaved)
-        q, k = (_rotated(x, p, *tables) for x, p in zip((q, k), positions, strict=True))
-    if k is not None:
-        if keys is None:
-            append_to_cache(k_cache, v_cache, k, v, lengths, table)
-        else:
-            rows = keys.sample[:, None] if table is None else table[keys.sample]
-            append_to_cache(k_cache, v_cache, k, v, lengths.long()[keys.sample] + keys.offset, rows)
-        lengths = lengths + new
-    ends = None if queries is None else lengths - queries.counts + n
+        query_positions = _positions(starts, n, query_tokens, same=same)
+        key_positions = _positions(starts, k.shape[1], new_tokens, packed=True)
+        _check_rotary_positions(rotary_cos, query_positions, key_positions)
+        q = _rotated(q, query_positions, rotary_cos, rotary_sin, rotary_interleaved)
+        k = _rotated(k, key_positions, rotary_cos, rotary_sin, rotary_interleaved)
+    if new_tokens is not None:  # each token as a sample of its own
+        rows = new_tokens.sample[:, None] if table is None else table[new_tokens.sample]
+        append_to_cache(k_cache, v_cache, k, v, lengths.long()[new_tokens.sample] + new_tokens.offset, rows)
+    elif k is not None:
+        append_to_cache(k_cache, v_cache, k, v, lengths, table)
+    lengths = lengths if k is None else lengths + new
+    ends = None if query_tokens is None else lengths - query_tokens.counts + n
     if attention_chunk and n == 1:  # the keys before the chunk need not be read
         cache_leftpad = chunks.start(lengths, cache_leftpad, attention_chunk)
     elif attention_chunk:
@@ -232,14 +232,14 @@ def attend(
         backend=backend,
         precision=sigmoid_precision,
     )
-    return out if queries is None else queries.packed(out)
+    return out if query_tokens is None else query_tokens.packed(out)
 
 
-def _longest(max_seqlen_q: Any, queries: packing.Tokens) -> int:
+def _longest(max_seqlen_q: Any, query_tokens: packing.Tokens) -> int:
     if max_seqlen_q is None:
         raise ValueError(f"{_NAME}: cu_seqlens_q needs max_seqlen_q, the length of the longest sequence")
     longest = validation.count(_NAME, "max_seqlen_q", max_seqlen_q)
-    counts = queries.counts
+    counts = query_tokens.counts
     if counts.device.type == "cpu" and not torch.compiler.is_compiling() and len(counts) and counts.max() > longest:
         raise ValueError(f"{_NAME}: max_seqlen_q is {longest}, but cu_seqlens_q has a sequence of {int(counts.max())}")
     return longest

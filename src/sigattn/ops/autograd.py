@@ -76,14 +76,14 @@ def register_without(library: torch.library.Library, op: OpOverload, message: st
 
 
 def _register_mutation(library: torch.library.Library, op: OpOverload, message: str) -> None:
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> None:
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> None:
         if onnx.exporting():
             onnx.refuse(str(op))
         tensors = [t for t in args if isinstance(t, Tensor)]
         refuse_tangents(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(message)
-        _redispatch(op, keys, args)
+        _redispatch(op, keyset, args)
 
     library.impl(op, kernel, "Autograd", with_keyset=True)
 
@@ -103,11 +103,11 @@ def _register(
     # a function of a single level, because the dispatcher calls the kernel once per level of torch.func
     class Recorded(_SingleLevelFunction):
         @staticmethod
-        def forward(ctx: Any, *args_and_keys: Any) -> Any:
-            *args, keys = args_and_keys
+        def forward(ctx: Any, *args_and_keyset: Any) -> Any:
+            *args, keyset = args_and_keyset
             setup(ctx, args)
             with _enable_gradients():
-                return _redispatch(op, keys, args)
+                return _redispatch(op, keyset, args)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -118,24 +118,24 @@ def _register(
 
     apply: Callable[..., Any] = Recorded.apply  # type: ignore[attr-defined]
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if onnx.exporting():
             return onnx_formula(*args) if onnx_formula is not None else onnx.refuse(str(op))
         tensors = [t for t in args if isinstance(t, Tensor)]
         refuse_tangents(tensors)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            return _redispatch(op, keys, args)
+            return _redispatch(op, keyset, args)
         if not torch._C._are_functorch_transforms_active():
-            return apply(*args, keys)
+            return apply(*args, keyset)
         with enable_single_level_autograd_function():
-            return apply(*args, keys)
+            return apply(*args, keyset)
 
     library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-def _redispatch(op: OpOverload, keys: torch._C.DispatchKeySet, args: Sequence[Any]) -> Any:
+def _redispatch(op: OpOverload, keyset: torch._C.DispatchKeySet, args: Sequence[Any]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
 def _enable_gradients() -> contextlib.AbstractContextManager[Any]:

@@ -66,11 +66,11 @@ class _CounterLoader(Loader):
             _register_formula(op, formula)
 
 
-def forward(query: Sequence[int], keys: int, value: Sequence[int]) -> int:
-    """Return the FLOPs of Q Kᵀ and P V, for shapes of query (…, D) and value (…, Dv), and the keys of a query."""
-    return 2 * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
+def forward(query: Sequence[int], num_keys: int, value: Sequence[int]) -> int:
+    """Return the FLOPs of Q Kᵀ and P V, given the shapes (…, D) and (…, Dv), and the number of keys of a query."""
+    return 2 * math.prod(query[:-1]) * num_keys * (query[-1] + value[-1])
 
 
-def backward(query: Sequence[int], keys: int, value: Sequence[int]) -> int:
+def backward(query: Sequence[int], num_keys: int, value: Sequence[int]) -> int:
     """Return the FLOPs of Q Kᵀ, dQ and dK (width D), and of dP and dV (width Dv)."""
-    return 2 * math.prod(query[:-1]) * keys * (3 * query[-1] + 2 * value[-1])
+    return 2 * math.prod(query[:-1]) * num_keys * (3 * query[-1] + 2 * value[-1])

@@ -41,8 +41,8 @@ def _bias(p: Problem) -> Tensor | None:
         return p.bias.to(p.query.device, dtype).view(1, 1, 1, 1) if p.bias.dim() == 0 else p.bias
     if p.key_lengths is not None:
         return None  # the reference takes -log of each length
-    keys = torch.full((1, 1, 1, 1), p.key.shape[2], dtype=dtype, device=p.query.device)
-    return -keys.clamp(min=1).log()
+    num_keys = torch.full((1, 1, 1, 1), p.key.shape[2], dtype=dtype, device=p.query.device)
+    return -num_keys.clamp(min=1).log()
 
 
 def refuse(name: str) -> None:

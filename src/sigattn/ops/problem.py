@@ -189,13 +189,13 @@ class VarlenProblem(NamedTuple):
         """Factor of the weights that dropout keeps."""
         return 1.0 / (1.0 - self.dropout_p)
 
-    def sequence(self, index: int, rows: slice, keys: slice) -> Problem:
+    def sequence(self, index: int, query_rows: slice, key_rows: slice) -> Problem:
         """Return a sequence, with these rows of queries and keys, as a problem with a batch of one."""
 
         def heads_first(t: Tensor, part: slice) -> Tensor:  # (T, H, E) → (1, H, n, E)
             return t[part].transpose(0, 1).unsqueeze(0)
 
-        query, key = heads_first(self.query, rows), heads_first(self.key, keys)
+        query, key = heads_first(self.query, query_rows), heads_first(self.key, key_rows)
         n, m = query.shape[2], key.shape[2]
         bias = self.bias
         if bias is not None and bias.dim():
@@ -203,7 +203,7 @@ class VarlenProblem(NamedTuple):
         return Problem(
             query,
             key,
-            heads_first(self.value, keys),
+            heads_first(self.value, key_rows),
             bias,
             None if self.attn_mask is None else self.mask_of_sequence(self.attn_mask, index, n, m),
             alibi_slopes=None if self.alibi_slopes is None else self.of_sequence(self.alibi_slopes, index),

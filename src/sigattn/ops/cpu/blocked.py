@@ -48,7 +48,7 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
     left, right, query_offset = group.problem.left, group.problem.right, group.problem.query_offset
     key, value = products.key[0], group.value[0].t()  # (M, E), (Dv, M)
     for query, head_out in zip(products.query[0], out[0, 0], strict=True):  # (N, E), (N, Dv)
-        for i, stop in group.short_blocks(Span(0, group.queries), long_side=group.keys):
+        for i, stop in group.short_blocks(Span(0, group.num_queries), long_side=group.num_keys):
             total: Tensor | None = None
             first, last = group.column_range(Span(i, stop))
             for j in range(first, last, group.long_side):
@@ -67,7 +67,7 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
 
 
 def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, Dv)
-    for rows in group.short_blocks(Span(0, group.queries), long_side=group.keys):
+    for rows in group.short_blocks(Span(0, group.num_queries), long_side=group.num_keys):
         total: Tensor | None = None
         for columns in group.columns_of(rows):
             p = group.tile(rows, columns, transposed=False)  # (G, rep·R, C)
@@ -136,7 +136,7 @@ def _backward_group(group: Group, grad_out: Tensor, sums: GradientSums) -> None:
     if group.problem.seed is not None:
         grad_out = grad_out * group.problem.keep_scale
     grad_query = torch.zeros_like(group.query, dtype=group.accumulator) if sums.query is not None else None
-    for columns in group.short_blocks(Span(0, group.keys), long_side=group.queries, dimension=1):
+    for columns in group.short_blocks(Span(0, group.num_keys), long_side=group.num_queries, dimension=1):
         grad_key: Tensor | None = None
         grad_value: Tensor | None = None
         for rows in group.rows_of(columns):

@@ -28,8 +28,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
         query: (B, 1, Hq, D). key, value: (B, M, Hkv, D) and (B, M, Hkv, Dv), all visible to the query.
         bias: b. scale: factor of Q Kᵀ.
     """
-    batch, keys, key_heads, width = key.shape
-    sample = keys * key_heads * width
+    batch, num_keys, key_heads, width = key.shape
+    sample = num_keys * key_heads * width
     if not 0 < sample <= FEW or query.device.type != "cpu":
         return None
     if not custom_ops.can_bypass_dispatcher((query, key, value)):
@@ -62,7 +62,7 @@ def can_fold_heads(t: Tensor) -> bool:
 
 
 def _by_head(t: Tensor, heads: int) -> Tensor:  # (B, M, H, E) → (B · H, M, E)
-    batch, keys, _, width = t.shape
+    batch, num_keys, _, width = t.shape
     if batch == 1 or can_fold_heads(t):
-        return t.as_strided((heads, keys, width), (t.stride(2), t.stride(1), t.stride(3)))
-    return t.transpose(1, 2).reshape(heads, keys, width)
+        return t.as_strided((heads, num_keys, width), (t.stride(2), t.stride(1), t.stride(3)))
+    return t.transpose(1, 2).reshape(heads, num_keys, width)

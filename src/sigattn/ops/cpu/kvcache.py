@@ -82,13 +82,13 @@ def _dense(p: KVCacheProblem, b: int, first: int, length: int, end: int) -> Prob
     )
 
 
-def _mask_of(p: KVCacheProblem, b: int, keys: int) -> Tensor | None:  # (1, Hq or 1, N or 1, keys)
+def _mask_of(p: KVCacheProblem, b: int, num_keys: int) -> Tensor | None:  # (1, Hq or 1, N or 1, num_keys)
     """Return the mask of all keys of a sample, given that of its last keys."""
     if p.attn_mask is None:
         return None
-    mask = _of(p.attn_mask, slice(b, b + 1))[..., max(p.attn_mask.shape[3] - max(keys, 0), 0) :]
+    mask = _of(p.attn_mask, slice(b, b + 1))[..., max(p.attn_mask.shape[3] - max(num_keys, 0), 0) :]
     visible = 1.0 if mask.dtype is torch.bool else 0.0
-    return torch.nn.functional.pad(mask, (max(keys, 0) - mask.shape[3], 0), value=visible)
+    return torch.nn.functional.pad(mask, (max(num_keys, 0) - mask.shape[3], 0), value=visible)
 
 
 def _one_query(p: KVCacheProblem, samples: slice, first: int, length: int, position: int, out: Tensor) -> None:

@@ -54,7 +54,7 @@ class Group:
 
     Attributes (G = nb · nh):
         query: (G, rep, N, D). key: (G, M, D). value: (G, M, Dv). All unscaled, in the compute dtype.
-        keys: number of keys to process, less than M if ``key_lengths`` are.
+        num_keys: number of keys to process, less than M if ``key_lengths`` are.
     """
 
     def __init__(self, problem: Problem, batch: Span, heads: Span, dtype: torch.dtype, products: type[Products]):
@@ -63,8 +63,8 @@ class Group:
         self.accumulator = torch.promote_types(dtype, torch.float32)
         self.repeat = problem.query.shape[1] // problem.key.shape[1]
         self.shape = (batch.size, heads.size, self.repeat)
-        self.queries = problem.query.shape[2]
-        self.keys, self.ragged = self._count_keys()
+        self.num_queries = problem.query.shape[2]
+        self.num_keys, self.ragged = self._count_keys()
         self.query = self.queries_of(problem.query)
         self.key, self.value = self.keys_of(problem.key), self.keys_of(problem.value)
         mask = problem.attn_mask
@@ -76,7 +76,7 @@ class Group:
         bias = problem.bias_value()
         if isinstance(bias, Tensor):
             bias = self.heads_of(bias).to(self.accumulator)
-            bias = bias.expand(*self.shape, self.queries, 1).flatten(0, 1)
+            bias = bias.expand(*self.shape, self.num_queries, 1).flatten(0, 1)
         operands = self.query, self.key, bias, problem.scale_value
         self.products = Capped(*operands, problem.softcap) if problem.softcap else products(*operands)
 
@@ -116,10 +116,10 @@ class Group:
         return self.heads_of(t).to(self.dtype).reshape(nb * nh, rep, *t.shape[2:]).contiguous()
 
     def keys_of(self, t: Tensor) -> Tensor:
-        """Return the group's part of (B, Hkv, M, E) as (G, keys, E), dense, in the compute dtype, padded with 0."""
-        part = t[self.batch.slice, self.heads.slice, : self.keys].to(self.dtype)
+        """Return the group's part of (B, Hkv, M, E) as (G, num_keys, E), dense, in the compute dtype, padded with 0."""
+        part = t[self.batch.slice, self.heads.slice, : self.num_keys].to(self.dtype)
         if self.ragged:  # a NaN beyond key_lengths must not enter a product
-            part = part.masked_fill(~self.exists(Span(0, self.keys)).view(-1, 1, self.keys, 1), 0)
+            part = part.masked_fill(~self.exists(Span(0, self.num_keys)).view(-1, 1, self.num_keys, 1), 0)
         return part.flatten(0, 1).contiguous()
 
     def exists(self, columns: Span) -> Tensor:  # (nb, 1, 1, 1, C)
@@ -133,15 +133,15 @@ class Group:
         """Return the range of queries to which any of these keys is visible."""
         left, right, first = self.problem.left, self.problem.right, self.problem.query_offset
         start = 0 if right == UNLIMITED else columns.start - right - first
-        stop = self.queries if left == UNLIMITED else columns.stop + left - first
-        return Span(max(start, 0), min(stop, self.queries))
+        stop = self.num_queries if left == UNLIMITED else columns.stop + left - first
+        return Span(max(start, 0), min(stop, self.num_queries))
 
     def column_range(self, rows: Span) -> Span:
         """Return the range of keys visible to any of these queries."""
         left, right, first = self.problem.left, self.problem.right, self.problem.query_offset
         start = 0 if left == UNLIMITED else rows.start + first - left
-        stop = self.keys if right == UNLIMITED else rows.stop + first + right
-        return Span(max(start, 0), min(stop, self.keys))
+        stop = self.num_keys if right == UNLIMITED else rows.stop + first + right
+        return Span(max(start, 0), min(stop, self.num_keys))
 
     def short_blocks(self, span: Span, long_side: int, dimension: int = 0) -> Iterator[Span]:
         """Yield the blocks of the outer loop, of such a size that a block times ``long_side`` fills a tile.

@@ -21,8 +21,8 @@ def forward(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)
     """Return the output of sigmoid attention; rows that belong to no sequence are 0."""
     p = problem
     out = p.query.new_zeros(*p.query.shape[:2], p.value.shape[2])
-    for s, rows, keys in _sequences(p):
-        out[rows] = blocked.forward(p.sequence(s, rows, keys))[0].transpose(0, 1)
+    for s, query_rows, key_rows in _sequences(p):
+        out[query_rows] = blocked.forward(p.sequence(s, query_rows, key_rows))[0].transpose(0, 1)
     return out
 
 
@@ -30,10 +30,11 @@ def backward(problem: VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad) ->
     """Return the gradients in ``needs_grad``; rows that belong to no sequence are 0."""
     p = problem
     sums = blocked.GradientSums(p, needs_grad)
-    for s, rows, keys in _sequences(p):
-        sequence = p.sequence(s, rows, keys)
-        g = blocked.backward(sequence, grad_out[rows].transpose(0, 1).unsqueeze(0), needs_grad)
-        for total, part, at in ((sums.query, g.query, rows), (sums.key, g.key, keys), (sums.value, g.value, keys)):
+    for s, query_rows, key_rows in _sequences(p):
+        sequence = p.sequence(s, query_rows, key_rows)
+        g = blocked.backward(sequence, grad_out[query_rows].transpose(0, 1).unsqueeze(0), needs_grad)
+        rows = (query_rows, key_rows, key_rows)
+        for total, part, at in zip((sums.query, sums.key, sums.value), g[:3], rows, strict=True):
             if total is not None and part is not None:
                 total[at] = part[0].transpose(0, 1)
         for total, part in ((sums.bias, g.bias), (sums.alibi_slopes, g.alibi_slopes)):
