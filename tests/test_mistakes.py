@@ -351,10 +351,10 @@ def test_results_of_compare_that_do_not_parse(tmp_path, capsys):
     options = compare.ComparisonConfig(folder=tmp_path, seeds=1, only="MAE")
     for entry in options.entries:
         data = compare._data(options, entry, find_recipe(entry.recipe)).fingerprint
-        for mechanism in compare.ACTIVATIONS:
-            file = compare._result_file(options, entry, mechanism, 0)
+        for activation in compare.ACTIVATIONS:
+            file = compare._result_file(options, entry, activation, 0)
             file.parent.mkdir(parents=True, exist_ok=True)
-            store_result(file, compare._identity(options, entry, mechanism, 0, data), {})
+            store_result(file, compare._identity(options, entry, activation, 0, data), {})
     mistake(["compare", "--folder", tmp_path, "--seeds", "1", "--only", "MAE"], DATA, "result.json lacks ", capsys)
 
 

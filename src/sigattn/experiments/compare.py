@@ -106,7 +106,7 @@ class ComparisonConfig:
 
 RESULT: dict[str, Kind] = {  # keys of a run's result.json
     "entry": str,
-    "mechanism": str,
+    "activation": str,
     "value": (int, float),
     "gradient_spikes": int,
     "loss_spikes": int,
@@ -147,41 +147,41 @@ def describe_data(config: ComparisonConfig, fingerprints: dict[Entry, str]) -> s
     return f"{config.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
 
 
-def _configured(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int) -> Recipe:
+def _configured(config: ComparisonConfig, entry: Entry, activation: str, seed: int) -> Recipe:
     """Return the recipe of a run: sigmoid or its softmax twin, with the entry's changes, the seed and the steps."""
     recipe = find_recipe(entry.recipe).with_transformer(**dict(entry.changes))
-    recipe = recipe if mechanism == "sigmoid" else recipe.softmax()
+    recipe = recipe if activation == "sigmoid" else recipe.softmax()
     steps = {} if config.steps is None else {"max_steps": config.steps, "warmup_steps": config.steps // 10}
     return recipe.with_training(seed=seed, **steps)
 
 
-def _identity(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int, data: str) -> str:
-    recipe = _configured(config, entry, mechanism, seed)
+def _identity(config: ComparisonConfig, entry: Entry, activation: str, seed: int, data: str) -> str:
+    recipe = _configured(config, entry, activation, seed)
     return identity_hash(recipe.task, recipe.model, recipe.training, data, measure=entry.measure)
 
 
-def _run_folder(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int) -> Path:
+def _run_folder(config: ComparisonConfig, entry: Entry, activation: str, seed: int) -> Path:
     name = "".join(c if c.isalnum() else "-" for c in entry.title.partition(":")[0])
-    return config.folder / name / f"{mechanism}-{seed}"
+    return config.folder / name / f"{activation}-{seed}"
 
 
-def _result_file(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int) -> Path:
-    return _run_folder(config, entry, mechanism, seed) / "result.json"
+def _result_file(config: ComparisonConfig, entry: Entry, activation: str, seed: int) -> Path:
+    return _run_folder(config, entry, activation, seed) / "result.json"
 
 
-def _train_one(config: ComparisonConfig, entry: Entry, mechanism: str, seed: int, identity: str) -> dict[str, Any]:
+def _train_one(config: ComparisonConfig, entry: Entry, activation: str, seed: int, identity: str) -> dict[str, Any]:
     """Train and evaluate one model, and return its result."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*Ramapuram")
-    recipe = _configured(config, entry, mechanism, seed)
-    folder = _run_folder(config, entry, mechanism, seed)
+    recipe = _configured(config, entry, activation, seed)
+    folder = _run_folder(config, entry, activation, seed)
     with prepared_folder(folder, identity):
         data = _data(config, entry, recipe)
         loop.train(recipe.task, recipe.model, recipe.training, data, folder, resume=True)
         rows = metrics.read_metrics(folder / "metrics.jsonl")
         result = {
             "entry": entry.title,
-            "mechanism": mechanism,
+            "activation": activation,
             "seed": seed,
             "steps": len(rows),
             "value": _value(entry, folder, rows[-1]),
@@ -225,7 +225,7 @@ def comparison_table(results: Sequence[dict[str, Any]]) -> str:
     )
     lines = [head, "|---|---|---|---|---|---|---|"]
     for title in dict.fromkeys(r["entry"] for r in results):
-        pair = [[r for r in results if r["entry"] == title and r["mechanism"] == m] for m in ACTIVATIONS]
+        pair = [[r for r in results if r["entry"] == title and r["activation"] == m] for m in ACTIVATIONS]
         values = [[r["value"] for r in runs] for runs in pair]
         cells = [title, *(intervals.mean_std(v) for v in values), describe_difference(*values)]
         for keys in (("gradient_spikes", "loss_spikes"), ("first_attention_norm", "last_attention_norm")):

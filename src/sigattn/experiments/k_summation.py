@@ -94,17 +94,17 @@ def measure_weights_over_training(setting: Setting) -> Result:
         report = model.attention_report(_samples())[0]
         values = {"sparsity": report.hoyer_sparsity, "norm": report.output_norm, "row_mass": report.row_mass_mean}
         means = {name: value.mean().item() for name, value in values.items()}
-        data.append({"mechanism": activation, "seed": seed, "step": step, **means})
+        data.append({"activation": activation, "seed": seed, "step": step, **means})
     at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(3)
     titles = {"norm": "‖P V‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}
     for axis, (key, title) in zip(axes, titles.items(), strict=True):
         for activation in ACTIVATIONS:
-            over_steps = [select(data, key, mechanism=activation, step=s) for s in at]
+            over_steps = [select(data, key, activation=activation, step=s) for s in at]
             drawing.plot_band(axis, at, over_steps, activation, drawing.COLOUR_OF[activation])
         axis.set(xlabel="step", title=title)
     axes[0].legend(frameon=False)
-    sparsity = {a: [select(data, "sparsity", mechanism=a, step=s) for s in (0, at[-1])] for a in ACTIVATIONS}
+    sparsity = {a: [select(data, "sparsity", activation=a, step=s) for s in (0, at[-1])] for a in ACTIVATIONS}
     finding = _sparsity_finding(
         "At the end of training sigmoid attention is less sparse than softmax.",
         "Hoyer sparsity",
@@ -128,7 +128,7 @@ def plot_weights_of_samples(setting: Setting) -> Result:
         if seed == 0:
             maps[activation, step] = weights[:MAP_SAMPLES]
         blocks = {"upper_left": hoyer_sparsity(weights[:, :half, :half]), "whole": hoyer_sparsity(weights)}
-        data.append({"mechanism": activation, "seed": seed, "step": step, **blocks})
+        data.append({"activation": activation, "seed": seed, "step": step, **blocks})
     figure, axes = drawing.axes_grid(2 * MAP_SAMPLES, len(at), width=0.9, height=1.0)
     for i, step in enumerate(at):
         for j, (activation, colours) in enumerate(MAP_COLOURS.items()):
@@ -139,7 +139,7 @@ def plot_weights_of_samples(setting: Setting) -> Result:
                 axis.set(xticks=[], yticks=[])
                 axis.grid(visible=False)
         axes[i * 2 * MAP_SAMPLES].set_ylabel(f"step {step}", fontsize=7)
-    sparsity = {a: [select(data, "upper_left", mechanism=a, step=s) for s in at] for a in ACTIVATIONS}
+    sparsity = {a: [select(data, "upper_left", activation=a, step=s) for s in at] for a in ACTIVATIONS}
     finding = _sparsity_finding(
         "At the end, where numbers attend to numbers, sigmoid attention is less sparse than softmax.",
         "Hoyer sparsity of the upper left block",

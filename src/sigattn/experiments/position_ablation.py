@@ -63,7 +63,7 @@ def compare_positions(setting: Setting) -> Result:
             finals[activation] = [o.mean_of_last() for o in found]
             rows.append((name, activation, *(intervals.mean_std(v) for v in (finals[activation], first, last))))
             data += [
-                {"position": name, "mechanism": activation, "seed": s, "loss": loss, "first_norm": a, "last_norm": b}
+                {"position": name, "activation": activation, "seed": s, "loss": loss, "first_norm": a, "last_norm": b}
                 for s, (loss, a, b) in enumerate(zip(finals[activation], first, last, strict=True))
             ]
         bias = recipes[f"sigmoid, {name}"].transformer.attention_bias

@@ -11,9 +11,10 @@ attention, whose kernel on a GPU is FlashAttention-2 or cuDNN's; ``sigattn bench
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from sigattn.bench.hybridnorm import crossing_length
 from sigattn.bench.inputs import Inputs, Options
 from sigattn.bench.timing import time_calls
 from sigattn.experiments import cache, drawing
-from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting
+from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting, select
 from sigattn.experiments.intervals import Verdict
 from sigattn.models.vision import ViT, ViTConfig
 
@@ -50,9 +51,9 @@ def device_and_dtype(setting: Setting) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), torch.float32
 
 
-def attend(mechanism: Activation, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def attend(activation: Activation, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Return the attention output; all tensors are (B, H, n, D)."""
-    if mechanism == "softmax":
+    if activation == "softmax":
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return sigattn.sigmoid_attention(q, k, v, is_causal=causal, bias=-math.log(k.shape[2]))
 
@@ -65,87 +66,79 @@ def problem_of(setting: Setting, n: int, causal: bool, heads: int = HEADS) -> In
     return Inputs(made[0], made[1], made[2], made[3], Options(-math.log(n), causal, None))
 
 
-def check(mechanism: Activation, problem: Inputs) -> None:
+def check(activation: Activation, problem: Inputs) -> None:
     """Compare outputs and gradients with float64, before timing.
 
     Raises:
         WrongResultError: if an error exceeds the tolerance of the dtype.
     """
     q, k, v = problem.leaves()
-    out = attend(mechanism, q, k, v, problem.options.causal)
+    out = attend(activation, q, k, v, problem.options.causal)
     gradients = torch.autograd.grad(out, (q, k, v), problem.grad_out)
-    reference.check(problem, mechanism == "softmax", out.detach(), gradients)
+    reference.check(problem, activation == "softmax", out.detach(), gradients)
 
 
 def time_attention(setting: Setting, n: int, causal: bool, heads: int = HEADS, layers: int = 1) -> list[dict[str, Any]]:
-    """Measure times of both mechanisms in ms, forward, and forward and backward."""
+    """Measure times of both activations in ms, forward, and forward and backward."""
     problem = problem_of(setting, n, causal, heads)
-    for mechanism in ACTIVATIONS:
-        check(mechanism, problem)
+    for activation in ACTIVATIONS:
+        check(activation, problem)
 
-    def forward(mechanism: Activation) -> None:
+    def forward(activation: Activation) -> None:
         with torch.no_grad():
             for _ in range(layers):
-                attend(mechanism, problem.query, problem.key, problem.value, causal)
+                attend(activation, problem.query, problem.key, problem.value, causal)
 
-    def both(mechanism: Activation) -> None:
+    def forward_and_backward(activation: Activation) -> None:
         for _ in range(layers):
             q, k, v = problem.leaves()
-            torch.autograd.grad(attend(mechanism, q, k, v, causal), (q, k, v), problem.grad_out)
+            torch.autograd.grad(attend(activation, q, k, v, causal), (q, k, v), problem.grad_out)
 
-    found = []
-    for which, call in zip(PASSES, (forward, both), strict=True):
-        calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in ACTIVATIONS}
-        for name, seconds, ratios in time_calls(calls, setting.scaled(1, 5, 9), setting.scaled(0.0, 0.02, 0.02)):
-            found.append(
-                {"n": n, "causal": causal, "pass": which, "mechanism": name, "ms": seconds * 1e3,
-                 "time_over_softmax": 1 / ratios["softmax"]}
-            )  # fmt: skip
-    return found
+    return [
+        {"n": n, "causal": causal, "pass": which, "activation": activation, **times}
+        for which, call in zip(PASSES, (forward, forward_and_backward), strict=True)
+        for activation, times in _time(setting, {a: functools.partial(call, a) for a in ACTIVATIONS}).items()
+    ]
 
 
 def measure_attention_times(setting: Setting) -> Result:
     """Measure both passes, full and causal, over the length."""
     lengths = setting.scaled((32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096, 16_384, 32_768, 78_000))
-    rows = [
-        r
-        for n in lengths
-        for causal in (False, True)
-        for r in _once(setting, f"attention-{n}-{causal}", functools.partial(time_attention, setting, n, causal))
-    ]
-    picture, axes = drawing.axes_grid(2, width=5.0, height=3.8)
-    cells, findings = [], []
+    data = []
+    for n in lengths:
+        for causal in (False, True):
+            measure = functools.partial(time_attention, setting, n, causal)
+            data += _memoize(setting, f"attention-{n}-{causal}", measure)
+    figure, axes = drawing.axes_grid(2, width=5.0, height=3.8)
+    rows, findings = [], []
     for axis, causal in zip(axes, (False, True), strict=True):
-        for which, colour in zip(PASSES, (drawing.COLOUR_OF["sigmoid"], drawing.COLOUR_OF["softmax"]), strict=True):
-            gains = [100 * (1 - _ratio(rows, n, causal, which)) for n in lengths]
-            axis.plot(lengths, gains, marker="o", ms=4, color=colour, label=which)
-            cells.append(("causal" if causal else "full", which, *(f"{g:+.0f} %" for g in gains)))
+        mask = "causal" if causal else "full"
+        for which, activation, paper in zip(PASSES, ("sigmoid", "softmax"), (17, 6), strict=True):
+            ratios = select(data, "time_over_softmax", causal=causal, **{"pass": which}, activation="sigmoid")
+            gains = [100 * (1 - ratio) for ratio in ratios]
+            axis.plot(lengths, gains, marker="o", ms=4, color=drawing.COLOUR_OF[activation], label=which)
+            rows.append((mask, which, *(f"{gain:+.0f} %" for gain in gains)))
             mean = statistics.mean(gains)
-            paper = 17.0 if which == PASSES[0] else 6.0
-            findings.append(
-                Finding(
-                    f"{'Causal' if causal else 'Full'} attention, {which}: sigmoid takes less time than softmax, "
-                    f"averaged over n (about {paper:.0f} % less in the paper).",
-                    "not shown" if setting.scale == "smoke" else "agrees" if mean > 0 else "differs",
-                    f"{mean:.0f} % less on {_device_name(setting)}, {'causal' if causal else 'full'}; "
-                    f"at the longest {gains[-1]:.0f} %",
-                )
+            claim = (
+                f"{mask.capitalize()} attention, {which}: sigmoid takes less time than softmax, averaged over n "
+                f"(about {paper} % less in the paper)."
             )
+            evidence = f"{mean:.0f} % less on {_device_name(setting)}, {mask}; at the longest {gains[-1]:.0f} %"
+            findings.append(Finding(claim, _verdict(setting, mean > 0), evidence))
         axis.axhline(0, color="#999", linewidth=0.8)
-        axis.set(xscale="log", xlabel="tokens n", title="causal" if causal else "full")
+        axis.set(xscale="log", xlabel="tokens n", title=mask)
     axes[0].set_ylabel("time saved compared with softmax, %")
     axes[0].legend(frameon=False)
-    return Result(("", "", *(f"n = {n:,}" for n in lengths)), cells, findings, rows, picture)
+    return Result(("", "", *(f"n = {n:,}" for n in lengths)), rows, findings, data, figure)
 
 
-def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[dict[str, Any]]:
-    """Measure forward times of sigmoid attention followed by a LayerNorm, relative to softmax without one."""
+def time_with_norm(setting: Setting, n: int, causal: bool, affine: bool) -> dict[str, Any]:
+    """Measure the forward time of sigmoid attention followed by a LayerNorm, relative to softmax without one."""
     problem = problem_of(setting, n, causal)
     width, q = HEADS * HEAD_DIM, problem.query
-    weight = torch.ones(width, device=q.device, dtype=q.dtype) if affine else None
-    shift = torch.zeros(width, device=q.device, dtype=q.dtype) if affine else None
+    weight, shift = torch.ones(2, width, device=q.device, dtype=q.dtype).unbind() if affine else (None, None)
 
-    def normed() -> None:
+    def sigmoid_and_norm() -> None:
         out = attend("sigmoid", q, problem.key, problem.value, causal)
         F.layer_norm(out.transpose(1, 2).flatten(2), (width,), weight, shift)
 
@@ -153,13 +146,8 @@ def time_normed(setting: Setting, n: int, causal: bool, affine: bool) -> list[di
         attend("softmax", q, problem.key, problem.value, causal)
 
     with torch.no_grad():
-        calls: dict[str, Callable[[], object]] = {"softmax": softmax, "normed": normed}
-        timings = time_calls(calls, setting.scaled(1, 5, 9), setting.scaled(0.0, 0.02, 0.02))
-    return [
-        {"n": n, "causal": causal, "affine": affine, "ms": seconds * 1e3, "time_over_softmax": 1 / ratios["softmax"]}
-        for name, seconds, ratios in timings
-        if name == "normed"
-    ]
+        times = _time(setting, {"softmax": softmax, "sigmoid": sigmoid_and_norm})
+    return {"n": n, "causal": causal, "affine": affine, **times["sigmoid"]}
 
 
 def measure_norm_crossing(setting: Setting) -> Result:
@@ -167,44 +155,35 @@ def measure_norm_crossing(setting: Setting) -> Result:
     lengths = setting.scaled(
         (32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 576, 1024, 2048, 5184, 10_000, 16_384, 60_000)
     )
-    rows, cells, found = [], [], {}
-    for causal in (False, True):
-        for affine in (True, False):
-            own = [
-                r
-                for n in lengths
-                for r in _once(
-                    setting,
-                    f"normed-{n}-{causal}-{affine}",
-                    functools.partial(time_normed, setting, n, causal, affine),
-                )
-            ]
-            rows += own
-            start = crossing_length([(r["n"], r["time_over_softmax"]) for r in own])
-            found[causal, affine] = start
-            after = [100 * (1 - r["time_over_softmax"]) for r in own if start is not None and r["n"] >= start]
-            names = ("causal" if causal else "full", "with" if affine else "without")
-            cells.append(
-                (*names, "–" if start is None else f"{start:,}", f"{statistics.mean(after):.1f} %" if after else "–")
-            )
-    seen = ", ".join(f"{c[0]}, {c[1]} affine: {c[2]}" for c in cells)
-    everywhere: Verdict = "agrees" if all(v is not None for v in found.values()) else "differs"
-    findings = [
-        Finding(
-            "There is a length T* from which sigmoid with a LayerNorm after it is faster than softmax.",
-            "not shown" if setting.scale == "smoke" else everywhere,
-            f"on {_device_name(setting)}: {seen}",
-        )
-    ]
-    return Result(("", "affine projection", "T*", "mean gain from there on"), cells, findings, rows)
+    data, rows = [], []
+    for causal, affine in itertools.product((False, True), (True, False)):
+        ratios = []
+        for n in lengths:
+            measure = functools.partial(time_with_norm, setting, n, causal, affine)
+            data.append(_memoize(setting, f"norm-{n}-{causal}-{affine}", measure))
+            ratios.append((n, data[-1]["time_over_softmax"]))
+        start = crossing_length(ratios)
+        names = ("causal" if causal else "full", "with" if affine else "without")
+        if start is None:
+            rows.append((*names, "–", "–"))
+        else:
+            gain = statistics.mean(100 * (1 - ratio) for n, ratio in ratios if n >= start)
+            rows.append((*names, f"{start:,}", f"{gain:.1f} %"))
+    lengths_found = ", ".join(f"{row[0]}, {row[1]} affine: {row[2]}" for row in rows)
+    finding = Finding(
+        "There is a length T* from which sigmoid with a LayerNorm after it is faster than softmax.",
+        _verdict(setting, all(row[2] != "–" for row in rows)),
+        f"on {_device_name(setting)}: {lengths_found}",
+    )
+    return Result(("", "affine projection", "T*", "mean gain from there on"), rows, [finding], data)
 
 
 def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
-    """Measure times of both mechanisms in ms: the model's inference and training step, and attention alone."""
+    """Measure times of both activations in ms: the model's inference and training step, and attention alone."""
     device, dtype = device_and_dtype(setting)
     layers, heads = setting.scaled((1, 1), (2, 3), (12, 12))
     models = {}
-    for mechanism in ACTIVATIONS:
+    for activation in ACTIVATIONS:
         torch.manual_seed(0)
         config = ViTConfig(
             image_size=side,
@@ -212,33 +191,32 @@ def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
             num_layers=layers,
             embed_dim=heads * HEAD_DIM,
             num_heads=heads,
-            activation=mechanism,
+            activation=activation,
         )
-        models[mechanism] = ViT(config).to(device)
+        models[activation] = ViT(config).to(device)
     image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
     label = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def inference(mechanism: Activation) -> None:
+    def inference(activation: Activation) -> None:
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
-            models[mechanism](image)
+            models[activation](image)
 
-    def training(mechanism: Activation) -> None:
+    def training(activation: Activation) -> None:
         with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
-            loss = F.cross_entropy(models[mechanism](image), label)
+            loss = F.cross_entropy(models[activation](image), label)
         loss.backward()
-        models[mechanism].zero_grad()
+        models[activation].zero_grad()
 
     n = models["sigmoid"].config.num_tokens
     found: dict[str, Any] = {"tokens": tokens, "n": n, "layers": layers}
     alone = time_attention(setting, n, False, heads, layers)
     for name, call, which in (("inference", inference, PASSES[0]), ("training", training, PASSES[1])):
-        calls: dict[str, Callable[[], object]] = {m: functools.partial(call, m) for m in ACTIVATIONS}
-        for key, seconds, ratios in time_calls(calls, setting.scaled(1, 5, 9), 0.0):
-            found[f"{name}_{key}_ms"] = seconds * 1e3
-            if key == "sigmoid":
-                found[f"{name}_saved"] = 1 - 1 / ratios["softmax"]
-        for r in (r for r in alone if r["pass"] == which):
-            found[f"{name}_{r['mechanism']}_attention_ms"] = r["ms"]
+        times = _time(setting, {a: functools.partial(call, a) for a in ACTIVATIONS}, min_seconds=0.0)
+        for activation in ACTIVATIONS:
+            found[f"{name}_{activation}_ms"] = times[activation]["ms"]
+            (attention,) = select(alone, "ms", activation=activation, **{"pass": which})
+            found[f"{name}_{activation}_attention_ms"] = attention
+        found[f"{name}_saved"] = 1 - times["sigmoid"]["time_over_softmax"]
     return found
 
 
@@ -246,54 +224,58 @@ def measure_vit_times(setting: Setting) -> Result:
     """Compare measured gains with those predicted from the attention's share, s = (τ_sm - τ_σ) / (τ_sm + τ)."""
     sides = setting.scaled({16: 4}, TOKENS, TOKENS)
     data = [
-        _once(setting, f"vit-{tokens}", functools.partial(time_vit, setting, tokens, side))
+        _memoize(setting, f"vit-{tokens}", functools.partial(time_vit, setting, tokens, side))
         for tokens, side in sides.items()
     ]
-    rows, wide = [], 0.0
-    faster = True
-    for r in data:
+    rows, errors, gains = [], [], []
+    for row in data:
         for name in ("inference", "training"):
-            soft, sigm = (r[f"{name}_{m}_attention_ms"] for m in ACTIVATIONS)
-            whole = r[f"{name}_softmax_ms"]
-            predicted = (soft - sigm) / whole
-            saved = r[f"{name}_saved"]
-            wide = max(wide, abs(predicted - saved))
-            faster = faster and saved > 0
-            kernel, wall = f"{soft:.3g} → {sigm:.3g} ({sigm / soft - 1:+.0%})", f"{whole:.3g} ({-saved:+.1%})"
-            rows.append((f"{r['tokens']:,}", name, kernel, wall, f"{soft / whole:.0%}", f"{-predicted:+.1%}"))
+            soft, sigm = (row[f"{name}_{a}_attention_ms"] for a in ACTIVATIONS)
+            total, saved = row[f"{name}_softmax_ms"], row[f"{name}_saved"]
+            predicted = (soft - sigm) / total
+            errors.append(abs(predicted - saved))
+            gains.append(saved)
+            kernel, wall = f"{soft:.3g} → {sigm:.3g} ({sigm / soft - 1:+.0%})", f"{total:.3g} ({-saved:+.1%})"
+            rows.append((f"{row['tokens']:,}", name, kernel, wall, f"{soft / total:.0%}", f"{-predicted:+.1%}"))
     findings = [
         Finding(
             "A vision transformer gains from the faster kernel in inference and in training.",
-            "not shown" if setting.scale == "smoke" else "agrees" if faster else "differs",
+            _verdict(setting, min(gains) > 0),
             f"on {_device_name(setting)}: " + ", ".join(f"{row[0]} tokens, {row[1]}: {row[3]}" for row in rows),
         ),
         Finding(
             "The kernels' gain and their share of the whole predict the gain of the whole.",
-            "not shown" if setting.scale == "smoke" else "agrees" if wide < 0.05 else "differs",
-            f"within {100 * wide:.1f} points of the measured gain",
+            _verdict(setting, max(errors) < 0.05),
+            f"within {100 * max(errors):.1f} points of the measured gain",
         ),
     ]
     columns = ("tokens", "", "attention, softmax → sigmoid, ms", "whole, softmax, ms (sigmoid)", "share", "predicted")
     return Result(columns, rows, findings, data)
 
 
-def _once(setting: Setting, name: str, measure: Callable[[], Any]) -> Any:
+def _time(
+    setting: Setting, calls: Mapping[str, Callable[[], object]], min_seconds: float = 0.02
+) -> dict[str, dict[str, float]]:
+    """Return the time of each call in ms and relative to that of "softmax"."""
+    timings = time_calls(calls, setting.scaled(1, 5, 9), setting.scaled(0.0, min_seconds, min_seconds))
+    return {name: {"ms": t * 1e3, "time_over_softmax": 1 / ratios["softmax"]} for name, t, ratios in timings}
+
+
+def _memoize(setting: Setting, name: str, measure: Callable[[], Any]) -> Any:
     setting.log(name)
-    about = {"scale": setting.scale, "device": _device_name(setting), "torch": torch.__version__}
-    return cache.memoize(setting.folder / "measured" / f"{name}.json", about, measure)
+    settings = {"scale": setting.scale, "device": _device_name(setting), "torch": torch.__version__}
+    settings["sigattn"] = sigattn.__version__
+    return cache.memoize(setting.folder / "measured" / f"{name}.json", settings, measure)
+
+
+def _verdict(setting: Setting, agrees: bool) -> Verdict:
+    return "not shown" if setting.scale == "smoke" else "agrees" if agrees else "differs"
 
 
 def _device_name(setting: Setting) -> str:
     device, dtype = device_and_dtype(setting)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
     return f"{name}, {str(dtype).removeprefix('torch.')}"
-
-
-def _ratio(rows: list[dict[str, Any]], n: int, causal: bool, which: str) -> float:
-    chosen = [r for r in rows if (r["n"], r["causal"], r["pass"], r["mechanism"]) == (n, causal, which, "sigmoid")]
-    (row,) = chosen
-    ratio: float = row["time_over_softmax"]
-    return ratio
 
 
 _GPU = "1 GPU of 80 GB"

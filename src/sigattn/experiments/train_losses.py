@@ -63,7 +63,7 @@ def compare_training_losses(setting: Setting) -> Result:
             drawing.plot_metric(axis, [o.rows for o in found], "loss", activation, colour, window=10)
             ends[activation] = [o.mean_of_last() for o in found]
             losses = enumerate(ends[activation])
-            data += [{"task": task, "mechanism": activation, "seed": s, "loss": loss} for s, loss in losses]
+            data += [{"task": task, "activation": activation, "seed": s, "loss": loss} for s, loss in losses]
         axis.set(title=task, xlabel="step")
         difference = intervals.welch(ends["softmax"], ends["sigmoid"])
         usual = abs(statistics.mean(ends["softmax"]))
