@@ -348,13 +348,12 @@ def test_what_a_worker_process_cannot_read(tmp_path, capfd):
 
 
 def test_results_of_compare_that_do_not_parse(tmp_path, capsys):
-    options = compare.ComparisonConfig(folder=tmp_path, seeds=1, only="MAE")
-    for entry in options.entries:
-        data = compare._data(options, entry, find_recipe(entry.recipe)).fingerprint
+    config = compare.ComparisonConfig(folder=tmp_path, seeds=1, only="MAE")
+    for entry in config.entries:
         for activation in compare.ACTIVATIONS:
-            file = compare._result_file(options, entry, activation, 0)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            store_result(file, compare._identity(options, entry, activation, 0, data), {})
+            run = compare.Run(config, entry, activation, 0)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            store_result(run.result_file, run.identity(run.load_data().fingerprint), {})
     mistake(["compare", "--folder", tmp_path, "--seeds", "1", "--only", "MAE"], DATA, "result.json lacks ", capsys)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from sigattn.data.digits import Digits
 from sigattn.data.text import TextData, TokenText
-from sigattn.experiments import datasets, intervals
+from sigattn.experiments import datasets, intervals, report
 from sigattn.files import Kind, read_json_object
 from sigattn.models import saving
 from sigattn.models.vision import ViT
@@ -116,23 +116,106 @@ RESULT: dict[str, Kind] = {  # keys of a run's result.json
 }
 
 
+@dataclass(frozen=True)
+class Run:
+    """Training run of the comparison; sigmoid attention or its softmax twin.
+
+    Attributes:
+        config: settings of the comparison. entry: row of the table. activation: "softmax" or "sigmoid". seed: the seed.
+    """
+
+    config: ComparisonConfig
+    entry: Entry
+    activation: str
+    seed: int
+
+    @property
+    def recipe(self) -> Recipe:
+        """The entry's recipe with its changes, the seed and the configured steps."""
+        recipe = find_recipe(self.entry.recipe).with_transformer(**dict(self.entry.changes))
+        recipe = recipe if self.activation == "sigmoid" else recipe.softmax()
+        steps = self.config.steps
+        changes = {} if steps is None else {"max_steps": steps, "warmup_steps": steps // 10}
+        return recipe.with_training(seed=self.seed, **changes)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of metrics, model and result."""
+        name = "".join(c if c.isalnum() else "-" for c in self.entry.title.partition(":")[0])
+        return self.config.folder / name / f"{self.activation}-{self.seed}"
+
+    @property
+    def result_file(self) -> Path:
+        """File of the result."""
+        return self.folder / "result.json"
+
+    def load_data(self) -> Any:
+        """Load the training data."""
+        recipe = self.recipe
+        if self.entry.needs == "sources":
+            context: int = recipe.model.max_seq_len  # type: ignore[union-attr]
+            library = Path(sysconfig.get_paths()["stdlib"])
+            sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
+            return TextData(TokenText.split(sources, context), context)
+        return datasets.load_dataset(recipe, self.config.speech if self.entry.needs == "speech" else None)
+
+    def identity(self, fingerprint: str) -> str:
+        """Return the identity of the run on data with this fingerprint."""
+        recipe = self.recipe
+        return identity_hash(recipe.task, recipe.model, recipe.training, fingerprint, measure=self.entry.measure)
+
+    def train(self, identity: str) -> dict[str, Any]:
+        """Train and evaluate the model; return and store the result."""
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", ".*Ramapuram")
+        recipe = self.recipe
+        with prepared_folder(self.folder, identity):
+            data = self.load_data()
+            loop.train(recipe.task, recipe.model, recipe.training, data, self.folder, resume=True)
+            rows = metrics.read_metrics(self.folder / "metrics.jsonl")
+            speed = statistics.median(r["samples_per_second"] for r in rows) / recipe.training.batch_size
+            result = {
+                "entry": self.entry.title,
+                "activation": self.activation,
+                "seed": self.seed,
+                "steps": len(rows),
+                "value": self._value(rows[-1]),
+                "measure": self.entry.measure,
+                "gradient_spikes": metrics.count_spikes([r["gradient_norm"] for r in rows], 3.0),
+                "loss_spikes": metrics.count_spikes([r["loss"] for r in rows], 1.2),
+                "first_attention_norm": rows[0]["attention_norm"],
+                "last_attention_norm": statistics.mean(r["attention_norm"] for r in rows[-20:]),
+                "steps_per_second": speed,
+                "data": data.fingerprint,
+            }
+            store_result(self.result_file, identity, result)
+        return result
+
+    def _value(self, last: dict[str, Any]) -> float:
+        measure = self.entry.measure
+        if measure not in ("probe", "fine-tune"):
+            return float(last[f"validation_{measure}"])
+        backbone = saving.load(self.folder / "model")
+        assert isinstance(backbone, ViT)
+        training, held_out = Digits(strength=0.0).train_and_held_out()
+        if measure == "fine-tune":
+            return fine_tune(backbone, training, held_out)
+        return linear_probe(extract_features(backbone, [training]), extract_features(backbone, [held_out]))
+
+
 def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -> str:
     """Train all models that are not finished with these settings and data, and return the table as Markdown.
 
     Writes table.md and results.json into ``config.folder``; ``show`` is called with one line per finished run.
     """
-    entries = config.entries
-    fingerprints = {e: _data(config, e, find_recipe(e.recipe)).fingerprint for e in entries}
-    identities = {
-        (e, m, s): _identity(config, e, m, s, fingerprints[e])
-        for e in entries for m in ACTIVATIONS for s in range(config.seeds)
-    }  # fmt: skip
-    jobs = sorted((job for job in identities if load_result(_result_file(config, *job), identities[job]) is None),
-                  key=lambda job: (entries.index(job[0]), job[2]))  # fmt: skip
-    calls = {job: partial(_train_one, config, *job, identities[job]) for job in jobs}
-    for i, ((entry, activation, seed), result) in enumerate(workers.run_in_workers(calls, config.workers), 1):
-        show(f"{i} of {len(jobs)}: {entry.title}, {activation}, seed {seed}: {result['value']:.4g}")
-    results = [read_json_object(_result_file(config, *job), **RESULT) for job in identities]
+    fingerprints = {e: Run(config, e, "sigmoid", 0).load_data().fingerprint for e in config.entries}
+    runs = [Run(config, e, a, s) for e in config.entries for s in range(config.seeds) for a in ACTIVATIONS]
+    identities = {run: run.identity(fingerprints[run.entry]) for run in runs}
+    todo = [run for run in runs if load_result(run.result_file, identities[run]) is None]
+    calls = {run: partial(run.train, identities[run]) for run in todo}
+    for i, (run, result) in enumerate(workers.run_in_workers(calls, config.workers), 1):
+        show(f"{i} of {len(todo)}: {run.entry.title}, {run.activation}, seed {run.seed}: {result['value']:.4g}")
+    results = [read_json_object(run.result_file, **RESULT) for run in runs]
     table = comparison_table(results) + "\n" + describe_data(config, fingerprints)
     (config.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (config.folder / "table.md").write_text(table)
@@ -147,94 +230,23 @@ def describe_data(config: ComparisonConfig, fingerprints: dict[Entry, str]) -> s
     return f"{config.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
 
 
-def _configured(config: ComparisonConfig, entry: Entry, activation: str, seed: int) -> Recipe:
-    """Return the recipe of a run: sigmoid or its softmax twin, with the entry's changes, the seed and the steps."""
-    recipe = find_recipe(entry.recipe).with_transformer(**dict(entry.changes))
-    recipe = recipe if activation == "sigmoid" else recipe.softmax()
-    steps = {} if config.steps is None else {"max_steps": config.steps, "warmup_steps": config.steps // 10}
-    return recipe.with_training(seed=seed, **steps)
-
-
-def _identity(config: ComparisonConfig, entry: Entry, activation: str, seed: int, data: str) -> str:
-    recipe = _configured(config, entry, activation, seed)
-    return identity_hash(recipe.task, recipe.model, recipe.training, data, measure=entry.measure)
-
-
-def _run_folder(config: ComparisonConfig, entry: Entry, activation: str, seed: int) -> Path:
-    name = "".join(c if c.isalnum() else "-" for c in entry.title.partition(":")[0])
-    return config.folder / name / f"{activation}-{seed}"
-
-
-def _result_file(config: ComparisonConfig, entry: Entry, activation: str, seed: int) -> Path:
-    return _run_folder(config, entry, activation, seed) / "result.json"
-
-
-def _train_one(config: ComparisonConfig, entry: Entry, activation: str, seed: int, identity: str) -> dict[str, Any]:
-    """Train and evaluate one model, and return its result."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", ".*Ramapuram")
-    recipe = _configured(config, entry, activation, seed)
-    folder = _run_folder(config, entry, activation, seed)
-    with prepared_folder(folder, identity):
-        data = _data(config, entry, recipe)
-        loop.train(recipe.task, recipe.model, recipe.training, data, folder, resume=True)
-        rows = metrics.read_metrics(folder / "metrics.jsonl")
-        result = {
-            "entry": entry.title,
-            "activation": activation,
-            "seed": seed,
-            "steps": len(rows),
-            "value": _value(entry, folder, rows[-1]),
-            "measure": entry.measure,
-            "gradient_spikes": metrics.count_spikes([r["gradient_norm"] for r in rows], 3.0),
-            "loss_spikes": metrics.count_spikes([r["loss"] for r in rows], 1.2),
-            "first_attention_norm": rows[0]["attention_norm"],
-            "last_attention_norm": statistics.mean(r["attention_norm"] for r in rows[-20:]),
-            "steps_per_second": statistics.median(r["samples_per_second"] for r in rows) / recipe.training.batch_size,
-            "data": data.fingerprint,
-        }
-        store_result(folder / "result.json", identity, result)
-    return result
-
-
-def _data(config: ComparisonConfig, entry: Entry, recipe: Recipe) -> Any:
-    if entry.needs == "sources":
-        context: int = recipe.model.max_seq_len  # type: ignore[union-attr]
-        library = Path(sysconfig.get_paths()["stdlib"])
-        sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
-        return TextData(TokenText.split(sources, context), context)
-    return datasets.load_dataset(recipe, config.speech if entry.needs == "speech" else None)
-
-
-def _value(entry: Entry, folder: Path, last: dict[str, Any]) -> float:
-    if entry.measure not in ("probe", "fine-tune"):
-        value: float = last[f"validation_{entry.measure}"]
-        return value
-    backbone = saving.load(folder / "model")
-    assert isinstance(backbone, ViT)
-    training, held_out = Digits(strength=0.0).train_and_held_out()
-    if entry.measure == "fine-tune":
-        return fine_tune(backbone, training, held_out)
-    return linear_probe(extract_features(backbone, [training]), extract_features(backbone, [held_out]))
-
-
 def comparison_table(results: Sequence[dict[str, Any]]) -> str:
     """Return the table: mean ± standard deviation over seeds, and the difference with its 95 % interval (Welch)."""
-    head = (
-        "| | softmax | sigmoid | sigmoid - softmax | spikes: gradient, loss | attention norm, first → last | steps/s |"
-    )
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    measured = ("spikes: gradient, loss", "attention norm, first → last", "steps/s")
+
+    def means(key: str, runs: Sequence[dict[str, Any]], digits: str = ",.3g") -> str:
+        return format(statistics.mean(r[key] for r in runs), digits)
+
+    rows = []
     for title in dict.fromkeys(r["entry"] for r in results):
-        pair = [[r for r in results if r["entry"] == title and r["activation"] == m] for m in ACTIVATIONS]
+        pair = [[r for r in results if (r["entry"], r["activation"]) == (title, a)] for a in ACTIVATIONS]
         values = [[r["value"] for r in runs] for runs in pair]
-        cells = [title, *(intervals.mean_std(v) for v in values), describe_difference(*values)]
-        for keys in (("gradient_spikes", "loss_spikes"), ("first_attention_norm", "last_attention_norm")):
-            arrow = " → " if "norm" in keys[0] else ", "
-            both = [arrow.join(f"{statistics.mean(r[k] for r in runs):,.3g}" for k in keys) for runs in pair]
-            cells.append(" / ".join(both))
-        cells.append(" / ".join(f"{statistics.mean(r['steps_per_second'] for r in runs):.3g}" for runs in pair))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        spikes = (f"{means('gradient_spikes', runs)}, {means('loss_spikes', runs)}" for runs in pair)
+        norms = (f"{means('first_attention_norm', runs)} → {means('last_attention_norm', runs)}" for runs in pair)
+        speeds = (means("steps_per_second", runs, ".3g") for runs in pair)
+        cells = (title, *(intervals.mean_std(v) for v in values), describe_difference(*values))
+        rows.append((*cells, *(" / ".join(both) for both in (spikes, norms, speeds))))
+    return report.markdown_table(("", *ACTIVATIONS, "sigmoid - softmax", *measured), rows) + "\n"
 
 
 def describe_difference(first: Sequence[float], second: Sequence[float]) -> str:

@@ -83,8 +83,7 @@ def page_markdown(w: Page) -> str:
     lines += [f"- **{f['verdict']}**: {f['claim']} ({f['evidence']})" for f in w.findings]
     if w.has_figure:
         lines += ["", f"![{w.title}](figure.svg)"]
-    lines += ["", "| " + " | ".join(c or " " for c in w.columns) + " |", "|" + "---|" * len(w.columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in w.rows]
+    lines += ["", report.markdown_table(w.columns, w.rows)]
     if w.data:
         lines += ["", "Data: " + "; ".join(w.data) + "."]
     about = w.provenance

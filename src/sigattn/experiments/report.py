@@ -92,6 +92,12 @@ def page(title: str, introduction: str, body: str) -> str:
     )
 
 
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, without a final line break."""
+    head, *body = ("| " + " | ".join(cells) + " |" for cells in ([c or " " for c in columns], *rows))
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
 def svg(figure: matplotlib.figure.Figure) -> str:
     """Return a figure as an SVG element."""
     buffer = io.StringIO()
