@@ -66,7 +66,7 @@ def test_demo_resumes(tmp_path, capsys, monkeypatch):
     assert "sigattn demo --resume --run-folder" in said
     code, message = failure(arguments, capsys)
     assert code == 2
-    assert "or name another folder (--resume continues it)" in message
+    assert "or name another folder (--resume, --run-folder)" in message
     cli.main([*arguments, "--resume"])
     whole = tmp_path / "whole"
     cli.main(["demo", "--run-folder", str(whole), *SMALL])

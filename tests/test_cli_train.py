@@ -56,7 +56,7 @@ class TestTrain:
         cli.main(arguments)
         code, message = failure(arguments, capsys)
         assert code == 2
-        assert "holds a run already: resume it, or name another folder (--resume continues it)" in message
+        assert "holds a run already: resume it, or name another folder (--resume, --folder)" in message
         cli.main([*arguments, "--resume"])
         code, message = failure([*arguments, "--resume", "--model.embed-dim", "32"], capsys)
         assert code == 1
@@ -160,10 +160,10 @@ class TestTrain:
         ("arguments", "code", "message"),
         [
             (["train", "lm-2b"], 2, "no recipe is called 'lm-2b'; sigattn recipes lists them"),
-            (["train", "vit-byol"], 2, "name a folder with train/CLASS and val/CLASS with --data"),
-            (["train", "asr-ls960", "--tiny"], 2, "name its folder with --data"),
+            (["train", "vit-byol"], 2, "train its tiny form on handwritten digits (--data, --tiny)"),
+            (["train", "asr-ls960", "--tiny"], 2, "name its folder (--data)"),
             (["train", "asr-ls960", "--data", "/nowhere"], 1, "no such file or folder: /nowhere"),
-            (["train", "lm-1b-2k"], 2, "needs --tokenizer FILE"),
+            (["train", "lm-1b-2k"], 2, "(--tokenizer, --data, --model.vocab-size)"),
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
             (["train", "lm-1b-2k", "--tiny", "--training.max-steps", "0"], 2, "max_steps must be at least 1"),
             (["train", "lm-1b-2k", "--tiny", "--model.heads", "5"], 2, "multiple of heads, got width=64, heads=5"),

@@ -69,7 +69,7 @@ SETTINGS = [
     (["train", *TINY, "--workers", "-1"], "workers must be at least 0, got -1"),
     (
         ["train", "vit-supervised", "--tiny", "--model.num-classes", "5"],
-        "10 classes and the model 5: use --model.num-classes 10",
+        "10 classes and the model 5 (--model.num-classes)",
     ),
     (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
     (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocab_size=3"),
@@ -81,7 +81,7 @@ SETTINGS = [
     (["theory", "--limit", "-1"], "limit must be at least 4, got -1"),
     (["compare", "--only", "nosuch"], "only='nosuch' is in the title of no row"),
     (["compare", "--seeds", "0"], "seeds must be at least 1, got 0"),
-    (["compare", "--only", "CTC"], "name the recordings of spoken digits with --speech"),
+    (["compare", "--only", "CTC"], "all selected rows need recordings of spoken digits (--speech)"),
     (["lm-eval", "run", "--limit", "0"], "limit must be at least 1, got 0"),
     (["reproduce", "flops", "--seeds", "0"], "seeds must be at least 1, got 0"),
     (["reproduce", "nosuch"], "no experiment is called 'nosuch'"),

@@ -13,7 +13,17 @@ from numbers import Integral, Real
 
 
 class SettingsError(ValueError):
-    """A setting is out of range, or settings do not fit together; the message is one line."""
+    """A setting is out of range, or settings do not fit together.
+
+    Args:
+        message: one line.
+        settings: names of settings that resolve the error, if the message does not name them; the command line shows
+            their flags.
+    """
+
+    def __init__(self, message: str, *settings: str) -> None:
+        super().__init__(message)
+        self.settings = settings
 
 
 def check_at_least(least: int, config: object, *names: str) -> None:

@@ -19,18 +19,19 @@ try:
     from sigattn.cli.corpus import make_tokenizer, pack_tokens
     from sigattn.cli.demo import train_demo
     from sigattn.cli.ecosystem import export, lm_eval
+    from sigattn.cli.evaluate import evaluate, generate, probe
     from sigattn.cli.parsing import bind, parse
     from sigattn.cli.recipes import compare_all, list_recipes, measure_norms
     from sigattn.cli.reproduce import reproduce
     from sigattn.cli.theory import check_theory
-    from sigattn.cli.train import evaluate, generate, probe, train_recipe
+    from sigattn.cli.train import train_recipe
     from sigattn.data.dataset import DataError
     from sigattn.experiments.experiment import ExperimentError
     from sigattn.files import FileFormatError
     from sigattn.models.saving import ModelError
     from sigattn.optional import MissingPackageError
     from sigattn.recipes.registry import RecipeError
-    from sigattn.train.checkpoint import CheckpointError, RunExistsError
+    from sigattn.train.checkpoint import CheckpointError
     from sigattn.train.folder_lock import FolderInUseError
     from sigattn.train.trainer import NonFiniteLossError
     from sigattn.validation import SettingsError
@@ -123,5 +124,6 @@ def _dispatch(arguments: list[str]) -> None:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    hint = " (--resume continues it)" if isinstance(error, RunExistsError) else ""
-    return (" ".join(str(error).split()) or type(error).__name__) + hint
+    message = " ".join(str(error).split()) or type(error).__name__
+    flags = [f"--{name.replace('_', '-')}" for name in error.settings] if isinstance(error, SettingsError) else []
+    return f"{message} ({', '.join(flags)})" if flags else message

@@ -1,4 +1,4 @@
-"""Commands ``sigattn train``, ``evaluate``, ``generate`` and ``probe``."""
+"""Command ``sigattn train``."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sigattn.cli.parsing import parse
-from sigattn.cli.runs import load_language_model, read_run, write_run
-from sigattn.data.dataset import DataError
-from sigattn.data.digits import Digits
-from sigattn.data.images import ImageFolder
-from sigattn.data.tokens import END, load_tokenizer
+from sigattn.cli.runs import write_run
 from sigattn.distributed.process_mesh import init_process_mesh, shutdown
 from sigattn.experiments import datasets
-from sigattn.models import saving
-from sigattn.models.vision import ViT
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints
-from sigattn.train.probe import extract_features, fine_tune, linear_probe
 from sigattn.train.trainer import Interrupted, Row
-from sigattn.validation import SettingsError, check_at_least, check_seed
+from sigattn.validation import SettingsError, check_at_least
 
 STEPS_PER_LINE = 20  # steps between plain lines
 
@@ -160,103 +153,3 @@ class _Display:
         done = row["step"] + 1
         if not self.console.is_terminal and (done % STEPS_PER_LINE == 0 or done in (1, self.steps)):
             self.console.print(f"step {done} {text}", soft_wrap=True, highlight=False)
-
-
-def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None) -> None:
-    """Evaluate a run's saved model, or else its last checkpoint, on the held-out data.
-
-    Args:
-        folder: folder of the run.
-        data: data to use instead of the run's own; TED-LIUM's root gives a speech model's errors by duration.
-    """
-    recipe, path, tokenizer = read_run(folder)
-    for part, source in datasets.load_held_out(recipe, data or path, tokenizer=tokenizer).items():
-        found = loop.evaluate(recipe.task, recipe.model, recipe.training, source, folder)
-        for key, value in found.items():
-            print(f"{part} {key} {value:.6g}".strip())
-        if summary := source.unreadable_summary():
-            print(f"{part} {summary}".strip())
-
-
-def generate(
-    folder: Annotated[Path, tyro.conf.Positional],
-    /,
-    prompt: str = "The ",
-    max_new_tokens: int = 200,
-    temperature: float = 0.7,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    num_beams: int = 1,
-    stop: str = "",
-    seed: int = 0,
-) -> None:
-    """Continue a text with a run's language model, up to the tokenizer's end-of-document token.
-
-    Args:
-        folder: folder of the run.
-        prompt: text to continue.
-        max_new_tokens: largest number of new tokens.
-        temperature: sampling temperature; 0 for the likeliest token each time.
-        top_k: sample from this number of likeliest tokens only.
-        top_p: sample from the likeliest tokens that together have this probability.
-        num_beams: above 1, beam search with this number of continuations; the temperature is then 0.
-        stop: end after this character, or any text that is one token.
-        seed: seed of sampling.
-    """
-    model, path = load_language_model(folder)
-    tokenizer = None if path is None else load_tokenizer(path)
-
-    def encode(text: str) -> list[int]:
-        return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text).ids)
-
-    check_at_least(0, {"max_new_tokens": max_new_tokens})
-    check_seed({"seed": seed})
-    ends = encode(stop)
-    if len(ends) > 1:
-        raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")
-    if tokenizer is not None and (end := tokenizer.token_to_id(END)) is not None:
-        ends.append(end)
-    try:
-        (made,) = model.generate(
-            [torch.tensor(encode(prompt), dtype=torch.int64)],
-            max_new_tokens,
-            temperature=0.0 if num_beams > 1 else temperature,
-            top_k=top_k,
-            top_p=top_p,
-            num_beams=num_beams,
-            stop_tokens=ends,
-            generator=torch.Generator().manual_seed(seed),
-        )
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    made = made.tolist()
-    print(bytes(made).decode(errors="replace") if tokenizer is None else tokenizer.decode(made))
-
-
-def probe(
-    folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None = None, fine_tuning: bool = False
-) -> None:
-    """Report the top-1 accuracy of a linear classifier on the features of a run's vision model.
-
-    Args:
-        folder: folder of the run.
-        data: a folder with train/CLASS and val/CLASS. Default: the run's own data, or handwritten digits.
-        fine_tuning: also fine-tune the whole model (on the handwritten digits).
-    """
-    recipe, path, _ = read_run(folder)
-    model = saving.load(folder / "model")
-    if not isinstance(model, ViT):
-        raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no vision transformer")
-    path = data or path
-    if path is None:
-        digits = Digits(strength=0.0).train_and_held_out()
-        found = [extract_features(model, [part]) for part in digits]
-    else:
-        images = ImageFolder(path, model.config.image_size, "none")
-        train = (images.batch(i, 256, 0) for i in range(-(-len(images) // 256)))
-        found = [extract_features(model, train), extract_features(model, images.validation(256))]
-    print(f"linear probe: top1 {linear_probe(found[0], found[1]):.4f}")
-    if fine_tuning:
-        if path is not None:
-            raise SettingsError("to fine-tune on a folder of images, train vit-supervised from the saved model")
-        print(f"fine-tuned: top1 {fine_tune(model, digits[0], digits[1]):.4f}")

@@ -96,7 +96,7 @@ class ComparisonConfig:
             titles = "; ".join(entry.title for entry in ENTRIES)
             raise SettingsError(f"only={self.only!r} is in the title of no row; the titles are {titles}")
         if not self.entries:
-            raise SettingsError("name the recordings of spoken digits with --speech: all selected rows need them")
+            raise SettingsError("all selected rows need recordings of spoken digits", "speech")
 
     @property
     def entries(self) -> list[Entry]:

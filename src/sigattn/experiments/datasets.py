@@ -82,14 +82,17 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
     if tokenizer is None:
         if model.vocab_size != 256:
             raise SettingsError(
-                f"a vocabulary of {model.vocab_size} tokens needs --tokenizer FILE (sigattn tokenizer makes one), or "
-                "--data FILE.bin of sigattn pack; for bytes use --model.vocab-size 256"
+                f"a vocabulary of {model.vocab_size} tokens needs a tokenizer (sigattn tokenizer makes one) or a .bin "
+                "file of sigattn pack; bytes need a vocabulary of 256",
+                "tokenizer",
+                "data",
+                "model.vocab_size",
             )
         if path is not None and is_streamed(path):
             return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.max_seq_len)
         return TextData(TokenText.split(load_text(path), model.max_seq_len), model.max_seq_len)
     if path is None:
-        raise SettingsError("name the text with --data, a file or a folder of .txt, .md, .rst, .py or .jsonl")
+        raise SettingsError("a tokenizer needs a text: a file, or a folder of .txt, .md, .rst, .py or .jsonl", "data")
     vocabulary = load_tokenizer(tokenizer)
     if is_streamed(path):
         if vocabulary.get_vocab_size() > model.vocab_size:
@@ -121,7 +124,7 @@ def _bytes(document: str) -> list[int]:
 
 def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Data:
     if path is not None:
-        raise SettingsError(f"{recipe.name} generates its data: leave out --data")
+        raise SettingsError(f"{recipe.name} generates its data: name none", "data")
     if isinstance(recipe.task, KSummation):
         return synthetic.KSummation(model.seq_len, recipe.task.k)
     return synthetic.PairRepeat(model.num_symbols, model.seq_len)
@@ -129,7 +132,7 @@ def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Dat
 
 def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:
     if path is None:
-        raise SettingsError(f"{recipe.name} trains on {recipe.data.name}: name its folder with --data")
+        raise SettingsError(f"{recipe.name} trains on {recipe.data.name}: name its folder", "data")
     if not path.exists():
         raise DataError(f"no such file or folder: {path}")
     assert isinstance(recipe.task, CTC)
@@ -160,8 +163,10 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
     if path is None:
         if (size, channels) != (8, 1):
             raise SettingsError(
-                f"{recipe.name} trains on {recipe.data.name}: name a folder with train/CLASS and val/CLASS with --data "
-                "(or train its tiny form on handwritten digits with --tiny)"
+                f"{recipe.name} trains on {recipe.data.name}: name a folder with train/CLASS and val/CLASS, or "
+                "train its tiny form on handwritten digits",
+                "data",
+                "tiny",
             )
         _check_classes(labels, "the set of handwritten digits", 10, vision)
         return Digits(num_views=2 if paired else 1, labels=labels)
@@ -174,4 +179,4 @@ def _images(recipe: Recipe, path: Path | None, workers: int) -> Data:
 def _check_classes(labels: bool, name: str, found: int, vision: object) -> None:
     classes = getattr(vision, "num_classes", 0)
     if labels and found != classes:
-        raise SettingsError(f"{name} has {found} classes and the model {classes}: use --model.num-classes {found}")
+        raise SettingsError(f"{name} has {found} classes and the model {classes}", "model.num_classes")

@@ -29,7 +29,6 @@ from sigattn.models import saving
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
-from sigattn.train.checkpoint import RunExistsError
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import lock_folder
 from sigattn.train.loop import train
@@ -97,7 +96,7 @@ def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list
 
     Raises:
         SettingsError: if the settings do not fit together.
-        RunExistsError: if the run folder already contains a run, and it is not to be resumed.
+        SettingsError: if the run folder already contains a run, and it is not to be resumed.
         DataError: if the text is unusable, or the run folder cannot be written.
         CheckpointError, FolderInUseError, Interrupted: as in ``train``.
     """
@@ -160,7 +159,9 @@ def _prepare_folder(folder: Path, resume: bool) -> None:
     except OSError as error:
         raise DataError(f"cannot write to the run folder {folder}: {error.strerror}") from error
     if not resume and any(folder.glob("*/checkpoints/step-*")):
-        raise RunExistsError(f"the run folder {folder} holds a run already: resume it, or name another folder")
+        raise SettingsError(
+            f"the run folder {folder} holds a run already: resume it, or name another folder", "resume", "run_folder"
+        )
 
 
 def generate_sample(model: nn.Module, length: int = 400) -> str:

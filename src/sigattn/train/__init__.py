@@ -1,6 +1,6 @@
 """Training of any task and model, on one process or many: metrics, checkpoints, exact resumption."""
 
-from sigattn.train.checkpoint import CheckpointError, RunExistsError
+from sigattn.train.checkpoint import CheckpointError
 from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
 from sigattn.train.folder_lock import FolderInUseError
 from sigattn.train.loop import evaluate, train
@@ -13,7 +13,6 @@ __all__ = [
     "Interrupted",
     "NonFiniteLossError",
     "Objective",
-    "RunExistsError",
     "TrainConfig",
     "count_spikes",
     "epochs_to_steps",

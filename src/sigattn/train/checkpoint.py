@@ -31,10 +31,6 @@ UNFINISHED, OLD = ".unfinished", ".old"
 FORMAT = 1  # of checkpoints; increased when older ones can no longer be read
 
 
-class RunExistsError(SettingsError):
-    """A run folder holds a run that is not to be resumed."""
-
-
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written; the message is one line."""
 
@@ -92,9 +88,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def check_no_checkpoints(folder: Path) -> None:
-    """Raise RunExistsError if a run folder holds checkpoints."""
+    """Raise SettingsError if a run folder holds checkpoints."""
     if list_checkpoints(folder / "checkpoints"):
-        raise RunExistsError(f"the run folder {folder} holds a run already: resume it, or name another folder")
+        raise SettingsError(
+            f"the run folder {folder} holds a run already: resume it, or name another folder", "resume", "folder"
+        )
 
 
 def load(
