@@ -1,4 +1,4 @@
-"""The command line as a person meets it."""
+"""The command line: demo, info, bench, and errors of one line."""
 
 import json
 import signal
@@ -132,13 +132,13 @@ def test_bench_cpu(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--max-steps", "many"], ["bench"]])
-def test_a_wrong_command_line(arguments, capsys):
+def test_invalid_command_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
 
 
-def test_without_its_extra_it_says_what_to_install():
+def test_missing_extra_names_the_command_to_install():
     code = "import sys; sys.modules['tyro'] = None; import sigattn.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""sigattn train and what is done with its runs, as a user types it."""
+"""``sigattn train`` and the commands that use its runs."""
 
 import json
 import signal
@@ -250,7 +250,7 @@ class TestCompare:
         assert torch.tensor([len(compare.ENTRIES)]) == 9
 
 
-def test_a_speech_model_is_judged_by_duration_on_ted_lium(tmp_path, capsys):
+def test_evaluate_speech_by_duration_on_tedlium(tmp_path, capsys):
     soundfile = pytest.importorskip("soundfile")
     recordings, talk = tmp_path / "fsdd", tmp_path / "ted" / "legacy"
     recordings.mkdir()

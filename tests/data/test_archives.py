@@ -1,4 +1,4 @@
-"""Archives: what they hold, and what unpacks to too much."""
+"""Archives: contents, and limits of the unpacked size."""
 
 import gzip
 import io
@@ -30,13 +30,13 @@ def test_members(tmp_path, mode):
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive at all", b"\x1f\x8b no gzip"])
-def test_what_is_no_archive(tmp_path, content):
+def test_not_an_archive(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(DataError, match="cannot read the archive"):
         archives.read_members(tmp_path / "a", ".wav")
 
 
-def test_cut_short(tmp_path):
+def test_truncated_archive(tmp_path):
     archive = write(tmp_path / "a", {"a.wav": bytes(range(256)) * 400})
     archive.write_bytes(archive.read_bytes()[:-300])
     with pytest.raises(DataError, match="cannot read the archive"):
@@ -55,7 +55,7 @@ def header_bomb(path, size):
 
 
 @pytest.mark.parametrize("kind", ["member", "other member", "header"])
-def test_a_bomb_is_refused_before_it_is_in_memory(tmp_path, monkeypatch, kind):
+def test_decompression_bomb_raises_before_it_is_read(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(archives, "MAX_BYTES", 1 << 20)
     if kind == "header":
         archive = header_bomb(tmp_path / "bomb.tar.gz", 64 << 20)
@@ -77,7 +77,7 @@ def test_too_many_members(tmp_path, monkeypatch):
         archives.read_members(archive, ".wav")
 
 
-def test_a_label_that_claims_to_be_huge(tmp_path):
+def test_sparse_label_of_huge_size(tmp_path):
     """A sparse member: 1 TB of zeros in a file of a kilobyte."""
     member = tarfile.TarInfo("a.cls")
     member.type = tarfile.REGTYPE

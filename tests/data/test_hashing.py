@@ -1,4 +1,4 @@
-"""Fingerprints: data that differs in content alone is other data."""
+"""Fingerprints: data that differs in content only has another fingerprint."""
 
 import io
 import os
@@ -35,7 +35,7 @@ def test_files(tmp_path, monkeypatch):
     assert hashing.files_sha256(files) != large
 
 
-def test_a_file_that_cannot_be_read_does_not_stop_a_run(tmp_path, monkeypatch):
+def test_unreadable_file_is_hashed_as_unreadable(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"content")
     readable = hashing.files_sha256([("a", tmp_path / "a")])
 
@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_read_does_not_stop_a_run(tmp_path, monkeypatch):
     assert hashing.files_sha256([("a", tmp_path / "a")]) != readable
 
 
-def test_a_file_is_hashed_again_when_it_changes(tmp_path):
+def test_changed_file_is_hashed_again(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"one")
     first = hashing.file_sha256(path)

@@ -1,4 +1,4 @@
-"""Images: digits and folders, in an order that seed and step decide; what is missing or broken is said."""
+"""Images: digits and folders, in an order that depends on seed and step; missing and broken files."""
 
 import io
 import tarfile
@@ -27,7 +27,7 @@ class TestOrder:
 
 
 class TestDigits:
-    def test_the_held_out_part_is_apart(self):
+    def test_held_out_part_is_disjoint(self):
         (images, labels), (held, held_labels) = Digits().train_and_held_out()
         assert (len(images), len(held)) == (1437, 360)
         assert len(labels) == 1437
@@ -47,7 +47,7 @@ class TestDigits:
         assert sum(len(b[0]) for b in held) == 360
         assert all(torch.equal(a[0], b[0]) for a, b in zip(held, data.validation(100), strict=True))
 
-    def test_variations_are_small_and_differ(self):
+    def test_augmentation_is_small_and_random(self):
         plain, varied = Digits(strength=0.0), Digits(strength=1.0)
         a, b = plain.batch(0, 64, 0)[0], varied.batch(0, 64, 0)[0]
         assert 0.05 < (a - b).abs().mean() < 0.6
@@ -92,7 +92,7 @@ class TestImageFolder:
         (alone,) = ImageFolder(folder, 32, "crop", labels=False).batch(0, 8, seed=0)
         assert torch.equal(alone, images)
 
-    def test_workers_read_ahead_in_order(self, folder):
+    def test_workers_keep_the_order(self, folder):
         plain, ahead = ImageFolder(folder, 16, "crop"), ImageFolder(folder, 16, "crop", workers=2)
         for step, batch in zip(range(2, 7), ahead.batches(2, 4, seed=1), strict=False):
             assert torch.equal(batch[0], plain.batch(step, 4, seed=1)[0])
@@ -121,7 +121,7 @@ class TestImageFolder:
         assert data.unreadable_summary().startswith(f"5 of {len(list(folder.rglob('*.png')))} images could not be read")
         assert all(str(file) in data.unreadable_summary() for file in broken)
 
-    def test_a_decompression_bomb_is_a_broken_image(self, folder, monkeypatch, capsys):
+    def test_decompression_bomb_counts_as_broken(self, folder, monkeypatch, capsys):
         image = pytest.importorskip("PIL.Image")
         bombs = {self.files(folder, "train")[0]: (60, 60), self.files(folder, "val")[0]: (90, 90)}
         for file, size in bombs.items():
@@ -147,7 +147,7 @@ class TestImageFolder:
         with pytest.raises(DataError, match=r"no held-out image of .* can be read"):
             list(ImageFolder(folder, 16, "crop").validation(4))
 
-    def test_another_layout_is_described(self, tmp_path, folder):
+    def test_wrong_layout_raises(self, tmp_path, folder):
         with pytest.raises(DataError, match=r"looked for .*train/CLASS/\*\.jpeg and found no folder"):
             ImageFolder(tmp_path / "nowhere", 16, "crop")
         for file in (folder / "val").rglob("*.png"):
@@ -191,7 +191,7 @@ class TestShards:
         for step, batch in zip(range(2, 7), ahead.batches(2, 4, seed=1), strict=False):
             assert torch.equal(batch[0], plain.batch(step, 4, seed=1)[0])
 
-    def test_what_is_wrong(self, sharded):
+    def test_invalid_shards_raise(self, sharded):
         with tarfile.open(sharded / "y-train-9.tar", "w") as archive:
             info = tarfile.TarInfo("7.jpg")
             archive.addfile(info, io.BytesIO())

@@ -33,7 +33,7 @@ def digits(tmp_path):
 
 
 class TestFeatures:
-    def test_a_tone_is_where_it_should_be(self):
+    def test_tone_peaks_in_its_mel_bin(self):
         for rate, pitch in ((16_000, 1000.0), (8000, 300.0)):
             wave = tone(1.0, rate, pitch) + 1e-3 * torch.randn(rate)
             energy = (
@@ -51,7 +51,7 @@ class TestFeatures:
         torch.testing.assert_close(frames.std(0), torch.ones(80), atol=0.01, rtol=0)
         assert log_mel(torch.zeros(8000), 8000).isfinite().all()  # silence
 
-    def test_every_filter_hears_something(self):
+    def test_every_filter_is_nonzero(self):
         assert (mel_filters(512, 8000, 80).sum(1) > 0).all()
         assert (mel_filters(512, 16_000, 80).sum(1) > 0).all()
 
@@ -108,7 +108,7 @@ class TestBatches:
         assert [isinstance(b, PlaceholderBatch) for b in batches] == [False] * count + [True]
         assert len(batches[-1][0]) == 1
 
-    def test_masking_starts_when_it_is_told_to(self, digits):
+    def test_spec_augment_from(self, digits):
         training, held_out, _ = spoken_digits(digits, training=60, held_out=12)
         late = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=5)
         never = self.data(digits)
@@ -147,7 +147,7 @@ class TestBatches:
         assert data.unreadable_summary().startswith("2 of ")
         assert str(broken) in data.unreadable_summary()
 
-    def test_a_batch_of_one_broken_recording_is_another_one(self, digits, capsys):
+    def test_batch_of_one_broken_recording_is_replaced(self, digits, capsys):
         data = self.data(digits)
         (chosen,) = data._chosen(0, 0, seed=0)[0]  # no seconds at all: each batch is one utterance
         data.training[chosen].pieces[0][0].write_bytes(b"no sound")
@@ -269,6 +269,6 @@ class TestCorpora:
             with pytest.raises(DataError, match=message):
                 tedlium(tmp_path, "test")
 
-    def test_buckets_of_duration(self):
+    def test_group_by_duration(self):
         made = [Utterance((), "", s) for s in (0.5, 9.99, 10.0, 25.0, 30.0, 61.0)]
         assert [len(v) for v in group_by_duration(made).values()] == [2, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""Streamed text: the order of windows, resuming, what is held out, and data sets that cannot be read."""
+"""Streamed text: order of windows, resuming, held-out windows, unreadable data sets."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def stream(held_out=4):
     return StreamedText(lambda: iter(DOCUMENTS), "test", codes, seq_len=16, held_out=held_out)
 
 
-def test_windows_in_order_and_what_is_held_out():
+def test_windows_in_order_and_held_out_windows():
     data = stream()
     row = codes("".join(DOCUMENTS))
     held = torch.cat([tokens for tokens, _ in data.validation(3)])
@@ -52,7 +52,7 @@ def test_windows_in_order_and_what_is_held_out():
         assert targets.flatten().tolist() == row[start + 1 : start + 33]
 
 
-def test_a_resumed_run_sees_what_it_would_have_seen():
+def test_resumed_stream_continues():
     data = stream()
     windows = (len("".join(DOCUMENTS)) - 1) // 16 - 4
     steps = list(itertools.islice(data.batches(0, 3, seed=0), windows))  # three times round
@@ -72,7 +72,7 @@ def test_too_short():
         stream(held_out=1000).batch(0, 1, seed=0)
 
 
-def test_a_data_set_by_name(hub, tmp_path):
+def test_data_set_of_the_hub(hub, tmp_path):
     hub_path = datasets.Path(hub)
     assert list(iter_documents(hub_path)) == DOCUMENTS
     tokenizer = train_tokenizer(hub_path, 280, tmp_path / "t.json")
@@ -91,7 +91,7 @@ def test_a_data_set_by_name(hub, tmp_path):
         datasets.load_dataset(recipe, hub_path, tokenizer=tmp_path / "t.json")
 
 
-def test_what_cannot_be_read(hub, tmp_path, monkeypatch):
+def test_unreadable_data_sets_raise(hub, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="cannot read the data set hf:nobody/nothing"):
         list(hub_documents(datasets.Path("hf:nobody/nothing")))
     with pytest.raises(DataError, match="cannot read the data set"):

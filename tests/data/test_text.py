@@ -1,4 +1,4 @@
-"""Text: sources, splits, batches, and what is said when it is unusable."""
+"""Text: sources, splits, batches and errors."""
 
 import re
 
@@ -9,7 +9,7 @@ from sigattn.data.dataset import DataError
 from sigattn.data.text import TokenText, load_text
 
 
-def test_cpython_s_documentation_is_always_there():
+def test_default_text_is_cpythons_documentation():
     text = load_text()
     assert len(text) > 300_000
     assert b'The "assert" statement' in text

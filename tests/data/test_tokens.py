@@ -1,4 +1,4 @@
-"""Vocabularies: learned, saved, and what does not fit."""
+"""Tokenizers and packed files."""
 
 import gzip
 import json
@@ -46,7 +46,7 @@ def test_documents_and_tokens(corpus, tmp_path):
     assert len(everything) < 500  # 1,311 characters
 
 
-def test_a_packed_corpus_is_read_in_place(corpus, tmp_path):
+def test_packed_corpus_is_memory_mapped(corpus, tmp_path):
     with gzip.open(corpus / "c.jsonl.gz", "wt") as file:
         file.write(json.dumps({"text": "zipped up"}) + "\n")
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
@@ -72,14 +72,14 @@ def test_a_packed_corpus_is_read_in_place(corpus, tmp_path):
         list(iter_documents(corpus))
 
 
-def test_text_that_is_not_utf_8(tmp_path):
+def test_invalid_utf_8(tmp_path):
     """Bytes that are replaced by other characters would change a corpus silently."""
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(DataError, match=r"cannot read .*latin\.txt as UTF-8 text"):
         list(iter_documents(tmp_path))
 
 
-def test_a_training_part_that_is_too_short():
+def test_too_short_training_part():
     with pytest.raises(DataError, match="at least 91 tokens are needed"):
         TokenText.split_tokens(torch.arange(60), 8, 0.9, "")
     assert len(TokenText.split_tokens(torch.arange(91), 8, 0.9, "").training) == 10
@@ -92,7 +92,7 @@ def stored(corpus, tmp_path):
     return tmp_path / "corpus.bin"
 
 
-def test_a_packed_file_that_changed_at_equal_size_is_refused(stored):
+def test_changed_packed_file_raises(stored):
     content = stored.read_bytes()
     times = stored.stat()
     changed = content[:400] + content[404:408] + content[404:]
@@ -106,7 +106,7 @@ def test_a_packed_file_that_changed_at_equal_size_is_refused(stored):
     assert len(load_packed(stored, 300, seq_len=8, held_out=0.1).training)
 
 
-def test_the_tokenizer_of_a_packed_file(stored, corpus, tmp_path):
+def test_find_packed_tokenizer(stored, corpus, tmp_path):
     own = find_packed_tokenizer(stored)
     assert own == tmp_path / "corpus.bin.tokenizer.json"
     assert load_tokenizer(own).to_str() == load_tokenizer(tmp_path / "tokenizer.json").to_str()
@@ -135,7 +135,7 @@ def test_parquet(tmp_path, monkeypatch):
         list(iter_documents(tmp_path))
 
 
-def test_what_does_not_fit(corpus, tmp_path):
+def test_vocabulary_or_text_that_does_not_fit(corpus, tmp_path):
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match="the tokenizer has 282 tokens, and the model 256"):
         tokenize_corpus(corpus, tokenizer, 256, seq_len=8)

@@ -1,4 +1,4 @@
-"""Run by torchrun: attention over shared sequences, on every process against the whole on one.
+"""Run by torchrun: context-parallel attention, compared on every process with attention over the whole sequence.
 
 torchrun --nproc-per-node=3 context_worker.py attention
 """
@@ -36,7 +36,7 @@ CASES = [
     {"is_causal": True, "n": 41, "bias": "query", "window": (6, -1)},
     {"is_causal": True, "n": 30, "softcap": 0.6, "heads": (4, 2)},
     {"window": (5, 3), "n": 29, "balanced": True, "scale": 0.3},
-    {"window": (1, 1), "n": 24},  # of a neighbour's part, the border alone is seen
+    {"window": (1, 1), "n": 24},  # only the border of a neighbour's segment is visible
     {"alibi": True, "is_causal": True, "n": 26},
     {"alibi": True, "bias": "head", "heads": (4, 1)},
     {"lengths": True, "n": 33},
@@ -47,7 +47,7 @@ CASES = [
 
 
 def check(mesh, case, strategy):
-    """Outputs, all gradients, and what was sent."""
+    """Compare outputs, all gradients and the bytes sent."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     n, (hq, hkv) = case.get("n", 24), case.get("heads", (2, 2))
     dtype = case.get("dtype", torch.float64)
@@ -114,7 +114,7 @@ def check(mesh, case, strategy):
 
 
 def attention(mesh):
-    """All cases, each way."""
+    """All cases with each strategy."""
     for strategy in ("ring", "gather", "reduce"):
         for case in CASES:
             if strategy == "reduce" and case.get("bias") == "query":
@@ -133,7 +133,7 @@ MODELS = [
 
 
 def models(mesh):
-    """Logits and gradients of a language model whose sequences are shared."""
+    """Logits and gradients of a language model with sharded sequences."""
     for settings in MODELS:
         for strategy in ("ring", "gather"):
             torch.manual_seed(0)
@@ -162,7 +162,7 @@ def models(mesh):
 
 
 def cache(mesh):
-    """A shared cache filled token by token, beside one that a process has alone."""
+    """A sharded cache filled token by token, compared with a cache on one process."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     capacity = 5
     for options in (
@@ -198,8 +198,8 @@ def cache(mesh):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(mine, before, strict=True))
 
 
-def refused(mesh):
-    """What does not fit is refused on every process, before anything is sent."""
+def invalid(mesh):
+    """Invalid arguments raise on every process, before anything is sent."""
     q = torch.randn(1, 2, 6, 4)
     for change, message in [
         ({"length": 100}, "shard the sequence by SequenceSharding.shard and pass length"),
@@ -213,7 +213,7 @@ def refused(mesh):
 
 
 def dying(mesh):
-    """One process leaves in the middle; the others must say so."""
+    """One process ends in the middle; the others must raise."""
     q = torch.randn(1, 2, 8, 4)
     context_parallel_attention(q, q, q, mesh=mesh)
     if mesh.get_local_rank() == 1:
@@ -225,7 +225,7 @@ def dying(mesh):
     except RuntimeError as error:
         print(f"error after {time.time() - start:.1f} s: {str(error)[:60]}", file=sys.stderr, flush=True)
         os._exit(7)
-    raise AssertionError("nobody missed it")
+    raise AssertionError("the dead process was not noticed")
 
 
 if __name__ == "__main__":
@@ -234,7 +234,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in sys.argv[1].split(","):
-        {"attention": attention, "models": models, "cache": cache, "refused": refused, "dying": dying}[name](mesh)
+        {"attention": attention, "models": models, "cache": cache, "invalid": invalid, "dying": dying}[name](mesh)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # PyTorch's own threads sometimes abort a process that ends in order (docs/log.md)

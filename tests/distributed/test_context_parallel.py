@@ -1,4 +1,4 @@
-"""Shared sequences, in 2, 3 and 4 processes (context_worker.py), and who has which positions."""
+"""Context parallelism on 2, 3 and 4 processes (context_worker.py), and the sharding of positions."""
 
 import itertools
 import os
@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from sigattn import sigmoid_attention
+from sigattn.distributed import context_parallel_attention
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from tests.distributed import context_worker
 
@@ -24,29 +28,44 @@ def launch(processes, what):
 
 @pytest.mark.parametrize("processes", [2, *([4] if os.environ.get("SIGATTN_SWEEP") == "all" else [])])
 def test_attention(processes):
-    """Every option and way, outputs, gradients and bytes sent, even shares."""
+    """Every option and strategy: outputs, gradients and bytes sent, with shards of equal size."""
     done = launch(processes, "attention")
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_three_processes():
-    """Uneven shares, models, what is refused, and a shared cache."""
-    done = launch(3, "attention,models,refused,cache")
+    """Shards of different sizes, models, errors, and a sharded cache."""
+    done = launch(3, "attention,models,invalid,cache")
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_a_process_that_dies_is_missed():
+def test_dead_process_raises():
     start = time.time()
     done = launch(3, "dying")
     assert time.time() - start < 60
     assert "error after" in done.stderr
-    assert "nobody missed it" not in done.stderr
+    assert "the dead process was not noticed" not in done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "reduce"])
+def test_one_process(strategy):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        query, key, value = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64, requires_grad=True).unbind()
+        out = context_parallel_attention(query, key, value, mesh=mesh, is_causal=True, strategy=strategy)
+        expected = sigmoid_attention(query, key, value, is_causal=True)
+        torch.testing.assert_close(out, expected)
+        gradients = (torch.autograd.grad(t.sum(), (query, key, value)) for t in (out, expected))
+        torch.testing.assert_close(*gradients)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("length", [1, 5, 12])
-def test_pairs_are_those_of_which_something_is_seen(balanced, length):
-    """Against every query and key: no pair is left out of which a single key is seen, and none is visited in vain."""
+def test_visible_pairs(balanced, length):
+    """The visible pairs are exactly those with a visible key, compared with every query and key."""
     for ranks in (1, 2, 3):
         sharding = SequenceSharding(length, ranks, balanced)
         for left, right in itertools.product((-1, 0, 1, 2, 4), repeat=2):
@@ -65,7 +84,7 @@ def test_pairs_are_those_of_which_something_is_seen(balanced, length):
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_every_position_is_someones(balanced):
+def test_shards_cover_all_positions(balanced):
     for length in (1, 5, 16, 37):
         for ranks in (1, 2, 3, 4, 7):
             sharding = SequenceSharding(length, ranks, balanced)
@@ -78,8 +97,8 @@ def test_every_position_is_someones(balanced):
                 assert torch.equal(sharding.shard(whole, r)[0], sharding.positions(r))
 
 
-def test_balanced_shares_have_the_same_to_do():
-    """Pairs that a causal mask lets be seen."""
+def test_balanced_sharding_balances_causal_work():
+    """All processes have the same number of visible pairs under a causal mask."""
     sharding = SequenceSharding(64, 4, True)
     work = [int((sharding.positions(r) + 1).sum()) for r in range(4)]
     assert max(work) == min(work)

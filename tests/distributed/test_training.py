@@ -1,4 +1,4 @@
-"""Training shared by 2 and 4 processes gives what one gives, and another number of processes can go on with it."""
+"""Training on 2 and 4 processes gives the results of one process, and resumes with another number of processes."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from tests.distributed import worker
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
-WAYS = {
+PARALLELISM = {
     "ddp": {"parallel": "ddp"},
     "fsdp": {"parallel": "fsdp"},
     "accumulated": {"parallel": "ddp", "grad_accum_steps": 2},
@@ -26,7 +26,7 @@ WAYS = {
 
 
 def launch(processes, jobs):
-    """Under torchrun, as users start it."""
+    """Run the jobs under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     command += [str(Path(worker.__file__)), json.dumps(jobs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -51,7 +51,7 @@ def same(folder, other, tolerance=2e-4):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Everything that 1, 2 and 4 processes are asked to do, in as few launches as possible."""
+    """Train all runs of 1, 2 and 4 processes, in as few launches as possible."""
     root = tmp_path_factory.mktemp("runs")
 
     def job(name, kind="language", **more):
@@ -60,14 +60,17 @@ def runs(tmp_path_factory):
     closely = {"statistics_every": 2}
     worker.run([job("one-closely", training=closely)])
     worker.run([job(f"one-{kind}", kind) for kind in ("language", "rope", "vision", "contrast", "teacher")])
-    shared = [job(f"2-{way}", training=training) for way, training in WAYS.items()]
+    shared = [job(f"2-{way}", training=training) for way, training in PARALLELISM.items()]
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
     again = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
     shared += [job("2-rope-context", "rope", training=again)]
     shared += [job("2-closely", training={**closely, "parallel": "fsdp"})]
     shared += [job("2-vision-context", "vision", training={"context_parallel": 2})]
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
-    shared += [job("2-placeholder", "placeholder"), job("2-placeholder-fsdp", "placeholder", training=WAYS["fsdp"])]
+    shared += [
+        job("2-placeholder", "placeholder"),
+        job("2-placeholder-fsdp", "placeholder", training=PARALLELISM["fsdp"]),
+    ]
     shared += [job("2-contrast", "contrast"), job("2-teacher", "teacher")]
     shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]
     half = {"parallel": "fsdp", "precision": "bfloat16"}
@@ -75,7 +78,7 @@ def runs(tmp_path_factory):
     shared += [job("2-average", training={"parallel": "fsdp", "ema": 0.9})]
     launch(2, [*shared, job("resumed", stop_after=1)])
     mixed = {"tensor_parallel": 2, "parallel": "fsdp"}
-    four = [job("4-ddp", training=WAYS["ddp"])]
+    four = [job("4-ddp", training=PARALLELISM["ddp"])]
     four += [job("4-mixed", training=mixed), job("4-uneven", training={"tensor_parallel": 3})]
     four += [job("4-context", training={"context_parallel": 2, "parallel": "fsdp"})]
     four += [job("4-context-tensor", training={"context_parallel": 2, "tensor_parallel": 2})]
@@ -85,7 +88,7 @@ def runs(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PARALLELISM)
 def test_two_processes(runs, way):
     same(runs / f"2-{way}", runs / "one-language")
 
@@ -95,16 +98,16 @@ def test_process_without_samples_does_not_count(runs, run):
     same(runs / f"2-{run}", runs / "one-language")
 
 
-def test_shared_layers_with_rope_and_hybrid_norm(runs):
+def test_tensor_parallelism_with_rope_and_hybrid_norm(runs):
     same(runs / "2-rope-tensor", runs / "one-rope")
 
 
-def test_a_vision_transformer(runs):
+def test_vision_transformer(runs):
     same(runs / "2-vision-fsdp", runs / "one-vision")
 
 
 @pytest.mark.parametrize("run", ["contrast", "contrast-fsdp", "teacher", "teacher-fsdp"])
-def test_samples_of_other_processes_count_too(runs, run):
+def test_contrastive_losses_use_samples_of_all_processes(runs, run):
     """InfoNCE over the gathered batch, and batch norm over all samples, with their gradients; and BYOL's teacher."""
     same(runs / f"2-{run}", runs / f"one-{run.removesuffix('-fsdp')}")
 
@@ -115,7 +118,7 @@ def test_statistics_of_all_processes(runs):
 
 
 @pytest.mark.parametrize("kind", ["vision", "rope"])
-def test_half_precision_is_near(runs, kind):
+def test_half_precision_is_close(runs, kind):
     """Weights gathered in bfloat16, gradients added in float32."""
     for a, b in zip(rows(runs / f"2-half-{kind}"), rows(runs / f"one-{kind}"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
@@ -128,10 +131,10 @@ def test_four_processes(runs, way):
     same(runs / f"4-{way}", runs / "one-language")
 
 
-def test_two_then_four_then_one(runs):
+def test_resume_with_another_number_of_processes(runs):
     same(runs / "resumed", runs / "one-language")
 
 
-def test_what_cannot_be_shared_is_said(runs):
+def test_unsupported_tensor_parallelism_raises(runs):
     assert "tensor_parallel=3 does not divide the 4 processes" in (runs / "4-uneven" / "error").read_text()
     assert 'needs the whole weights on each process: set parallel="ddp"' in (runs / "2-average" / "error").read_text()

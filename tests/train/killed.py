@@ -1,4 +1,4 @@
-"""Trains in children that are killed while they write checkpoints, until one is done. Arguments: folder, seed."""
+"""Train in child processes that are killed while they write checkpoints, until one ends. Arguments: folder, seed."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""kill -9 while a checkpoint is written: the run always goes on, to the numbers of one that was never killed."""
+"""kill -9 while a checkpoint is written: the resumed run equals one that was never killed."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests.train import killed
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="forks")
-def test_ten_kills_at_random(tmp_path):
+def test_resume_after_ten_random_kills(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     command = [sys.executable, str(Path(killed.__file__)), str(parts), "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

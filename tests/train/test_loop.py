@@ -1,4 +1,4 @@
-"""Training: it learns, it stops and goes on to the same numbers, it says what does not fit."""
+"""Training: the loss decreases, a resumed run equals an uninterrupted one, and errors are clear."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def numbers(folder):
     ]
 
 
-def test_it_learns_and_leaves_its_results(tmp_path, text):
+def test_loss_decreases_and_results_are_saved(tmp_path, text):
     train(MODEL, replace(TRAIN, max_steps=60), text, tmp_path)
     rows = metrics.read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(60))
@@ -56,7 +56,7 @@ def test_it_learns_and_leaves_its_results(tmp_path, text):
 
 
 @pytest.mark.parametrize("stop_after", [2, 4, 7])
-def test_stopped_and_resumed_is_as_never_stopped(tmp_path, text, stop_after):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, text, stop_after):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(MODEL, TRAIN, text, whole)
 
@@ -73,7 +73,7 @@ def test_stopped_and_resumed_is_as_never_stopped(tmp_path, text, stop_after):
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, text):
+def test_killed_run_resumes_from_last_checkpoint(tmp_path, text):
     """Rows that were written after the checkpoint are written again, once."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(MODEL, TRAIN, text, whole)
@@ -99,14 +99,14 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, text):
     assert torch.equal(model.state_dict()["norm.weight"], saved["norm.weight"])
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, text):
+def test_checkpoint_of_another_run_raises(tmp_path, text):
     train(MODEL, TRAIN, text, tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match="differs in batch_size, embed_dim;"):
         train(replace(MODEL, embed_dim=16), replace(TRAIN, batch_size=2), text, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("damage", ["about.json", ".metadata", "__0_0.distcp"])
-def test_a_broken_checkpoint_is_refused(tmp_path, text, damage):
+def test_damaged_checkpoint_raises(tmp_path, text, damage):
     train(MODEL, TRAIN, text, tmp_path)
     newest = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1]
     (newest / damage).write_bytes(b"not a checkpoint")
@@ -145,7 +145,7 @@ def test_schedules():
     assert epochs_to_steps(300, 4096) == 300 * 312
 
 
-def test_only_matrices_decay_and_mup_simple_slows_them():
+def test_weight_decay_and_mup_simple_apply_to_matrices_only():
     model = LanguageModel(replace(MODEL, embed_dim=32))
     groups = make_optimizer(model, TRAIN, 32).param_groups
     assert [(g["weight_decay"], {p.dim() for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1})]
@@ -171,7 +171,7 @@ def test_other_optimizers_learn_and_resume(tmp_path, text, optimizer):
     assert numbers(tmp_path / "parts") == rows
 
 
-def test_an_average_of_weights_is_what_is_evaluated_and_kept(tmp_path, text):
+def test_ema_is_evaluated_and_saved(tmp_path, text):
     config = replace(TRAIN, ema=0.5, max_steps=3, validate_every=1)
     plain = train(MODEL, replace(config, ema=None, schedule="constant"), text, tmp_path / "plain")
     model = train(MODEL, replace(config, schedule="constant"), text, tmp_path / "average")
@@ -186,7 +186,7 @@ def test_an_average_of_weights_is_what_is_evaluated_and_kept(tmp_path, text):
 @pytest.mark.parametrize(
     "settings", [{"grad_accum_steps": 2}, {"grad_accum_steps": 3}, {"checkpoint_activations": True}], ids=str
 )
-def test_what_must_not_change_the_numbers(tmp_path, text, settings):
+def test_accumulation_and_activation_checkpointing_keep_results(tmp_path, text, settings):
     train(MODEL, TRAIN, text, tmp_path / "plain")
     train(MODEL, replace(TRAIN, **settings), text, tmp_path / "other")
     for a, b in zip(numbers(tmp_path / "plain"), numbers(tmp_path / "other"), strict=True):
@@ -213,7 +213,7 @@ def test_compiled(tmp_path, text):
     assert compiled == pytest.approx(plain, rel=1e-4)
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path, text, monkeypatch):
+def test_non_finite_loss_names_last_good_checkpoint(tmp_path, text, monkeypatch):
     good = LanguageModelling.loss
 
     def bad(self, module, batch):
@@ -227,7 +227,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path,
     assert len(numbers(tmp_path)) == 12
 
 
-def test_before_the_first_checkpoint_there_is_none_to_name(tmp_path, text, monkeypatch):
+def test_non_finite_loss_before_first_checkpoint(tmp_path, text, monkeypatch):
     monkeypatch.setattr(LanguageModelling, "loss", lambda *_: torch.full((), math.inf, requires_grad=True))
     with pytest.raises(NonFiniteLossError, match="no checkpoint yet"):
         train(MODEL, TRAIN, text, tmp_path)
@@ -255,7 +255,7 @@ def test_spikes_are_counted():
     assert count_spikes([], 3.0) == 0
 
 
-def test_what_a_killed_process_left_half_done_is_swept_away(tmp_path, text):
+def test_unfinished_checkpoints_are_deleted(tmp_path, text):
     folder = tmp_path / "checkpoints"
     (folder / "step-00000006.unfinished").mkdir(parents=True)
     (folder / "step-00000002.old").mkdir()
@@ -264,7 +264,7 @@ def test_what_a_killed_process_left_half_done_is_swept_away(tmp_path, text):
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000004"]
 
 
-def test_a_run_is_not_started_over_another(tmp_path, text):
+def test_existing_run_needs_resume(tmp_path, text):
     train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
     with pytest.raises(SettingsError, match="holds a run already"):
         train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
@@ -298,7 +298,7 @@ def test_random_numbers_differ_from_step_to_step_and_seed_to_seed(tmp_path, text
     assert draws("parts", TRAIN, resume=True) == whole[5:]
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path, text, monkeypatch):
+def test_non_finite_gradient_stops_before_update(tmp_path, text, monkeypatch):
     """The loss itself is finite: the slope of a square root at 0 is infinite, and times 0 NaN."""
     loss, weights = LanguageModelling.loss, []
 
@@ -316,7 +316,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path, text, m
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
 
 
-def test_ctrl_c_in_the_midst_of_a_step_finishes_it(tmp_path, text, monkeypatch):
+def test_ctrl_c_finishes_the_step(tmp_path, text, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(MODEL, TRAIN, text, whole)
     loss = LanguageModelling.loss
@@ -335,7 +335,7 @@ def test_ctrl_c_in_the_midst_of_a_step_finishes_it(tmp_path, text, monkeypatch):
     assert numbers(parts) == numbers(whole)
 
 
-def test_a_second_ctrl_c_does_not_wait():
+def test_second_ctrl_c_stops_at_once():
     previous = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     with StopRequest() as request:
         signal.raise_signal(signal.SIGINT)
@@ -345,7 +345,7 @@ def test_a_second_ctrl_c_does_not_wait():
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == previous
 
 
-def test_a_second_sigterm_changes_nothing():
+def test_second_sigterm_is_ignored():
     """A scheduler and torchrun may send one each."""
     with StopRequest() as request:
         signal.raise_signal(signal.SIGTERM)
@@ -353,7 +353,7 @@ def test_a_second_sigterm_changes_nothing():
         assert request.signal == signal.SIGTERM
 
 
-def test_statistics_of_the_weights_every_few_steps(tmp_path, text):
+def test_statistics_every(tmp_path, text):
     """Against the model's own report at the first step; nothing else changes."""
     train(MODEL, replace(TRAIN, statistics_every=5), text, tmp_path / "closely")
     train(MODEL, TRAIN, text, tmp_path / "plainly")
@@ -370,7 +370,7 @@ def test_statistics_of_the_weights_every_few_steps(tmp_path, text):
     assert rows[0]["max_logit"] == pytest.approx(max(r.max_logit.max().item() for r in report), rel=1e-4)
 
 
-def test_weights_and_biases_get_the_same_rows(tmp_path, text, monkeypatch):
+def test_wandb_receives_the_same_rows(tmp_path, text, monkeypatch):
     """Against a stand-in for wandb: the same run, each row once, and the same run again when resumed."""
     runs = []
 

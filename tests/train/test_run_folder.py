@@ -1,4 +1,4 @@
-"""A run folder: one run at a time, nothing changed by what is refused, checkpoints with finite weights only."""
+"""Run folders: one run at a time, unchanged by a failed resume, checkpoints with finite weights only."""
 
 import contextlib
 import math
@@ -79,7 +79,7 @@ class TestLock:
         train(text, tmp_path, resume=True)
 
     @pytest.mark.skipif(folder_lock.fcntl is None or not hasattr(os, "fork"), reason="needs fcntl and fork")
-    def test_a_killed_process_leaves_no_lock(self, tmp_path):
+    def test_lock_is_released_when_process_is_killed(self, tmp_path):
         with other_process(tmp_path) as child:
             os.kill(child, signal.SIGKILL)
             os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
@@ -106,14 +106,14 @@ class TestLock:
         assert found[1] == "entered"
 
     @pytest.mark.skipif(folder_lock.fcntl is None, reason="needs fcntl")
-    def test_where_there_are_no_locks_it_says_so(self, tmp_path, monkeypatch):
+    def test_missing_fcntl_warns(self, tmp_path, monkeypatch):
         monkeypatch.setattr(folder_lock, "fcntl", None)
         with pytest.warns(UserWarning, match="a second run in .* is not detected"), lock_folder(tmp_path):
             pass
 
 
-class TestRefusedResume:
-    """What is refused leaves every file as it was."""
+class TestFailedResume:
+    """A failed resume leaves every file unchanged."""
 
     def test_other_settings(self, tmp_path, capsys):
         run = ["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run")]
@@ -159,7 +159,7 @@ class TestFiniteCheckpoints:
         monkeypatch.setattr(torch.optim.AdamW, "step", ruined)
 
     @pytest.mark.parametrize("steps", [4, 6])
-    def test_the_last_good_one_is_good(self, tmp_path, text, monkeypatch, steps):
+    def test_last_checkpoint_is_finite(self, tmp_path, text, monkeypatch, steps):
         """After 4 steps a checkpoint is due, after 6 the run is over."""
         self.ruin(monkeypatch, steps)
         with pytest.raises(
@@ -173,7 +173,7 @@ class TestFiniteCheckpoints:
         train(text, tmp_path, resume=True)  # refuses weights that are not finite
         assert math.isfinite(metrics.read_metrics(tmp_path / "metrics.jsonl")[-1]["validation_loss"])
 
-    def test_a_stop_writes_no_bad_checkpoint(self, tmp_path, text, monkeypatch):
+    def test_interrupt_writes_no_non_finite_checkpoint(self, tmp_path, text, monkeypatch):
         self.ruin(monkeypatch, 1)
 
         def stop(row):
@@ -182,7 +182,7 @@ class TestFiniteCheckpoints:
         with pytest.raises(NonFiniteLossError, match="step 0: weights that are not finite; there is no checkpoint"):
             train(text, tmp_path, on_row=stop)
 
-    def test_one_that_is_bad_is_refused(self, tmp_path, text, monkeypatch):
+    def test_non_finite_checkpoint_raises(self, tmp_path, text, monkeypatch):
         self.ruin(monkeypatch, 6)
         monkeypatch.setattr(loop._Run, "check_weights", lambda *_: None)
         monkeypatch.setattr(LanguageModelling, "evaluate", lambda *_: {"loss": 1.0})
@@ -191,7 +191,7 @@ class TestFiniteCheckpoints:
         with pytest.raises(checkpoint.CheckpointError, match="step-00000006 holds weights that are not finite"):
             train(text, tmp_path, resume=True)
 
-    def test_a_held_out_loss_that_is_not_finite(self, tmp_path, capsys, monkeypatch):
+    def test_non_finite_validation_loss(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(LanguageModelling, "evaluate", lambda *_: {"loss": math.nan})
         code, message = failure(["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run"), *QUICK], capsys)
         assert code == 1

@@ -1,4 +1,4 @@
-"""Checkpoints written by strangers: nothing in them runs as code."""
+"""Untrusted checkpoints: nothing in them is executed as code."""
 
 import contextlib
 import os
@@ -79,7 +79,7 @@ EXPLOITS = [exploit_as_metadata, exploit_within_metadata, exploit_as_value]
 
 @pytest.mark.parametrize("plant", EXPLOITS)
 @pytest.mark.parametrize("command", ["evaluate", "evaluate without model", "resume"])
-def test_a_planted_pickle_does_not_run(finished, tmp_path, capsys, plant, command):
+def test_malicious_pickle_is_not_executed(finished, tmp_path, capsys, plant, command):
     run, proof = tmp_path / "run", tmp_path / "proof"
     shutil.copytree(finished, run)
     plant(run, f"touch {proof}")
@@ -96,7 +96,7 @@ def test_a_planted_pickle_does_not_run(finished, tmp_path, capsys, plant, comman
 
 
 @pytest.mark.parametrize("plant", EXPLOITS)
-def test_the_exploits_run_in_pytorchs_own_reader(finished, tmp_path, monkeypatch, plant):
+def test_exploits_work_with_pytorch_reader(finished, tmp_path, monkeypatch, plant):
     """So that the test above cannot pass because an exploit is broken."""
     run, proof = tmp_path / "run", tmp_path / "proof"
     shutil.copytree(finished, run)
