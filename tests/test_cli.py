@@ -125,7 +125,7 @@ def test_info(capsys):
 
 
 def test_bench_cpu(tmp_path, capsys):
-    cli.main(["bench", "cpu", "--lengths", "16", "--heads", "1", "--rounds", "1", "--no-compiled", "--no-memory",
+    cli.main(["bench", "cpu", "--lengths", "16", "--num-heads", "1", "--rounds", "1", "--no-compiled", "--no-memory",
               "--results", str(tmp_path / "r.json")])  # fmt: skip
     assert "n = 16" in capsys.readouterr().out
     assert (tmp_path / "r.json").exists()

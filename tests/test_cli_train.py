@@ -166,7 +166,11 @@ class TestTrain:
             (["train", "lm-1b-2k"], 2, "(--tokenizer, --data, --model.vocab-size)"),
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
             (["train", "lm-1b-2k", "--tiny", "--training.max-steps", "0"], 2, "max_steps must be at least 1"),
-            (["train", "lm-1b-2k", "--tiny", "--model.heads", "5"], 2, "multiple of heads, got width=64, heads=5"),
+            (
+                ["train", "lm-1b-2k", "--tiny", "--model.num-heads", "5"],
+                2,
+                "multiple of num_heads, got embed_dim=64, num_heads=5",
+            ),
             (["evaluate", "/nowhere"], 1, "cannot read the run in /nowhere"),
             (["recipes", "lm-2b"], 2, "no recipe is called"),
         ],

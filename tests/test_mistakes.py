@@ -87,7 +87,10 @@ SETTINGS = [
     (["reproduce", "nosuch"], "no experiment is called 'nosuch'"),
     (["bench", "cpu", "--lengths", "0"], "lengths must be at least 1, got 0"),
     (["bench", "cpu", "--dtypes", "float8"], "dtypes must be one of float32, bfloat16, got 'float8'"),
-    (["bench", "decode", "--heads", "3", "--kv-heads", "2"], "heads must be a multiple of kv_heads, got 3 and 2"),
+    (
+        ["bench", "decode", "--num-heads", "3", "--num-kv-heads", "2"],
+        "num_heads must be a multiple of num_kv_heads, got 3",
+    ),
     (["tokenizer", "--data", "x", "--save", "y", "--vocab-size", "5"], "vocab_size must be at least 257, got 5"),
     (["pack", "--data", "x", "--tokenizer", "y", "--save", "z.bin", "--limit", "0"], "limit must be at least 1, got 0"),
 ]
