@@ -22,7 +22,8 @@ LEFT_OUT = {
         f"sigattn.flash.{name}"
         for name in ("chunks", "dense", "kvcache", "options", "packing", "padding", "v3", "validation", "varlen")
     ),
-    *(f"sigattn.nn.{name}" for name in ("functional", "multihead", "sigmoid_layer", "visible_keys")),
+    "sigattn.nn.functional",
+    *(f"sigattn.nn.conversion.{name}" for name in ("multihead", "sigmoid_layer", "visible_keys")),
     "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",
     "sigattn.ops.statistics",

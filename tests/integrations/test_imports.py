@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-MODULES = ["transformers", "transformers_model", "lm_eval", "timm"]
+MODULES = ["transformers", "transformers.model", "lm_eval", "timm"]
 ERROR = "sigattn.optional.MissingPackageError"
 BROKEN = 'raise RuntimeError("operator torchvision::nms does not exist")\n'
 
@@ -30,7 +30,7 @@ def broken_torchvision(tmp_path):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_integrations_are_imported_or_say_what_they_need(module):
-    package = module.partition("_model")[0]
+    package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     done = run(f"import sigattn.integrations.{module}")

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 timm = pytest.importorskip("timm")
 
 from sigattn.integrations.timm import attention_layer  # noqa: E402
-from sigattn.nn.replacement import find_softmax  # noqa: E402
+from sigattn.nn.conversion.convert import find_softmax  # noqa: E402
 from tests.integrations.timm_outcomes import SoftmaxOperators  # noqa: E402
 
 pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]

@@ -16,8 +16,8 @@ from transformers.masking_utils import (  # noqa: E402
 )
 
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
-from sigattn.integrations.transformers_mask import is_plain_causal, sigmoid_mask  # noqa: E402
-from sigattn.nn.replacement import sigmoidify  # noqa: E402
+from sigattn.integrations.transformers.mask import is_plain_causal, sigmoid_mask  # noqa: E402
+from sigattn.nn.conversion.convert import sigmoidify  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from sigattn.data.tokens import END, train_tokenizer  # noqa: E402
-from sigattn.integrations import transformers_model  # noqa: E402
+from sigattn.integrations.transformers import model as model_integration  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
 from sigattn.nn.documents import Documents  # noqa: E402
 
@@ -35,7 +35,7 @@ def model_of(settings):
 @pytest.mark.parametrize("settings", MODELS, ids=str)
 def test_loaded_by_name_and_generating(settings, tmp_path):
     model = model_of(settings)
-    transformers_model.export(model, tmp_path)
+    model_integration.export(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(1, 30, (2, 7))
     torch.testing.assert_close(loaded(ids).logits, model(ids))
@@ -57,7 +57,7 @@ def test_loaded_by_name_and_generating(settings, tmp_path):
 def test_training():
     """Loss and gradients; padding on the right; documents; checkpointed blocks."""
     model = model_of({})
-    wrapped = transformers_model.wrap(model).train()
+    wrapped = model_integration.wrap(model).train()
     ids = torch.randint(1, 30, (2, 9))
     labels = ids.clone()
     labels[0, 6:] = -100
@@ -83,7 +83,7 @@ def test_training():
 
 
 def test_refused():
-    wrapped = transformers_model.wrap(model_of({})).train()
+    wrapped = model_integration.wrap(model_of({})).train()
     ids = torch.randint(1, 30, (1, 5))
     with pytest.raises(ValueError, match="training does not support padding on the left"):
         wrapped(ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
@@ -99,7 +99,7 @@ def test_a_tokenizer_goes_along(tmp_path):
     (tmp_path / "text.txt").write_text("a cat and a dog " * 20)
     tokenizer = train_tokenizer(tmp_path / "text.txt", 270, tmp_path / "t.json")
     model = LanguageModel(LanguageModelConfig(**{**SMALL, "vocab_size": 270}))
-    transformers_model.export(model, tmp_path / "out", tmp_path / "t.json", END)
+    model_integration.export(model, tmp_path / "out", tmp_path / "t.json", END)
     loaded, theirs = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
         AutoTokenizer.from_pretrained(tmp_path / "out"),
@@ -110,4 +110,4 @@ def test_a_tokenizer_goes_along(tmp_path):
     assert batch.attention_mask[1, 0] == 0  # on the left
     assert loaded.generate(**batch, max_new_tokens=4, do_sample=False).shape[0] == 2
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "sigattn"
-    assert "sigattn.integrations.transformers_model" in sys.modules
+    assert "sigattn.integrations.transformers.model" in sys.modules

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sigattn.nn import sigmoidify
-from sigattn.nn.replacement import RemainingSoftmax, Replaced
+from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced
 
 
 class Outcome(NamedTuple):

@@ -6,12 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from sigattn.nn.attention import Attention
+from sigattn.nn.batch_norm import MaskedBatchNorm
 from sigattn.nn.bias import LearnableBias, SampleLengthBias
 from sigattn.nn.block import Block
 from sigattn.nn.conformer import ConformerBlock, ConvolutionModule
 from sigattn.nn.feedforward import MLP, SwiGLU
 from sigattn.nn.initialization import initialize, mup_simple
-from sigattn.nn.norm import LayerScale, MaskedBatchNorm
+from sigattn.nn.residual_branch import LayerScale
 
 
 def attention(width=8, **options):

@@ -18,8 +18,8 @@ from sigattn.nn.bias import (
 )
 from sigattn.nn.block import Block
 from sigattn.nn.feedforward import MLP, SwiGLU
-from sigattn.nn.norm import DropPath
 from sigattn.nn.position import Alibi, LearnableEmbedding, RotaryEmbedding, SinusoidalEmbedding, alibi_slopes
+from sigattn.nn.residual_branch import DropPath
 from tests.ops.truth import formula
 
 

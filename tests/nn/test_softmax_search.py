@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.functional import softmax as normalise
 
 from sigattn.nn import Attention, sigmoidify
-from sigattn.nn.replacement import RemainingSoftmax, Replaced
+from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced
 
 aten = torch.ops.aten
 

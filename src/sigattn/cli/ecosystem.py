@@ -28,13 +28,13 @@ def export(
         folder: folder of the run.
         save: the folder to write.
     """
-    transformers_model: Any = importlib.import_module("sigattn.integrations.transformers_model")
+    model_integration: Any = importlib.import_module("sigattn.integrations.transformers.model")
     model, tokenizer = load_language_model(folder)
     end = None
     if tokenizer is not None and load_tokenizer(tokenizer).token_to_id(END) is not None:
         end = END
-    transformers_model.export(model, save, tokenizer, end)
-    print(f"{save}: import sigattn.integrations.transformers_model, then AutoModelForCausalLM.from_pretrained")
+    model_integration.export(model, save, tokenizer, end)
+    print(f"{save}: import sigattn.integrations.transformers.model, then AutoModelForCausalLM.from_pretrained")
 
 
 def lm_eval(

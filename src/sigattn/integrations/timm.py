@@ -23,8 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sigattn.nn.replacement import find_softmax, fused_paths, replace
-from sigattn.nn.visible_keys import count_keys_per_query, is_visible
+from sigattn.nn.conversion.convert import find_softmax, fused_paths, replace
+from sigattn.nn.conversion.visible_keys import count_keys_per_query, is_visible
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 from sigattn.optional import explain_import_errors

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigattn.models.config import TransformerConfig
 from sigattn.models.generation import GenerationState, SamplingConfig, beam_search, sample
-from sigattn.models.transformer import Transformer, TransformerConfig, residual_stream
+from sigattn.models.transformer import Transformer, residual_stream
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.documents import Documents

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from sigattn.models.transformer import Transformer, TransformerConfig
+from sigattn.models.config import TransformerConfig
+from sigattn.models.transformer import Transformer
 from sigattn.nn.bias import Learn, Rule
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm

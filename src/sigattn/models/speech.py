@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.models.transformer import Transformer, TransformerConfig, residual_stream
+from sigattn.models.config import TransformerConfig
+from sigattn.models.transformer import Transformer, residual_stream
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cape import Cape

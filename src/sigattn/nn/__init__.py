@@ -13,14 +13,14 @@ from sigattn.nn.block import Block as Block
 from sigattn.nn.cape import Cape as Cape
 from sigattn.nn.cape import ImageCape as ImageCape
 from sigattn.nn.conformer import ConformerBlock as ConformerBlock
+from sigattn.nn.conversion.convert import sigmoidify as sigmoidify
 from sigattn.nn.feedforward import MLP as MLP
 from sigattn.nn.feedforward import SwiGLU as SwiGLU
 from sigattn.nn.guide import Recommendation as Recommendation
 from sigattn.nn.guide import recommend as recommend
-from sigattn.nn.norm import DropPath as DropPath
-from sigattn.nn.norm import LayerScale as LayerScale
 from sigattn.nn.position import Alibi as Alibi
 from sigattn.nn.position import LearnableEmbedding as LearnableEmbedding
 from sigattn.nn.position import RotaryEmbedding as RotaryEmbedding
 from sigattn.nn.position import SinusoidalEmbedding as SinusoidalEmbedding
-from sigattn.nn.replacement import sigmoidify as sigmoidify
+from sigattn.nn.residual_branch import DropPath as DropPath
+from sigattn.nn.residual_branch import LayerScale as LayerScale

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from sigattn.nn.attention import Attention
 from sigattn.nn.documents import Documents
 from sigattn.nn.kv_cache import KVCache
-from sigattn.nn.norm import DropPath, LayerScale, Norm, make_norm
+from sigattn.nn.norm import Norm, make_norm
+from sigattn.nn.residual_branch import DropPath, LayerScale
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
 

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.attention import Attention
+from sigattn.nn.batch_norm import MaskedBatchNorm
 from sigattn.nn.feedforward import MLP
-from sigattn.nn.norm import LayerScale, MaskedBatchNorm, make_norm
+from sigattn.nn.norm import make_norm
+from sigattn.nn.residual_branch import LayerScale
 from sigattn.shapes import Float, Int
 
 

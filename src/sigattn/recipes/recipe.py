@@ -9,11 +9,11 @@ from torch import nn
 
 from sigattn.data.transforms import Augmentation
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
+from sigattn.models.config import TransformerConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.saving import ModelConfig, build
 from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.models.transformer import TransformerConfig
 from sigattn.models.vision import ViTConfig
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.simclr import SimCLR

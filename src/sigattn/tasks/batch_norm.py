@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from sigattn.nn.norm import BatchNorm
+from sigattn.nn.batch_norm import BatchNorm
 
 
 class SyncBatchNorm(BatchNorm):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sigattn.integrations.transformers_saving import NAME
+from sigattn.integrations.transformers.saving import NAME
 
 _SOFTMAX = {"softmax", "_softmax", "Softmax", "flex_attention"}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention"}

@@ -1,19 +1,4 @@
-"""Sigmoid attention in Hugging Face's transformers: ``attn_implementation="sigmoid"``.
-
-    from sigattn.integrations import transformers as sigmoid
-    sigmoid.register()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid")
-
-The bias b is ``config.sigmoid_bias``: a number, or "log_visible", -log of the number of keys that each query sees,
-which is -log n in an encoder and does not change as a cache grows. The value of a composite model's configuration holds
-for its sub-configurations that have none; if no configuration has one, the default of ``register`` is used.
-
-The result is transformers' own eager attention with the sigmoid instead of the softmax, or an error that names what is
-not supported: a layer that computes softmax attention itself, a keyword that changes results. ``check(model,
-**inputs)`` verifies a model by running it.
-
-A saved model is loaded as sigmoid attention again (see ``transformers_saving``).
-"""
+"""The attention function that ``attn_implementation="sigmoid"`` selects in transformers, and its registration."""
 
 from __future__ import annotations
 
@@ -22,22 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
 
-from sigattn.optional import explain_import_errors
-
-with explain_import_errors("transformers"):
-    from transformers import AttentionInterface, PretrainedConfig
-    from transformers.masking_utils import AttentionMaskInterface
-
-from sigattn.integrations.transformers_check import check, watching
-from sigattn.integrations.transformers_choice import CONFIGS, wrap_choice
-from sigattn.integrations.transformers_mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
-from sigattn.integrations.transformers_saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved
-from sigattn.nn.visible_keys import count_keys_per_query
+from sigattn.integrations.transformers.check import watching
+from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
+from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved
+from sigattn.integrations.transformers.selection import CONFIGS, wrap_choice
+from sigattn.nn.conversion.visible_keys import count_keys_per_query
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
-
-__all__ = ["LOG_VISIBLE", "NAME", "Bias", "attention", "check", "register"]
 
 _default: Bias = LOG_VISIBLE
 _SERVED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}

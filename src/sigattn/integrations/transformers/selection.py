@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sigattn.integrations.transformers_check import fixed_choices, unsupported_layers
-from sigattn.integrations.transformers_saving import NAME
+from sigattn.integrations.transformers.check import fixed_choices, unsupported_layers
+from sigattn.integrations.transformers.saving import NAME
 
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
 
@@ -115,7 +115,7 @@ def _require_interface(model_class: type[PreTrainedModel]) -> None:
         return
     raise ValueError(
         f'{model_class.__name__} {reason}: attn_implementation="{NAME}" would be ignored and softmax used. Build the '
-        "model without it, and convert it with sigattn.nn.replacement.sigmoidify, or use another model"
+        "model without it, and convert it with sigattn.nn.sigmoidify, or use another model"
     )
 
 
@@ -130,7 +130,7 @@ def _accept(model: PreTrainedModel) -> None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '
             f"silently use softmax: {', '.join(stay[:4])}{more}. Build the model without it, convert these "
-            f'layers with sigattn.nn.replacement.sigmoidify and call set_attn_implementation("{NAME}"); or choose '
+            f'layers with sigattn.nn.sigmoidify and call set_attn_implementation("{NAME}"); or choose '
             'implementations by part (attn_implementation={"": ..., "<sub-configuration>": ...})'
         )
     _attach(model, ())

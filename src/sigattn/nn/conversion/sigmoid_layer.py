@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sigattn.nn.attention_calls import MHA, SOFTMAX_NAMES, is_sdpa
-from sigattn.nn.attention_in_code import calling_methods
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
-from sigattn.nn.visible_keys import count_visible_keys
+from sigattn.nn.conversion.code_search import calling_methods
+from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
+from sigattn.nn.conversion.softmax_calls import MHA, SOFTMAX_NAMES, is_sdpa
+from sigattn.nn.conversion.visible_keys import count_visible_keys
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias

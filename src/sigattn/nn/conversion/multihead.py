@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.visible_keys import count_visible_keys
+from sigattn.nn.conversion.visible_keys import count_visible_keys
 from sigattn.ops import reference
 from sigattn.ops.attention import canonical, sigmoid_attention
 from sigattn.ops.mask import refuse_subclass

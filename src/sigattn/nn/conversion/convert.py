@@ -3,7 +3,7 @@
 A layer that calls ``F.scaled_dot_product_attention`` or ``F.multi_head_attention_forward`` gets a subclass of its own
 class, whose forward runs as before while those functions compute sigmoid attention (``sigmoid_layer.py``). An
 ``nn.MultiheadAttention`` becomes a ``SigmoidMultiheadAttention``. Softmax is searched for in the code of the layers
-(``attention_in_code.py``) and, with an example, in one run of the model (``attention_in_run.py``).
+(``code_search.py``) and, with an example, in one run of the model (``run_search.py``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from sigattn.nn import attention_in_code, attention_in_run
-from sigattn.nn.attention_calls import MHA_NAME, SDPA_NAME, Finding
 from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
-from sigattn.nn.multihead import SigmoidMultiheadAttention
-from sigattn.nn.sigmoid_layer import SigmoidLayer, sigmoid_class
+from sigattn.nn.conversion import code_search, run_search
+from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
+from sigattn.nn.conversion.sigmoid_layer import SigmoidLayer, sigmoid_class
+from sigattn.nn.conversion.softmax_calls import MHA_NAME, SDPA_NAME, Finding
 
 CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
 
@@ -106,7 +106,7 @@ def fused_paths(model: nn.Module) -> Iterator[None]:
     in some layers (XCiT, Swin) because the function is not faster in them.
     """
     layers: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
-    layers = [m for m in layers if SDPA_NAME in attention_in_code.reachable_calls(m)]
+    layers = [m for m in layers if SDPA_NAME in code_search.reachable_calls(m)]
     for layer in layers:
         layer.fused_attn = True
     try:
@@ -149,9 +149,9 @@ def find_softmax(model: nn.Module, example: Sequence[Any] | Mapping[str, Any] | 
     """Find every layer of a model that computes a softmax, in the model's order, as ``sigmoidify`` describes."""
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
     if example is None:
-        return attention_in_code.find(model, modules)
-    result = attention_in_run.run(model, example, CONVERTED)
-    rest = attention_in_code.find(model, [(n, m) for n, m in modules if m not in result.ran])
+        return code_search.find(model, modules)
+    result = run_search.run(model, example, CONVERTED)
+    rest = code_search.find(model, [(n, m) for n, m in modules if m not in result.ran])
     order = {m: i for i, (_, m) in enumerate(modules)}
     return sorted([*result.findings, *rest], key=lambda f: order[f.module])
 

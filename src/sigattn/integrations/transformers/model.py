@@ -1,7 +1,7 @@
 """This library's language model as a model of transformers: ``AutoModelForCausalLM.from_pretrained`` loads it.
 
-    from sigattn.integrations import transformers_model      # once: registers the classes
-    transformers_model.export(model, folder, tokenizer)       # or: sigattn export RUN FOLDER
+    import sigattn.integrations.transformers.model            # once: registers the classes
+    sigattn.integrations.transformers.model.export(model, folder, tokenizer)   # or: sigattn export RUN FOLDER
     model = AutoModelForCausalLM.from_pretrained(folder)
 
 ``generate`` works with dynamic, static and no cache, with beams, and with prompts padded on the left. Without a mask,
@@ -16,17 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerFast as FastTokenizer
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.documents import Documents
 from sigattn.nn.kv_cache import KVCache
-from sigattn.optional import explain_import_errors
-
-with explain_import_errors("transformers"):
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
-    from transformers import PreTrainedTokenizerFast as FastTokenizer
-    from transformers.cache_utils import Cache, DynamicCache
-    from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class SigattnConfig(PretrainedConfig):

@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sigattn.nn.attention_calls import MHA, MHA_NAME, SDPA_NAME, Finding, is_sdpa, named_as_attention, operator_kind
+from sigattn.nn.conversion.softmax_calls import (
+    MHA,
+    MHA_NAME,
+    SDPA_NAME,
+    Finding,
+    is_sdpa,
+    named_as_attention,
+    operator_kind,
+)
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "_int_mm"})
 _PRODUCTS |= {"_sparse_mm", "_sparse_addmm", "_sparse_sparse_matmul"}

@@ -1,0 +1,25 @@
+"""Sigmoid attention in Hugging Face's transformers: ``attn_implementation="sigmoid"``.
+
+    from sigattn.integrations import transformers as sigmoid
+    sigmoid.register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sigmoid")
+
+The bias b is ``config.sigmoid_bias``: a number, or "log_visible", -log of the number of keys that each query sees,
+which is -log n in an encoder and does not change as a cache grows. The value of a composite model's configuration holds
+for its sub-configurations that have none; if no configuration has one, the default of ``register`` is used.
+
+The result is transformers' own eager attention with the sigmoid instead of the softmax, or an error that names what is
+not supported: a layer that computes softmax attention itself, a keyword that changes results. ``check(model,
+**inputs)`` verifies a model by running it.
+
+A saved model is loaded as sigmoid attention again (see ``saving.py``).
+"""
+
+from sigattn.optional import explain_import_errors
+
+with explain_import_errors("transformers"):
+    from sigattn.integrations.transformers.check import check
+    from sigattn.integrations.transformers.interface import attention, register
+    from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, Bias
+
+__all__ = ["LOG_VISIBLE", "NAME", "Bias", "attention", "check", "register"]

@@ -1,0 +1,48 @@
+"""Batch normalisation of padded sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sigattn.shapes import Float
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` whose running statistics are updated with a given mean and variance."""
+
+    @torch.no_grad()
+    def update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Update the running statistics with the mean and the biased variance of ``count`` values for each channel."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.num_batches_tracked.add_(1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        unbiased = variance * count / (count - 1).clamp(min=1)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+
+
+class MaskedBatchNorm(BatchNorm):
+    """Batch normalisation of padded sequences: padding counts neither in the mean nor in the variance."""
+
+    def forward(
+        self, x: Float[Tensor, "batch channels length"], valid: Tensor | None = None
+    ) -> Float[Tensor, "batch channels length"]:
+        """Normalise each channel.
+
+        Args:
+            x: padded sequences.
+            valid: (B, 1, length) bool, False for padding; None if there is no padding.
+        """
+        if valid is None or not self.training:
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16 bits cannot represent the number of frames
+        count = valid.sum().clamp(min=1).to(wide.dtype)
+        mean = (wide * valid).sum((0, 2)) / count  # (channels,)
+        centred = (wide - mean[:, None]) * valid
+        variance = centred.square().sum((0, 2)) / count
+        self.update_running_stats(mean.detach(), variance.detach(), count)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        return (centred * scale[:, None] + self.bias[:, None]).to(x.dtype)
