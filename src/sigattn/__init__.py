@@ -1,15 +1,39 @@
-"""Sigmoid self-attention: O = σ(scale · Q Kᵀ + b) V, a practical replacement for softmax attention."""
+"""Sigmoid self-attention: O = σ(scale · Q Kᵀ + b) V, a practical replacement for softmax attention.
+
+Functions:
+
+    sigmoid_attention         dense attention, with the arguments of F.scaled_dot_product_attention and more
+    sigmoid_varlen_attention  packed sequences, with the arguments of torch.nn.attention.varlen.varlen_attn and more
+    sigmoid_kvcache_attention queries over a key/value cache, contiguous or paged, that is appended to in place
+    attention_statistics      row mass, output norm, largest logit and sparsity of a call
+    log_length_bias           -log n, the paper's rule for b
+    set_sigmoid_precision     exact or fast σ in the kernels; get_sigmoid_precision returns the setting
+
+Packages, imported at first use (``import sigattn; sigattn.nn.Attention``):
+
+    sigattn.flash             the functions of flash-attn with sigmoid attention
+    sigattn.nn                layers, and conversion of existing models (sigmoidify)
+    sigattn.models            language, vision, speech and sequence models
+    sigattn.integrations      Hugging Face transformers, timm, lm-evaluation-harness
+    sigattn.distributed       data, tensor and context parallelism
+    sigattn.theory            the paper's theorems as code
+    sigattn.data, sigattn.tasks, sigattn.train, sigattn.recipes    training
+    sigattn.ops               implementation of the operators
+
+``sigattn --help`` lists the commands.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 try:
-    from sigattn import flash as flash
-    from sigattn.ops.attention import sigmoid_attention as sigmoid_attention
-    from sigattn.ops.kvcache import sigmoid_kvcache_attention as sigmoid_kvcache_attention
-    from sigattn.ops.problem import log_length_bias as log_length_bias
-    from sigattn.ops.settings import get_sigmoid_precision as get_sigmoid_precision
-    from sigattn.ops.settings import set_sigmoid_precision as set_sigmoid_precision
-    from sigattn.ops.statistics import AttentionStatistics as AttentionStatistics
-    from sigattn.ops.statistics import attention_statistics as attention_statistics
-    from sigattn.ops.varlen import sigmoid_varlen_attention as sigmoid_varlen_attention
+    from sigattn import flash
+    from sigattn.ops.attention import sigmoid_attention
+    from sigattn.ops.kvcache import sigmoid_kvcache_attention
+    from sigattn.ops.problem import log_length_bias
+    from sigattn.ops.settings import get_sigmoid_precision, set_sigmoid_precision
+    from sigattn.ops.statistics import AttentionStatistics, attention_statistics
+    from sigattn.ops.varlen import sigmoid_varlen_attention
 except KeyboardInterrupt:  # importing PyTorch takes seconds; the command line then exits without a traceback
     import sys
 
@@ -17,16 +41,40 @@ except KeyboardInterrupt:  # importing PyTorch takes seconds; the command line t
         raise SystemExit(130) from None
     raise
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from sigattn import data, distributed, integrations, models, nn, ops, recipes, tasks, theory, train
 
 __all__ = [
     "AttentionStatistics",
     "attention_statistics",
+    "data",
+    "distributed",
     "flash",
     "get_sigmoid_precision",
+    "integrations",
     "log_length_bias",
+    "models",
+    "nn",
+    "ops",
+    "recipes",
     "set_sigmoid_precision",
     "sigmoid_attention",
     "sigmoid_kvcache_attention",
     "sigmoid_varlen_attention",
+    "tasks",
+    "theory",
+    "train",
 ]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a package of ``__all__`` at its first use."""
+    if name in __all__:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,1 +1,36 @@
 """Language, vision, speech and sequence models of the same block, each built from a frozen configuration."""
+
+from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
+from sigattn.models.config import TransformerConfig
+from sigattn.models.generation import GenerationState, SamplingConfig, beam_search, sample
+from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.models.saving import ModelError, build, load, save
+from sigattn.models.sequence import SequenceModel, SequenceModelConfig
+from sigattn.models.speech import SpeechModel, SpeechModelConfig
+from sigattn.models.transformer import Transformer, recording
+from sigattn.models.vision import SIZES, ViT, ViTConfig
+
+__all__ = [
+    "SIZES",
+    "GenerationState",
+    "LanguageModel",
+    "LanguageModelConfig",
+    "MaskedAutoencoder",
+    "MaskedAutoencoderConfig",
+    "ModelError",
+    "SamplingConfig",
+    "SequenceModel",
+    "SequenceModelConfig",
+    "SpeechModel",
+    "SpeechModelConfig",
+    "Transformer",
+    "TransformerConfig",
+    "ViT",
+    "ViTConfig",
+    "beam_search",
+    "build",
+    "load",
+    "recording",
+    "sample",
+    "save",
+]

@@ -1,26 +1,74 @@
 """Layers of transformers with sigmoid attention (Sect. 5 and the practitioner's guide of the paper)."""
 
-from sigattn.nn.attention import Attention as Attention
-from sigattn.nn.bias import BatchLengthBias as BatchLengthBias
-from sigattn.nn.bias import ConstantBias as ConstantBias
-from sigattn.nn.bias import ContextLengthBias as ContextLengthBias
-from sigattn.nn.bias import LearnableBias as LearnableBias
-from sigattn.nn.bias import NoBias as NoBias
-from sigattn.nn.bias import QueryBias as QueryBias
-from sigattn.nn.bias import SampleLengthBias as SampleLengthBias
-from sigattn.nn.bias import VisibleKeysBias as VisibleKeysBias
-from sigattn.nn.block import Block as Block
-from sigattn.nn.cape import Cape as Cape
-from sigattn.nn.cape import ImageCape as ImageCape
-from sigattn.nn.conformer import ConformerBlock as ConformerBlock
-from sigattn.nn.conversion.convert import sigmoidify as sigmoidify
-from sigattn.nn.feedforward import MLP as MLP
-from sigattn.nn.feedforward import SwiGLU as SwiGLU
-from sigattn.nn.guide import Recommendation as Recommendation
-from sigattn.nn.guide import recommend as recommend
-from sigattn.nn.position import Alibi as Alibi
-from sigattn.nn.position import LearnableEmbedding as LearnableEmbedding
-from sigattn.nn.position import RotaryEmbedding as RotaryEmbedding
-from sigattn.nn.position import SinusoidalEmbedding as SinusoidalEmbedding
-from sigattn.nn.residual_branch import DropPath as DropPath
-from sigattn.nn.residual_branch import LayerScale as LayerScale
+from sigattn.nn.attention import Attention
+from sigattn.nn.batch_norm import MaskedBatchNorm
+from sigattn.nn.bias import (
+    AttentionBias,
+    BatchLengthBias,
+    ConstantBias,
+    ContextLengthBias,
+    LearnableBias,
+    NoBias,
+    QueryBias,
+    SampleLengthBias,
+    VisibleKeysBias,
+    make_bias,
+)
+from sigattn.nn.block import Block
+from sigattn.nn.cape import Cape, ImageCape
+from sigattn.nn.conformer import ConformerBlock, ConvolutionModule
+from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced, sigmoidify
+from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
+from sigattn.nn.documents import Documents
+from sigattn.nn.feedforward import MLP, SwiGLU
+from sigattn.nn.functional import MaskSpec
+from sigattn.nn.guide import Recommendation, recommend
+from sigattn.nn.initialization import initialize, mup_simple
+from sigattn.nn.kv_cache import KVCache
+from sigattn.nn.norm import LayerNorm, RMSNorm
+from sigattn.nn.performer import PerformerFeatures
+from sigattn.nn.position import Alibi, LearnableEmbedding, RotaryEmbedding, SinusoidalEmbedding, alibi_slopes
+from sigattn.nn.residual_branch import DropPath, LayerScale
+
+__all__ = [
+    "MLP",
+    "Alibi",
+    "Attention",
+    "AttentionBias",
+    "BatchLengthBias",
+    "Block",
+    "Cape",
+    "ConformerBlock",
+    "ConstantBias",
+    "ContextLengthBias",
+    "ConvolutionModule",
+    "Documents",
+    "DropPath",
+    "ImageCape",
+    "KVCache",
+    "LayerNorm",
+    "LayerScale",
+    "LearnableBias",
+    "LearnableEmbedding",
+    "MaskSpec",
+    "MaskedBatchNorm",
+    "NoBias",
+    "PerformerFeatures",
+    "QueryBias",
+    "RMSNorm",
+    "Recommendation",
+    "RemainingSoftmax",
+    "Replaced",
+    "RotaryEmbedding",
+    "SampleLengthBias",
+    "SigmoidMultiheadAttention",
+    "SinusoidalEmbedding",
+    "SwiGLU",
+    "VisibleKeysBias",
+    "alibi_slopes",
+    "initialize",
+    "make_bias",
+    "mup_simple",
+    "recommend",
+    "sigmoidify",
+]
