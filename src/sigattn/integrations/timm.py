@@ -50,6 +50,10 @@ class SigmoidAttention(Attention):
         if self.output_norm == "hybrid":
             self.branch_norm = nn.LayerNorm(self.proj.out_features, elementwise_affine=False)
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"num_heads={self.num_heads}, sigmoid_bias={self.sigmoid_bias!r}, output_norm={self.output_norm!r}"
+
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Return the layer's output, (B, N, width), of x (B, N, width)."""
         return _forward(self, x, attn_mask, is_causal)

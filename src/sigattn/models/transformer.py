@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ class Transformer(nn.Module):
     """
 
     checkpoint_activations = False
+    config: Any
+
+    def extra_repr(self) -> str:
+        """Return the settings of the configuration that differ from the default ones."""
+        default = type(self.config)()
+        values = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
 
     def run_block(self, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
         """Return a block's output, with activation checkpointing if it is on."""

@@ -171,6 +171,10 @@ class ImageSinusoids(nn.Module):
         """Compute the encoding."""
         self.encoding.copy_(image_sinusoids(self.encoding.shape[1], self.rows, self.columns))
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"{self.encoding.shape[1]}, rows={self.rows}, columns={self.columns}"
+
     def forward(self, x: Float[Tensor, "batch patches width"]) -> Float[Tensor, "batch patches width"]:
         """Add the encoding."""
         return x + self.encoding.to(x.dtype)

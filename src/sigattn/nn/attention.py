@@ -123,6 +123,11 @@ class Attention(nn.Module):
         self.output_frobenius_norm: Tensor | None = None
         self.statistics: AttentionStatistics | None = None
 
+    def extra_repr(self) -> str:
+        """Return the settings that no submodule shows."""
+        names = ("num_heads", "num_kv_heads", "activation", "causal", "window", "length_power", "dropout")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
     def shard_heads(self, rank: int, ranks: int) -> None:
         """Keep part ``rank`` of ``ranks`` equal parts of the heads, for tensor parallelism.
 

@@ -173,6 +173,10 @@ class VisibleKeysBias(AttentionBias):
         super().__init__()
         self.window = window
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"window={self.window}"
+
     def forward(
         self,
         num_queries: int,
@@ -208,6 +212,10 @@ class LearnableBias(AttentionBias):
     def reset_parameters(self) -> None:
         """Set the parameter to its initial value."""
         nn.init.constant_(self.value, self.initial)
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"initial={self.initial:.4g}, num_parameters={self.value.numel()}"
 
     def forward(
         self,

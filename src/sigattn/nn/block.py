@@ -83,6 +83,10 @@ class Block(nn.Module):
         self.attention_branch = branch(norm_placement in ("hybrid", "hybrid_attention"), attention_scale)
         self.feed_forward_branch = branch(norm_placement == "hybrid", init_values)
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"norm_placement={self.norm_placement!r}"
+
     def forward(
         self,
         x: Float[Tensor, "batch length width"],

@@ -58,6 +58,11 @@ class Cape(nn.Module):
         k = torch.arange(len(self.frequencies), device=self.frequencies.device, dtype=torch.float32)
         self.frequencies.copy_(self.frequency_scale * 10_000.0 ** (-k / len(self.frequencies)))
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        size = 2 * len(self.frequencies)
+        return f"{size}, step={self.step:g}, frequency_scale={self.frequency_scale:g}, {_augmentation(self)}"
+
     def forward(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
         """Add the encoding."""
         index = torch.arange(x.shape[1], device=x.device, dtype=torch.float32).expand(x.shape[:2])
@@ -121,6 +126,10 @@ class ImageCape(nn.Module):
         """Numbers of rows and columns."""
         return self.rows, self.columns
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"{2 * self.frequencies.shape[1]}, rows={self.rows}, columns={self.columns}, {_augmentation(self)}"
+
     def forward(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
         """Add the encoding to patches in row-major order."""
         xy = self.coordinates.expand(len(x), -1, -1)  # (B, length, 2)
@@ -130,6 +139,11 @@ class ImageCape(nn.Module):
             xy = xy + _uniform((len(x), 1, 2), self.max_global_shift, x.device)
             xy = xy * _uniform((len(x), 1, 1), math.log(self.max_scale), x.device).exp()
         return x + _waves(xy @ self.frequencies).to(x.dtype)
+
+
+def _augmentation(layer: Cape | ImageCape) -> str:
+    names = ("max_global_shift", "max_local_shift", "max_scale")
+    return ", ".join(f"{name}={getattr(layer, name):g}" for name in names)
 
 
 def _waves(angles: Tensor) -> Tensor:  # (B, length, width / 2) → (B, length, width)

@@ -81,6 +81,10 @@ class MLP(nn.Module):
         self.activation = activation
         self.dropout = nn.Dropout(dropout)
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"activation={self.activation!r}"
+
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Apply the layer to each position."""
         hidden = self.dropout(_ACTIVATIONS[self.activation](self.input(x)))

@@ -37,6 +37,10 @@ class PerformerFeatures(nn.Module):
         self.register_buffer("directions", torch.empty(features, head_dim))
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return "head_dim={1}, features={0}".format(*self.directions.shape)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new directions."""

@@ -35,6 +35,10 @@ class RotaryEmbedding(nn.Module):
         """Compute the frequencies."""
         self.frequencies.copy_(_frequencies(self.frequencies, self.base))
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"{2 * len(self.frequencies)}, base={self.base:g}"
+
     def forward(
         self,
         x: Float[Tensor, "batch heads length head_dim"],
@@ -115,6 +119,10 @@ class Alibi(nn.Module):
         after = torch.where(back, self.steepness * half, half)
         self.slopes.copy_(torch.stack([before, after], -1).unsqueeze(0))
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"num_heads={self.num_heads}, sides={self.sides!r}, steepness={self.steepness:g}"
+
     def shard_heads(self, first: int, count: int) -> None:
         """Keep the slopes of heads first … first + count - 1, for tensor parallelism."""
         whole = self.slopes
@@ -151,6 +159,10 @@ class SinusoidalEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Compute the frequencies."""
         self.frequencies.copy_(_frequencies(self.frequencies, self.base))
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"{2 * len(self.frequencies)}, base={self.base:g}"
 
     def forward(
         self,
@@ -200,6 +212,10 @@ class LearnableEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the vectors from a truncated normal distribution."""
         nn.init.trunc_normal_(self.weight, std=self.std)
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, std={self.std:g}"
 
     def forward(self, x: Float[Tensor, "batch length width"], offset: int = 0) -> Float[Tensor, "batch length width"]:
         """Add the vectors of positions offset, offset + 1, …

@@ -26,6 +26,10 @@ class LayerScale(nn.Module):
         """Set the factors to their initial value."""
         nn.init.constant_(self.weight, self.init_values)
 
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"{len(self.weight)}, init_values={self.init_values:g}"
+
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Multiply each feature by its factor."""
         return x * self.weight
@@ -46,6 +50,10 @@ class DropPath(nn.Module):
         if not 0 <= drop_prob < 1:
             raise ValueError(f"DropPath: drop_prob must lie in [0, 1), got {drop_prob}")
         self.drop_prob = drop_prob
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"drop_prob={self.drop_prob:g}"
 
     def forward(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
         """Return x (B, …) with some samples set to zero while training, and unchanged in evaluation."""

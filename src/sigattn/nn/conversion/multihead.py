@@ -32,6 +32,11 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
         """False, so that PyTorch's fused encoder layer, which computes a softmax, is not used."""
         return False
 
+    def extra_repr(self) -> str:
+        """Return the settings that no submodule shows."""
+        rule = "" if self.sigmoid_bias is not None else ", sigmoid_bias=None (-log of the visible keys)"
+        return f"{self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}{rule}"
+
     def forward(
         self,
         query: Tensor,

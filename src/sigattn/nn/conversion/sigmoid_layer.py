@@ -49,6 +49,11 @@ class SigmoidLayer(nn.Module):
             )
         return result
 
+    def extra_repr(self) -> str:
+        """Return the settings of the layer, and the bias if no submodule shows it."""
+        rule = "" if self.sigmoid_bias is not None else "sigmoid_bias=None (-log of the visible keys)"
+        return ", ".join(filter(None, (super().extra_repr(), rule)))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle the layer by its original class, because this class is made at run time."""
         return _rebuild, (self.softmax_class,), self.__dict__
