@@ -279,6 +279,9 @@ class TestSaving:
         (tmp_path / "config.json").write_text(json.dumps({**about, "config": {**about["config"], "embed_dim": 32}}))
         with pytest.raises(ModelError, match="size mismatch"):
             load(tmp_path)
+        (tmp_path / "config.json").write_text('{"model": "language", "config": {"layers": 2, "width": 16}}')
+        with pytest.raises(ModelError, match="has no layers, width: these settings were written by another version of"):
+            load(tmp_path)
         with pytest.raises(TypeError, match="got Linear"):
             save(torch.nn.Linear(1, 1), tmp_path)
 

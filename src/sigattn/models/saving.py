@@ -19,6 +19,7 @@ from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
 from sigattn.models.vision import ViT, ViTConfig
+from sigattn.validation import SettingsError
 
 ModelConfig = LanguageModelConfig | ViTConfig | MaskedAutoencoderConfig | SpeechModelConfig | SequenceModelConfig
 
@@ -120,12 +121,16 @@ def from_dict(kind: type[ModelConfig], values: dict[str, Any]) -> ModelConfig:
     """Create a configuration from its JSON object.
 
     Raises:
-        TypeError: for an unknown field.
+        SettingsError: for an unknown field, as in files of another version.
     """
     if kind is MaskedAutoencoderConfig:
         values = {**values, "encoder": from_dict(ViTConfig, values["encoder"])}
     if kind is SequenceModelConfig:
         values = {**values, "mlp_dims": tuple(values["mlp_dims"])}
+    if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(kind)}):
+        raise SettingsError(
+            f"{kind.__name__} has no {', '.join(unknown)}: these settings were written by another version of sigattn"
+        )
     return kind(**values)
 
 
