@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn.conversion.convert import find_softmax, fused_paths, replace
+from sigattn.nn.conversion.softmax_calls import listed
 from sigattn.nn.conversion.visible_keys import count_keys_per_query, is_visible
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
@@ -56,7 +57,20 @@ class SigmoidAttention(Attention):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Return the layer's output, (B, N, width), of x (B, N, width)."""
-        return _forward(self, x, attn_mask, is_causal)
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)  # (B, H, N, D) each
+        query, key = self.q_norm(query), self.k_norm(key)
+        bias: Any = self.sigmoid_bias
+        if bias == "log_visible":
+            bias = _log_visible(query, attn_mask, is_causal)
+        dropout = self.attn_drop.p if self.training else 0.0
+        out = sigmoid_attention(query, key, value, attn_mask, dropout, is_causal, bias=bias)
+        out = self.norm(out.transpose(1, 2).reshape(batch, length, self.attn_dim))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        result: Tensor = self.branch_norm(self.proj_drop(self.proj(out)))
+        return result
 
 
 def attention_layer(bias: Bias = "log_visible", output_norm: OutputNorm = "none") -> type[Attention]:
@@ -111,39 +125,17 @@ def _complete(model: nn.Module, layer_class: type[SigmoidAttention]) -> None:
     if refused:
         raise ValueError(
             f"{type(model).__name__} ignores attn_layer in layers that compute a softmax themselves, which cannot be "
-            f"replaced: {_listed(refused)}"
+            f"replaced: {listed(refused)}"
         )
     replaced = [f for f in findings if f.replaceable]
     blocks = [f for f in replaced if f.name.startswith("blocks.")]
     if blocks and layer_class.output_norm == "hybrid":
         raise ValueError(
             f'{type(model).__name__} ignores attn_layer in its blocks, so that output_norm="hybrid" cannot be applied: '
-            f'{_listed(blocks)}. Pass attention_layer(output_norm="none")'
+            f'{listed(blocks)}. Pass attention_layer(output_norm="none")'
         )
     bias = layer_class.sigmoid_bias
     replace(model, replaced, [f for f in findings if not f.replaceable], None if bias == "log_visible" else bias)
-
-
-def _listed(findings: Any) -> str:
-    return ", ".join(f"{f.name!r} ({type(f.module).__name__})" for f in findings)
-
-
-def _forward(layer: Any, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Compute timm's own forward with sigmoid attention: (B, N, width) → (B, N, width)."""
-    batch, length, _ = x.shape
-    qkv = layer.qkv(x).reshape(batch, length, 3, layer.num_heads, layer.head_dim).permute(2, 0, 3, 1, 4)
-    query, key, value = qkv.unbind(0)  # (B, H, N, D) each
-    query, key = layer.q_norm(query), layer.k_norm(key)
-    bias = layer.sigmoid_bias
-    if bias == "log_visible":
-        bias = _log_visible(query, attn_mask, is_causal)
-    dropout = layer.attn_drop.p if layer.training else 0.0
-    out = sigmoid_attention(query, key, value, attn_mask, dropout, is_causal, bias=bias)
-    out = layer.norm(out.transpose(1, 2).reshape(batch, length, layer.attn_dim))
-    if layer.gate is not None:
-        out = out * layer.gate(x).sigmoid()
-    result: Tensor = layer.branch_norm(layer.proj_drop(layer.proj(out)))
-    return result
 
 
 def _log_visible(query: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor:

@@ -163,12 +163,22 @@ class SpeechModel(Transformer):
         targets: Int[Tensor, "batch characters"],
         target_lengths: Int[Tensor, " batch"],
     ) -> Float[Tensor, ""]:
-        """Return the CTC loss, in nats per character.
-
-        The loss of a target that is too long for its sample's steps is set to 0, as in most recipes.
-        """
+        """Return ``ctc_loss`` of the frames' log-probabilities."""
         log_probabilities, steps = self(frames, lengths)
-        return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
+        return ctc_loss(log_probabilities, steps, targets, target_lengths)
+
+
+def ctc_loss(
+    log_probabilities: Float[Tensor, "batch steps vocab"],
+    steps: Int[Tensor, " batch"],
+    targets: Int[Tensor, "batch characters"],
+    target_lengths: Int[Tensor, " batch"],
+) -> Float[Tensor, ""]:
+    """Return the CTC loss in nats per character, averaged over samples.
+
+    The loss of a target that is too long for its sample's steps is set to 0, as in most recipes.
+    """
+    return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
 
 
 def _warn(c: SpeechModelConfig) -> None:

@@ -20,7 +20,7 @@ same in both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -61,22 +61,6 @@ class AttentionBias(nn.Module):
         raise TypeError(f"{type(self).__name__} is abstract: use a subclass of sigattn.nn.bias")
 
 
-class NoBias(AttentionBias):
-    """Bias of 0. Attention outputs are at first about n/2 times as large as softmax's: choose the norms accordingly."""
-
-    def forward(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        query_offset: int = 0,
-        key_lengths: Tensor | None = None,
-        device: torch.device,
-    ) -> float:
-        """Return 0."""
-        return 0.0
-
-
 class ConstantBias(AttentionBias):
     """Bias of one number for all heads and queries.
 
@@ -88,21 +72,20 @@ class ConstantBias(AttentionBias):
         super().__init__()
         self.value = float(value)
 
-    def forward(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        query_offset: int = 0,
-        key_lengths: Tensor | None = None,
-        device: torch.device,
-    ) -> float:
+    def forward(self, *_: Any, **__: Any) -> float:
         """Return the number."""
         return self.value
 
     def extra_repr(self) -> str:
         """Return the number, to four digits."""
         return f"{self.value:.4g}"
+
+
+class NoBias(ConstantBias):
+    """Bias of 0. Attention outputs are at first about n/2 times as large as softmax's: choose the norms accordingly."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
 
 
 class ContextLengthBias(ConstantBias):
@@ -121,15 +104,7 @@ class BatchLengthBias(AttentionBias):
 
     cache_safe = False
 
-    def forward(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        query_offset: int = 0,
-        key_lengths: Tensor | None = None,
-        device: torch.device,
-    ) -> float:
+    def forward(self, num_queries: int, num_keys: int, **_: Any) -> float:
         """Return -log of the number of keys."""
         return log_length_bias(max(num_keys, 1))
 
@@ -141,13 +116,7 @@ class SampleLengthBias(AttentionBias):
     cache_safe = False
 
     def forward(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        query_offset: int = 0,
-        key_lengths: Tensor | None = None,
-        device: torch.device,
+        self, num_queries: int, num_keys: int, *, key_lengths: Tensor | None = None, device: torch.device, **_: Any
     ) -> Tensor:
         """Return -log of the lengths, (B, 1, 1, 1) in float32.
 
@@ -178,13 +147,7 @@ class VisibleKeysBias(AttentionBias):
         return f"window={self.window}"
 
     def forward(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        query_offset: int = 0,
-        key_lengths: Tensor | None = None,
-        device: torch.device,
+        self, num_queries: int, num_keys: int, *, query_offset: int = 0, device: torch.device, **_: Any
     ) -> Tensor:
         """Return the bias of each query, (N, 1) in float32."""
         visible = torch.arange(query_offset + 1, query_offset + num_queries + 1, device=device, dtype=torch.float32)
@@ -217,15 +180,7 @@ class LearnableBias(AttentionBias):
         """Return the settings."""
         return f"initial={self.initial:.4g}, num_parameters={self.value.numel()}"
 
-    def forward(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        query_offset: int = 0,
-        key_lengths: Tensor | None = None,
-        device: torch.device,
-    ) -> Tensor:
+    def forward(self, *_: Any, **__: Any) -> Tensor:
         """Return the parameter, (1,) or (heads, 1, 1)."""
         return self.value
 

@@ -28,15 +28,19 @@ class Documents(NamedTuple):
         >>> Documents.from_end_token(torch.tensor([[5, 0, 7, 7, 0, 3]]), 0).ids.tolist()
         [[0, 0, 1, 1, 1, 2]]
         """
-        batch, length = tokens.shape
-        ends = (tokens == end_token).long()
-        number = ends.cumsum(1) - ends
-        begins = torch.cat((torch.ones_like(ends[:, :1]), ends[:, :-1]), 1).bool()  # (B, N)
-        at = torch.arange(length, device=tokens.device).expand(batch, -1)
-        position = at - torch.where(begins, at, 0).cummax(1).values
-        last = torch.tensor([batch * length], device=tokens.device)
-        starts = torch.cat((begins.flatten().nonzero().squeeze(1), last)).int()
-        return cls(number, position, starts)
+        is_end = tokens == end_token
+        return cls.from_starts(torch.cat((torch.ones_like(is_end[:, :1]), is_end[:, :-1]), 1))
+
+    @classmethod
+    def from_starts(cls, is_start: Tensor) -> Documents:
+        """Find the documents whose first tokens are marked in (B, N) bool; the first token of each row must be."""
+        index = torch.arange(is_start.shape[1], device=is_start.device).expand_as(is_start)
+        starts = is_start.flatten().nonzero().squeeze(1)
+        return cls(
+            ids=is_start.long().cumsum(1) - 1,
+            positions=index - torch.where(is_start, index, 0).cummax(1).values,
+            cu_seqlens=torch.cat((starts, starts.new_tensor([is_start.numel()]))).int(),
+        )
 
     @property
     def mask(self) -> Tensor:

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
-from sigattn.models.speech import ALPHABET, SpeechModel, SpeechModelConfig
+from sigattn.models.speech import ALPHABET, SpeechModel, SpeechModelConfig, ctc_loss
 from sigattn.optional import require
 from sigattn.tasks.task import Task
 from sigattn.validation import SettingsError
@@ -47,7 +46,7 @@ class CTC(Task):
         """Return CTC's loss, averaged over samples after division by the number of characters of each."""
         frames, lengths, targets, target_lengths = batch
         log_probabilities, steps = module(frames, lengths)
-        return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
+        return ctc_loss(log_probabilities, steps, targets, target_lengths)
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         import jiwer
@@ -55,7 +54,7 @@ class CTC(Task):
         loss, samples, references, hypotheses = 0.0, 0, [], []
         for frames, lengths, targets, target_lengths in batches:
             log_probabilities, steps = module(frames, lengths)
-            one = F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
+            one = ctc_loss(log_probabilities, steps, targets, target_lengths)
             loss, samples = loss + one.item() * len(frames), samples + len(frames)
             hypotheses += self.decode(log_probabilities, steps)
             references += [self.text(t[:n].tolist()) for t, n in zip(targets, target_lengths, strict=True)]

@@ -164,12 +164,7 @@ def _documents(position_ids: Tensor) -> Documents | None:
     is_start[:, 0] = True
     if is_start.sum() == len(is_start):
         return None
-    number = is_start.long().cumsum(1) - 1
-    last = torch.tensor([is_start.numel()], device=is_start.device)
-    starts = torch.cat((is_start.flatten().nonzero().squeeze(1), last)).int()
-    index = torch.arange(is_start.shape[1], device=is_start.device).expand_as(is_start)
-    position = index - torch.where(is_start, index, 0).cummax(1).values
-    return Documents(number, position, starts)
+    return Documents.from_starts(is_start)
 
 
 class _CacheAdapter(KVCache):

@@ -20,7 +20,7 @@ from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
 from sigattn.nn.conversion import code_search, run_search
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
 from sigattn.nn.conversion.sigmoid_layer import SigmoidLayer, sigmoid_class
-from sigattn.nn.conversion.softmax_calls import MHA_NAME, SDPA_NAME, Finding
+from sigattn.nn.conversion.softmax_calls import MHA_NAME, SDPA_NAME, Finding, listed
 
 CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
 
@@ -204,12 +204,8 @@ def _check_patterns(patterns: Sequence[str], findings: Sequence[Finding]) -> Non
 def _nothing_found(model: nn.Module, staying: Sequence[Finding], by_code: bool) -> str:
     message = f"sigmoidify: {type(model).__name__} has no attention layer that it can replace."
     if staying:
-        message += f" These compute a softmax that was allowed, or is not an attention's: {_listed(staying)}."
+        message += f" These compute a softmax that was allowed, or is not an attention's: {listed(staying)}."
     return message + (" Pass example=(...) to find them by running the model" if by_code else "")
-
-
-def _listed(findings: Sequence[Finding]) -> str:
-    return ", ".join(f"{f.name!r} ({type(f.module).__name__}: {f.call})" for f in findings)
 
 
 def _check_nesting(replaced: Sequence[Finding], staying: Sequence[Finding]) -> None:
@@ -225,7 +221,7 @@ def _check_nesting(replaced: Sequence[Finding], staying: Sequence[Finding]) -> N
 
 def _refusal(refused: Sequence[Finding], by_code: bool) -> str:
     message = (
-        f"sigmoidify: these layers compute a softmax themselves, where it cannot be replaced: {_listed(refused)}. Let "
+        f"sigmoidify: these layers compute a softmax themselves, where it cannot be replaced: {listed(refused)}. Let "
         'them use F.scaled_dot_product_attention (a flag such as fused_attn=True or attn_implementation="sdpa"), or '
         "rewrite them with sigattn.nn.Attention. To keep their softmax, pass their names, or patterns, as allow_softmax"
     )

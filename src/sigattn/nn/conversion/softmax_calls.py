@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,11 @@ class Finding(NamedTuple):
     call: str
     replaceable: bool
     attention: bool
+
+
+def listed(findings: Iterable[Finding]) -> str:
+    """Return names, classes and calls of findings for a message."""
+    return ", ".join(f"{f.name!r} ({type(f.module).__name__}: {f.call})" for f in findings)
 
 
 def is_sdpa(func: Any) -> bool:
