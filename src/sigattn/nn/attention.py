@@ -203,6 +203,30 @@ class Attention(nn.Module):
         Raises:
             ValueError: if the arguments, or an argument and the layer's options, exclude each other.
         """
+        self._check_call(kv_input, key_lengths, cache, documents)
+        query_offset = 0 if cache is None else cache.length
+        query, key, value = self._project(x, x if kv_input is None else kv_input, query_offset)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        shard = self.sequence_shard
+        num_queries, num_keys = (query.shape[2], key.shape[2]) if shard is None else (shard.length, shard.length)
+        spec = self._mask_spec(num_queries, num_keys, key_lengths, cache, documents, query_offset, query.device)
+        out = self._attend(query, key, value, spec)
+        if self.length_power:
+            n = functional.num_visible_keys(num_queries, num_keys, spec, query.device).clamp(min=1)
+            n = n if shard is None else n[:, :, shard.positions(n.device)]
+            out = out * (n**-self.length_power).to(out.dtype)
+        if self.record != "nothing":
+            self.output_frobenius_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
+        if self.record == "everything" and shard is None:
+            self.statistics = functional.statistics(self.activation, query, key, value, spec)
+        result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
+        return result
+
+    def _check_call(
+        self, kv_input: Tensor | None, key_lengths: Tensor | None, cache: KVCache | None, documents: Documents | None
+    ) -> None:
+        """Raise ValueError for arguments of ``forward`` that exclude each other or an option of the layer."""
         if cache is not None and (not self.causal or self.activation == "performer"):
             raise ValueError(
                 f"a cache needs causal=True and an activation other than 'performer', got causal={self.causal} and "
@@ -210,119 +234,90 @@ class Attention(nn.Module):
             )
         if cache is not None and cache.left_padding is not None and key_lengths is not None:
             raise ValueError("a cache of prompts padded on the left does not support key_lengths (right padding)")
-        if self.sequence_shard is not None:
-            self._check_sequence_shard(
-                alone=kv_input is None and key_lengths is None and cache is None and documents is None
-            )
-        if documents is not None:
-            self._check_documents(alone=kv_input is None and key_lengths is None and cache is None)
-        first = 0 if cache is None else cache.length
-        query = self._by_head(self.query(x))  # (B, Hq, N, D)
-        key, value = self._keys_and_values(x if kv_input is None else kv_input, first)
-        query = self.query_norm(query)
-        if isinstance(self.attention_bias, QueryBias):
-            query = self.attention_bias.added_to(query)
-        if isinstance(self.position, RotaryEmbedding):
-            query = self.position(query, first, self._positions(query))
-        if self.temperature is not None:
-            half = (self.temperature / 2).exp()  # on Q and on K, because Q · e^10 may overflow in float16
-            query, key = query * half.to(query.dtype), key * half.to(key.dtype)
-        if cache is not None:
-            key, value = cache.append(key, value)
-        out = self._attend(query, key, value, key_lengths, first, documents, cache)
-        result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
-        return result
-
-    def _positions(self, x: Tensor) -> Tensor | None:
-        """Return the positions of this process's part of the sequence under context parallelism, else None."""
-        return None if self.sequence_shard is None else self.sequence_shard.positions(x.device)
-
-    def _attend_sequence_shard(
-        self, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec, share: SequenceShard
-    ) -> Tensor:  # (B, Hq, n, D)
-        bias = pattern.bias
-        if isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == share.length > 1:
-            bias = bias.index_select(-2, share.positions(bias.device))
-        return share.attend(
-            query,
-            key,
-            value,
-            is_causal=pattern.causal,
-            window=pattern.sides,
-            bias=bias,
-            alibi_slopes=pattern.alibi_slopes,
-        )
-
-    def _check_sequence_shard(self, *, alone: bool) -> None:
-        if not alone or self.activation != "sigmoid" or (self.dropout and self.training):
+        whole_rows = kv_input is None and key_lengths is None and cache is None
+        if self.sequence_shard is not None and (
+            not whole_rows or documents is not None or self.activation != "sigmoid" or (self.dropout and self.training)
+        ):
             raise ValueError(
                 "context parallelism needs sigmoid self-attention without padding, cache, documents or dropout: got "
                 f"one of those, or activation={self.activation!r}, or dropout={self.dropout}"
             )
-
-    def _check_documents(self, *, alone: bool) -> None:
-        if not alone or not self.causal or self.activation == "performer":
+        if documents is not None and (not whole_rows or not self.causal or self.activation == "performer"):
             raise ValueError(
                 "documents need causal self-attention of whole rows: got kv_input, key_lengths or a cache too, or "
                 f"causal={self.causal}, or activation={self.activation!r}"
             )
-        if isinstance(self.attention_bias, (SampleLengthBias, VisibleKeysBias)):
+        if documents is not None and isinstance(self.attention_bias, (SampleLengthBias, VisibleKeysBias)):
             raise ValueError(
                 f"{type(self.attention_bias).__name__} differs between rows, which documents do not support: use "
                 "ContextLengthBias or a number"
             )
 
-    def _keys_and_values(self, source: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values, (B, Hkv, M, D); keys are normalised and encode their positions, from ``first`` on."""
-        key, value = self._by_head(self.key(source)), self._by_head(self.value(source))
-        key = self.key_norm(key)
+    def _project(self, x: Tensor, kv_input: Tensor, query_offset: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B, Hq, N, D), keys and values (B, Hkv, M, D), after norms, positions and temperature."""
+        query, key, value = self._by_head(self.query(x)), self._by_head(self.key(kv_input)), self.value(kv_input)
+        query, key = self.query_norm(query), self.key_norm(key)
+        if isinstance(self.attention_bias, QueryBias):
+            query = self.attention_bias.added_to(query)
         if isinstance(self.position, RotaryEmbedding):
-            key = self.position(key, first, self._positions(key))
-        return key, value
+            positions = None if self.sequence_shard is None else self.sequence_shard.positions(x.device)
+            query, key = (self.position(t, query_offset, positions) for t in (query, key))
+        if self.temperature is not None:
+            half = (self.temperature / 2).exp()  # on Q and on K, because Q · e^10 may overflow in float16
+            query, key = query * half.to(query.dtype), key * half.to(key.dtype)
+        return query, key, self._by_head(value)
 
     def _by_head(self, x: Tensor) -> Tensor:  # (B, N, H · D) → (B, H, N, D)
         return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
 
-    def _attend(
+    def _mask_spec(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        num_queries: int,
+        num_keys: int,
         key_lengths: Tensor | None,
-        first: int,
-        documents: Documents | None,
         cache: KVCache | None,
-    ) -> Tensor:  # (B, Hq, N, D)
-        queries, keys = query.shape[2], key.shape[2]
+        documents: Documents | None,
+        query_offset: int,
+        device: torch.device,
+    ) -> MaskSpec:
+        rule = self.attention_bias
         bias: float | Tensor = 0.0
-        if self.sequence_shard is not None:
-            queries = keys = self.sequence_shard.length
-        if self.attention_bias is not None and not isinstance(self.attention_bias, QueryBias):
-            bias = self.attention_bias(queries, keys, query_offset=first, key_lengths=key_lengths, device=query.device)
-        slopes = self.position() if isinstance(self.position, Alibi) else None
-        dropout = self.dropout if self.training and cache is None else 0.0
-        first_key = None if cache is None else cache.left_padding
-        pattern = MaskSpec(self.causal, self.window, key_lengths, slopes, bias, dropout, first, documents, first_key)
-        if first_key is not None and isinstance(self.attention_bias, VisibleKeysBias):
-            without_padding = pattern._replace(window=self.attention_bias.window)
-            n = functional.visible_keys(queries, keys, without_padding, query.device).clamp(min=1)
-            pattern = pattern._replace(bias=log_length_bias(n))
-        if self.sequence_shard is not None:
-            out: Tensor = self._attend_sequence_shard(query, key, value, pattern, self.sequence_shard)
-        elif self.activation == "performer":
-            out = self.performer(query, key, value, causal=self.causal, key_lengths=key_lengths)
-        else:
-            out = self.attention_fn(self.activation, query, key, value, pattern)
-        if self.length_power:
-            n = functional.visible_keys(queries, keys, pattern, query.device).clamp(min=1)
-            if self.sequence_shard is not None:
-                n = n[:, :, self.sequence_shard.positions(n.device)]
-            out = out * (n**-self.length_power).to(out.dtype)
-        if self.record != "nothing":
-            self.output_frobenius_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
-        if self.record == "everything" and self.sequence_shard is None:
-            self.statistics = functional.statistics(self.activation, query, key, value, pattern)
-        return out
+        if rule is not None and not isinstance(rule, QueryBias):
+            bias = rule(num_queries, num_keys, query_offset=query_offset, key_lengths=key_lengths, device=device)
+        spec = MaskSpec(
+            self.causal,
+            self.window,
+            key_lengths,
+            alibi_slopes=self.position() if isinstance(self.position, Alibi) else None,
+            bias=bias,
+            dropout=self.dropout if self.training and cache is None else 0.0,
+            query_offset=query_offset,
+            documents=documents,
+            left_padding=None if cache is None else cache.left_padding,
+        )
+        if spec.left_padding is not None and isinstance(rule, VisibleKeysBias):  # does not count the padding
+            n = functional.num_visible_keys(num_queries, num_keys, spec._replace(window=rule.window), device)
+            spec = spec._replace(bias=log_length_bias(n.clamp(min=1)))
+        return spec
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:  # (B, Hq, N, D)
+        shard, bias = self.sequence_shard, spec.bias
+        if self.activation == "performer":
+            out: Tensor = self.performer(query, key, value, causal=self.causal, key_lengths=spec.key_lengths)
+            return out
+        if shard is None:
+            return self.attention_fn(self.activation, query, key, value, spec)
+        if isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == shard.length > 1:
+            bias = bias.index_select(-2, shard.positions(bias.device))
+        return shard.attend(
+            query,
+            key,
+            value,
+            is_causal=spec.causal,
+            window=spec.sides,
+            bias=bias,
+            alibi_slopes=spec.alibi_slopes,
+        )
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:

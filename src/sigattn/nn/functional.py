@@ -95,7 +95,7 @@ def statistics(
     )
 
 
-def visible_keys(queries: int, keys: int, pattern: MaskSpec, device: torch.device) -> Tensor:
+def num_visible_keys(queries: int, keys: int, pattern: MaskSpec, device: torch.device) -> Tensor:
     """Count the keys that each query sees, the n of n^(-α) in App. G.1: (1 or B, 1, N, 1), float32."""
     if pattern.documents is not None:
         seen = pattern.documents.positions + 1  # (B, N)
