@@ -165,7 +165,11 @@ def test_run_json(content, message, run, capsys):
         ("config.json", "not JSON", "config.json is no JSON"),
         ("config.json", '{"model": "nosuch", "config": {}}', "'nosuch'"),
         ("config.json", '{"model": "language", "config": {"embed_dim": 0}}', "embed_dim must be at least 1, got 0"),
-        ("config.json", '{"model": "language", "config": {"width": 8}}', "has no width: these settings were written by"),
+        (
+            "config.json",
+            '{"model": "language", "config": {"width": 8}}',
+            "has no width: these settings were written by",
+        ),
         ("config.json", '{"model": "language", "config": {}}', "Error(s) in loading state_dict"),
         ("model.safetensors", "no tensors at all", "SafetensorError"),
         ("model.safetensors", None, "No such file"),

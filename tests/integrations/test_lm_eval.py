@@ -26,7 +26,7 @@ def lm():
     model = LanguageModel(LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=4))
     with torch.no_grad():
         model.embedding.weight.mul_(5)
-    return harness.SigattnLM(model, batch=3)
+    return harness.SigattnLM(model, batch_size=3)
 
 
 def scored(model, context, continuation):

@@ -73,7 +73,7 @@ def test_too_many_tokens():
         LanguageModel(LanguageModelConfig(**SMALL))(torch.zeros(1, 17, dtype=torch.long))
 
 
-def test_watching_is_over_when_it_is_over():
+def test_recording_ends_with_its_context():
     model = LanguageModel(LanguageModelConfig(**SMALL))
     with model.recording() as layers:
         model(torch.zeros(1, 4, dtype=torch.long))

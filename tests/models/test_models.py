@@ -287,7 +287,7 @@ class TestSaving:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_reports_and_watching(name):
+def test_reports_and_recording(name):
     model = build(SMALL[name]).train()
     inputs = {
         "language": lambda: torch.zeros(2, 9, dtype=torch.long),
@@ -302,10 +302,10 @@ def test_reports_and_watching(name):
         assert (statistics.row_mass_mean > 0).all()
         assert statistics.max_logit.isfinite().all()
     assert model.training
-    with model.recording() as watched:
+    with model.recording() as recorded:
         model(inputs)
-        assert all((layer.output_frobenius_norm > 0).all() for layer in watched)
-        assert all(layer.statistics is None for layer in watched)
+        assert all((layer.output_frobenius_norm > 0).all() for layer in recorded)
+        assert all(layer.statistics is None for layer in recorded)
 
 
 def test_cached_generation_is_what_the_whole_sequence_gives():

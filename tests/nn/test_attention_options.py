@@ -209,7 +209,7 @@ class TestCache:
                 Attention(8, 2, activation="sigmoid", attention_bias=0.0, causal=False)(x, cache=KVCache(4))
 
 
-def test_watching_everything():
+def test_recording_everything():
     layer = Attention(8, 2, activation="sigmoid", attention_bias=-1.0, position=Alibi(2), dropout=0.5).eval()
     x = torch.randn(2, 5, 8)
     layer.record = "everything"

@@ -64,7 +64,7 @@ def attend(
     pattern: functional.MaskSpec,
 ) -> Tensor:
     """Return the output of ``functional.attend`` without the smallest contributions; add its errors to ``errors``."""
-    problem = functional.problem_of(query, key, value, pattern)
+    problem = functional.make_problem(query, key, value, pattern)
     weights = reference.attention_weights(problem, activation)  # (B, H, N, M)
     visible = reference.masked_logits(problem, activation)[1]
     norms = value.norm(dim=-1).repeat_interleave(query.shape[1] // value.shape[1], 1)  # (B, H, M)

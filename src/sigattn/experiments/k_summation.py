@@ -155,7 +155,7 @@ def attention_weights(model: SequenceModel, samples: Tensor) -> Tensor:  # (B, n
     found: list[Tensor] = []
 
     def attend(activation: Any, query: Tensor, key: Tensor, value: Tensor, pattern: functional.MaskSpec) -> Tensor:
-        problem = functional.problem_of(query, key, value, pattern)
+        problem = functional.make_problem(query, key, value, pattern)
         found.append(reference.attention_weights(problem, activation)[:, 0])
         return functional.attend(activation, query, key, value, pattern)
 

@@ -43,7 +43,7 @@ def coarse_sigmoid(logits: Tensor, bits: int) -> Tensor:
 
 def attend(bits: int, _: str, query: Tensor, key: Tensor, value: Tensor, pattern: functional.MaskSpec) -> Tensor:
     """Return the output of ``functional.attend`` with the coarse σ; materialises all weights."""
-    problem = functional.problem_of(query, key, value, pattern)
+    problem = functional.make_problem(query, key, value, pattern)
     logits, visible = reference.masked_logits(problem)
     weights = coarse_sigmoid(logits, bits).masked_fill(~visible, 0)
     return reference.combine(problem, weights).to(query.dtype)

@@ -44,14 +44,14 @@ class SigattnLM(TemplateLM):
         batch: batch size. end: token that ends a document, and that replaces an empty context.
     """
 
-    def __init__(self, model: LanguageModel, tokenizer: Any = None, batch: int = 8, end: int = 0) -> None:
+    def __init__(self, model: LanguageModel, tokenizer: Any = None, batch_size: int = 8, end_token: int = 0) -> None:
         super().__init__()
-        self.model, self.tokenizer, self.batch, self.end = model.eval(), tokenizer, batch, end
+        self.model, self.tokenizer, self.batch_size, self.end_token = model.eval(), tokenizer, batch_size, end_token
 
     @property
     def eot_token_id(self) -> int:
         """Token that ends a document."""
-        return self.end
+        return self.end_token
 
     @property
     def max_length(self) -> int:
@@ -79,8 +79,8 @@ class SigattnLM(TemplateLM):
         """Return Σ log p of each continuation, and True if greedy decoding gives it."""
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         results: dict[int, tuple[float, bool]] = {}
-        for start in range(0, len(order), self.batch):
-            batch = order[start : start + self.batch]
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
             rows = [self._row(requests[i][1], requests[i][2]) for i in batch]
             log_p = self._log_probabilities([tokens for tokens, _ in rows])
             for i, (tokens, count), row in zip(batch, rows, log_p, strict=True):
@@ -113,7 +113,7 @@ class SigattnLM(TemplateLM):
         for request in requests:
             windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.end,
+                prefix_token=self.end_token,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
@@ -130,19 +130,19 @@ class SigattnLM(TemplateLM):
         until = [until] if isinstance(until, str) else list(until)
         max_tokens = int(options.get("max_gen_toks", 256))
         temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-        tokens = (self.tok_encode(context) or [self.end])[-max(1, self.max_length - max_tokens) :]
+        tokens = (self.tok_encode(context) or [self.end_token])[-max(1, self.max_length - max_tokens) :]
         prompt = torch.tensor(tokens, device=next(self.model.parameters()).device)
         generated: list[int] = []
         while len(generated) < max_tokens:  # 32 tokens at a time, to stop soon after a stop text
             step = min(32, max_tokens - len(generated))
             so_far = torch.cat((prompt, prompt.new_tensor(generated)))[-self.max_length :]
-            (row,) = self.model.generate([so_far], step, temperature=temperature, stop_tokens=[self.end])
+            (row,) = self.model.generate([so_far], step, temperature=temperature, stop_tokens=[self.end_token])
             generated += row[len(so_far) :].tolist()
             text = self.tok_decode(generated)
-            if self.end in generated or any(u in text for u in until if u):
+            if self.end_token in generated or any(u in text for u in until if u):
                 break
-        if self.end in generated:
-            generated = generated[: generated.index(self.end)]
+        if self.end_token in generated:
+            generated = generated[: generated.index(self.end_token)]
         text = self.tok_decode(generated)
         for u in until:
             text = text.split(u)[0] if u else text

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sigattn.nn.conversion.convert import find_softmax, fused_paths, replace
+from sigattn.nn.conversion.convert import convert_layers, enable_fused_attention, find_softmax
 from sigattn.nn.conversion.softmax_calls import listed
 from sigattn.nn.conversion.visible_keys import count_keys_per_query, is_visible
 from sigattn.ops.attention import sigmoid_attention
@@ -56,7 +56,7 @@ class SigmoidAttention(Attention):
         return f"num_heads={self.num_heads}, sigmoid_bias={self.sigmoid_bias!r}, output_norm={self.output_norm!r}"
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Return the layer's output, (B, N, width), of x (B, N, width)."""
+        """Return the layer's output, (B, N, embed_dim), of x (B, N, embed_dim)."""
         batch, length, _ = x.shape
         qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)  # (B, H, N, D) each
@@ -112,7 +112,7 @@ def _complete_after_init(model_class: Any) -> None:
         options = {**arguments, **arguments.get("kwargs", {})}
         layer_class = options.get("attn_layer", getattr(options.get("cfg"), "attn_layer", None))
         if isinstance(layer_class, type) and issubclass(layer_class, SigmoidAttention):
-            with fused_paths(self):
+            with enable_fused_attention(self):
                 _complete(self, layer_class)
 
     completing.sigattn = True  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def _complete(model: nn.Module, layer_class: type[SigmoidAttention]) -> None:
             f'{listed(blocks)}. Pass attention_layer(output_norm="none")'
         )
     bias = layer_class.sigmoid_bias
-    replace(model, replaced, [f for f in findings if not f.replaceable], None if bias == "log_visible" else bias)
+    convert_layers(model, replaced, [f for f in findings if not f.replaceable], None if bias == "log_visible" else bias)
 
 
 def _log_visible(query: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor:

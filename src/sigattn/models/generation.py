@@ -140,7 +140,7 @@ def sample(
 
 def beam_search(state: GenerationState, max_new_tokens: int, config: SamplingConfig) -> list[Tensor]:
     """Return the most probable sequence that beam search finds for each prompt."""
-    batch, width, prompt = len(state.tokens), config.num_beams, state.tokens.shape[1]
+    batch, num_beams, prompt = len(state.tokens), config.num_beams, state.tokens.shape[1]
     device = state.tokens.device
     scores = torch.zeros(batch, 1, device=device)  # (B, beams): Σ log p
     lengths = torch.zeros(batch, 1, device=device)
@@ -154,7 +154,7 @@ def beam_search(state: GenerationState, max_new_tokens: int, config: SamplingCon
         # a finished beam repeats its last token with log p = 0
         log_p = torch.where(done[..., None], torch.where(is_last, 0.0, -torch.inf), log_p)
         total = (scores[..., None] + log_p).flatten(1)  # (B, beams · vocabulary)
-        scores, chosen = total.topk(min(width, total.shape[1]))
+        scores, chosen = total.topk(min(num_beams, total.shape[1]))
         beam, token = chosen // vocabulary, chosen % vocabulary
         finished = done.gather(1, beam)
         lengths = torch.where(finished, lengths.gather(1, beam), float(n + 1))

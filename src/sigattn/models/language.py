@@ -79,7 +79,7 @@ class LanguageModel(Transformer):
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config
-        _warn(config)
+        _warn_of_unstable_options(config)
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.position = SinusoidalEmbedding(config.embed_dim) if config.position == "sincos" else None
         self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.num_layers))
@@ -111,7 +111,7 @@ class LanguageModel(Transformer):
         first = cache[0].length if cache else 0
         if first + tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.max_seq_len}")
-        x = residual_stream(self.embedding(tokens))  # (B, N, width)
+        x = residual_stream(self.embedding(tokens))  # (B, N, embed_dim)
         if self.position is not None:
             x = self.position(x, first, self._positions(tokens, first, cache, documents))
         for i, block in enumerate(self.blocks):
@@ -220,7 +220,7 @@ class LanguageModel(Transformer):
         return torch.stack([torch.cat((t, t[-1:].expand(longest - len(t)))) for t in results])
 
 
-def _warn(c: LanguageModelConfig) -> None:
+def _warn_of_unstable_options(c: LanguageModelConfig) -> None:
     """Warn of options that the paper found not to train (Sect. "Autoregressive Large Language Modeling", G.3)."""
     sigmoid = c.activation == "sigmoid"
     if sigmoid and not c.bounds_output and c.position != "alibi":

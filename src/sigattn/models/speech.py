@@ -106,7 +106,7 @@ class SpeechModel(Transformer):
     def __init__(self, config: SpeechModelConfig) -> None:
         super().__init__()
         self.config = c = config
-        _warn(config)
+        _warn_of_unstable_options(config)
         self.convolution = nn.Conv1d(c.num_mel_bins, c.embed_dim, c.kernel_size, c.stride, padding=c.kernel_size // 2)
         self.position = {
             "cape": lambda: Cape(c.embed_dim, step=c.step * c.stride),
@@ -140,7 +140,7 @@ class SpeechModel(Transformer):
         if lengths.shape != (len(frames),):
             raise ValueError(f"lengths must be (batch,) = ({len(frames)},), got {tuple(lengths.shape)}")
         exists = torch.arange(frames.shape[1], device=frames.device) < lengths[:, None]  # (B, length)
-        x = residual_stream(self.convolution((frames * exists[:, :, None]).mT).mT)  # (B, steps, width)
+        x = residual_stream(self.convolution((frames * exists[:, :, None]).mT).mT)  # (B, steps, embed_dim)
         steps = self.steps(lengths)
         x = self.dropout(self.position(x))
         for block in self.blocks:
@@ -181,7 +181,7 @@ def ctc_loss(
     return F.ctc_loss(log_probabilities.transpose(0, 1), targets, steps, target_lengths, zero_infinity=True)
 
 
-def _warn(c: SpeechModelConfig) -> None:
+def _warn_of_unstable_options(c: SpeechModelConfig) -> None:
     """Warn of options that the paper found not to train (Sect. "Automatic Speech Recognition", App. G.4)."""
     sigmoid = c.activation == "sigmoid"
     if sigmoid and not c.bounds_output:

@@ -93,14 +93,14 @@ class ViT(Transformer):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        width, grid = config.embed_dim, config.grid_size
-        self.patch_embed = nn.Conv2d(config.channels, width, config.patch_size, config.patch_size)
+        embed_dim, grid = config.embed_dim, config.grid_size
+        self.patch_embed = nn.Conv2d(config.channels, embed_dim, config.patch_size, config.patch_size)
         self.patch_embed.requires_grad_(not config.freeze_patch_embed)
-        self.cls = nn.Parameter(torch.empty(1, 1, width)) if config.pool == "cls" else None
-        self.position = make_position(config.position, width, grid, grid)
+        self.cls = nn.Parameter(torch.empty(1, 1, embed_dim)) if config.pool == "cls" else None
+        self.position = make_position(config.position, embed_dim, grid, grid)
         self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.num_layers))
-        self.norm = make_norm(config.norm, width)
-        self.output = nn.Linear(width, config.num_classes) if config.num_classes else nn.Identity()
+        self.norm = make_norm(config.norm, embed_dim)
+        self.output = nn.Linear(embed_dim, config.num_classes) if config.num_classes else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -117,12 +117,12 @@ class ViT(Transformer):
         result: Tensor = self.output(self.features(images))
         return result
 
-    def features(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch width"]:
+    def features(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch embed_dim"]:
         """Return the pooled features, the input of the linear output."""
         x = self.encode(self.embed(images))
         return x[:, 0] if self.cls is not None else x.mean(1)
 
-    def embed(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch patches width"]:
+    def embed(self, images: Float[Tensor, "batch channels rows columns"]) -> Float[Tensor, "batch patches embed_dim"]:
         """Return the patches as tokens, with their position encoding.
 
         Raises:
@@ -139,14 +139,14 @@ class ViT(Transformer):
                 f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}; with "
                 f"dynamic_img_size=True height and width may be other multiples of patch_size={c.patch_size}"
             )
-        x = residual_stream(self.patch_embed(images))  # (B, width, rows, columns)
+        x = residual_stream(self.patch_embed(images))  # (B, embed_dim, rows, columns)
         x, rows, columns = x.flatten(2).mT, x.shape[2], x.shape[3]
         if (rows, columns) == (c.grid_size, c.grid_size):
             result: Tensor = self.position(x)
             return result
         return _resized(self.position, c, x, rows, columns)
 
-    def encode(self, x: Float[Tensor, "batch patches width"]) -> Float[Tensor, "batch tokens width"]:
+    def encode(self, x: Float[Tensor, "batch patches embed_dim"]) -> Float[Tensor, "batch tokens embed_dim"]:
         """Apply all blocks and the norm; the CLS token, if there is one, is the first of the output."""
         if self.cls is not None:
             x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
@@ -175,7 +175,7 @@ class ImageSinusoids(nn.Module):
         """Return the settings."""
         return f"{self.encoding.shape[1]}, rows={self.rows}, columns={self.columns}"
 
-    def forward(self, x: Float[Tensor, "batch patches width"]) -> Float[Tensor, "batch patches width"]:
+    def forward(self, x: Float[Tensor, "batch patches embed_dim"]) -> Float[Tensor, "batch patches embed_dim"]:
         """Add the encoding."""
         return x + self.encoding.to(x.dtype)
 

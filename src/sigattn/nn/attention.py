@@ -185,12 +185,12 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "batch length width"],
+        x: Float[Tensor, "batch length embed_dim"],
         kv_input: Float[Tensor, "batch keys kv_embed_dim"] | None = None,
         key_lengths: Int[Tensor, " batch"] | None = None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
-    ) -> Float[Tensor, "batch length width"]:
+    ) -> Float[Tensor, "batch length embed_dim"]:
         """Return the attention output.
 
         Args:
@@ -314,7 +314,7 @@ class Attention(nn.Module):
             key,
             value,
             is_causal=spec.causal,
-            window=spec.sides,
+            window=spec.window_sides,
             bias=bias,
             alibi_slopes=spec.alibi_slopes,
         )

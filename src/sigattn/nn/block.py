@@ -30,7 +30,7 @@ class Block(nn.Module):
     f includes the output projection. LayerScale, dropout and stochastic depth come last on a branch.
 
     Args:
-        attention, feed_forward: the layers, of the same width.
+        attention, feed_forward: the layers, of the same embed_dim.
         embed_dim: number of features.
         norm_placement: one of the above. "post" with sigmoid attention is hard to train (App. ASR) and gives a warning.
         norm: "rms" or "layer".
@@ -89,11 +89,11 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "batch length width"],
+        x: Float[Tensor, "batch length embed_dim"],
         key_lengths: Int[Tensor, " batch"] | None = None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
-    ) -> Float[Tensor, "batch length width"]:
+    ) -> Float[Tensor, "batch length embed_dim"]:
         """Return the block's output; key_lengths, cache and documents are those of ``Attention``."""
         if self.norm_placement == "post":
             attended = self.attention(x, key_lengths=key_lengths, cache=cache, documents=documents)

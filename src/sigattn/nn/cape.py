@@ -63,7 +63,7 @@ class Cape(nn.Module):
         size = 2 * len(self.frequencies)
         return f"{size}, step={self.step:g}, frequency_scale={self.frequency_scale:g}, {_augmentation(self)}"
 
-    def forward(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
+    def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:
         """Add the encoding."""
         index = torch.arange(x.shape[1], device=x.device, dtype=torch.float32).expand(x.shape[:2])
         if self.training:
@@ -130,7 +130,7 @@ class ImageCape(nn.Module):
         """Return the settings."""
         return f"{2 * self.frequencies.shape[1]}, rows={self.rows}, columns={self.columns}, {_augmentation(self)}"
 
-    def forward(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
+    def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:
         """Add the encoding to patches in row-major order."""
         xy = self.coordinates.expand(len(x), -1, -1)  # (B, length, 2)
         if self.training:
@@ -146,7 +146,7 @@ def _augmentation(layer: Cape | ImageCape) -> str:
     return ", ".join(f"{name}={getattr(layer, name):g}" for name in names)
 
 
-def _waves(angles: Tensor) -> Tensor:  # (B, length, width / 2) → (B, length, width)
+def _waves(angles: Tensor) -> Tensor:  # (B, length, embed_dim / 2) → (B, length, embed_dim)
     return torch.stack([angles.cos(), angles.sin()], -1).flatten(-2)
 
 
@@ -154,9 +154,9 @@ def _uniform(shape: tuple[int, ...], limit: float, device: torch.device) -> Tens
     return (2 * torch.rand(shape, device=device) - 1) * limit
 
 
-def _check(name: str, width: int, global_shift: float, local_shift: float, scale: float) -> None:
-    if width % 2:
-        raise ValueError(f"{name} pairs sines with cosines, so embed_dim must be even, got {width}")
+def _check(name: str, embed_dim: int, global_shift: float, local_shift: float, scale: float) -> None:
+    if embed_dim % 2:
+        raise ValueError(f"{name} pairs sines with cosines, so embed_dim must be even, got {embed_dim}")
     if global_shift < 0 or not 0 <= local_shift <= 0.5 or scale < 1:
         raise ValueError(
             f"{name}: max_global_shift must be at least 0, max_local_shift within 0 … 0.5 (so that positions stay in "

@@ -39,10 +39,10 @@ class ConvolutionModule(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
-    ) -> Float[Tensor, "batch length width"]:
+        self, x: Float[Tensor, "batch length embed_dim"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length embed_dim"]:
         """Convolve along the length; lengths: number of frames of each padded sample."""
-        y = F.glu(self.input(x)).transpose(1, 2)  # (B, width, length)
+        y = F.glu(self.input(x)).transpose(1, 2)  # (B, embed_dim, length)
         valid = None
         if lengths is not None:
             valid = (torch.arange(x.shape[1], device=x.device) < lengths[:, None].to(x.device)).unsqueeze(1)
@@ -56,7 +56,7 @@ class ConformerBlock(nn.Module):
     """Sequence x + ½ f(x), x + attention(x), x + convolution(x), x + ½ f'(x), norm; a LayerNorm precedes each branch.
 
     Args:
-        attention: attention layer of the same width.
+        attention: attention layer of the same embed_dim.
         embed_dim: number of features. mlp_dim: number of features within the two feed-forward layers.
         kernel_size: kernel size of the convolution.
         init_values: initial value of LayerScale's factors on each branch; None for no LayerScale.
@@ -83,8 +83,8 @@ class ConformerBlock(nn.Module):
         self.scales = nn.ModuleList(scales)
 
     def forward(
-        self, x: Float[Tensor, "batch length width"], key_lengths: Int[Tensor, " batch"] | None = None
-    ) -> Float[Tensor, "batch length width"]:
+        self, x: Float[Tensor, "batch length embed_dim"], key_lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length embed_dim"]:
         """Return the block's output; key_lengths: number of frames of each padded sample."""
         norms, scales = self.norms, self.scales
         x = x + 0.5 * scales[0](self.first(norms[0](x)))

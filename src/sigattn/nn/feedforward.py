@@ -43,7 +43,7 @@ class SwiGLU(nn.Module):
         self.gate, self.value = nn.Linear(embed_dim, mlp_dim, bias=False), nn.Linear(embed_dim, mlp_dim, bias=False)
         self.output = nn.Linear(mlp_dim, embed_dim, bias=False)
 
-    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:
         """Apply the layer to each position."""
         result: Tensor = self.output(F.silu(self.gate(x)) * self.value(x))
         return result
@@ -85,7 +85,7 @@ class MLP(nn.Module):
         """Return the settings."""
         return f"activation={self.activation!r}"
 
-    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:
         """Apply the layer to each position."""
         hidden = self.dropout(_ACTIVATIONS[self.activation](self.input(x)))
         result: Tensor = self.dropout(self.output(hidden))

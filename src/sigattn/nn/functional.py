@@ -52,34 +52,34 @@ class MaskSpec(NamedTuple):
     left_padding: Tensor | None = None
 
     @property
-    def sides(self) -> tuple[int, int] | None:
+    def window_sides(self) -> tuple[int, int] | None:
         """Window as a pair, (before, after), as the operator takes it."""
         return None if self.window is None else (self.window, self.window)
 
 
-# The type of ``attend``, and of a replacement of it in ``Attention.compute``.
+# type of ``attend`` and of replacements of it in ``Attention.attention_fn``
 AttentionFn = Callable[[Activation, Tensor, Tensor, Tensor, MaskSpec], Tensor]
 
 
-def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec) -> Tensor:
+def attend(activation: Activation, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:
     """Return the attention output, (B, Hq, N, D), of query (B, Hq, N, D) and key and value (B, Hkv, M, D).
 
     "performer" is not supported here: it needs the random features of the layer.
     """
-    return _ATTEND[activation](activation, query, key, value, pattern)
+    return _ATTEND[activation](activation, query, key, value, spec)
 
 
 def statistics(
-    activation: Activation, query: Tensor, key: Tensor, value: Tensor, pattern: MaskSpec
+    activation: Activation, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec
 ) -> AttentionStatistics:
     """Return ``attention_statistics`` of the weights that ``attend`` computes, before dropout.
 
     Raises:
         ValueError: for "performer", which has no explicit weights, and with cached keys.
     """
-    if activation == "performer" or pattern.query_offset:
+    if activation == "performer" or spec.query_offset:
         raise ValueError("attention statistics do not support activation='performer' or a key/value cache")
-    p = pattern
+    p = spec
     return attention_statistics(
         query.detach(),
         key.detach(),
@@ -88,26 +88,26 @@ def statistics(
         is_causal=p.causal,
         enable_gqa=True,
         bias=p.bias.detach() if isinstance(p.bias, Tensor) else p.bias,
-        window=p.sides,
+        window=p.window_sides,
         alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
         activation=activation,
     )
 
 
-def num_visible_keys(queries: int, keys: int, pattern: MaskSpec, device: torch.device) -> Tensor:
+def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.device) -> Tensor:
     """Count the keys that each query sees, the n of n^(-α) in App. G.1: (1 or B, 1, N, 1), float32."""
-    if pattern.documents is not None:
-        seen = pattern.documents.positions + 1  # (B, N)
-        seen = seen if pattern.window is None else seen.clamp(max=pattern.window + 1)
+    if spec.documents is not None:
+        seen = spec.documents.positions + 1  # (B, N)
+        seen = seen if spec.window is None else seen.clamp(max=spec.window + 1)
         return seen[:, None, :, None].float()
-    i = torch.arange(pattern.query_offset, pattern.query_offset + queries, device=device)
-    window = keys + queries if pattern.window is None else pattern.window
+    i = torch.arange(spec.query_offset, spec.query_offset + queries, device=device)
+    window = keys + queries if spec.window is None else spec.window
     first = (i - window).clamp(min=0)  # (N,)
-    if pattern.left_padding is not None:
-        first = torch.maximum(first, pattern.left_padding.to(device)[:, None])  # (B, N)
-    last = i + (0 if pattern.causal else window)  # (N,)
-    total = torch.tensor([keys], device=device) if pattern.key_lengths is None else pattern.key_lengths.to(device)
+    if spec.left_padding is not None:
+        first = torch.maximum(first, spec.left_padding.to(device)[:, None])  # (B, N)
+    last = i + (0 if spec.causal else window)  # (N,)
+    total = torch.tensor([keys], device=device) if spec.key_lengths is None else spec.key_lengths.to(device)
     last = torch.minimum(last, total[:, None] - 1)  # (B, N)
     return (last - first + 1).clamp(min=0).view(-1, 1, queries, 1).float()
 
@@ -125,7 +125,7 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> 
         is_causal=p.causal,
         enable_gqa=True,
         bias=p.bias,
-        window=p.sides,
+        window=p.window_sides,
         query_offset=p.query_offset,
         alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
@@ -143,7 +143,7 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) ->
         left_padding=p.left_padding,
         is_causal=p.causal,
         enable_gqa=True,
-        window=None if all_in_window else p.sides,
+        window=None if all_in_window else p.window_sides,
         alibi_slopes=p.alibi_slopes,
     )
     return out.transpose(1, 2)
@@ -161,7 +161,7 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec
         documents.cu_seqlens,
         length,
         length,
-        window=p.sides,
+        window=p.window_sides,
         enable_gqa=True,
         is_causal=p.causal,
         bias=p.bias,
@@ -172,7 +172,7 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec
 
 
 def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
-    problem = problem_of(query, key, value, p)
+    problem = make_problem(query, key, value, p)
     if p.left_padding is not None:
         j = torch.arange(key.shape[2], device=key.device)
         problem = problem._replace(attn_mask=(j >= p.left_padding[:, None])[:, None, None])
@@ -180,7 +180,7 @@ def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: 
         return reference.attention(problem, activation)
 
 
-def problem_of(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Problem:
+def make_problem(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Problem:
     """Return the operator's canonical form of the call, in autocast's dtype if autocast is on."""
     query, key, value = cast_operands(query, key, value)
     return canonical(
@@ -191,7 +191,7 @@ def problem_of(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Proble
         dropout_p=p.dropout,
         is_causal=p.causal,
         bias=p.bias,
-        window=p.sides,
+        window=p.window_sides,
         alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
         query_offset=p.query_offset,

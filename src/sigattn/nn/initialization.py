@@ -22,7 +22,7 @@ def initialize(model: nn.Module, kind: Initialization) -> None:
 
     Args:
         model: any module.
-        kind: "fan_in", normal with variance 1 / fan-in, and 1 / width for embeddings (the paper's language models);
+        kind: "fan_in", normal with variance 1 / fan-in, and 1 / embed_dim for embeddings (the paper's language models);
             "trunc_normal", with standard deviation 0.02 (its supervised, BYOL and MAE vision models); "moco_v3",
             Glorot's uniform distribution (its SimCLR).
 
@@ -44,7 +44,7 @@ def initialize(model: nn.Module, kind: Initialization) -> None:
 
 
 def _fan_in(weight: Tensor) -> None:
-    # the second axis is the fan-in of a linear layer and the width of an embedding
+    # the second axis is the fan-in of a linear layer and the embed_dim of an embedding
     nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
 
 
@@ -67,8 +67,8 @@ _KINDS: dict[str, Callable[[Tensor], None]] = {
 def mup_simple(model: nn.Module, embed_dim: int, base_embed_dim: int = 768) -> dict[str, float]:
     """Return μP-simple's factors of the learning rate, by parameter name (Wortsman et al., 2023; App. G.3).
 
-    The factor is min(base_width / width, 1) for matrices of attention and feed-forward layers and 1 for all other
-    parameters.
+    The factor is min(base_embed_dim / embed_dim, 1) for matrices of attention and feed-forward layers, and 1 for all
+    other parameters.
     """
     factor = min(base_embed_dim / embed_dim, 1.0)
     matrices = {

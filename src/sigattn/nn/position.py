@@ -166,20 +166,20 @@ class SinusoidalEmbedding(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "batch length width"],
+        x: Float[Tensor, "batch length embed_dim"],
         offset: int = 0,
         positions: Int[Tensor, "batch length"] | None = None,
-    ) -> Float[Tensor, "batch length width"]:
+    ) -> Float[Tensor, "batch length embed_dim"]:
         """Add the encoding of positions offset, offset + 1, …, or of ``positions``."""
         if positions is None:
             positions = torch.arange(offset, offset + x.shape[1], device=x.device)
-        angles = positions.float().unsqueeze(-1) * self.frequencies  # (batch?, length, width / 2)
+        angles = positions.float().unsqueeze(-1) * self.frequencies  # (batch?, length, embed_dim / 2)
         return x + torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).to(x.dtype)
 
 
 def image_sinusoids(
     embed_dim: int, rows: int, columns: int, base: float = 10_000.0
-) -> Tensor:  # (rows · columns, width)
+) -> Tensor:  # (rows · columns, embed_dim)
     """Return the fixed encoding of MoCo v3 and MAE for an image's patches: half of the features for each coordinate.
 
     Raises:
@@ -217,7 +217,9 @@ class LearnableEmbedding(nn.Module):
         """Return the settings."""
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}, std={self.std:g}"
 
-    def forward(self, x: Float[Tensor, "batch length width"], offset: int = 0) -> Float[Tensor, "batch length width"]:
+    def forward(
+        self, x: Float[Tensor, "batch length embed_dim"], offset: int = 0
+    ) -> Float[Tensor, "batch length embed_dim"]:
         """Add the vectors of positions offset, offset + 1, …
 
         Raises:

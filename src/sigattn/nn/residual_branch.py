@@ -30,7 +30,7 @@ class LayerScale(nn.Module):
         """Return the settings."""
         return f"{len(self.weight)}, init_values={self.init_values:g}"
 
-    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """Multiply each feature by its factor."""
         return x * self.weight
 

@@ -142,7 +142,7 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 # -- at run time ------------------------------------------------------------------------------------------------------
 
 
-class Watch(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Mode that counts calls of sigmoid attention and collects the names of layers that compute softmax attention."""
 
     def __init__(self, running: list[tuple[str, nn.Module]]) -> None:
@@ -166,7 +166,7 @@ class Watch(TorchFunctionMode):
         return layers[-1] if layers else ("", nn.Module())
 
 
-watching: list[Watch] = []
+active_recorders: list[CallRecorder] = []
 
 
 def check(model: nn.Module, **inputs: Any) -> int:
@@ -182,7 +182,7 @@ def check(model: nn.Module, **inputs: Any) -> int:
         ValueError: naming the layers that computed softmax attention, or if sigmoid attention was never called.
     """
     running: list[tuple[str, nn.Module]] = []
-    watch = Watch(running)
+    recorder = CallRecorder(running)
 
     def enter(path: str, module: nn.Module) -> Any:
         def hook(*_: Any) -> None:
@@ -197,19 +197,19 @@ def check(model: nn.Module, **inputs: Any) -> int:
     hooks += [m.register_forward_hook(leave, always_call=True) for m in model.modules()]
     training = model.training
     model.eval()
-    watching.append(watch)
+    active_recorders.append(recorder)
     try:
-        with torch.no_grad(), watch:
+        with torch.no_grad(), recorder:
             model(**inputs)
     finally:
-        watching.remove(watch)
+        active_recorders.remove(recorder)
         model.train(training)
         for hook in hooks:
             hook.remove()
-    if watch.softmax:
+    if recorder.softmax:
         raise ValueError(
-            f"these layers of {type(model).__name__} compute a softmax: {', '.join(sorted(watch.softmax))}"
+            f"these layers of {type(model).__name__} compute a softmax: {', '.join(sorted(recorder.softmax))}"
         )
-    if not watch.calls:
+    if not recorder.calls:
         raise ValueError(f"{type(model).__name__} did not call sigmoid attention")
-    return watch.calls
+    return recorder.calls

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from sigattn.integrations.transformers.check import watching
+from sigattn.integrations.transformers.check import active_recorders
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
-from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, Bias, checked_bias, register_saved
-from sigattn.integrations.transformers.selection import CONFIGS, wrap_choice
+from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, Bias, register_saved, validate_bias
+from sigattn.integrations.transformers.selection import CONFIGS, wrap_selection
 from sigattn.nn.conversion.visible_keys import count_keys_per_query
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 
 _default: Bias = LOG_VISIBLE
-_SERVED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
-_HARMLESS = {  # keywords that transformers passes to attention and that do not change its result
+_SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
+_WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that do not change its result
     "cache_position",
     "deterministic",
     "grid_thw",
@@ -36,7 +36,7 @@ _HARMLESS = {  # keywords that transformers passes to attention and that do not 
     "seq_idx",
     "use_cache",
 }
-_REFUSED = {
+_UNSUPPORTED = {
     "block_indices": "blocks of visible keys are not supported",
     "cache": "a paged cache of continuous batching is not supported",
     "output_attentions": "attention weights are never formed",
@@ -55,10 +55,10 @@ def register(bias: Bias = LOG_VISIBLE) -> None:
         ValueError: for another bias.
     """
     global _default
-    _default = checked_bias(bias)
+    _default = validate_bias(bias)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sigmoid_mask)
-    wrap_choice()
+    wrap_selection()
     register_saved(_default)
 
 
@@ -90,17 +90,17 @@ def attention(
     Raises:
         ValueError: for any other keyword that is neither None nor False, naming module and keyword.
     """
-    for watch in watching:
-        watch.calls += 1
+    for recorder in active_recorders:
+        recorder.calls += 1
     num_queries, num_keys = query.shape[2], key.shape[2]
-    _refuse(module, kwargs, attention_mask, num_keys)
+    _check_kwargs(module, kwargs, attention_mask, num_keys)
     if attention_mask is not None and not (attention_mask.dtype is torch.bool or attention_mask.is_floating_point()):
-        raise _refusal(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
+        raise _error(module, f"a mask must be boolean or floating point, got {attention_mask.dtype}")
     plain = is_plain_causal(attention_mask)
     if attention_mask is None and is_causal and num_queries > 1:
-        raise _refusal(module, "is_causal=True without a mask: eager attention would hide nothing, SDPA the future")
+        raise _error(module, "is_causal=True without a mask: eager attention would hide nothing, SDPA the future")
     causal = plain and num_queries > 1
-    mask, limits = attention_mask, _limits(module, query, key, kwargs)
+    mask, limits = attention_mask, _visible_by_kwargs(module, query, key, kwargs)
     if causal and position_bias is None and limits is None:
         mask, key, value = (
             None,
@@ -124,27 +124,27 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refusal(module: nn.Module, reason: str) -> ValueError:
+def _error(module: nn.Module, reason: str) -> ValueError:
     return ValueError(f'{type(module).__name__} with attn_implementation="{NAME}": {reason}')
 
 
-def _refuse(module: nn.Module, kwargs: Mapping[str, Any], mask: Tensor | None, num_keys: int) -> None:
+def _check_kwargs(module: nn.Module, kwargs: Mapping[str, Any], mask: Tensor | None, num_keys: int) -> None:
     for name, value in kwargs.items():
-        if name in _HARMLESS or name in _SERVED or value is None or value is False:
+        if name in _WITHOUT_EFFECT or name in _SUPPORTED or value is None or value is False:
             continue
-        raise _refusal(module, f"{name}: {_REFUSED.get(name, 'an unknown keyword, which may change the result')}")
+        raise _error(module, f"{name}: {_UNSUPPORTED.get(name, 'an unknown keyword, which may change the result')}")
     window = kwargs.get("sliding_window")
     if mask is None and window is not None and window < num_keys:
-        raise _refusal(module, f"sliding_window={window} needs a mask, because only masks limit the visible keys")
+        raise _error(module, f"sliding_window={window} needs a mask, because only masks limit the visible keys")
 
 
-def _limits(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the keys that the keywords make visible, boolean (B or 1, 1, N, M); None if there are no such keywords."""
     limits: Tensor | None = None
     cu_q, cu_k, indices = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), kwargs.get("indices")
     if cu_q is not None or cu_k is not None:
         if cu_q is None or cu_k is None or query.shape[0] != 1:
-            raise _refusal(
+            raise _error(
                 module, f"cu_seq_lens_q and cu_seq_lens_k are for a batch of one row, got shape {tuple(query.shape)}"
             )
         limits = same_document(cu_q, cu_k, query.shape[2], key.shape[2])
@@ -153,7 +153,7 @@ def _limits(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
 
 def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> float | Tensor | None:
     """Return b: a number, broadcastable to (B, Hq, N, 1), or None for -log M, which exported programs keep symbolic."""
-    bias = _setting(module)
+    bias = _configured_bias(module)
     if not isinstance(bias, str):
         return float(bias)
     if mask is not None:
@@ -163,10 +163,10 @@ def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, ca
     return None
 
 
-def _setting(module: nn.Module) -> Bias:
+def _configured_bias(module: nn.Module) -> Bias:
     """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the default."""
     own: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
     for config in getattr(module, CONFIGS, own):
         if (bias := getattr(config, "sigmoid_bias", None)) is not None:
-            return checked_bias(bias)
+            return validate_bias(bias)
     return _default

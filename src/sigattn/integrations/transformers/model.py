@@ -123,7 +123,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        first = _first(attention_mask, int(past) + input_ids.shape[1])
+        first = _left_padding(attention_mask, int(past) + input_ids.shape[1])
         cache: list[Any] | None = None
         documents = None
         if past_key_values is not None:
@@ -143,7 +143,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
 
-def _first(mask: Tensor | None, length: int) -> Tensor | None:
+def _left_padding(mask: Tensor | None, length: int) -> Tensor | None:
     """Return the first position of each sample, (B,); None if all are 0. Padding on the right needs no mask."""
     if mask is None:
         return None

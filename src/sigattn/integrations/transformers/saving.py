@@ -22,7 +22,7 @@ _KEY = "attn_implementation"
 _default_bias: Bias = LOG_VISIBLE
 
 
-def checked_bias(bias: Any) -> Bias:
+def validate_bias(bias: Any) -> Bias:
     """Return ``sigmoid_bias`` if it is a number or "log_visible"; raise ValueError otherwise."""
     if isinstance(bias, bool) or not (isinstance(bias, (int, float)) or bias == LOG_VISIBLE):
         raise ValueError(

@@ -18,7 +18,7 @@ from sigattn.integrations.transformers.saving import NAME
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
 
 
-def wrap_choice() -> None:
+def wrap_selection() -> None:
     """Wrap the methods of ``PreTrainedModel`` that choose an implementation, once per process."""
     for wrap in (_get_correct_attn_implementation, _post_init, _set_attn_implementation, _save_pretrained):
         name = wrap.__name__.removeprefix("_")
@@ -47,7 +47,7 @@ def _post_init(own: Any) -> Any:
     def wrapped(self: Any) -> None:
         own(self)
         if self.config._attn_implementation == NAME:
-            _accept(self)
+            _verify_and_attach(self)
 
     return wrapped
 
@@ -56,7 +56,7 @@ def _set_attn_implementation(own: Any) -> Any:
     """Raise for "sigmoid" where transformers would only log a warning, and leave the model unchanged."""
 
     def wrapped(self: Any, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if not _asks_for_sigmoid(attn_implementation):
+        if not _selects_sigmoid(attn_implementation):
             own(self, attn_implementation, *args, **kwargs)
             return
         if attn_implementation == NAME:
@@ -64,7 +64,7 @@ def _set_attn_implementation(own: Any) -> Any:
         before = [(config, config._attn_implementation) for config in _configs(self)]
         try:
             own(self, attn_implementation, *args, **kwargs)
-            _accept(self)
+            _verify_and_attach(self)
         except Exception:
             for config, implementation in before:
                 config._attn_implementation_internal = implementation
@@ -90,8 +90,8 @@ def _save_pretrained(own: Any) -> Any:
     return wrapped
 
 
-def _asks_for_sigmoid(choice: Any) -> bool:
-    return any(map(_asks_for_sigmoid, choice.values())) if isinstance(choice, dict) else choice == NAME
+def _selects_sigmoid(choice: Any) -> bool:
+    return any(map(_selects_sigmoid, choice.values())) if isinstance(choice, dict) else choice == NAME
 
 
 def _configs(model: nn.Module) -> list[PretrainedConfig]:
@@ -119,7 +119,7 @@ def _require_interface(model_class: type[PreTrainedModel]) -> None:
     )
 
 
-def _accept(model: PreTrainedModel) -> None:
+def _verify_and_attach(model: PreTrainedModel) -> None:
     """Verify that the choice reaches all attention of a model, and attach the configurations to its layers.
 
     Raises:

@@ -35,7 +35,7 @@ _CALLS_OF_ACTIVATION = {"softmax": frozenset({SDPA_NAME}), "performer": frozense
 _DEPTH = 4
 
 
-def find(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
+def search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
     """Find each softmax that the code of some of a model's layers can compute.
 
     A layer that can reach both ``F.scaled_dot_product_attention`` and a softmax, selected by a flag, counts as

@@ -94,12 +94,12 @@ def sigmoidify(
         raise ValueError(
             "sigmoidify does not support QueryBias, because these layers compute Q themselves: use another bias"
         )
-    with fused_paths(model):
+    with enable_fused_attention(model):
         return _sigmoidify(model, example, bias, allow_softmax)
 
 
 @contextlib.contextmanager
-def fused_paths(model: nn.Module) -> Iterator[None]:
+def enable_fused_attention(model: nn.Module) -> Iterator[None]:
     """Set timm's flag ``fused_attn`` of all layers to True, and restore it if the block raises.
 
     The flag selects ``F.scaled_dot_product_attention`` instead of a softmax in the layer's own code; timm leaves it off
@@ -134,7 +134,7 @@ def _sigmoidify(
         raise ValueError(_nothing_found(model, staying, example is None))
     _check_nesting(replaced, [f for f in staying if f.replaceable])
     kinds = [(f, type(f.module).__name__) for f in findings]
-    replace(model, replaced, staying, bias)
+    convert_layers(model, replaced, staying, bias)
     return [_entry(f, kind, f in replaced, allow_softmax) for f, kind in kinds]
 
 
@@ -149,14 +149,14 @@ def find_softmax(model: nn.Module, example: Sequence[Any] | Mapping[str, Any] | 
     """Find every layer of a model that computes a softmax, in the model's order, as ``sigmoidify`` describes."""
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
     if example is None:
-        return code_search.find(model, modules)
-    result = run_search.run(model, example, CONVERTED)
-    rest = code_search.find(model, [(n, m) for n, m in modules if m not in result.ran])
+        return code_search.search(model, modules)
+    result = run_search.search(model, example, CONVERTED)
+    rest = code_search.search(model, [(n, m) for n, m in modules if m not in result.ran])
     order = {m: i for i, (_, m) in enumerate(modules)}
     return sorted([*result.findings, *rest], key=lambda f: order[f.module])
 
 
-def replace(
+def convert_layers(
     model: nn.Module, findings: Sequence[Finding], staying: Sequence[Finding], bias: AttentionBias | float | None
 ) -> None:
     """Give the layers of the findings sigmoid attention.

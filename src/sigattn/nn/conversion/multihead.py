@@ -114,12 +114,12 @@ def multi_head_attention_forward(
     ``in_proj_weight`` is None. A ``sigmoid_bias`` of None is -log of each sample's visible keys.
 
     Raises:
-        ValueError: for ``static_k`` and ``static_v``, or inputs of another width than ``embed_dim_to_check``.
+        ValueError: for ``static_k`` and ``static_v``, or inputs of another embed_dim than ``embed_dim_to_check``.
     """
     if static_k is not None or static_v is not None:
         raise ValueError("sigmoid multi_head_attention_forward does not support static_k and static_v; pass None")
     if query.shape[-1] != embed_dim_to_check:
-        raise ValueError(f"expected a query of width {embed_dim_to_check}, got {tuple(query.shape)}")
+        raise ValueError(f"expected a query of embed_dim {embed_dim_to_check}, got {tuple(query.shape)}")
     unbatched = query.dim() == 2
     if unbatched:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))

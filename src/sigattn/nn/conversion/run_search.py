@@ -32,7 +32,7 @@ _NO_STORAGE = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SearchResult:
     """Result of running a model once.
 
     Attributes:
@@ -43,7 +43,9 @@ class Run:
     ran: set[nn.Module]
 
 
-def run(model: nn.Module, example: Sequence[Any] | Mapping[str, Any], skipped: tuple[type[nn.Module], ...]) -> Run:
+def search(
+    model: nn.Module, example: Sequence[Any] | Mapping[str, Any], skipped: tuple[type[nn.Module], ...]
+) -> SearchResult:
     """Run a model once, in evaluation mode and without gradient, and record each softmax it computes.
 
     A softmax is taken for an attention's if its weights are multiplied with a matrix that is no parameter, or if the
@@ -65,7 +67,7 @@ def run(model: nn.Module, example: Sequence[Any] | Mapping[str, Any], skipped: t
     finally:
         for module, mode in training.items():
             module.training = mode
-    return Run(trace.findings(), trace.ran)
+    return SearchResult(trace.findings(), trace.ran)
 
 
 def _storages(model: nn.Module) -> set[int]:
