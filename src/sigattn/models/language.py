@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sigattn.models.config import TransformerConfig
 from sigattn.models.generation import GenerationState, SamplingConfig, beam_search, sample
-from sigattn.models.transformer import Transformer, residual_stream
+from sigattn.models.transformer import Transformer, evaluation_mode, residual_stream
 from sigattn.nn.bias import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.documents import Documents
@@ -181,7 +181,7 @@ class LanguageModel(Transformer):
         Raises:
             ValueError: for an empty prompt, a token outside the vocabulary, or numbers out of range.
         """
-        choice = SamplingConfig(
+        config = SamplingConfig(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -189,35 +189,32 @@ class LanguageModel(Transformer):
             length_penalty=length_penalty,
             stop_tokens=tuple(stop_tokens),
         )
-        if choice.stop_tokens and max(choice.stop_tokens) >= self.config.vocab_size:
-            size = self.config.vocab_size
-            raise SettingsError(
-                f"stop_tokens must contain tokens of the vocabulary, 0 … {size - 1}, got {max(choice.stop_tokens)}"
-            )
         rows = list(prompts)
-        if not rows or max_new_tokens < 0 or any(p.dim() != 1 or not len(p) for p in rows):
-            shapes = [tuple(p.shape) for p in rows]
-            raise ValueError(
-                f"generate needs prompts of at least one token and max_new_tokens ≥ 0, got {shapes} and "
-                f"{max_new_tokens}"
-            )
-        size = self.config.vocab_size
-        if any(int(p.min()) < 0 or int(p.max()) >= size for p in rows):
-            raise SettingsError(f"prompts must contain tokens of the vocabulary, 0 … {size - 1}")
-        training = self.training
-        self.eval()
-        try:
-            sequences = GenerationState(self, self.new_kv_cache, rows, self.config.max_seq_len)
+        self._check_generate(rows, max_new_tokens, config)
+        with evaluation_mode(self):
+            state = GenerationState(self, self.new_kv_cache, rows, self.config.max_seq_len)
             if num_beams > 1:
-                results = beam_search(sequences, max_new_tokens, choice)
+                results = beam_search(state, max_new_tokens, config)
             else:
-                results = sample(sequences, max_new_tokens, choice, generator)
-        finally:
-            self.train(training)
+                results = sample(state, max_new_tokens, config, generator)
         if not isinstance(prompts, Tensor):
             return results
         longest = max(map(len, results))
         return torch.stack([torch.cat((t, t[-1:].expand(longest - len(t)))) for t in results])
+
+    def _check_generate(self, prompts: list[Tensor], max_new_tokens: int, config: SamplingConfig) -> None:
+        last = self.config.vocab_size - 1
+        if config.stop_tokens and max(config.stop_tokens) > last:
+            raise SettingsError(
+                f"stop_tokens must contain tokens of the vocabulary, 0 … {last}, got {max(config.stop_tokens)}"
+            )
+        if not prompts or max_new_tokens < 0 or any(p.dim() != 1 or not len(p) for p in prompts):
+            raise ValueError(
+                "generate needs prompts of at least one token and max_new_tokens ≥ 0, got "
+                f"{[tuple(p.shape) for p in prompts]} and {max_new_tokens}"
+            )
+        if any(int(p.min()) < 0 or int(p.max()) > last for p in prompts):
+            raise SettingsError(f"prompts must contain tokens of the vocabulary, 0 … {last}")
 
 
 def _warn_of_unstable_options(c: LanguageModelConfig) -> None:

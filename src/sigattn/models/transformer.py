@@ -28,6 +28,17 @@ def recording(module: nn.Module, what: Record = "norm") -> Iterator[list[Attenti
             layer.record = "nothing"
 
 
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Set a module to evaluation mode within the context."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
+
+
 def residual_stream(x: Tensor) -> Tensor:
     """Return the input of the first block, in float32 under autocast: 16 bits would lose LayerScale's small updates."""
     return x.float() if torch.is_autocast_enabled(x.device.type) else x
@@ -69,14 +80,9 @@ class Transformer(nn.Module):
         Args:
             inputs, more: arguments of forward.
         """
-        training = self.training
-        self.eval()
-        try:
-            with self.recording("everything") as layers:
-                self(*inputs, **more)
-                report = [layer.statistics for layer in layers if layer.statistics is not None]
-                for layer in layers:
-                    layer.statistics = None
-        finally:
-            self.train(training)
+        with evaluation_mode(self), self.recording("everything") as layers:
+            self(*inputs, **more)
+            report = [layer.statistics for layer in layers if layer.statistics is not None]
+            for layer in layers:
+                layer.statistics = None
         return report
