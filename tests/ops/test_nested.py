@@ -161,7 +161,7 @@ WRONG = {
     "key and value": ((Q, OTHER, Q), {}, ValueError, "key and value must have the same lengths"),
     "heads": ((Q, FEW, FEW), {}, ValueError, "query has 4 heads and key 2: pass enable_gqa=True"),
     "bias": ((Q, Q, Q), {"bias": torch.zeros(7, 1)}, ValueError, r"broadcast to \(B, Hq, 1, 1\) = \(3, 4, 1, 1\)"),
-    "dtypes": ((Q, OTHER.double(), OTHER.double()), {}, TypeError, "one floating-point dtype"),
+    "dtypes": ((Q, OTHER.double(), OTHER.double()), {}, TypeError, "must have one dtype"),
     "dropout": ((Q, Q, Q), {"dropout_p": 1.0}, ValueError, r"\[0, 1\)"),
 }  # fmt: skip
 

@@ -194,18 +194,15 @@ def attend(
     check_cache_bounds(_NAME, lengths + new, cache_leftpad, table, len(k_cache), capacity, "cache_leftpad")
     if rotary_cos is not None or rotary_sin is not None:
         flash_validation.rotary(_NAME, rotary_cos, rotary_sin, q, k)
-        starts = lengths if rotary_seqlens is None else rotary_seqlens
         same = not causal and window in (None, (-1, -1)) and not attention_chunk
+        starts = lengths if rotary_seqlens is None else rotary_seqlens
         query_positions = _positions(starts, n, query_tokens, same=same)
         key_positions = _positions(starts, k.shape[1], new_tokens, packed=True)
         _check_rotary_positions(rotary_cos, query_positions, key_positions)
         q = _rotated(q, query_positions, rotary_cos, rotary_sin, rotary_interleaved)
         k = _rotated(k, key_positions, rotary_cos, rotary_sin, rotary_interleaved)
-    if new_tokens is not None:  # each token as a sample of its own
-        rows = new_tokens.sample[:, None] if table is None else table[new_tokens.sample]
-        append_to_cache(k_cache, v_cache, k, v, lengths.long()[new_tokens.sample] + new_tokens.offset, rows)
-    elif k is not None:
-        append_to_cache(k_cache, v_cache, k, v, lengths, table)
+    if k is not None:
+        _append(k_cache, v_cache, k, v, lengths, table, new_tokens)
     lengths = lengths if k is None else lengths + new
     ends = None if query_tokens is None else lengths - query_tokens.counts + n
     if attention_chunk and n == 1:  # the keys before the chunk need not be read
@@ -233,6 +230,22 @@ def attend(
         precision=sigmoid_precision,
     )
     return out if query_tokens is None else query_tokens.packed(out)
+
+
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    tokens: packing.Tokens | None,
+) -> None:
+    """Append k and v to the cache; packed tokens (total, 1, Hkv, ·) are written as samples of one token each."""
+    if tokens is not None:
+        table = tokens.sample[:, None] if table is None else table[tokens.sample]
+        lengths = lengths.long()[tokens.sample] + tokens.offset
+    append_to_cache(k_cache, v_cache, k, v, lengths, table)
 
 
 def _longest(max_seqlen_q: Any, query_tokens: packing.Tokens) -> int:

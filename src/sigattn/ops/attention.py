@@ -222,7 +222,7 @@ def _on_nested(
     backend: str | None,
 ) -> Tensor:
     """Compute the attention of nested tensors; arguments as in ``sigmoid_attention``."""
-    nested.check(query, key, value, enable_gqa)
+    nested.check(query, key, value)
     validation.choice(_NAME, "backend", backend, BACKENDS)
     if nested.has_ragged_batch(query):
         out = sigmoid_attention(
@@ -233,6 +233,8 @@ def _on_nested(
     if backend == "reference":
         raise ValueError(f'{_NAME}: backend="reference" does not support nested tensors: unbind() them')
     packed = nested.pack(query, key, value)
+    operands = dict(zip(("query", "key", "value"), packed[:3], strict=True))
+    validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, **operands)
     batch, heads = len(query), query.shape[1]
     if bias is not None:
         validation.bias(_NAME, bias, packed.query, (batch, heads, 1, 1))

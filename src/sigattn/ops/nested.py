@@ -38,8 +38,8 @@ def has_ragged_batch(query: Any) -> bool:
     return query.dim() > 3 and query._ragged_idx == 1
 
 
-def check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
-    """Raise unless query, key and value are jagged and fit together."""
+def check(query: Any, key: Any, value: Any) -> None:
+    """Raise unless query, key and value are jagged, with the same batch, and key and value with the same lengths."""
     given = {"query": query, "key": key, "value": value}
     t: Any
     for name, t in given.items():
@@ -56,17 +56,6 @@ def check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
             raise ValueError(
                 f"{_NAME}: the nested {name} has gaps between its sequences: call .contiguous() on it first"
             )
-    if not query.is_floating_point() or not (query.dtype == key.dtype == value.dtype):
-        validation.wrong(
-            _NAME,
-            TypeError,
-            "query, key and value must have one floating-point dtype: convert with .to(dtype)",
-            **given,
-        )
-    if not (query.device == key.device == value.device):
-        validation.wrong(
-            _NAME, ValueError, "query, key and value must be on one device: move with .to(device)", **given
-        )
     if not (query._ragged_idx == key._ragged_idx == value._ragged_idx):
         validation.wrong(_NAME, ValueError, "query, key and value must be ragged in the same dimension", **given)
     if has_ragged_batch(query):
@@ -85,14 +74,6 @@ def check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     if key.shape[2] != value.shape[2]:
         message = "key and value must have the same lengths: make them with the same offsets tensor"
         validation.wrong(_NAME, ValueError, f"{message} (torch.nested.nested_tensor_from_jagged)", **given)
-    if query.shape[3] != key.shape[3]:
-        validation.wrong(_NAME, ValueError, "query and key must have the same head_dim (the last dimension)", **given)
-    heads, of_key = query.shape[1], key.shape[1]
-    if of_key != value.shape[1]:
-        validation.wrong(_NAME, ValueError, "key and value must have the same number of heads (dimension 1)", **given)
-    if heads != of_key and not (enable_gqa and of_key and heads % of_key == 0):
-        message = f"query has {heads} heads and key {of_key}: pass enable_gqa=True if query heads share key heads"
-        validation.wrong(_NAME, ValueError, f"{message}, whose number must divide theirs", **given)
 
 
 def refuse(attn_mask: Any, key_lengths: Any, query_offset: int) -> None:
