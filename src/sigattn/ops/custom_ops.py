@@ -209,6 +209,10 @@ def can_bypass_dispatcher(tensors: Sequence[Any]) -> bool:
         return False
     if torch._C._is_tracing():  # torch.jit.trace would record the sizes that the kernels read
         return False
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    plain = all(t is None or ((type(t) is Tensor or type(t) is torch.nn.Parameter) and not t.is_meta) for t in tensors)
-    return plain and not recorded and torch._C._len_torch_dispatch_stack() == 0
+    records = torch.is_grad_enabled()
+    for t in tensors:
+        if t is None:
+            continue
+        if (type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta or (records and t.requires_grad):
+            return False
+    return torch._C._len_torch_dispatch_stack() == 0

@@ -16,7 +16,7 @@ from sigattn.ops import autograd, scalars, settings, triton, validation
 from sigattn.ops.autocast import cast_operands
 from sigattn.ops.cpu import decode
 from sigattn.ops.cpu import kvcache as cpu_kvcache
-from sigattn.ops.custom_ops import Backend, Operator, library
+from sigattn.ops.custom_ops import Backend, Operator, can_bypass_dispatcher, library
 from sigattn.ops.operands import at_least, bias_tensor, combine_window, two_sided_slopes
 from sigattn.ops.problem import KVCacheProblem
 
@@ -212,9 +212,9 @@ def sigmoid_kvcache_attention(
     validation.refuse_gradients(_NAME, query, key_cache, value_cache, key, value, bias, alibi_slopes, attn_mask)
     capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     seqlens = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, query, None if key is not None else capacity)
-    check_cache_bounds(_NAME, seqlens, None, None, pages, capacity)
-    if key is not None and value is not None:
+    if key is not None and value is not None:  # checked before the cache is changed
         new_seqlens = seqlens + key.shape[1]
+        check_cache_bounds(_NAME, seqlens, None, None, pages, capacity)
         check_cache_bounds(_NAME, new_seqlens, left_padding, block_table, pages, capacity)
         append_to_cache(key_cache, value_cache, key, value, seqlens, block_table)
         seqlens = new_seqlens
@@ -309,36 +309,38 @@ def fast_path(
 
     Return None if the fast path does not apply or an argument is invalid.
     """
-    tensors = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
+    if (k is None) != (v is None) or type(bias) is not float or not (scale is None or type(scale) is float):
         return None
-    if not all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested and t.dim() == 4 for t in tensors):
+    tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
+    if not can_bypass_dispatcher(tensors):
         return None
-    (batch, n, heads, width), (held, capacity, key_heads, _), dtype = q.shape, k_cache.shape, q.dtype
+    dtype = getattr(q, "dtype", None)
+    for t in tensors:
+        if t is None or t.dtype is not dtype or not t.is_cpu or t.layout is not torch.strided or t.is_nested:
+            return None
+        if t.dim() != 4:
+            return None
+    (batch, n, heads, width), (held, capacity, key_heads, key_width), dv = q.shape, k_cache.shape, v_cache.shape[3]
+    fit = n == 1 and held == batch and key_width == width and v_cache.shape[:3] == (held, capacity, key_heads)
+    if k is not None:
+        fit = fit and k.shape == (batch, 1, key_heads, width) and v.shape == (batch, 1, key_heads, dv)
+    if not fit or 0 in (heads, key_heads, width, dv) or not q.is_floating_point():
+        return None
+    if heads != key_heads and (heads % key_heads or not enable_gqa):
+        return None
     if isinstance(seqlens, Tensor):
         seqlens = _common_length(seqlens, batch)
     old = capacity if seqlens is None and k is None else seqlens
-    fit = n == 1 and held == batch and k_cache.shape[3] == width and v_cache.shape[:3] == k_cache.shape[:3]
-    if k is not None or v is not None:
-        fit = fit and k is not None and v is not None and k.shape == (batch, 1, key_heads, width)
-        fit = fit and v.shape == (batch, 1, key_heads, v_cache.shape[3])
-    same_dtype = dtype.is_floating_point and all(t.dtype is dtype and t.device.type == "cpu" for t in tensors)
-    numbers = type(bias) is float and (scale is None or type(scale) is float) and type(old) is int
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    nonempty = 0 not in (heads, key_heads, width, v_cache.shape[3])
-    if not (fit and same_dtype and numbers and nonempty and not needs_grad):
+    if type(old) is not int or not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
         return None
-    if heads % key_heads or (heads != key_heads and not enable_gqa):
-        return None
-    new = 0 if k is None else 1
-    stop = old + new
+    stop = old + (0 if k is None else 1)
     if not (old >= 0 and 0 < stop <= capacity) or stop * key_heads * width > decode.FEW:
-        return None
-    if not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
         return None
     if k is not None:
         k_cache[:, old:stop], v_cache[:, old:stop] = k, v
-    return decode.attend(q, k_cache[:, :stop], v_cache[:, :stop], bias, width**-0.5 if scale is None else scale)
+    if stop < capacity:
+        k_cache, v_cache = k_cache[:, :stop], v_cache[:, :stop]
+    return decode.attend(q, k_cache, v_cache, bias, width**-0.5 if scale is None else scale)
 
 
 def _common_length(lengths: Tensor, batch: int) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigattn.ops import custom_ops
 from sigattn.ops.cpu.matmul import keep_memory_warm
 
 # measured on a CPU (docs/log.md)
@@ -18,22 +17,16 @@ COPIED = 1 << 16  # elements of a sample's K up to which samples are batched eve
 _ONE = {dtype: torch.ones(1, 1, 1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor | None:
-    """Return the output (B, 1, Hq, Dv), or None if the fast path does not apply.
-
-    It does not apply on other devices, with more than ``FEW`` elements per sample, or if the call is traced,
-    differentiated or intercepted by a dispatch mode.
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor:  # (B, 1, Hq, Dv)
+    """Return the output of one query per sample, for CPU tensors without gradient.
 
     Args:
-        query: (B, 1, Hq, D). key, value: (B, M, Hkv, D) and (B, M, Hkv, Dv), all visible to the query.
+        query: (B, 1, Hq, D). key, value: (B, M, Hkv, D) and (B, M, Hkv, Dv), all visible to the query; M · Hkv · D at
+            most ``FEW``.
         bias: b. scale: factor of Q Kᵀ.
     """
     batch, num_keys, key_heads, width = key.shape
     sample = num_keys * key_heads * width
-    if not 0 < sample <= FEW or query.device.type != "cpu":
-        return None
-    if not custom_ops.can_bypass_dispatcher((query, key, value)):
-        return None
     keep_memory_warm()
     together = FEW // sample if sample <= COPIED or (can_fold_heads(key) and can_fold_heads(value)) else 1
     if batch <= together:
