@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from sigattn.data.tokens import END, load_tokenizer, pack_corpus, train_tokenizer
 from sigattn.validation import SettingsError, check_at_least
@@ -54,12 +54,12 @@ class CorpusProgress:
 
     def __init__(self, console: Console, title: str, limit: int | None = None) -> None:
         self.console = console
-        self.interval = self.REFRESH if console.is_terminal else self.SECONDS
-        self.progress = Progress(
+        self.interval: float = self.REFRESH if console.is_terminal else self.SECONDS
+        self.progress: Progress = Progress(
             TextColumn(title), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console
         )
-        self.task = self.progress.add_task("", total=limit)
-        self.shown = time.monotonic()
+        self.task: TaskID = self.progress.add_task("", total=limit)
+        self.shown: float = time.monotonic()
 
     def __enter__(self) -> CorpusProgress:
         if self.console.is_terminal:

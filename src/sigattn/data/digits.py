@@ -40,7 +40,9 @@ class Digits(Data):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         self._train, self._held = order[360:], order[:360]
         self._images, self._labels = images, torch.tensor(digits.target)
-        self.num_views, self.labels, self.strength = num_views, labels, strength
+        self.num_views = num_views
+        self.labels = labels
+        self.strength = strength
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return images (B, 1, 8, 8), one tensor per view, and labels (B,) if there is one view."""

@@ -67,15 +67,20 @@ class ImageFolder(Data):
     ) -> None:
         self._train: Sequence[_File | ShardedImage]
         self._held: Sequence[_File | ShardedImage]
+        self.classes: list[str]
         if root.is_dir() and any(root.glob("*.tar")):
             self._train, self._held = (_sharded(root, split) for split in ("train", "val"))
             self.classes = [str(i) for i in range(1 + max(image.label for image in (*self._train, *self._held)))]
         else:
             self.classes = _classes(root / "train")
             self._train, self._held = (_files(root / split, self.classes) for split in ("train", "val"))
-        self.root, self.size, self.augmentation, self.labels = root, size, augmentation, labels
-        self.jitter, self.workers = jitter, workers
-        self.unreadable = UnreadableFiles("image", len(self._train) + len(self._held))
+        self.root = root
+        self.size = size
+        self.augmentation = augmentation
+        self.labels = labels
+        self.jitter = jitter
+        self.workers = workers
+        self.unreadable: UnreadableFiles = UnreadableFiles("image", len(self._train) + len(self._held))
         self._vary, self._plain = transforms(augmentation, size, jitter), transforms("none", size)
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:

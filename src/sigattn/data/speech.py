@@ -63,10 +63,15 @@ class Speech(Data):
         archive: Path | None = None,
         unreadable: UnreadableFiles | None = None,
     ) -> None:
-        self.training, self.held_out, self.tokenizer, self.num_mel_bins = training, held_out, tokenizer, num_mel_bins
+        self.training = training
+        self.held_out = held_out
+        self.tokenizer = tokenizer
+        self.num_mel_bins = num_mel_bins
         self.spec_augment_from = spec_augment_from
         files = {path for u in (*training, *held_out) for path, _, _ in u.pieces}
-        self.unreadable = UnreadableFiles("recording", len(files)) if unreadable is None else unreadable
+        self.unreadable: UnreadableFiles = (
+            UnreadableFiles("recording", len(files)) if unreadable is None else unreadable
+        )
         self._archive, self._source = {} if archive is None else read_recordings(archive), archive
         self._epochs: list[list[list[int]]] = []
         self._epochs_key: tuple[int, int] | None = None  # (size, seed) of _epochs

@@ -36,8 +36,12 @@ class StreamedText(Data):
         held_out: int = 64,
         vocab_size: int = 256,
     ) -> None:
-        self.documents, self.name, self.encode, self.vocab_size = documents, name, encode, vocab_size
-        self.seq_len, self.held_out = seq_len, held_out
+        self.documents = documents
+        self.name = name
+        self.encode = encode
+        self.seq_len = seq_len
+        self.held_out = held_out
+        self.vocab_size = vocab_size
 
     def batches(self, first_step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
         """Iterate over batches from ``first_step`` on: tokens and the tokens that follow them, (B, seq_len) each."""

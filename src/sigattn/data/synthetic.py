@@ -23,7 +23,9 @@ class KSummation(Data):
     def __init__(self, length: int = 40, k: int = 1, held_out: int = 2048) -> None:
         if length % 2 or not 1 <= k <= length // 2:
             raise SettingsError(f"KSummation: length must be even and k within 1 … length / 2, got {length} and {k}")
-        self.length, self.k, self.held_out = length, k, held_out
+        self.length = length
+        self.k = k
+        self.held_out = held_out
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return sequences (B, length) and sums (B, 1)."""
@@ -66,12 +68,10 @@ class PairRepeat(Data):
                 f"PairRepeat: needs num_symbols ≥ 2 and lengths within 4 … {max_length}, got {num_symbols} and "
                 f"{tuple(lengths)}"
             )
-        self.num_symbols, self.max_length, self.lengths, self.held_out = (
-            num_symbols,
-            max_length,
-            tuple(lengths),
-            held_out,
-        )
+        self.num_symbols = num_symbols
+        self.max_length = max_length
+        self.lengths: tuple[int, ...] = tuple(lengths)
+        self.held_out = held_out
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return sequences (B, max_length) of symbols and answers (B,), 0 or 1."""

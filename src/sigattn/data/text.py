@@ -121,7 +121,10 @@ class TextData(Data):
     """
 
     def __init__(self, text: TokenText, seq_len: int, held_out: int = 64, *, tokenizer: str | None = None) -> None:
-        self.text, self.seq_len, self.held_out, self.tokenizer = text, seq_len, held_out, tokenizer
+        self.text = text
+        self.seq_len = seq_len
+        self.held_out = held_out
+        self.tokenizer = tokenizer
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return tokens and the tokens that follow them, (B, seq_len) each."""

@@ -18,7 +18,9 @@ class UnreadableFiles:
     """
 
     def __init__(self, kind: str, total: int = 0, max_fraction: float = MAX_FRACTION) -> None:
-        self.kind, self.total, self.max_fraction = kind, total, max_fraction
+        self.kind = kind
+        self.total = total
+        self.max_fraction = max_fraction
         self.errors: dict[str, str] = {}  # by name
 
     def __len__(self) -> int:

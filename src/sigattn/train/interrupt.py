@@ -18,7 +18,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.signal = 0
+        self.signal: int = 0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:

@@ -39,7 +39,7 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter  # needs tensorboard
 
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
-        self.path = folder / "metrics.jsonl"
+        self.path: Path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
         with add_path_to_errors(self.path):
             self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
