@@ -234,18 +234,22 @@ class Trainer:
             batch = tuple(shard.shard(t) for t in batch)
         total = processes.reduce_sum(torch.tensor(float(samples), device=device)) / processes.cp_size
         micro_batches = list(zip(*(t.chunk(self.config.grad_accum_steps) for t in batch), strict=True))
+        # with FSDP all processes must compute equally many micro-batches: the last one is repeated with weight 0
+        count = processes.reduce_max(len(micro_batches)) if self.config.grad_accum_steps > 1 else 1
         mean = torch.zeros((), device=device)
         norms: list[Tensor] = []
-        for i, micro_batch in enumerate(micro_batches):
-            weight = fraction * min(len(micro_batch[0]), samples) / total
-            sync = i == len(micro_batches) - 1
+        for i in range(count):
+            micro_batch, repeated = micro_batches[min(i, len(micro_batches) - 1)], i >= len(micro_batches)
+            weight = 0.0 if repeated else fraction * min(len(micro_batch[0]), samples) / total
+            sync = i == count - 1
             with (
                 sharding.gradient_sync(self.module, sync),
                 context_parallel(self.module, shard),
                 torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
             ):
                 loss = self.task.loss(self.module, micro_batch)
-            norms += [layer.output_frobenius_norm for layer in recorded if layer.output_frobenius_norm is not None]
+            if not repeated:
+                norms += [layer.output_frobenius_norm for layer in recorded if layer.output_frobenius_norm is not None]
             # gradients are averaged over processes but the losses are to be added, hence the factor num_replicas
             with sharding.gradient_sync(self.module, sync), context_parallel(self.module, shard):
                 (loss * weight * processes.num_replicas).backward()
