@@ -69,7 +69,7 @@ def runs(tmp_path_factory):
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
     shared += [
         job("2-placeholder", "placeholder"),
-        job("2-placeholder-fsdp", "placeholder", training=PARALLELISM["fsdp"]),
+        job("2-placeholder-fsdp", "placeholder", training=PARALLELISM["accumulated-fsdp"]),
     ]
     shared += [job("2-contrast", "contrast"), job("2-teacher", "teacher")]
     shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]

@@ -226,40 +226,53 @@ class Trainer:
             That mean, and the mean norm of the outputs of the ``recorded`` layers (None without such layers).
         """
         processes, device = self.processes, self.processes.device
-        samples = 0 if isinstance(batch, PlaceholderBatch) else len(batch[0])
-        batch = tuple(t.to(device, non_blocking=True) for t in batch)
+        micro_batches = self._micro_batches(batch)
         shard, fraction = self._sequence_shard(batch), 1.0  # fraction of the positions of each sample
         if shard is not None:
             fraction = shard.sharding.size(shard.mesh.get_local_rank()) / shard.length
-            batch = tuple(shard.shard(t) for t in batch)
-        total = processes.reduce_sum(torch.tensor(float(samples), device=device)) / processes.cp_size
-        micro_batches = list(zip(*(t.chunk(self.config.grad_accum_steps) for t in batch), strict=True))
-        # with FSDP all processes must compute equally many micro-batches: the last one is repeated with weight 0
-        count = processes.reduce_max(len(micro_batches)) if self.config.grad_accum_steps > 1 else 1
+        samples = torch.tensor(float(sum(n for _, n in micro_batches)), device=device)
+        total = processes.reduce_sum(samples) / processes.cp_size
         mean = torch.zeros((), device=device)
-        norms: list[Tensor] = []
-        for i in range(count):
-            micro_batch, repeated = micro_batches[min(i, len(micro_batches) - 1)], i >= len(micro_batches)
-            weight = 0.0 if repeated else fraction * min(len(micro_batch[0]), samples) / total
-            sync = i == count - 1
+        norms = [torch.zeros(0, device=device)]
+        for i, (micro_batch, count) in enumerate(micro_batches):
+            if shard is not None:
+                micro_batch = tuple(shard.shard(t) for t in micro_batch)
+            weight = fraction * count / total
+            sync = i == len(micro_batches) - 1
             with (
                 sharding.gradient_sync(self.module, sync),
                 context_parallel(self.module, shard),
                 torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
             ):
                 loss = self.task.loss(self.module, micro_batch)
-            if not repeated:
+            if count:
                 norms += [layer.output_frobenius_norm for layer in recorded if layer.output_frobenius_norm is not None]
             # gradients are averaged over processes but the losses are to be added, hence the factor num_replicas
             with sharding.gradient_sync(self.module, sync), context_parallel(self.module, shard):
                 (loss * weight * processes.num_replicas).backward()
             mean += loss.detach() * weight
         mean = processes.reduce_sum(mean)
-        if not norms:
+        if not recorded:
             return mean, None
-        norm = processes.reduce_norm(torch.cat(norms)) if samples else torch.zeros(0, device=device)
-        count = torch.tensor(float(len(norm)), device=device)
-        return mean, processes.reduce_sum(norm.sum()) / processes.reduce_sum(count)
+        norm = processes.reduce_norm(torch.cat(norms))
+        return mean, processes.reduce_sum(norm.sum()) / processes.reduce_sum(
+            torch.tensor(float(len(norm)), device=device)
+        )
+
+    def _micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
+        """Return the micro-batches of a batch on this process's device, each with its number of samples.
+
+        All processes compute equally many, because FSDP gathers the weights in each: a process with fewer repeats its
+        last one with a count of 0, which is also that of a placeholder.
+        """
+        samples = 0 if isinstance(batch, PlaceholderBatch) else len(batch[0])
+        tensors = (t.to(self.processes.device, non_blocking=True) for t in batch)
+        parts = list(zip(*(t.chunk(self.config.grad_accum_steps) for t in tensors), strict=True))
+        counts = [min(len(part[0]), samples) for part in parts]
+        if self.config.grad_accum_steps > 1:
+            missing = self.processes.reduce_max(len(parts)) - len(parts)
+            parts, counts = parts + parts[-1:] * missing, counts + [0] * missing
+        return list(zip(parts, counts, strict=True))
 
     def _sequence_shard(self, batch: Batch) -> ContextParallelShard | None:
         """Return this process's shard of the batch's sequences, or None without context parallelism."""
