@@ -375,6 +375,7 @@ class Simulator:
             NVMMASharedLayout=lambda **_: None,
             SliceLayout=lambda *_: None,
             DotOperandLayout=lambda *_: None,
+            PropagateNan=types.SimpleNamespace(ALL=True),
         )
         mbarrier = types.SimpleNamespace(
             init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive, MBarrierLayout=lambda: None
@@ -384,6 +385,7 @@ class Simulator:
         )
         return {
             "gl": gl,
+            "tl": gl,  # in functions of the portable kernels
             "mbarrier": mbarrier,
             "tma": tma,
             "warpgroup_mma": self.mma,

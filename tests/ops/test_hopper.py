@@ -286,25 +286,27 @@ class TestTheSimulator:
         assert self.wrong(simulated, monkeypatch, module, "mbarrier.wait", "mbarrier.wait") == 0
 
     def test_a_place_overwritten_too_early(self, simulated, monkeypatch):
-        line = "            mbarrier.wait(k_empty.index(stage), phase)\n"
+        line = "            mbarrier.wait(memory.k_empty.index(slot), phase)\n"
         with pytest.raises(AssertionError, match="more arrivals"):
             self.wrong(simulated, monkeypatch, hopper, line, "")
 
     def test_a_place_never_given_back(self, simulated, monkeypatch):
         with pytest.raises(gluon_simulator.DeadlockError):
-            self.wrong(simulated, monkeypatch, hopper, "            mbarrier.arrive(v_empty.index(v_stage))\n", "")
+            self.wrong(
+                simulated, monkeypatch, hopper, "            mbarrier.arrive(memory.v_empty.index(v_slot))\n", ""
+            )
 
     def test_a_value_used_before_its_wait(self, simulated, monkeypatch):
-        line = "            products = warpgroup_mma_wait(0, deps=[following])\n"
+        line = "            logits = warpgroup_mma_wait(0, deps=[following])\n"
         with pytest.raises(TypeError, match="Pending"):
-            self.wrong(simulated, monkeypatch, hopper, line, "            products = following\n")
+            self.wrong(simulated, monkeypatch, hopper, line, "            logits = following\n")
 
     def test_queries_overwritten_before_they_were_read(self, simulated, monkeypatch):
-        line = "            mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)\n"
+        line = "            mbarrier.wait(memory.q_empty.index(g), turn & 1 ^ 1)\n"
         assert self.wrong(simulated, monkeypatch, hopper, line, "", stages=3)
 
     def test_an_output_overwritten_before_it_was_written(self, simulated, monkeypatch):
-        line = "        tma.store_wait(0)  # the previous store has read its buffer\n"
+        line = "        tma.store_wait(0)  # the store of the last turn has read its slot\n"
         assert self.wrong(simulated, monkeypatch, hopper, line, "")
 
     def test_keys_given_back_before_their_second_use(self, simulated, monkeypatch):
@@ -324,5 +326,5 @@ class TestTheSimulator:
         assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
 
     def test_next_keys_loaded_before_the_gradients_left_their_place(self, simulated, monkeypatch):
-        line = "        mbarrier.wait(own_empty.index(g), turn & 1 ^ 1)\n"
+        line = "        mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)\n"
         assert self.wrong(simulated, monkeypatch, hopper_backward, line, "")

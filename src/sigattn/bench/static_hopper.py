@@ -20,7 +20,6 @@ _OWN = {
     tuning.FUSED: ("key", "value", "grad_key", "grad_value"),
 }
 _WALKED = {"query", "key", "value", "grad_out"}
-_INTEGERS = {"n", "keys", "heads", "batch_heads", "query_offset"}
 
 
 def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[CompiledKernel]:
@@ -71,20 +70,25 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
 
 def _signature(
     function: Any, kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig
-) -> tuple[dict[str, str], dict[tuple[int, ...], Any]]:
+) -> tuple[dict[str, Any], dict[tuple[int, ...], Any]]:
     from triton.experimental.gluon import language as gl
 
-    values = {
-        "GROUP": 1, "D": head_dim, "BLOCK": config.block, "BLOCK_N": config.block, "STAGES": config.stages,
-        "CAUSAL": causal, "SIGMOID": config.sigmoid, "SHIFTED": False, "ROWS": ROWS, "PREFETCH": config.prefetch,
-        "REGISTERS": launch_hopper.REGISTERS,
-    }  # fmt: skip
-    signature: dict[str, str] = {}
+    from sigattn.ops.hopper.common import Options, Scales
+
+    options = Options(
+        head_dim,
+        config.block,
+        config.stages,
+        CAUSAL=causal,
+        SIGMOID=config.sigmoid,
+        PREFETCH=config.prefetch and kernel == tuning.FWD,
+    )
+    signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     for at, parameter in enumerate(function.params):
         name = parameter.name
         if parameter.is_constexpr:
-            signature[name], constants[(at,)] = "constexpr", values[name]
+            signature[name], constants[(at,)] = "constexpr", options
         elif kernel == tuning.FUSED and name == "grad_query":
             signature[name] = "*fp32"
         elif name in _OWN[kernel] or name in _WALKED:
@@ -93,7 +97,7 @@ def _signature(
             layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
             signature[name] = f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
         else:
-            signature[name] = "i32" if name in _INTEGERS else "fp32"
+            signature[name] = Scales(*["fp32"] * 6) if name == "scales" else "i32"  # type: ignore[arg-type]
     return signature, constants
 
 

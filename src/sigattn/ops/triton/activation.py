@@ -71,13 +71,18 @@ def reciprocal_of_some(d):
 
 
 @triton.jit
+def fast_sigmoid(z):
+    """Return P by tanh.approx: its error is relative to 1."""
+    half = z * -_HALF_LN2
+    tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=tl.float32, is_pure=True, pack=1)
+    return 0.5 + 0.5 * tanh
+
+
+@triton.jit
 def sigmoid(z, unit, shift, KIND: tl.constexpr, SHIFT: tl.constexpr):
     """Return P, or with SHIFT P · 2^shift; z float32. KIND: "accurate", "paired", "exact" or "fast"."""
     if KIND == "fast":
-        tanh = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [z * -_HALF_LN2], dtype=tl.float32, is_pure=True, pack=1
-        )
-        p = 0.5 + 0.5 * tanh
+        p = fast_sigmoid(z)
         if SHIFT:
             p = p / unit
     elif KIND == "paired":

@@ -124,7 +124,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradie
     if needs_grad.key and needs_grad.value and query is None and _warp_specialized(launch, tuning.DKDV, grad_out):
         from sigattn.ops.hopper import launch as launch_hopper
 
-        key, value = launch_hopper.keys(launch, grad_out)
+        key, value = launch_hopper.dkdv(launch, grad_out)
     else:
         key, value = _dkdv(launch, needs_grad, query)
     if query is not None:
@@ -132,7 +132,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradie
     if needs_grad.query and not sums and _warp_specialized(launch, tuning.DQ, grad_out):
         from sigattn.ops.hopper import launch as launch_hopper
 
-        return Gradients(launch_hopper.queries(launch, grad_out), key, value, None, None, None)
+        return Gradients(launch_hopper.dq(launch, grad_out), key, value, None, None, None)
     query, bias, mask, slopes = _dq(launch, needs_grad)
     return Gradients(query, key, value, bias, mask, slopes)
 

@@ -1,0 +1,203 @@
+"""Functions shared by the Gluon kernels: σ, barriers, and which tiles a program works on.
+
+The kernels are warp-specialised. Programs are persistent: no more of them run than fit the GPU, and each works
+on several tiles in turn ("turns"). In the loops of the consumers, "slot" is an entry of a ring in shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sigattn.ops.triton import activation
+
+# Elementwise functions are the portable kernels' own.
+reciprocal = gluon.jit(activation.reciprocal.fn)
+fast_sigmoid = gluon.jit(activation.fast_sigmoid.fn)
+logit_gradient = gluon.jit(activation.logit_gradient.fn)
+
+
+class Sizes(NamedTuple):
+    """Numbers of queries, keys and query heads of a sample, position of its first query, and turns of a program."""
+
+    len_q: Any
+    len_k: Any
+    heads: Any
+    query_offset: Any
+    turns: Any
+
+
+class Scales(NamedTuple):
+    """Factors and terms, as in the portable kernels (triton/args.py, triton/activation.py).
+
+    z = z · Q Kᵀ + bias; ``unit`` is 2^-shift of float16 weights, ``lower`` takes dS from their power of two to its own;
+    ``out`` is a factor of O and dV, ``logit`` of dQ and dK.
+    """
+
+    z: float
+    bias: float
+    unit: float
+    lower: float
+    out: float
+    logit: float
+
+
+class Options(NamedTuple):
+    """Compile-time arguments: query heads that share a key head, features, and those of ``tuning.HopperConfig``.
+
+    ROWS: queries or keys of a warp group. REGISTERS: of a thread of the consumers.
+    """
+
+    D: int
+    BLOCK: int
+    STAGES: int
+    GROUP: int = 1
+    CAUSAL: bool = False
+    SIGMOID: str = "paired"
+    SHIFTED: bool = False
+    PREFETCH: bool = False
+    ROWS: int = 64
+    REGISTERS: int = 240
+
+
+@gluon.jit
+def special_reciprocal(d):
+    """Return 1/d, by the special-function unit."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal_of_some(d):
+    """Return 1/d; the same numbers as ``activation.reciprocal_of_some``."""
+    ROWS: gl.constexpr = d.shape[0]
+    COLUMNS: gl.constexpr = d.shape[1]
+    fours = gl.permute(gl.reshape(d, (ROWS, COLUMNS // 16, 2, 2, 4)), (0, 1, 4, 2, 3))
+    x, y = gl.split(fours)
+    u, v = gl.split(x)
+    r = gl.join(gl.join(special_reciprocal(u), reciprocal(v)), reciprocal(y))
+    r = gl.reshape(gl.permute(r, (0, 1, 3, 4, 2)), (ROWS, COLUMNS))
+    return gl.convert_layout(r, d.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def weights(logits, scales, i, j, edge, OPT: gl.constexpr):
+    """Return P from Q Kᵀ, times 2^shift with SHIFTED; if ``edge``, 0 where key j lies after position i.
+
+    The branch remains without a causal mask too, where it is never taken, because the assembler does not move code over
+    it. Without the branch, half of σ was scheduled behind the wait for the products that it should overlap with.
+    """
+    z = logits * scales.z + scales.bias
+    if OPT.SIGMOID == "fast":
+        p = fast_sigmoid(z)
+    elif OPT.SIGMOID == "paired":
+        # two neighbours, both in one thread, share a reciprocal
+        e = gl.exp2(gl.minimum(z, 60.0, propagate_nan=tl.PropagateNan.ALL))
+        e, f = gl.split(gl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
+        d = 1.0 + e
+        r = reciprocal_of_some(d * f + d)
+        if OPT.SHIFTED:
+            r = r * (1.0 / scales.unit)
+        p = gl.reshape(gl.join(r * f + r, r * d), z.shape)
+        p = gl.convert_layout(p, logits.type.layout, assert_trivial=True)
+    else:
+        gl.static_assert(OPT.SIGMOID == "accurate")
+        p = reciprocal(1.0 + gl.exp2(gl.minimum(z, 120.0, propagate_nan=tl.PropagateNan.ALL)))
+        if OPT.SHIFTED:
+            p = p * (1.0 / scales.unit)
+    if edge:
+        p = gl.where(j[None, :] <= i[:, None], p, 0.0)
+    return p
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return new barriers that complete a phase after a number of arrivals; a fence must precede their use."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
+def transposed(ring, slot, ROWS: gl.constexpr, D: gl.constexpr):
+    """Return a tile as the second factor of a product over features: [D, ROWS]."""
+    return ring.index(slot).reshape([ROWS, D]).permute([1, 0])
+
+
+# -- tile scheduler ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def tile_index(turn, OPT: gl.constexpr):
+    """Return the index of a program's tile in a turn.
+
+    In each turn the programs take tiles in order; under a causal mask, where tiles differ in length, every second turn
+    in reverse order, so that a program with a long tile gets a short one next.
+    """
+    programs = gl.num_programs(0)
+    index = gl.program_id(0)
+    if OPT.CAUSAL:
+        if turn % 2 == 1:
+            index = programs - 1 - index
+    return turn * programs + index
+
+
+@gluon.jit
+def num_turns(tiles, OPT: gl.constexpr):
+    """Return the number of turns of this program, for a number of tiles."""
+    programs = gl.num_programs(0)
+    turns = tiles // programs
+    index = gl.program_id(0)
+    if OPT.CAUSAL:
+        if turns % 2 == 1:
+            index = programs - 1 - index
+    if index < tiles % programs:
+        turns += 1
+    return turns
+
+
+@gluon.jit
+def query_tile(turn, sizes, OPT: gl.constexpr):
+    """Return a turn's sample, head, first query, number of tiles of keys, and how many of them need no mask.
+
+    Tiles of queries are numbered head by head, so that programs which run at the same time share keys; those with the
+    most keys come first.
+    """
+    ROWS: gl.constexpr = 2 * OPT.ROWS
+    row_tiles = gl.cdiv(sizes.len_q, ROWS)
+    index = tile_index(turn, OPT)
+    head = index // row_tiles
+    row_tile = index % row_tiles
+    if OPT.CAUSAL:
+        row_tile = row_tiles - 1 - row_tile
+    start_m = row_tile * ROWS
+    tiles = gl.cdiv(sizes.len_k, OPT.BLOCK)
+    # at least all; the compiler does not know that query_offset is 0 or more, which keeps the branch in ``weights``
+    full_tiles = tiles + sizes.query_offset
+    if OPT.CAUSAL:
+        last = sizes.query_offset + gl.minimum(start_m + ROWS, sizes.len_q)
+        tiles = gl.maximum(gl.cdiv(gl.minimum(sizes.len_k, last), OPT.BLOCK), 1)
+        full_tiles = (sizes.query_offset + start_m + 1) // OPT.BLOCK
+    return head // sizes.heads, head % sizes.heads, start_m, tiles, full_tiles
+
+
+@gluon.jit
+def key_tile(turn, sizes, OPT: gl.constexpr):
+    """Return a turn's sample, key head, first key, first query, number of tiles of queries, and how many are masked."""
+    ROWS: gl.constexpr = 2 * OPT.ROWS
+    key_tiles = gl.cdiv(sizes.len_k, ROWS)
+    kv_heads = sizes.heads // OPT.GROUP
+    index = tile_index(turn, OPT)
+    start_n = index % key_tiles * ROWS  # under a causal mask the first keys have the most queries
+    head = index // key_tiles
+    first_query = 0
+    edges = gl.minimum(sizes.query_offset, 0)  # 0, but the compiler does not know that (``weights``)
+    if OPT.CAUSAL:
+        first_query = gl.minimum(gl.maximum(start_n - sizes.query_offset, 0) // OPT.BLOCK * OPT.BLOCK, sizes.len_q)
+        edges = gl.maximum(gl.cdiv(start_n + ROWS - 1 - sizes.query_offset - first_query, OPT.BLOCK), 0)
+    tiles = gl.cdiv(sizes.len_q - first_query, OPT.BLOCK)
+    return head // kv_heads, head % kv_heads, start_n, first_query, tiles, edges
