@@ -1,4 +1,4 @@
-"""FlashSigmoid in Triton. Triton itself is imported when the first problem arrives that may be served."""
+"""Backend "triton": FlashSigmoid in Triton, which is imported with the first problem that it may support."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_WIDEST = 256
+_MAX_HEAD_DIM = 256
 _LARGEST_TILE = 128  # rows or columns of any tile in tuning's tables
-_INSTALLED = importlib.util.find_spec("triton") is not None  # looked for, not imported
+_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None:
-    """Why the kernels cannot serve a problem, or None."""
+    """Return why the kernels do not support a problem, or None."""
     q, v = problem.query, problem.value
     if (reason := _no_machine(q.device)) is not None:
         return reason
@@ -28,13 +28,13 @@ def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None
             return f"it is for a BlockMask whose block sizes are multiples of {_LARGEST_TILE}, not {size}"
     if q.dtype not in _DTYPES:
         return f"it is for {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, not for {q.dtype}"
-    if not (1 <= q.shape[-1] <= _WIDEST and 1 <= v.shape[-1] <= _WIDEST):
-        return f"it is for heads of 1 to {_WIDEST}, not of {q.shape[-1]} (query, key) and {v.shape[-1]} (value)"
+    if not (1 <= q.shape[-1] <= _MAX_HEAD_DIM and 1 <= v.shape[-1] <= _MAX_HEAD_DIM):
+        return f"it is for heads of 1 to {_MAX_HEAD_DIM}, not of {q.shape[-1]} (query, key) and {v.shape[-1]} (value)"
     return None
 
 
 def _no_machine(device: torch.device) -> str | None:
-    """Why a device cannot run the kernels, or None. (A compiler may be tracing: no caches, no values.)"""
+    """Return why a device cannot run the kernels, or None. Traceable by torch.compile: no caches, no values."""
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"it is for CUDA and ROCm devices, not for {device.type}"
     if not _INSTALLED:
@@ -46,21 +46,21 @@ def _no_machine(device: torch.device) -> str | None:
 
 
 def forward(problem: Problem | VarlenProblem) -> Tensor:
-    """The output of sigmoid attention."""
+    """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv)."""
     from sigattn.ops.triton import launch
 
     return launch.forward(problem)
 
 
 def kvcache_forward(problem: KVCacheProblem) -> Tensor:
-    """The output of queries against a cache."""
+    """Return the output of queries against a cache, (B, N, Hq, Dv)."""
     from sigattn.ops.triton import launch_decode
 
     return launch_decode.forward(problem)
 
 
-def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs: NeedsGrad) -> Gradients:
-    """The gradients that are asked for."""
+def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    """Return the gradients that are needed."""
     from sigattn.ops.triton import launch
 
-    return launch.backward(problem, grad_out, needs)
+    return launch.backward(problem, grad_out, needs_grad)
