@@ -269,7 +269,7 @@ def gpu(
     try:
         with (
             mock.patch.object(compiler, "compile", compiler.compile if compiles else standin.pretend_to_compile),
-            mock.patch.object(backend, "_no_machine", return_value=None),
+            mock.patch.object(backend, "_device_unavailable", return_value=None),
             mock.patch.object(kernel_args, "architecture", return_value=nvidia),
             mock.patch.object(launch_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
             mock.patch.object(torch.version, "hip", torch.version.hip if nvidia else "stand-in"),

@@ -51,11 +51,11 @@ def test_missing_triton_and_old_gpus(monkeypatch):
         value=types.SimpleNamespace(shape=(1, 1, 4, 8)),
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=7, minor=5))
-    assert "this GPU has 7.5" in triton._no_machine(gpu.query.device)
+    assert "this GPU has 7.5" in triton._device_unavailable(gpu.query.device)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=9, minor=0))
-    assert triton._no_machine(gpu.query.device) is None
+    assert triton._device_unavailable(gpu.query.device) is None
     monkeypatch.setattr(triton, "_INSTALLED", False)
-    assert "Triton is not installed" in triton._no_machine(gpu.query.device)
+    assert "Triton is not installed" in triton._device_unavailable(gpu.query.device)
 
 
 LAYOUTS = {  # (B, H, N, D) as views of what models hold
@@ -119,7 +119,7 @@ def test_every_table_has_every_size():
                     config = tuning.kernel_config(kernel, architecture, width, itemsize)
                     assert min(config.block_m, config.block_n) >= 16  # what a product needs
                     # a tile lies within one block of a BlockMask
-                    assert all(triton._LARGEST_TILE % size == 0 for size in (config.block_m, config.block_n))
+                    assert all(triton._MAX_TILE % size == 0 for size in (config.block_m, config.block_n))
 
 
 def test_tma_is_used_where_it_can_be(monkeypatch):

@@ -268,10 +268,10 @@ def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: In
     before = {name: getattr(tuning, name) for name in changing}
     replaced = tuning.DKDV if changed == tuning.FUSED else changed
 
-    def kernel_config(kernel: str, architecture: int, width: int, itemsize: int) -> tuning.Config:
+    def kernel_config(kernel: str, architecture: int, head_dim: int, itemsize: int) -> tuning.Config:
         if kernel == replaced and isinstance(candidate, tuning.Config):
             return candidate
-        found: tuning.Config = before["kernel_config"](kernel, architecture, width, itemsize)
+        found: tuning.Config = before["kernel_config"](kernel, architecture, head_dim, itemsize)
         return found._replace(tma=True) if candidate == BOTH_TMA else found
 
     special: list[str] = []

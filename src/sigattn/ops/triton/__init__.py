@@ -13,19 +13,19 @@ from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
-_LARGEST_TILE = 128  # rows or columns of any tile in tuning's tables
+_MAX_TILE = 128  # rows or columns of any tile in tuning's tables
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None:
     """Return why the kernels do not support a problem, or None."""
     q, v = problem.query, problem.value
-    if (reason := _no_machine(q.device)) is not None:
+    if (reason := _device_unavailable(q.device)) is not None:
         return reason
     if isinstance(problem, Problem) and problem.blocks is not None:
         size = problem.blocks.size
-        if size[0] % _LARGEST_TILE or size[1] % _LARGEST_TILE:
-            return f"it is for a BlockMask whose block sizes are multiples of {_LARGEST_TILE}, not {size}"
+        if size[0] % _MAX_TILE or size[1] % _MAX_TILE:
+            return f"it is for a BlockMask whose block sizes are multiples of {_MAX_TILE}, not {size}"
     if q.dtype not in _DTYPES:
         return f"it is for {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, not for {q.dtype}"
     if not (1 <= q.shape[-1] <= _MAX_HEAD_DIM and 1 <= v.shape[-1] <= _MAX_HEAD_DIM):
@@ -33,7 +33,7 @@ def unavailable(problem: Problem | VarlenProblem | KVCacheProblem) -> str | None
     return None
 
 
-def _no_machine(device: torch.device) -> str | None:
+def _device_unavailable(device: torch.device) -> str | None:
     """Return why a device cannot run the kernels, or None. Traceable by torch.compile: no caches, no values."""
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"it is for CUDA and ROCm devices, not for {device.type}"

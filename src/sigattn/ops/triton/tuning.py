@@ -68,7 +68,7 @@ def _parse(shape: str, sigmoid: str) -> Config:
 
 def _table(rows: str, sigmoid: str = "accurate") -> dict[tuple[str, int], Config]:
     """Return the configurations of a table, by kernel and padded head size."""
-    table = {}
+    table: dict[tuple[str, int], Config] = {}
     for kernel, *shapes in map(str.split, rows.strip().splitlines()):
         table |= {(kernel, d): _parse(shape, sigmoid) for d, shape in zip(_HEAD_DIMS, shapes, strict=True)}
     return table
