@@ -73,6 +73,7 @@ SETTINGS = [
     ),
     (["train", "k-summation", "--tiny", "--task.k", "30"], "k within 1 … length / 2, got 40 and 30"),
     (["train", "asr-ls960", "--tiny", "--task.alphabet", "ab"], "an alphabet of 2 characters needs vocab_size=3"),
+    (["demo", "--log-attention-every", "5"], "log_attention_every must be 1"),
     (["demo", "--max-steps", "-1"], "max_steps must be at least 1, got -1"),
     (["norms", "--num-layers", "0"], "num_layers must be at least 1, got 0"),
     (["norms", "--seconds", "nan"], "seconds must be a finite number above 0, got nan"),

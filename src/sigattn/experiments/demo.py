@@ -72,6 +72,8 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, *SIZES)
+        if self.training.log_attention_every != 1:
+            raise SettingsError("the demo shows the attention norm of every step: log_attention_every must be 1")
 
 
 TITLES = {"softmax": "softmax", "sigmoid-log-n": "sigmoid, b = −log n", "sigmoid-no-bias": "sigmoid, b = 0"}
