@@ -40,6 +40,8 @@ except ModuleNotFoundError as missing:
 except KeyboardInterrupt:
     sys.exit(130)
 
+__all__ = ["main"]
+
 
 def show_info() -> None:
     """Print versions, devices, and the dtypes that each backend supports, with the reason for each unsupported one."""
