@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sigattn.experiments import attention_norms, drawing, intervals
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting, select
+from sigattn.experiments.theory_report import plot_jacobian_norms
 from sigattn.theory import flops, regularity
 
 
@@ -15,18 +16,15 @@ def measure_jacobian_norms(setting: Setting) -> Result:
     lengths = setting.scaled((8, 16), (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 256, 512, 1024))
     data = regularity.norms_over_length(lengths, setting.scaled(2, 10, 10), std=0.02)
     figure, axes = drawing.axes_grid(2)
-    rows = []
-    for axis, hybrid in zip(axes, (False, True), strict=True):
-        title = "with hybrid-norm" if hybrid else "alone"
-        for activation in ("softmax", "sigmoid"):
-            values = [select(data, "norm", activation=activation, hybrid_norm=hybrid, n=n) for n in lengths]
-            drawing.plot_band(axis, lengths, values, activation, drawing.COLOUR_OF[activation])
-            rows.append((activation, title.removeprefix("with "), *(intervals.mean_std(v) for v in values)))
-        axis.set(xscale="log", yscale="log", xlabel="tokens n", title=title)
-    bounds = [max(select(data, "bound", activation="sigmoid", hybrid_norm=False, n=n)) for n in lengths]
-    axes[0].plot(lengths, bounds, "--", color=drawing.COLOUR_OF["sigmoid"], linewidth=1, label="sigmoid, bound")
+    plot_jacobian_norms(axes, data)
     axes[0].set_ylabel("spectral norm of the Jacobian")
     axes[0].legend(frameon=False, loc="lower right")
+    rows = []
+    for hybrid in (False, True):
+        for activation in ("softmax", "sigmoid"):
+            values = [select(data, "norm", activation=activation, hybrid_norm=hybrid, n=n) for n in lengths]
+            cells = (intervals.mean_std(v) for v in values)
+            rows.append((activation, "hybrid-norm" if hybrid else "alone", *cells))
     below = all(row["norm"] <= row["bound"] for row in data if row["bound"] is not None)
     # compared trial by trial, because both activations have the same tokens and weights in a trial
     pairs = list(zip(*(select(data, "norm", activation=a) for a in ("sigmoid", "softmax")), strict=True))

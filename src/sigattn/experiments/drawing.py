@@ -8,8 +8,8 @@ from typing import Any
 
 import matplotlib.figure
 
-from sigattn.experiments.report import COLOURS
-
+# Okabe and Ito's colours, which are distinguishable with the common colour-vision deficiencies
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 COLOUR_OF = {"softmax": COLOURS[1], "sigmoid": COLOURS[0], "mlp": COLOURS[2]}
 SOFTMAX_COLOURS = ("#d55e00", "#e69f00", "#999999")
 OTHER_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
@@ -64,7 +64,9 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     return [statistics.mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
 
 
-def _mean_and_range(axes: Any, x: Sequence[float], values: Sequence[Sequence[float]], **line: Any) -> None:
+def _mean_and_range(
+    axes: Any, x: Sequence[float] | Sequence[int], values: Sequence[Sequence[float]], **line: Any
+) -> None:
     axes.plot(x, [statistics.mean(v) for v in values], linewidth=1.4, **line)
     low, high = [min(v) for v in values], [max(v) for v in values]
     axes.fill_between(x, low, high, color=line["color"], alpha=0.15, linewidth=0)

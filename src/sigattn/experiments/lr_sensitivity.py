@@ -15,7 +15,6 @@ from typing import Any
 
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Setting
-from sigattn.experiments.report import COLOURS
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
@@ -143,7 +142,7 @@ def compare_constant_biases(setting: Setting) -> Result:
     biases = setting.scaled((-10.0, -1.0), BIASES, BIASES)
     found = measure_sensitivities(setting, {f"b = {b:g}": recipe.with_transformer(attention_bias=b) for b in biases})
     figure, (axis,) = drawing.axes_grid(1, width=6.0, height=4.0)
-    for name, colour in zip(found.losses, (*COLOURS, "#56b4e9"), strict=False):
+    for name, colour in zip(found.losses, (*drawing.COLOURS, "#56b4e9"), strict=False):
         found.plot(axis, name, name, colour)
     axis.set_ylabel("held-out loss")
     axis.legend(frameon=False)

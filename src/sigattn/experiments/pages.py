@@ -117,14 +117,12 @@ def write_index(folder: Path, written: Sequence[Page]) -> Path:
             for f in w.findings
         )
         source = _text(f"{urllib.parse.quote(str(w.name), safe='')}/figure.svg")
-        picture = f'<img src="{source}" alt="{_text(w.title)}" width="100%">' if w.has_figure else ""
-        head = "".join(f"<th>{_text(c)}</th>" for c in w.columns)
-        rows = "".join("<tr>" + "".join(f"<td>{_text(c)}</td>" for c in row) + "</tr>" for row in w.rows)
+        figure = f'<img src="{source}" alt="{_text(w.title)}" width="100%">' if w.has_figure else ""
         data = f"<p>Data: {_text('; '.join(w.data))}.</p>" if w.data else ""
         differs = f"<p>Differs from the paper's set-up: {_text(w.differs)}.</p>" if w.differs else ""
         parts.append(
             f"<h2>{_text(w.title)}</h2><p>{_text(w.source)}. Scale: {_text(w.scale)}, seeds: {_text(w.seeds)}.</p>"
-            f"{data}{differs}<ul>{findings}</ul>{picture}<table><tr>{head}</tr>{rows}</table>"
+            f"{data}{differs}<ul>{findings}</ul>{figure}{report.html_table(w.columns, w.rows)}"
         )
     path = folder / "index.html"
     introduction = f"Experiments of Ramapuram et al. (ICLR 2025), reproduced. Findings: {count_verdicts(written)}."

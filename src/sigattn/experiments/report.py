@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.figure
-from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which are distinguishable with the common colour-vision deficiencies.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+from sigattn.experiments import drawing
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2rem }
@@ -70,18 +69,21 @@ def _median(run: Run, key: str) -> float:
 
 def comparison_page(title: str, introduction: str, runs: Sequence[Run], facts: dict[str, Any]) -> str:
     """Return the report as an HTML page. ``facts`` are settings and versions, shown as a table."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name, _ in TABLE)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell(run))}</td>" for _, cell in TABLE) + "</tr>" for run in runs
-    )
+    table = html_table([name for name, _ in TABLE], [[cell(run) for _, cell in TABLE] for run in runs])
     samples = "".join(f"<h3>{html.escape(run.name)}</h3><pre>{html.escape(run.sample)}</pre>" for run in runs)
-    rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
     return page(
         title,
         introduction,
-        f"<table><tr>{head}</tr>{body}</table><h2>Curves</h2>{curves(runs)}"
-        f"<h2>A sample of text from each model</h2>{samples}<h2>Settings and versions</h2><table>{rows}</table>",
+        f"{table}<h2>Curves</h2>{curves(runs)}<h2>A sample of text from each model</h2>{samples}"
+        f"<h2>Settings and versions</h2>{html_table((), list(facts.items()))}",
     )
+
+
+def html_table(columns: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """Return an HTML table; all cells are text and are escaped."""
+    head = "".join(f"<th>{html.escape(str(c))}</th>" for c in columns)
+    body = ("".join(f"<td>{html.escape(str(c))}</td>" for c in row) for row in rows)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{cells}</tr>' for cells in body)}</table>"
 
 
 def page(title: str, introduction: str, body: str) -> str:
@@ -108,23 +110,20 @@ def svg(figure: matplotlib.figure.Figure) -> str:
 
 def curves(runs: Sequence[Run]) -> str:
     """Plot training and validation loss, attention norm and gradient norm over the steps, as one SVG element."""
-    figure = matplotlib.figure.Figure(figsize=(11, 7.5), layout="constrained")
-    (training, validation), (attention, gradient) = figure.subplots(2, 2)
-    panels: tuple[tuple[Axes, str, float, str], ...] = (
+    figure, (training, validation, attention, gradient) = drawing.axes_grid(2, 2, width=5.5, height=3.75)
+    panels: tuple[tuple[Any, str, float, str], ...] = (
         (training, "loss", 1 / math.log(2), "training, bits per byte"),
         (validation, "validation_bits", 1.0, "held-out text, bits per byte"),
         (attention, "attention_norm", 1.0, "attention norm ‖σ(QKᵀ/√d + b)V‖"),
         (gradient, "gradient_norm", 1.0, "gradient norm (before clipping)"),
     )
     for axes, key, unit, title in panels:
-        for run, colour in zip(runs, COLOURS, strict=False):
+        for run, colour in zip(runs, drawing.COLOURS, strict=False):
             points = [(row["step"] + 1, unit * row[key]) for row in run.rows if key in row]
             marker = "o" if len(points) < 20 else None
             axes.plot(*zip(*points, strict=True), label=run.name, color=colour, linewidth=1.4, marker=marker, ms=4)
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("step")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     attention.set_yscale("log")
     gradient.set_yscale("log")
     training.legend(frameon=False)

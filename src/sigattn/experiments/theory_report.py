@@ -10,16 +10,14 @@ conditions.
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure
-
-from sigattn.experiments import report
+from sigattn.experiments import drawing, report
+from sigattn.experiments.experiment import select
 from sigattn.theory import regularity
 from sigattn.theory.statements import Statement, check_all
 from sigattn.validation import check_at_least
@@ -61,18 +59,13 @@ def check_statements(config: TheoryConfig, show: Callable[[Statement], None]) ->
 
 def theory_page(statements: Sequence[Statement], trials: int) -> str:
     """Return the table and the figure as an HTML page."""
-    head = "".join(f"<th>{name}</th>" for name in ("statement", "where", "cases", "verdict", "details"))
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<td>{html.escape(c)}</td>" for c in (s.claim, s.where, f"{s.cases:,}", s.verdict, s.note))
-        + "</tr>"
-        for s in statements
-    )
+    rows = [(s.claim, s.where, f"{s.cases:,}", s.verdict, s.note) for s in statements]
+    table = report.html_table(("statement", "where", "cases", "verdict", "details"), rows)
     return report.page(
         "Numerical checks of the theory of sigmoid attention",
         "Statements of Ramapuram et al. (ICLR 2025), each checked by computation.",
         "<style>td, th { text-align: left !important; white-space: normal !important; vertical-align: top }</style>"
-        f"<table><tr>{head}</tr>{rows}</table><h2>Empirical regularity</h2>{regularity_figure(trials)}"
+        f"{table}<h2>Empirical regularity</h2>{regularity_figure(trials)}"
         "<p>Spectral norm of the Jacobian of one head over n, mean and range of several trials, with standard normal "
         "tokens, d = 16 and b = -log n; dashed: the bounds (Theorem 3.2 for sigmoid, Castin et al. 2023 for softmax). "
         "Top: weights of variance 1/d. Bottom: weights of standard deviation 0.02.</p>",
@@ -81,28 +74,25 @@ def theory_page(statements: Sequence[Statement], trials: int) -> str:
 
 def regularity_figure(trials: int) -> str:
     """Return the paper's figure "empirical regularity" for two sizes of weights, as SVG."""
-    figure = matplotlib.figure.Figure(figsize=(10, 7.5), layout="constrained")
-    for row, std in zip(figure.subplots(2, 2, sharex=True), (None, 0.02), strict=True):
-        found = regularity.norms_over_length(trials=trials, std=std)
-        for axes, hybrid in zip(row, (False, True), strict=True):
-            for activation, colour in zip(("sigmoid", "softmax"), report.COLOURS, strict=False):
-                rows = [r for r in found if (r["activation"], r["hybrid_norm"]) == (activation, hybrid)]
-                _plot_norms(axes, rows, activation, colour)
-            axes.set(xscale="log", yscale="log", title="with hybrid-norm" if hybrid else "without hybrid-norm")
-            axes.set_ylabel("Jacobian norm, " + ("variance 1/d" if std is None else f"std {std}"))
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False)
-    for axes in figure.axes[2:]:
-        axes.set_xlabel("tokens n")
+    figure, axes = drawing.axes_grid(2, 2, width=5.0, height=3.75)
+    for row, std in ((axes[:2], None), (axes[2:], 0.02)):
+        plot_jacobian_norms(row, regularity.norms_over_length(trials=trials, std=std))
+        row[0].set_ylabel("Jacobian norm, " + ("variance 1/d" if std is None else f"std {std}"))
+    axes[0].legend(frameon=False)
     return report.svg(figure)
 
 
-def _plot_norms(axes: Any, rows: list[dict[str, Any]], activation: str, colour: str) -> None:
-    lengths = sorted({r["n"] for r in rows})
-    norms = [[r["norm"] for r in rows if r["n"] == n] for n in lengths]
-    axes.plot(lengths, [statistics.mean(x) for x in norms], color=colour, label=activation, marker="o", ms=3)
-    axes.fill_between(lengths, [min(x) for x in norms], [max(x) for x in norms], color=colour, alpha=0.15)
-    if rows[0]["bound"] is not None:
-        bounds = [statistics.mean(r["bound"] for r in rows if r["n"] == n) for n in lengths]
-        axes.plot(lengths, bounds, color=colour, linestyle="--", linewidth=1, label=f"{activation}, bound")
+def plot_jacobian_norms(axes: Sequence[Any], data: Sequence[dict[str, Any]]) -> None:
+    """Plot rows of ``norms_over_length`` over n on two axes, without and with hybrid-norm; mean bounds are dashed."""
+    lengths = sorted({row["n"] for row in data})
+    for axis, hybrid in zip(axes, (False, True), strict=True):
+        for activation in ("sigmoid", "softmax"):
+            colour = drawing.COLOUR_OF[activation]
+            where = {"activation": activation, "hybrid_norm": hybrid}
+            norms, bounds = ([select(data, key, n=n, **where) for n in lengths] for key in ("norm", "bound"))
+            drawing.plot_band(axis, lengths, norms, activation, colour)
+            if not hybrid:
+                means = [statistics.mean(b) for b in bounds]
+                axis.plot(lengths, means, color=colour, linestyle="--", linewidth=1, label=f"{activation}, bound")
+        axis.set(xscale="log", yscale="log", xlabel="tokens n")
+        axis.set_title("with hybrid-norm" if hybrid else "without hybrid-norm")

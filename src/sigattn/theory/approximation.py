@@ -21,8 +21,9 @@ numbers and would otherwise get huge values.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.theory.contextual_mapping import ContextualMapping
 
+_double = functools.partial(torch.tensor, dtype=torch.float64)
 Target = Callable[[Tensor], Tensor]  # (..., n, d) → (..., n, d)
 
 
@@ -39,13 +41,13 @@ class FeedForward(nn.Module):
     Each hidden unit is a step σ(λz) or, where ``ramps`` is true, a ramp z · σ(λz), a smooth ReLU.
     """
 
-    def __init__(self, w1: Tensor, bias: Tensor, w2: Tensor, ramps: Tensor, steepness: float) -> None:
+    def __init__(self, steepness: float, w1: Tensor, bias: Sequence[float], w2: Tensor, ramps: Sequence[bool]) -> None:
         super().__init__()
         self.ramps: Tensor
         assert len(w1) <= 4, "the theorem's feed-forward layers have width 4"
         self.steepness = steepness
-        self.w1, self.bias, self.w2 = (nn.Parameter(t, requires_grad=False) for t in (w1, bias, w2))
-        self.register_buffer("ramps", ramps)
+        self.w1, self.bias, self.w2 = (nn.Parameter(t, requires_grad=False) for t in (w1, _double(bias), w2))
+        self.register_buffer("ramps", torch.tensor(ramps))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, n, d)
         z = x @ self.w1.mT + self.bias
@@ -60,11 +62,18 @@ class Attention(nn.Module):
     first number of each token.
     """
 
-    def __init__(self, u: Tensor, query_shifts: Tensor, key_shifts: Tensor, weights: Tensor, steepness: float) -> None:
+    def __init__(
+        self,
+        steepness: float,
+        u: Tensor,
+        query_shifts: Sequence[float],
+        key_shifts: Sequence[float],
+        weights: Sequence[float],
+    ) -> None:
         super().__init__()
         assert len(weights) <= 4, "the theorem's attention has four heads"
         self.steepness = steepness
-        given = (u, query_shifts, key_shifts, weights)
+        given = (u, _double(query_shifts), _double(key_shifts), _double(weights))
         self.u, self.query_shifts, self.key_shifts, self.weights = (nn.Parameter(t, requires_grad=False) for t in given)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, n, d)
@@ -94,7 +103,7 @@ class UniversalApproximator(nn.Module):
             too large, or the numbers exceed the integers that float64 holds exactly (2^53).
 
     >>> net = UniversalApproximator(lambda x: x.mean(-2, keepdim=True).expand_as(x), d=1, n=2, inverse_delta=4)
-    >>> net(torch.tensor([[[0.1], [0.9]]], dtype=torch.float64)).shape
+    >>> net(_double([[[0.1], [0.9]]])).shape
     torch.Size([1, 2, 1])
     """
 
@@ -138,17 +147,10 @@ class UniversalApproximator(nn.Module):
         """Return the layers that round down: for each coordinate and line k, t ↦ k if k ≤ t < k + 1."""
         layers: list[nn.Module] = []
         for along in torch.eye(self.mapping.d, dtype=torch.float64):
-            for k in range(self.mapping.inverse_delta):
+            for k in map(float, range(self.mapping.inverse_delta)):
                 # -ramp(t - k) + ramp(t - k - 1) + step(t - k - 1) is k - t inside the cell and 0 elsewhere
-                layers.append(
-                    FeedForward(
-                        along.repeat(3, 1),
-                        torch.tensor([-k, -k - 1, -k - 1], dtype=torch.float64),
-                        torch.stack([-along, along, along], 1),
-                        torch.tensor([True, True, False]),
-                        self.steepness,
-                    )
-                )
+                w1, w2 = along.repeat(3, 1), torch.stack([-along, along, along], 1)
+                layers.append(FeedForward(self.steepness, w1, [-k, -k - 1.0, -k - 1.0], w2, [True, True, False]))
         return layers
 
     def _contextualise(self) -> list[nn.Module]:
@@ -156,28 +158,18 @@ class UniversalApproximator(nn.Module):
 
         A bias of 0 becomes -1/2, which compares alike with every index, and no index is equal to it.
         """
-        m = self.mapping
-        u = torch.tensor([float(m.inverse_delta**row) for row in range(m.d)], dtype=torch.float64)
+        m, u = self.mapping, self._index_weights()
         layers: list[nn.Module] = []
         for i in range(m.grid):
             low, high = i - 0.5, i + 0.5
-            layers.append(
-                Attention(
-                    u,
-                    torch.tensor([low, high, high, low], dtype=torch.float64),
-                    torch.tensor([-0.5, -0.5, high, high], dtype=torch.float64),
-                    torch.tensor([0.5, -0.5, -0.5, 0.5], dtype=torch.float64) * m.c,
-                    self.steepness,
-                )
-            )
-        shift = Attention(
-            u,
-            torch.tensor([-0.5], dtype=torch.float64),
-            torch.tensor([m.c**m.n + 0.5], dtype=torch.float64),
-            torch.tensor([float(m.c ** (m.n + 1))], dtype=torch.float64),
-            self.steepness,
-        )
-        return [*layers, shift]
+            query_shifts, key_shifts = [low, high, high, low], [-0.5, -0.5, high, high]
+            weights = [0.5 * m.c, -0.5 * m.c, -0.5 * m.c, 0.5 * m.c]
+            layers.append(Attention(self.steepness, u, query_shifts, key_shifts, weights))
+        return [*layers, Attention(self.steepness, u, [-0.5], [m.c**m.n + 0.5], [float(m.c ** (m.n + 1))])]
+
+    def _index_weights(self) -> Tensor:
+        """Return u, whose product with a token is the token's index."""
+        return _double([float(self.mapping.inverse_delta**row) for row in range(self.mapping.d)])
 
     def _numbers(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Return, for every number that a token can end with, the token and its value, both in units of δ."""
@@ -188,7 +180,7 @@ class UniversalApproximator(nn.Module):
         sequences.sort(key=lambda s: len(set(s)) < m.n)  # sequences of different tokens first, so that theirs are kept
         result: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in sequences:
-            x = torch.tensor([tokens[i] for i in indices], dtype=torch.float64)  # (n, d)
+            x = _double([tokens[i] for i in indices])  # (n, d)
             value = self.target((x + 0.5) / m.inverse_delta) * m.inverse_delta  # at the centre of the cell
             final = list(indices)
             for i in range(m.grid):
@@ -207,25 +199,16 @@ class UniversalApproximator(nn.Module):
         Values are first moved below 0, where no bump lies, and a last layer moves all of them back, so that no bump
         applies to a value already mapped.
         """
-        m = self.mapping
-        u = torch.tensor([float(m.inverse_delta**row) for row in range(m.d)], dtype=torch.float64)
+        m, u = self.mapping, self._index_weights()
         away = torch.zeros(m.d, dtype=torch.float64)
         away[0] = 4 * self.bound * m.inverse_delta * m.grid
         layers: list[nn.Module] = []
         for number, (token, value) in numbers.items():
-            value = value - away
-            layers.append(
-                FeedForward(
-                    u.repeat(2, 1),
-                    torch.tensor([-(number - 0.5), -(number + 0.5)], dtype=torch.float64),
-                    torch.stack([value - token, token - value], 1),
-                    torch.tensor([False, False]),
-                    self.steepness,
-                )
-            )
-        always = torch.tensor([1e3], dtype=torch.float64)
-        back = FeedForward(torch.zeros_like(away[None]), always, away[:, None], torch.tensor([False]), self.steepness)
-        return [*layers, back]
+            change = value - away - token
+            w2 = torch.stack([change, -change], 1)
+            layers.append(FeedForward(self.steepness, u.repeat(2, 1), [0.5 - number, -0.5 - number], w2, [False] * 2))
+        always = FeedForward(self.steepness, torch.zeros_like(away[None]), [1e3], away[:, None], [False])
+        return [*layers, always]
 
     def _clamp(self) -> list[nn.Module]:
         """Return the layers min(t, B) and max(t, -B) for each coordinate; B exceeds every value of the target."""
@@ -233,15 +216,7 @@ class UniversalApproximator(nn.Module):
         limit = 1.01 * self.bound * self.mapping.inverse_delta
         for along in torch.eye(self.mapping.d, dtype=torch.float64):
             for sign in (1.0, -1.0):
-                layers.append(
-                    FeedForward(
-                        sign * along[None],
-                        torch.tensor([-limit], dtype=torch.float64),
-                        -sign * along[:, None],
-                        torch.tensor([True]),
-                        self.steepness,
-                    )
-                )
+                layers.append(FeedForward(self.steepness, sign * along[None], [-limit], -sign * along[:, None], [True]))
         return layers
 
     def error(self, samples: int = 2000, p: float = 2.0, seed: int = 0) -> float:
