@@ -1,4 +1,4 @@
-"""The second face: flash-attn's layouts, alignment and packed sequences, against the formula in float64."""
+"""sigattn.flash: flash-attn's layouts, alignment and packed sequences, against the formula in float64."""
 
 import inspect
 import math
@@ -56,7 +56,7 @@ def one_sequence(q, k, v, dtype, causal, window, slopes, bias, scale, softcap=0.
 
 @st.composite
 def packed_cases(draw):
-    """Lengths and options of a packed call."""
+    """Draw lengths and options of a packed call."""
     count = draw(st.integers(0, 4))
     length = st.sampled_from([0, 1, 2, 7, 16, 31, 32, 33, 50])
     lengths_q = draw(st.lists(length, min_size=count, max_size=count))
@@ -83,7 +83,7 @@ def packed_cases(draw):
 
 
 def leaves_of(case):
-    """Leaves of a call, and where its sequences begin."""
+    """Return the leaves of a call, and the cu_seqlens."""
     g = torch.Generator().manual_seed(case["seed"])
     (hq, hkv), dtype = case["heads"], case["dtype"]
     count = len(case["lengths"][0])
@@ -117,7 +117,7 @@ def leaves_of(case):
 
 
 def mask_of(mask, s, n, m):
-    """A sequence's part of a mask, (Hq or 1, n or 1, m or 1)."""
+    """Return a sequence's part of a mask, (Hq or 1, n or 1, m or 1)."""
     if mask is None:
         return None
     mask = mask[s if len(mask) > 1 else 0]
@@ -126,7 +126,7 @@ def mask_of(mask, s, n, m):
 
 
 def by_formula(case, leaves, starts, dtype):
-    """Each sequence by itself."""
+    """Compute each sequence separately."""
     (hq, _), (lengths_q, lengths_k) = case["heads"], case["lengths"]
     out = []
     for s in range(len(lengths_q)):
@@ -214,7 +214,7 @@ def test_packed_sequences_match_the_formula(backend, way, case):
 @pytest.mark.parametrize(("n", "m"), [(9, 9), (5, 40), (40, 5), (33, 64), (1, 17)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [((-1, -1), 1.5), ((7, 3), 0.0)])
-def test_dense_is_aligned_as_in_flash_attn(backend, n, m, causal, window, softcap):
+def test_dense_alignment(backend, n, m, causal, window, softcap):
     """The last query is aligned with the last key (causality, windows, ALiBi); gradients too. ALiBi is not capped."""
     device = device_of(backend)
     leaves = {"q": torch.randn(2, n, 4, 16), "k": torch.randn(2, m, 2, 16), "v": torch.randn(2, m, 2, 8)}
@@ -254,7 +254,7 @@ def test_dense_is_aligned_as_in_flash_attn(backend, n, m, causal, window, softca
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_together_is_the_same(backend):
+def test_packed_operands_give_the_same_result(backend):
     device = device_of(backend)
     qkv, kv = torch.randn(2, 6, 3, 4, 16, device=device), torch.randn(2, 9, 2, 2, 16, device=device)
     q = qkv[:, :, 0]
@@ -272,7 +272,7 @@ def test_packed_together_is_the_same(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_of_packed_and_padded_agrees(backend):
-    """Weight (sequence, head, i, j) is dropped or not whatever the layout; and in the backward the same ones."""
+    """A weight is dropped in every layout or in none, and the backward pass drops the same weights."""
     device = device_of(backend)
     q, k, v = (torch.randn(3, 20, 2, 8, device=device, requires_grad=True) for _ in range(3))
     starts = torch.tensor([0, 20, 40, 60], dtype=torch.int32, device=device)
@@ -304,8 +304,8 @@ def test_backends_drop_the_same_weights_of_packed_sequences():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_as_a_citizen_of_pytorch(backend):
-    """One graph when compiled, opcheck, and refusal of the derivatives it has not."""
+def test_compile_opcheck_and_unsupported_derivatives(backend):
+    """Test torch.compile in one graph, opcheck, and the errors of unsupported derivatives."""
     device = device_of(backend)
     q, k, v = (torch.randn(12, 2, 8, device=device, requires_grad=True) for _ in range(3))
     starts = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
@@ -365,8 +365,8 @@ def test_deterministic_gradients_repeat_bitwise(backend):
         assert torch.equal(a, b)
 
 
-def test_precision_is_a_permission():
-    """The setting is validated and reaches calls; where there is no faster form, results stay accurate."""
+def test_precision():
+    """The setting is validated and passed on; without a faster form, results stay accurate."""
     q = torch.randn(1, 8, 2, 8)
     try:
         set_sigmoid_precision("fast")
@@ -410,7 +410,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_stand_where_flash_attn_has_them(name):
+def test_order_of_arguments_is_that_of_flash_attn(name):
     parameters = inspect.signature(getattr(flash, name)).parameters
     assert list(parameters) == SIGNATURES[name] + OURS
     defaults = [0.0, None, False, (-1, -1), 0.0, None, False, False]
@@ -488,14 +488,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_call_is_explained(what):
+def test_error_messages(what):
     call, error, message = WRONG[what]
     with pytest.raises(error, match=f"(?s){message}"):
         call()
 
 
-def test_formula_agrees_with_this_file():
-    """The truth of this file and that of the others are one where both apply."""
+def test_formula_agrees_with_that_of_the_other_tests():
+    """Compare the formula of this file with ``tests.ops.truth`` where both apply."""
     q, k, v = torch.randn(3, 7, 2, 8, dtype=torch.float64).unbind()
     mine = one_sequence(q, k, v, torch.float64, True, (3, -1), torch.tensor([0.1, 0.2]), -1.0, None)
     slopes = torch.tensor([0.1, 0.2])

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: every option against the formula in float64, what is written where, and bad input."""
+"""flash_attn_with_kvcache: every option against the formula in float64, the cache afterwards, and invalid input."""
 
 import math
 import os
@@ -36,7 +36,7 @@ def interpreter(monkeypatch):
 
 @st.composite
 def cases(draw):
-    """Lengths, layout and options of a call."""
+    """Draw lengths, layout and options of a call."""
     batch = draw(st.integers(1, 3))
     new = draw(st.sampled_from([0, 0, 1, 1, 2, 5]))
     page = draw(st.sampled_from([None, None, 1, 7, 16]))
@@ -72,7 +72,7 @@ CAPACITY = 63
 
 
 class Call:
-    """The tensors of a case, and what they mean."""
+    """Tensors of a case, and the expected result."""
 
     def __init__(self, case, device):
         self.case, self.device = case, device
@@ -93,7 +93,7 @@ class Call:
         self.mask = self.make_mask() if case["mask"] else None
 
     def make_mask(self):
-        """Of the last keys, fewer or more than a sample has."""
+        """Return a mask of the last keys, fewer or more than a sample has."""
         kind, (*own, keys) = self.case["mask"], self.case["mask of"]
         full = (self.batch, self.hq, self.case["n"])
         mask = self.randn(*(size if o else 1 for size, o in zip(full, own, strict=True)), keys, dtype=torch.float32)
@@ -102,7 +102,7 @@ class Call:
         return mask > -0.5 if kind == "bool" else mask
 
     def mask_of(self, b, keys):
-        """The mask of a sample's keys, of which the first may have none."""
+        """Return the mask of all keys of a sample; earlier keys than those of the mask are visible."""
         if self.mask is None:
             return None
         mask = self.mask[b if len(self.mask) > 1 else 0]  # (Hq or 1, N or 1, K)
@@ -118,7 +118,7 @@ class Call:
         return t.to(dtype or self.case["dtype"]).to(self.device)
 
     def make_caches(self):
-        """Keys and values of each sample in a cache whose other places are NaN, and where they are."""
+        """Return a cache with the keys and values of each sample and NaN in all other slots, and their slots."""
         case, page = self.case, self.case["page"] or CAPACITY
         pages = self.batch * -(-CAPACITY // page) + 2
         order = torch.randperm(pages, generator=self.generator)
@@ -174,7 +174,7 @@ class Call:
         )
 
     def turn(self, x, places, dtype):
-        """(n, H, D) turned feature by feature."""
+        """Rotate (n, H, D) one feature at a time."""
         x, out = x.to(dtype), x.to(dtype).clone()
         half = self.angles.shape[1]
         cos, sin = (t.to(self.case["dtype"]).to(dtype) for t in (self.angles.cos(), self.angles.sin()))
@@ -186,7 +186,7 @@ class Call:
         return out
 
     def bias_of(self, b):
-        """A number, (Hq,), or (1, N)."""
+        """Return a bias: a number, (Hq,), or (1, N)."""
         bias = self.bias
         if not isinstance(bias, torch.Tensor):
             return bias
@@ -195,7 +195,7 @@ class Call:
         return bias[b if len(bias) > 1 else 0]
 
     def expected(self, before, dtype):
-        """The output from the formula, and the caches afterwards, in a dtype."""
+        """Return the output by the formula, and the caches afterwards, in a dtype."""
         case, page = self.case, self.case["page"] or CAPACITY
         caches, outs = [c.clone().to(dtype) for c in before], []
         for b, held in enumerate(case["held"]):
@@ -253,7 +253,7 @@ def test_every_option(backend, case):
 
 @fuzz
 @given(case=cases())
-def test_one_token_and_few_keys(case):
+def test_fast_path(case):
     """The fast path on a CPU returns the same as the general path."""
     case |= {"n": 1, "new": min(case["new"], 1), "page": None, "picked": False, "leftpad": None, "window": (-1, -1)}
     case |= {
@@ -282,7 +282,7 @@ def test_one_token_and_few_keys(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "keys"), [((2, 2), 4500), ((4, 1), 9000)])
 def test_long_caches(backend, layout, dtype, heads, keys):
-    """More than one piece, many splits; ALiBi beside none."""
+    """Test several pieces and many splits, with and without ALiBi."""
     hq, hkv = heads
     g = torch.Generator().manual_seed(0)
     device = device_of(backend)
@@ -311,8 +311,8 @@ def test_long_caches(backend, layout, dtype, heads, keys):
             assert_as_good_as_formula(out[b], truth, rough, 1.0)
 
 
-def test_rotary_tables_need_no_more_places_than_are_read():
-    """Without causality all queries are turned by the angle of the first; with it they stand one after another."""
+def test_rotary_tables_need_only_the_positions_used():
+    """Without causal, all queries are rotated by the angle of the first position; with it, by consecutive ones."""
     q, cache, new = torch.randn(2, 3, 4, 8), torch.randn(2, 16, 4, 8), torch.randn(2, 1, 4, 8)
     angles = torch.randn(9, 4)
     lengths = torch.tensor([3, 5])
@@ -331,7 +331,7 @@ def test_rotary_tables_need_no_more_places_than_are_read():
         call(7, True)
 
 
-def test_results_repeat_bitwise_and_splits_only_add():
+def test_results_repeat_bitwise_for_any_number_of_splits():
     q, (k, v) = torch.randn(1, 1, 2, 16), torch.randn(2, 1, 500, 2, 16).unbind()
     device = device_of("triton")
     q, k, v = (t.to(device) for t in (q, k, v))
@@ -344,8 +344,8 @@ def test_results_repeat_bitwise_and_splits_only_add():
         torch.testing.assert_close(run(splits), run(0))
 
 
-def test_a_decoded_sequence_is_the_whole_one():
-    """Token by token, in pages and not, gives what one causal call gives."""
+def test_decoding_equals_one_causal_call():
+    """Decode token by token, with and without pages."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 40, 4, 8).unbind()
     whole = flash.flash_attn_func(q, k, v, causal=True, sigmoid_bias=-3.0)
@@ -362,7 +362,7 @@ def test_a_decoded_sequence_is_the_whole_one():
 
 @pytest.mark.usefixtures("unchecked")
 def test_compiled():
-    """Whole, with the cache changed in place, and without recompiling for other lengths."""
+    """Compile in one graph, with the cache changed in place, without recompiling for other lengths."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 1, 2, 8).unbind()
     caches = [torch.randn(2, 32, 2, 8) for _ in range(2)]
@@ -380,7 +380,7 @@ def test_compiled():
             assert torch.equal(a, b)
 
 
-def test_ops_are_what_they_say():
+def test_opcheck():
     q, cache = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 16, 2, 8)
     lengths, bias = torch.tensor([3, 16]), torch.tensor(-2.0, dtype=torch.float64)
     args = (*KVCacheProblem(q, cache[0], cache[1], lengths, bias, right=0, softcap=2.5), "blocked")
@@ -392,7 +392,7 @@ def test_ops_are_what_they_say():
 
 class TestBadInput:
     def call(self, **changes):
-        """A good call with some arguments changed, after which the cache must be as it was."""
+        """Make a valid call with some arguments changed, and assert that an invalid one leaves the cache unchanged."""
         torch.manual_seed(0)
         made = {
             "q": torch.randn(2, 1, 4, 8),
@@ -413,7 +413,7 @@ class TestBadInput:
                 changed = any(not torch.equal(made[n], b) for n, b in zip(("k_cache", "v_cache"), before, strict=True))
                 assert changed == (changes == {})
 
-    def test_the_good_call(self):
+    def test_valid_call(self):
         assert self.call().shape == (2, 1, 4, 8)
 
     @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ class TestBadInput:
             self.call(**changes)
 
     @pytest.mark.parametrize("bias", [None, "-log n"])
-    def test_the_bias_must_be_given(self, bias):
+    def test_bias_is_required(self, bias):
         with pytest.raises(TypeError, match="-log of the current length would change as the cache grows"):
             self.call(sigmoid_bias=bias)
 
@@ -468,7 +468,7 @@ class TestBadInput:
         with pytest.raises(RuntimeError, match="has no gradient"):
             self.call(q=torch.zeros(2, 1, 4, 8, requires_grad=True))
 
-    def test_a_backend_that_cannot(self, monkeypatch):
+    def test_unsupported_backend(self, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         if not torch.cuda.is_available():
             with pytest.raises(ValueError, match="backend 'triton' does not support"):

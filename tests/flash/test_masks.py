@@ -1,4 +1,4 @@
-"""Arbitrary masks under flash-attn's names: trees of draft tokens, dense, packed and with a cache; what is refused."""
+"""Masks in sigattn.flash: trees of draft tokens, dense, packed and with a cache; invalid masks."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ PARENTS = [-1, 0, 0, 1, 1, 2]  # of each draft token: a tree of six
 
 
 def ancestors():
-    """True where a draft token is the row's own or an ancestor."""
+    """Return the mask that is True where a draft token is the row's own or an ancestor."""
     visible = torch.eye(len(PARENTS), dtype=torch.bool)
     for token, parent in enumerate(PARENTS):
         if parent >= 0:
@@ -22,7 +22,7 @@ def ancestors():
 
 @pytest.mark.parametrize("backend", list(DENSE.backends))
 def test_a_tree_of_draft_tokens(backend):
-    """Six draft tokens after 9 and 4 accepted ones: one answer from the dense, the packed and the cached function."""
+    """Six draft tokens after 9 and 4 accepted ones: the dense, packed and cached functions agree."""
     device, tree, held = device_of(backend), ancestors(), [9, 4]
     n, longest = len(PARENTS), max(held) + len(PARENTS)
     q = torch.randn(2, n, 4, 16, device=device)
@@ -64,14 +64,14 @@ Q, P, S = torch.randn(2, 5, 4, 8), torch.randn(10, 4, 8), torch.tensor([0, 5, 10
 
 
 @pytest.mark.parametrize("mask", [torch.ones(5, 6, dtype=torch.bool), torch.ones(3, 1, 5, 5), torch.ones(1, 2, 5, 5)])
-def test_a_mask_that_does_not_fit_is_refused(mask):
+def test_a_mask_of_the_wrong_shape_raises(mask):
     with pytest.raises(ValueError, match=r"flash_attn_func: attn_mask does not broadcast to .* = \(2, 4, 5, 5\)"):
         flash.flash_attn_func(Q, Q, Q, attn_mask=mask)
     with pytest.raises(ValueError, match="flash_attn_varlen_func: attn_mask does not broadcast"):
         flash.flash_attn_varlen_func(P, P, P, S, S, 5, 5, attn_mask=mask)
 
 
-def test_masks_of_another_type_and_rank_are_refused():
+def test_masks_of_the_wrong_type_or_rank_raise():
     integers = torch.ones(5, 5, dtype=torch.int64)
     for call in (
         lambda mask: flash.flash_attn_func(Q, Q, Q, attn_mask=mask),

@@ -1,4 +1,4 @@
-"""Packed sequences whose keys lie in pages, or of which a part is used: each as if it were alone."""
+"""Packed sequences with keys in pages, or with unused rows: each equals a call of its own."""
 
 import math
 
@@ -26,7 +26,7 @@ def starts(lengths):
 
 
 def by_formula(q, k, v, causal, bias):
-    """A sequence at a time, its keys read from the pages one by one."""
+    """Compute one sequence at a time, with its keys read from the pages one by one."""
     outs = []
     for s, (n, m) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
         keys, values = (
@@ -41,7 +41,7 @@ def by_formula(q, k, v, causal, bias):
 @pytest.mark.parametrize("backend", ["blocked", "triton"])
 @pytest.mark.parametrize(("causal", "bias"), [(True, "-log n"), (False, -1.0)])
 def test_pages(backend, causal, bias):
-    """Ragged prefill: the formula's results and gradients, those of a shared page summed."""
+    """Compare prefill with the formula, gradients included; those of a shared page are summed."""
     device = device_of(backend)
     given = [t.detach().float().to(device).requires_grad_() for t in leaves()]
     wide = [t.detach().double().cpu().requires_grad_() for t in given]
@@ -58,7 +58,7 @@ def test_pages(backend, causal, bias):
 
 @pytest.mark.filterwarnings(*COMPILER_NOISE)
 def test_compiled_without_reading_lengths(unchecked):
-    """As on an accelerator: the number of gathered rows is a bound; those beyond the last sequence change nothing."""
+    """As on an accelerator, more rows are gathered than used; those beyond the last sequence have no effect."""
     given = leaves(torch.float32)
     cu_q, cu_k = starts(LENGTHS_Q), starts(LENGTHS_K)
 
@@ -104,7 +104,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_call_is_explained(what):
+def test_error_messages(what):
     args, table, message = WRONG[what]
     with pytest.raises((ValueError, TypeError), match=message):
         flash.flash_attn_varlen_func(*args, block_table=table)

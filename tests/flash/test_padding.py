@@ -1,4 +1,4 @@
-"""Packing a padded batch and padding it again: the same positions, the same gradients."""
+"""unpad_input, pad_input and index_first_axis: positions and gradients."""
 
 import doctest
 
@@ -13,7 +13,7 @@ MASK = torch.arange(5) < LENGTHS[:, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
-def test_there_and_back(dtype):
+def test_round_trip(dtype):
     hidden = torch.randn(4, 5, 2, 3, dtype=torch.float64, requires_grad=True)
     packed, indices, cu_seqlens, longest, used = unpad_input(hidden, MASK.to(dtype))
     want = [hidden[b, i] for b in range(4) for i in range(5) if i < LENGTHS[b]]
@@ -40,13 +40,13 @@ def test_a_mask_with_holes_and_unused_positions():
     assert (longest, used.tolist()) == (3, [2, 1])
 
 
-def test_an_index_given_twice_has_the_sum_of_both_gradients():
+def test_gradients_of_repeated_indices_are_summed():
     rows = torch.randn(3, 2, requires_grad=True)
     index_first_axis(rows, torch.tensor([1, 1, 0])).sum().backward()
     assert rows.grad[:, 0].tolist() == [1, 2, 0]
 
 
-def test_attention_of_the_packed_batch_is_that_of_the_padded_one():
+def test_attention_of_packed_and_padded_batches_agrees():
     q, k, v = torch.randn(3, 4, 5, 2, 8).unbind()
     (q_, indices, starts, longest, _), (k_, *_), (v_, *_) = (unpad_input(t, MASK) for t in (q, k, v))
     out = flash_attn_varlen_func(q_, k_, v_, starts, starts, longest, longest, causal=True, sigmoid_bias="-log n")
@@ -73,7 +73,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_call_is_explained(what):
+def test_error_messages(what):
     call, error, message = WRONG[what]
     with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,4 @@
-"""flash-attn 3's functions: its arguments in its order; each option against a float64 formula or an equal call."""
+"""sigattn.flash.v3: order of arguments; each option against a float64 formula or an equivalent call."""
 
 import doctest
 import inspect
@@ -30,7 +30,7 @@ SIGNATURES = {  # of hopper/flash_attn_interface.py
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_stand_where_flash_attn_3_has_them(name):
+def test_order_of_arguments_is_that_of_flash_attn_3(name):
     parameters = inspect.signature(getattr(v3, name)).parameters
     assert list(parameters) == [*SIGNATURES[name].split(), "sigmoid_bias", "sigmoid_precision", "backend", "attn_mask"]
 
@@ -64,7 +64,7 @@ def by_mask(q, k, v, visible, bias=-1.0):
 
 
 def chunk_is_seen(n, m, chunk, causal):
-    """Entry by entry, as flash-attn 3 documents it."""
+    """Compute the mask of chunks entry by entry, as flash-attn 3 documents it."""
     visible = torch.zeros(n, m, dtype=torch.float64)
     for i in range(n):
         position = i + m - n
@@ -86,7 +86,7 @@ def test_chunks(backend, causal, n, m):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_of_packed_sequences(backend):
-    """Counted from each sequence's first key, of the rows that are used; together with a mask, and with gradients."""
+    """Chunks are counted from each sequence's first key; with used rows, a mask, and gradients."""
     device = device_of(backend)
     sizes_q, sizes_k, used = [4, 0, 7], [9, 2, 7], [8, 1, 7]
     given = [
@@ -132,7 +132,7 @@ def test_chunks_and_a_mask(kind):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("n", [1, 3])
 def test_chunks_of_a_cache(backend, n):
-    """Chunks are counted from where the sample's keys begin."""
+    """Chunks are counted from the sample's first key."""
     device = device_of(backend)
     q, k, v = (torch.randn(4, length, h, 8).to(device) for length, h in ((n, 4), (16, 2), (16, 2)))
     lengths, leftpad = [1, 6, 9, 16], [0, 2, 0, 5]
@@ -177,7 +177,7 @@ def test_used_rows(backend, used_q, used_k):
 
 
 class TestCache:
-    """Ragged new queries and keys against a cache, in pages or not: each sample as a call of its own."""
+    """Packed new queries and keys against a cache, with and without pages: each sample equals a call of its own."""
 
     new_q, new_k, held = [2, 0, 3], [1, 2, 3], [5, 0, 4]
 
@@ -244,7 +244,7 @@ class TestCache:
             close(out[rows], one_sequence(given["q"][rows], k, v, torch.float64, True, NONE, None, -2.0, None))
 
     def test_chunks(self):
-        """Of ragged queries, whose last stands at the sample's last key."""
+        """Test packed queries, the last of which is aligned with the sample's last key."""
         given, starts = self.given("cpu", True)
         twin = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
         options = {"causal": True, "sigmoid_bias": -2.0, "attention_chunk": 3}
@@ -289,7 +289,7 @@ class TestCache:
             ({"rotary_cos": torch.ones(6, 4), "rotary_sin": torch.ones(6, 4)}, "rotary_cos does not contain"),
         ],
     )
-    def test_a_wrong_call_is_explained(self, changes, message):
+    def test_error_messages(self, changes, message):
         given, starts = self.given("cpu", False)
         before = given["k_cache"].clone()
         call = {**given, **starts, "max_seqlen_q": 4, "causal": True, "sigmoid_bias": -2.0, **changes}
@@ -368,7 +368,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_call_is_explained(what):
+def test_error_messages(what):
     call, error, message = WRONG[what]
     with pytest.raises(error, match=message):
         call()
