@@ -227,7 +227,7 @@ def check_on_a_gpu(monkeypatch, kernel, p, grad):
             assert_as_good_as_formula(mine, t, r, max(1.0, t.abs().max().item()), what)
 
 
-def test_what_they_do_not_serve(simulated):
+def test_unsupported_problems(simulated):
     p, _ = problem_of(130, 130, True, torch.bfloat16)
     assert launch_hopper.unavailable(kernel_args.prepare(p)) is None
     others = [
@@ -282,15 +282,15 @@ class TestTheSimulator:
         return count
 
     @pytest.mark.parametrize("module", [hopper, hopper_backward, hopper_fused])
-    def test_the_kernel_as_it_is(self, simulated, monkeypatch, module):
+    def test_unchanged_kernel(self, simulated, monkeypatch, module):
         assert self.wrong(simulated, monkeypatch, module, "mbarrier.wait", "mbarrier.wait") == 0
 
-    def test_a_place_overwritten_too_early(self, simulated, monkeypatch):
+    def test_slot_overwritten_too_early(self, simulated, monkeypatch):
         line = "            mbarrier.wait(memory.k_empty.index(slot), phase)\n"
         with pytest.raises(AssertionError, match="more arrivals"):
             self.wrong(simulated, monkeypatch, hopper, line, "")
 
-    def test_a_place_never_given_back(self, simulated, monkeypatch):
+    def test_slot_never_released(self, simulated, monkeypatch):
         with pytest.raises(gluon_simulator.DeadlockError):
             self.wrong(
                 simulated, monkeypatch, hopper, "            mbarrier.arrive(memory.v_empty.index(v_slot))\n", ""
@@ -309,15 +309,15 @@ class TestTheSimulator:
         line = "        tma.store_wait(0)  # the store of the last turn has read its slot\n"
         assert self.wrong(simulated, monkeypatch, hopper, line, "")
 
-    def test_keys_given_back_before_their_second_use(self, simulated, monkeypatch):
+    def test_keys_released_before_their_second_use(self, simulated, monkeypatch):
         with pytest.raises((gluon_simulator.DeadlockError, AssertionError)):
             self.wrong(simulated, monkeypatch, hopper, ", pred=tile + 2 != tiles)", ")")
 
-    def test_gradients_taken_before_the_other_group_wrote_them(self, simulated, monkeypatch):
+    def test_ds_read_before_the_other_group_wrote_it(self, simulated, monkeypatch):
         line = "    mbarrier.wait(ds_full.index(buffer), (step + 2) // 2 - 1 & 1)\n"
         assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
 
-    def test_gradients_overwritten_before_the_other_group_read_them(self, simulated, monkeypatch):
+    def test_ds_overwritten_before_the_other_group_read_it(self, simulated, monkeypatch):
         line = "            mbarrier.wait(ds_empty.index(buffer), count // 2 & 1 ^ 1)\n"
         assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
 
@@ -325,6 +325,6 @@ class TestTheSimulator:
         line = "        mbarrier.wait(ds_empty.index((last + 2) % 2), (last + 2) // 2 - 1 & 1)\n"
         assert self.wrong(simulated, monkeypatch, hopper_fused, line, "")
 
-    def test_next_keys_loaded_before_the_gradients_left_their_place(self, simulated, monkeypatch):
+    def test_next_keys_loaded_before_the_gradients_were_stored(self, simulated, monkeypatch):
         line = "        mbarrier.wait(memory.own_empty.index(g), turn & 1 ^ 1)\n"
         assert self.wrong(simulated, monkeypatch, hopper_backward, line, "")

@@ -49,7 +49,7 @@ def check(q, k, v, **options):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
 
-def test_the_second_call_is_told_by_the_first(prepared):
+def test_repeated_calls_are_not_prepared_again(prepared):
     check(*tensors(0), is_causal=True)
     assert len(prepared) == 2  # forward and backward
     for seed in (1, 2):
@@ -57,7 +57,7 @@ def test_the_second_call_is_told_by_the_first(prepared):
     assert len(prepared) == 2
 
 
-def test_the_first_of_a_kind_may_be_the_only_one(prepared, monkeypatch):
+def test_the_first_call_with_a_key_is_not_stored(prepared, monkeypatch):
     monkeypatch.setattr(launch_cache, "_seen", set())
     for seed, count in enumerate([2, 4, 4]):
         check(*tensors(seed))
@@ -92,7 +92,7 @@ KINDS = [
 ]
 
 
-def test_other_kinds_are_not_confused(prepared):
+def test_different_calls_have_different_keys(prepared):
     shapes = [(1, 2, 20, 16), (1, 2, 21, 16), (2, 1, 20, 16)]
     after = []
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_other_kinds_are_not_confused(prepared):
     assert after[1] == after[0]  # the second round repeats the first
 
 
-def test_another_alignment_or_dtype_is_another_kind():
+def test_alignment_and_dtype_are_part_of_the_key():
     """Kernels are specialised by dtype and by the alignment of each address to 16 bytes."""
     aligned = tensors(0, n=4)
     moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in aligned]
@@ -124,7 +124,7 @@ def test_another_alignment_or_dtype_is_another_kind():
     assert kind(tensors(1, n=4)) == kind(aligned)
 
 
-def test_what_is_not_plain_is_prepared_each_time(prepared):
+def test_only_plain_calls_are_cached(prepared):
     q, k, v = tensors(0)
     for options in (
         {"alibi_slopes": torch.ones(2, device=DEVICE)},
@@ -152,7 +152,7 @@ def test_some_gradients_only(prepared):
     check(q, k, v)
 
 
-def test_other_tables_are_another_kind(prepared, monkeypatch):
+def test_the_tables_are_part_of_the_key(prepared, monkeypatch):
     check(*tensors(0))
     in_force = tuning.kernel_config
     monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(tma=True))
@@ -162,7 +162,7 @@ def test_other_tables_are_another_kind(prepared, monkeypatch):
     assert len(prepared) == 4
 
 
-def test_no_tensor_is_kept(prepared):
+def test_entries_hold_no_tensors(prepared):
     q, k, v = tensors(0)
     check(q, k, v)
     references = [weakref.ref(t) for t in (q, k, v)]
@@ -171,7 +171,7 @@ def test_no_tensor_is_kept(prepared):
     assert [r() for r in references] == [None] * 3
 
 
-def test_no_more_are_kept_than_a_bound(prepared, monkeypatch):
+def test_the_cache_is_bounded(prepared, monkeypatch):
     monkeypatch.setattr(launch_cache, "_MAX_ENTRIES", 4)
     for n in range(1, 9):
         check(*tensors(n, (1, 1, n, 16)))

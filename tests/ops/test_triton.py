@@ -34,13 +34,13 @@ def problem(device="cpu", dtype=torch.float32, d=8, dv=8):
         (problem(dv=300), "and 300 \\(value\\)"),
     ],
 )
-def test_what_it_does_not_serve(monkeypatch, given, reason):
+def test_unsupported_problems(monkeypatch, given, reason):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match=f"backend 'triton' does not support this call: .*{reason}"):
         DENSE.choose(given, "triton")
 
 
-def test_a_cpu_needs_the_interpreter(monkeypatch):
+def test_cpu_requires_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "not for cpu" in triton.unavailable(problem())
 
@@ -70,7 +70,7 @@ LAYOUTS = {  # (B, H, N, D) as views of what models hold
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [(2, 3, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16)])
-def test_layouts_are_those_that_compilers_expect(layout, size):
+def test_output_strides_match_the_fakes(layout, size):
     """A compiled graph asserts the strides of the fake implementations."""
     x = LAYOUTS[layout](*size).to(DEVICE)
     arguments = (*Problem(x, x, x[..., :8], scale=0.25), "triton")
@@ -92,7 +92,7 @@ def test_layouts_are_those_that_compilers_expect(layout, size):
         ("batch inside rows", lambda out: out.permute(2, 0, 1, 3)),
     ],
 )
-def test_an_output_needs_no_copy_to_become_rows(layout, back):
+def test_output_can_be_viewed_as_rows(layout, back):
     q = LAYOUTS[layout](2, 3, 9, 16).to(DEVICE)
     out = sigmoid_attention(q, q, q[..., :8], backend="triton")
     assert back(out).is_contiguous()
@@ -100,7 +100,7 @@ def test_an_output_needs_no_copy_to_become_rows(layout, back):
 
 
 @pytest.mark.filterwarnings("ignore:.*TF32")  # PyTorch's, of its older setting
-def test_tf32_follows_pytorch_s_settings():
+def test_tf32_follows_the_settings_of_pytorch():
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
@@ -150,7 +150,7 @@ def test_tma_is_used_where_it_can_be(monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_added_queries_gradient_is_the_same(monkeypatch):
+def test_atomic_dq_is_the_same(monkeypatch):
     """The kernel that adds dQ atomically, from some length on; no architecture uses it by default yet."""
     run, atomic = launch._run, []
     monkeypatch.setattr(launch, "_run", lambda *a, **kw: atomic.append(kw.get("ATOMIC_DQ", False)) or run(*a, **kw))
@@ -169,7 +169,7 @@ def test_added_queries_gradient_is_the_same(monkeypatch):
     assert any(atomic)
 
 
-def test_sums_of_a_broadcast_mask_repeat_when_asked_to():
+def test_deterministic_gradient_of_a_broadcast_mask():
     """With deterministic algorithms each head has its own matrix, and PyTorch sums them."""
     q = torch.randn(2, 3, 20, 8, device=DEVICE)
     mask = torch.randn(20, 1, device=DEVICE, requires_grad=True)
@@ -247,7 +247,7 @@ def test_hidden_tiles_are_not_visited(monkeypatch):
         assert not gradients[2][:, :, nowhere].any()
 
 
-def test_the_fast_sigmoid_is_asked_for_where_it_may_be(monkeypatch):
+def test_fast_sigmoid_is_used_on_nvidia_gpus_only(monkeypatch):
     """Selected by the argument or the setting, on NVIDIA's GPUs only; others use the accurate form."""
     asked = []
 

@@ -1,9 +1,9 @@
-"""Tile shapes that fit the shared memory of a device: estimated before a launch, stepped down if a launch does not fit.
+"""Tile shapes that fit the shared memory of a device: estimated before a launch, reduced if a launch does not fit.
 
-The tables of ``tuning`` are for calls without a mask. A tile of ``attn_mask`` is loaded like those of keys and values,
-several in flight, and its gradient is a tile of float32: with them, and for decoding, which has no table, the first
-smaller configuration is taken that fits by ``shared_memory``, an upper bound that is checked against the compiler for
-every option (tests/ops/compiled).
+The tables of ``tuning`` are for calls without a mask. Tiles of ``attn_mask`` are in flight like those of keys and
+values, and the gradient of the mask is a tile of float32. With a mask, and for decoding, which has no table, the first
+smaller configuration is used that fits according to ``shared_memory``. That is an upper bound; the tests compare it with
+the compiler for every option (tests/ops/compiled).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _spans_too_much(t: Tensor) -> bool:
 
 
 def unit(*tensors: Tensor) -> int:
-    """Return the entries of 16 bytes if all rows start at multiples of that and the compiler has to be told, else 1.
+    """Return the entries of 16 bytes if all rows start at multiples of that and the compiler has to know, else 1.
 
     Triton itself finds out which addresses are multiples of 16 bytes and which strides of 16 entries; heads of 8, 24,
     40, 56, 72 or 88 have strides that are multiples of 8. If the compiler does not know, it copies 2 bytes at a time.

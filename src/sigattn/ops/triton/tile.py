@@ -1,7 +1,7 @@
 """Functions shared by the kernels: which tile a program has, loads and stores, and P of a tile.
 
 Functions of a tile take the indices of rows and columns with shapes [BLOCK_M, 1] and [1, BLOCK_N], or transposed, so
-that the same code serves tiles of (queries, keys) and of (keys, queries). The start of a tile is added in 64 bits, so
+that the same code works on tiles of (queries, keys) and of (keys, queries). The start of a tile is added in 64 bits, so
 tensors may have more than 2^31 entries; offsets inside a tile are 32-bit, which saves registers (kernel_args.py copies
 tensors whose tiles would span more).
 """

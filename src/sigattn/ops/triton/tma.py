@@ -1,4 +1,4 @@
-"""TMA descriptors: Hopper's copy engine loads whole tiles, with zeros for rows beyond the last."""
+"""TMA descriptors of tensors: TMA loads whole tiles, with zeros for rows beyond the last."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def counted(method, calls):
     return wrapper
 
 
-def test_a_direct_launch_that_would_differ_is_left_to_triton(monkeypatch):
+def test_direct_launch_that_would_differ_goes_through_triton(monkeypatch):
     """It warns once for each kernel, and every launch is correct."""
     monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
     directly = launch_cache.CachedLaunch._launch_directly
@@ -125,7 +125,7 @@ def test_a_direct_launch_that_would_differ_is_left_to_triton(monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["no _run", "direct launch raises"])
-def test_a_triton_that_works_otherwise_is_served_through_its_own_launch(monkeypatch, change):
+def test_unknown_version_of_triton_launches_through_triton(monkeypatch, change):
     monkeypatch.setattr(tuning, "DIRECT_LAUNCH", True)
     if change == "no _run":
         monkeypatch.setattr(launch_cache, "_LAUNCHER", "another name")
