@@ -138,7 +138,7 @@ def test_products_are_asynchronous_on_hopper(dtype, head_dim):
 
 
 def test_some_products_are_asynchronous_on_hopper():
-    """A sample of the above; without the volatile ``tile.zero_accumulator`` ptxas serialises, and the check finds that."""
+    """A sample of the above; without the volatile ``tile.zero_accumulator`` ptxas serialises, which the check finds."""
     cases = [case for dtype, d in TENSOR_CORES if d != 64 for case in options_of_hopper(dtype, d)]
     compiled(random.sample(cases, 3))
     compiled([(tuning.FWD, 90, "bfloat16", 64, False, {"WGMMA": False})], advised=True)

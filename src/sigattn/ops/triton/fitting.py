@@ -2,8 +2,8 @@
 
 The tables of ``tuning`` are for calls without a mask. Tiles of ``attn_mask`` are in flight like those of keys and
 values, and the gradient of the mask is a tile of float32. With a mask, and for decoding, which has no table, the first
-smaller configuration is used that fits according to ``shared_memory``. That is an upper bound; the tests compare it with
-the compiler for every option (tests/ops/compiled).
+smaller configuration is used that fits according to ``shared_memory``. That is an upper bound; the tests compare it
+with the compiler for every option (tests/ops/compiled).
 """
 
 from __future__ import annotations
