@@ -44,6 +44,11 @@ class SigattnLM(TemplateLM):
         batch: batch size. end: token that ends a document, and that replaces an empty context.
     """
 
+    batch_size: int
+    end_token: int
+    model: LanguageModel
+    tokenizer: Any
+
     def __init__(self, model: LanguageModel, tokenizer: Any = None, batch_size: int = 8, end_token: int = 0) -> None:
         super().__init__()
         self.model, self.tokenizer, self.batch_size, self.end_token = model.eval(), tokenizer, batch_size, end_token

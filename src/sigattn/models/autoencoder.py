@@ -54,13 +54,13 @@ class MaskedAutoencoder(Transformer):
             num_heads=config.decoder_num_heads,
             mlp_dim=None,
         )
-        self.encoder = ViT(replace(e, num_classes=0))
-        self.bridge = nn.Linear(e.embed_dim, d.embed_dim)
-        self.mask_token = nn.Parameter(torch.empty(1, 1, d.embed_dim))
-        self.position = ImageSinusoids(d.embed_dim, d.grid_size, d.grid_size)
-        self.blocks = nn.ModuleList(d.make_block(layer) for layer in range(d.num_layers))
-        self.norm = make_norm(d.norm, d.embed_dim)
-        self.output = nn.Linear(d.embed_dim, e.channels * e.patch_size**2)
+        self.encoder: ViT = ViT(replace(e, num_classes=0))
+        self.bridge: nn.Linear = nn.Linear(e.embed_dim, d.embed_dim)
+        self.mask_token: nn.Parameter = nn.Parameter(torch.empty(1, 1, d.embed_dim))
+        self.position: ImageSinusoids = ImageSinusoids(d.embed_dim, d.grid_size, d.grid_size)
+        self.blocks: nn.ModuleList = nn.ModuleList(d.make_block(layer) for layer in range(d.num_layers))
+        self.norm: nn.Module = make_norm(d.norm, d.embed_dim)
+        self.output: nn.Linear = nn.Linear(d.embed_dim, e.channels * e.patch_size**2)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

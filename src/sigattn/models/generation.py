@@ -77,6 +77,12 @@ class GenerationState:
         prompts: at least one token each. max_seq_len: length of the longest sequence.
     """
 
+    max_seq_len: int
+    new_kv_cache: Callable[[Tensor | None], list[KVCache]]
+    step: Step
+    tokens: Tensor
+    unseen: Tensor
+
     def __init__(
         self,
         step: Step,
@@ -87,7 +93,7 @@ class GenerationState:
         self.step, self.new_kv_cache, self.max_seq_len = step, new_kv_cache, max_seq_len
         lengths = [len(p) for p in prompts]
         longest = max(lengths)
-        self.left_padding = torch.tensor([longest - n for n in lengths], device=prompts[0].device)
+        self.left_padding: Tensor = torch.tensor([longest - n for n in lengths], device=prompts[0].device)
         self.tokens = torch.stack([torch.cat((p.new_zeros(longest - len(p)), p)) for p in prompts])  # (B, total)
         self.cache: list[KVCache] = []
         self._restart(min(longest, max_seq_len))

@@ -80,12 +80,16 @@ class LanguageModel(Transformer):
         super().__init__()
         self.config = config
         _warn_of_unstable_options(config)
-        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.position = SinusoidalEmbedding(config.embed_dim) if config.position == "sincos" else None
-        self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.num_layers))
-        self.norm = make_norm(config.norm, config.embed_dim)
+        self.embedding: nn.Embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.position: SinusoidalEmbedding | None = (
+            SinusoidalEmbedding(config.embed_dim) if config.position == "sincos" else None
+        )
+        self.blocks: nn.ModuleList = nn.ModuleList(config.make_block(layer) for layer in range(config.num_layers))
+        self.norm: nn.Module = make_norm(config.norm, config.embed_dim)
         self.sequence_shard: SequenceShard | None = None  # as in ``Attention``
-        self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.output: nn.Linear | None = (
+            None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -70,15 +70,17 @@ class SequenceModel(Transformer):
             parts: list[nn.Module] = []
             for inputs, outputs in itertools.pairwise(widths):
                 parts += [nn.ReLU()] * bool(parts) + [nn.Linear(inputs, outputs)]
-            self.mlp = nn.Sequential(*parts)
+            self.mlp: nn.Sequential = nn.Sequential(*parts)
             return
-        self.input = nn.Embedding(c.num_symbols + 1, c.embed_dim) if c.num_symbols else nn.Linear(1, c.embed_dim)
-        self.position = LearnableEmbedding(c.seq_len, c.embed_dim)
-        self.blocks = nn.ModuleList(
+        self.input: nn.Embedding | nn.Linear = (
+            nn.Embedding(c.num_symbols + 1, c.embed_dim) if c.num_symbols else nn.Linear(1, c.embed_dim)
+        )
+        self.position: LearnableEmbedding = LearnableEmbedding(c.seq_len, c.embed_dim)
+        self.blocks: nn.ModuleList = nn.ModuleList(
             c.make_transformer_block(i, None, causal=False, max_seq_len=c.seq_len) for i in range(c.num_layers)
         )
-        self.norm = make_norm(c.norm, c.embed_dim)
-        self.output = MLPHead(c.embed_dim, c.num_outputs)
+        self.norm: nn.Module = make_norm(c.norm, c.embed_dim)
+        self.output: MLPHead = MLPHead(c.embed_dim, c.num_outputs)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -107,16 +107,18 @@ class SpeechModel(Transformer):
         super().__init__()
         self.config = c = config
         _warn_of_unstable_options(config)
-        self.convolution = nn.Conv1d(c.num_mel_bins, c.embed_dim, c.kernel_size, c.stride, padding=c.kernel_size // 2)
-        self.position = {
+        self.convolution: nn.Conv1d = nn.Conv1d(
+            c.num_mel_bins, c.embed_dim, c.kernel_size, c.stride, padding=c.kernel_size // 2
+        )
+        self.position: nn.Module = {
             "cape": lambda: Cape(c.embed_dim, step=c.step * c.stride),
             "sincos": lambda: SinusoidalEmbedding(c.embed_dim),
         }.get(c.position, nn.Identity)()
-        self.dropout = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(c.make_block(layer) for layer in range(c.num_layers))
+        self.dropout: nn.Dropout = nn.Dropout(c.dropout)
+        self.blocks: nn.ModuleList = nn.ModuleList(c.make_block(layer) for layer in range(c.num_layers))
         # a conformer block ends with a norm
-        self.norm = make_norm("none" if c.block_kind == "conformer" else c.norm, c.embed_dim)
-        self.output = nn.Linear(c.embed_dim, c.vocab_size)
+        self.norm: nn.Module = make_norm("none" if c.block_kind == "conformer" else c.norm, c.embed_dim)
+        self.output: nn.Linear = nn.Linear(c.embed_dim, c.vocab_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -94,13 +94,13 @@ class ViT(Transformer):
         super().__init__()
         self.config = config
         embed_dim, grid = config.embed_dim, config.grid_size
-        self.patch_embed = nn.Conv2d(config.channels, embed_dim, config.patch_size, config.patch_size)
+        self.patch_embed: nn.Conv2d = nn.Conv2d(config.channels, embed_dim, config.patch_size, config.patch_size)
         self.patch_embed.requires_grad_(not config.freeze_patch_embed)
-        self.cls = nn.Parameter(torch.empty(1, 1, embed_dim)) if config.pool == "cls" else None
-        self.position = make_position(config.position, embed_dim, grid, grid)
-        self.blocks = nn.ModuleList(config.make_block(layer) for layer in range(config.num_layers))
-        self.norm = make_norm(config.norm, embed_dim)
-        self.output = nn.Linear(embed_dim, config.num_classes) if config.num_classes else nn.Identity()
+        self.cls: nn.Parameter | None = nn.Parameter(torch.empty(1, 1, embed_dim)) if config.pool == "cls" else None
+        self.position: nn.Module = make_position(config.position, embed_dim, grid, grid)
+        self.blocks: nn.ModuleList = nn.ModuleList(config.make_block(layer) for layer in range(config.num_layers))
+        self.norm: nn.Module = make_norm(config.norm, embed_dim)
+        self.output: nn.Module = nn.Linear(embed_dim, config.num_classes) if config.num_classes else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -158,6 +158,9 @@ class ViT(Transformer):
 
 class ImageSinusoids(nn.Module):
     """Fixed sines and cosines, added to the patches."""
+
+    columns: int
+    rows: int
 
     encoding: Tensor
 

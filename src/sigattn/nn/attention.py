@@ -70,6 +70,13 @@ class Attention(nn.Module):
             exclude each other.
     """
 
+    causal: bool
+    dropout: float
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    window: int | None
+
     # tensor parallelism splits a projection by output features ("columns") or by input features ("rows")
     tp_plan: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
 
@@ -100,23 +107,23 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.activation, self.causal, self.window, self.dropout = activation, causal, window, dropout
         self.length_power = length_power
-        self.attention_bias = None if attention_bias is None else as_bias(attention_bias)
+        self.attention_bias: AttentionBias | None = None if attention_bias is None else as_bias(attention_bias)
         self.position = position
         self._check(performer_features)
         kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
-        self.query = nn.Linear(embed_dim, embed_dim, bias=use_bias)
-        self.key = nn.Linear(kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
-        self.value = nn.Linear(kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
-        self.output = nn.Linear(embed_dim, embed_dim, bias=use_bias)
-        self.query_norm = make_norm(qk_norm, self.head_dim, bias=False)
-        self.key_norm = make_norm(qk_norm, self.head_dim, bias=False)
-        self.output_norm = make_norm(output_norm, embed_dim, affine=output_norm_affine)
+        self.query: nn.Linear = nn.Linear(embed_dim, embed_dim, bias=use_bias)
+        self.key: nn.Linear = nn.Linear(kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
+        self.value: nn.Linear = nn.Linear(kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
+        self.output: nn.Linear = nn.Linear(embed_dim, embed_dim, bias=use_bias)
+        self.query_norm: nn.Module = make_norm(qk_norm, self.head_dim, bias=False)
+        self.key_norm: nn.Module = make_norm(qk_norm, self.head_dim, bias=False)
+        self.output_norm: nn.Module = make_norm(output_norm, embed_dim, affine=output_norm_affine)
         self.initial_temperature = temperature
-        self.temperature = None if temperature is None else nn.Parameter(torch.empty(1))
+        self.temperature: nn.Parameter | None = None if temperature is None else nn.Parameter(torch.empty(1))
         self.reset_parameters()
         if activation == "performer":
             count = math.ceil(self.head_dim * math.log(self.head_dim + 1))
-            self.performer = PerformerFeatures(self.head_dim, performer_features or count)
+            self.performer: PerformerFeatures = PerformerFeatures(self.head_dim, performer_features or count)
         self.sequence_shard: SequenceShard | None = None
         self.attention_fn: AttentionFn = functional.attend
         self.record: Record = "nothing"

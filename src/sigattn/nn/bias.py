@@ -70,7 +70,7 @@ class ConstantBias(AttentionBias):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.value = float(value)
+        self.value: float = float(value)
 
     def forward(self, *_: Any, **__: Any) -> float:
         """Return the number."""
@@ -168,8 +168,8 @@ class LearnableBias(AttentionBias):
 
     def __init__(self, initial: float, num_heads: int | None = None) -> None:
         super().__init__()
-        self.initial = float(initial)
-        self.value = nn.Parameter(torch.empty(1 if num_heads is None else (num_heads, 1, 1)))
+        self.initial: float = float(initial)
+        self.value: nn.Parameter = nn.Parameter(torch.empty(1 if num_heads is None else (num_heads, 1, 1)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

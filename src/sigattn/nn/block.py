@@ -43,6 +43,11 @@ class Block(nn.Module):
         ValueError: for an unknown norm_placement.
     """
 
+    attention: Attention
+    attention_norm: nn.Module
+    feed_forward: nn.Module
+    feed_forward_norm: nn.Module
+
     def __init__(
         self,
         attention: Attention,
@@ -80,8 +85,8 @@ class Block(nn.Module):
         self.attention, self.feed_forward = attention, feed_forward
         self.attention_norm, self.feed_forward_norm = make_norm(norm, embed_dim), make_norm(norm, embed_dim)
         attention_scale = None if norm_placement == "hybrid_attention" else init_values
-        self.attention_branch = branch(norm_placement in ("hybrid", "hybrid_attention"), attention_scale)
-        self.feed_forward_branch = branch(norm_placement == "hybrid", init_values)
+        self.attention_branch: nn.Module = branch(norm_placement in ("hybrid", "hybrid_attention"), attention_scale)
+        self.feed_forward_branch: nn.Module = branch(norm_placement == "hybrid", init_values)
 
     def extra_repr(self) -> str:
         """Return the settings."""

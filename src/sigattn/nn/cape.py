@@ -34,6 +34,12 @@ class Cape(nn.Module):
         ValueError: if embed_dim is odd, or an augmentation is out of its range.
     """
 
+    frequency_scale: float
+    max_global_shift: float
+    max_local_shift: float
+    max_scale: float
+    step: float
+
     frequencies: Tensor
 
     def __init__(
@@ -90,6 +96,12 @@ class ImageCape(nn.Module):
     Raises:
         ValueError: if embed_dim is odd, or an augmentation is out of its range.
     """
+
+    columns: int
+    max_global_shift: float
+    max_local_shift: float
+    max_scale: float
+    rows: int
 
     frequencies: Tensor
     coordinates: Tensor

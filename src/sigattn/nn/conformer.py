@@ -32,11 +32,13 @@ class ConvolutionModule(nn.Module):
         super().__init__()
         if kernel_size % 2 == 0:
             raise ValueError(f"ConvolutionModule: kernel_size must be odd, got {kernel_size}")
-        self.input = nn.Linear(embed_dim, 2 * embed_dim)
-        self.depthwise = nn.Conv1d(embed_dim, embed_dim, kernel_size, padding=kernel_size // 2, groups=embed_dim)
-        self.norm = MaskedBatchNorm(embed_dim)
-        self.output = nn.Linear(embed_dim, embed_dim)
-        self.dropout = nn.Dropout(dropout)
+        self.input: nn.Linear = nn.Linear(embed_dim, 2 * embed_dim)
+        self.depthwise: nn.Conv1d = nn.Conv1d(
+            embed_dim, embed_dim, kernel_size, padding=kernel_size // 2, groups=embed_dim
+        )
+        self.norm: MaskedBatchNorm = MaskedBatchNorm(embed_dim)
+        self.output: nn.Linear = nn.Linear(embed_dim, embed_dim)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def forward(
         self, x: Float[Tensor, "batch length embed_dim"], lengths: Int[Tensor, " batch"] | None = None
@@ -63,6 +65,9 @@ class ConformerBlock(nn.Module):
         dropout: dropout probability of branches and within feed-forward layers, while training.
     """
 
+    first: MLP
+    last: MLP
+
     def __init__(
         self,
         attention: Attention,
@@ -76,11 +81,11 @@ class ConformerBlock(nn.Module):
         super().__init__()
         self.first, self.last = (MLP(embed_dim, mlp_dim, dropout, activation="swish") for _ in range(2))
         self.attention = attention
-        self.convolution = ConvolutionModule(embed_dim, kernel_size, dropout)
-        self.attention_dropout = nn.Dropout(dropout)
-        self.norms = nn.ModuleList(make_norm("layer", embed_dim) for _ in range(5))
+        self.convolution: ConvolutionModule = ConvolutionModule(embed_dim, kernel_size, dropout)
+        self.attention_dropout: nn.Dropout = nn.Dropout(dropout)
+        self.norms: nn.ModuleList = nn.ModuleList(make_norm("layer", embed_dim) for _ in range(5))
         scales = [nn.Identity() if init_values is None else LayerScale(embed_dim, init_values) for _ in range(4)]
-        self.scales = nn.ModuleList(scales)
+        self.scales: nn.ModuleList = nn.ModuleList(scales)
 
     def forward(
         self, x: Float[Tensor, "batch length embed_dim"], key_lengths: Int[Tensor, " batch"] | None = None

@@ -36,12 +36,15 @@ class SwiGLU(nn.Module):
         mlp_dim: number of hidden features.
     """
 
+    gate: nn.Linear
+    value: nn.Linear
+
     tp_plan: ClassVar[dict[str, str]] = {"gate": "columns", "value": "columns", "output": "rows"}  # see Attention
 
     def __init__(self, embed_dim: int, mlp_dim: int) -> None:
         super().__init__()
         self.gate, self.value = nn.Linear(embed_dim, mlp_dim, bias=False), nn.Linear(embed_dim, mlp_dim, bias=False)
-        self.output = nn.Linear(mlp_dim, embed_dim, bias=False)
+        self.output: nn.Linear = nn.Linear(mlp_dim, embed_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch embed_dim"]) -> Float[Tensor, "*batch embed_dim"]:
         """Apply the layer to each position."""
@@ -66,6 +69,9 @@ class MLP(nn.Module):
         ValueError: for another activation.
     """
 
+    input: nn.Linear
+    output: nn.Linear
+
     tp_plan: ClassVar[dict[str, str]] = {"input": "columns", "output": "rows"}  # see Attention
 
     def __init__(
@@ -79,7 +85,7 @@ class MLP(nn.Module):
             nn.Linear(mlp_dim, embed_dim, bias=use_bias),
         )
         self.activation = activation
-        self.dropout = nn.Dropout(dropout)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def extra_repr(self) -> str:
         """Return the settings."""

@@ -93,6 +93,9 @@ class Alibi(nn.Module):
         ValueError: for other sides, or "split" with a single head.
     """
 
+    num_heads: int
+    steepness: float
+
     slopes: Tensor
 
     def __init__(self, num_heads: int, sides: str = "causal", steepness: float = 4.0) -> None:
@@ -206,7 +209,7 @@ class LearnableEmbedding(nn.Module):
     def __init__(self, num_positions: int, embed_dim: int, std: float = 0.02) -> None:
         super().__init__()
         self.std = std
-        self.weight = nn.Parameter(torch.empty(num_positions, embed_dim))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(num_positions, embed_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

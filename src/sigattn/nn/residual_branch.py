@@ -19,7 +19,7 @@ class LayerScale(nn.Module):
     def __init__(self, dim: int, init_values: float = 1e-4) -> None:
         super().__init__()
         self.init_values = init_values
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -145,6 +145,9 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 class CallRecorder(TorchFunctionMode):
     """Mode that counts calls of sigmoid attention and collects the names of layers that compute softmax attention."""
 
+    calls: int
+    running: list[tuple[str, nn.Module]]
+
     def __init__(self, running: list[tuple[str, nn.Module]]) -> None:
         super().__init__()
         self.running, self.calls = running, 0

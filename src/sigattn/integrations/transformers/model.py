@@ -36,11 +36,15 @@ class SigattnConfig(PretrainedConfig):
     model_type = "sigattn"
 
     def __init__(self, model: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self.model = dict(model or {})
+        self.model: dict[str, Any] = dict(model or {})
         own = self.language_model
-        self.vocab_size, self.hidden_size, self.num_hidden_layers = own.vocab_size, own.embed_dim, own.num_layers
-        self.num_attention_heads, self.num_key_value_heads = own.num_heads, own.num_kv_heads or own.num_heads
-        self.head_dim, self.max_position_embeddings = own.head_dim, own.max_seq_len
+        self.vocab_size: int = own.vocab_size
+        self.hidden_size: int = own.embed_dim
+        self.num_hidden_layers: int = own.num_layers
+        self.num_attention_heads: int = own.num_heads
+        self.num_key_value_heads: int = own.num_kv_heads or own.num_heads
+        self.head_dim: int = own.head_dim
+        self.max_position_embeddings: int = own.max_seq_len
         kwargs.setdefault("tie_word_embeddings", False)  # LanguageModel ties its weights itself
         super().__init__(**kwargs)
 
@@ -61,7 +65,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SigattnConfig) -> None:
         super().__init__(config)
-        self.model = LanguageModel(config.language_model)
+        self.model: LanguageModel = LanguageModel(config.language_model)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
