@@ -25,6 +25,7 @@ from sigattn.distributed.sharded_cache import sharded_cache_attention
 from sigattn.distributed.strategies import predicted_traffic
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.models.transformer import recording
 from sigattn.ops.kvcache import KV_CACHE
 
 CASES = [
@@ -145,7 +146,7 @@ def models(mesh):
             whole = model(tokens)
             expected = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
             share = ContextParallelShard(mesh, SequenceSharding(29, mesh.size(), balanced=True), strategy)
-            with context_parallel(model, share), model.recording():
+            with context_parallel(model, share), recording(model):
                 part = model(share.shard(tokens))
                 gradients = torch.autograd.grad(part.square().sum(), list(model.parameters()))
             torch.testing.assert_close(part, share.shard(whole), rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
+from sigattn.models.transformer import recording
 from sigattn.nn.documents import Documents
 
 SMALL = {"vocab_size": 50, "max_seq_len": 16, "num_layers": 2, "embed_dim": 24, "num_heads": 3}
@@ -75,7 +76,7 @@ def test_too_many_tokens():
 
 def test_recording_ends_with_its_context():
     model = LanguageModel(LanguageModelConfig(**SMALL))
-    with model.recording() as layers:
+    with recording(model) as layers:
         model(torch.zeros(1, 4, dtype=torch.long))
         assert len(layers) == 2
         assert all(layer.output_frobenius_norm.min() > 0 for layer in layers)
@@ -91,7 +92,7 @@ def test_without_a_bias_the_attention_starts_orders_of_magnitude_larger():
         model = LanguageModel(
             LanguageModelConfig(max_seq_len=256, num_layers=1, embed_dim=64, num_heads=4, attention_bias=bias)
         )
-        with model.recording() as (layer,):
+        with recording(model) as (layer,):
             model(torch.randint(256, (2, 256)))
             norms[bias] = layer.output_frobenius_norm.mean().item()
     assert norms[0.0] > 20 * norms["log_context"]

@@ -15,6 +15,7 @@ from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import MODELS, ModelError, build, load, save
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
+from sigattn.models.transformer import recording
 from sigattn.models.vision import SIZES, ViT, ViTConfig
 
 VISION = ViTConfig(num_layers=2, embed_dim=16, num_heads=2, image_size=8, patch_size=4, channels=1, num_classes=5)
@@ -302,7 +303,7 @@ def test_reports_and_recording(name):
         assert (statistics.row_mass_mean > 0).all()
         assert statistics.max_logit.isfinite().all()
     assert model.training
-    with model.recording() as recorded:
+    with recording(model) as recorded:
         model(inputs)
         assert all((layer.output_frobenius_norm > 0).all() for layer in recorded)
         assert all(layer.statistics is None for layer in recorded)

@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
+from sigattn.models.transformer import recording
 from sigattn.validation import SettingsError, check_at_least, check_positive, check_seed
 
 FRAME = 0.01  # seconds
@@ -90,7 +91,7 @@ def _norm(config: AttentionNormsConfig, sound: torch.Tensor, **settings: Any) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Ramapuram")  # about the large norms measured here
         model = SpeechModel(SpeechModelConfig(qk_norm="none", init_values=None, **sizes, **settings))
-    with torch.no_grad(), model.recording() as layers:
+    with torch.no_grad(), recording(model) as layers:
         model(sound)
         norms = [layer.output_frobenius_norm for layer in layers if layer.output_frobenius_norm is not None]
     return torch.cat(norms).mean().item()

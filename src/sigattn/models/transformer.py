@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -68,10 +68,6 @@ class Transformer(nn.Module):
         result: Tensor = block(x, **options)
         return result
 
-    def recording(self, what: Record = "norm") -> AbstractContextManager[list[Attention]]:
-        """Return the context manager ``recording`` of this model."""
-        return recording(self, what)
-
     def attention_report(self, *inputs: object, **more: object) -> list[AttentionStatistics]:
         """Return row mass, output norm, largest logit and sparsity of each attention layer for one forward.
 
@@ -80,7 +76,7 @@ class Transformer(nn.Module):
         Args:
             inputs, more: arguments of forward.
         """
-        with evaluation_mode(self), self.recording("everything") as layers:
+        with evaluation_mode(self), recording(self, "everything") as layers:
             self(*inputs, **more)
             report = [layer.statistics for layer in layers if layer.statistics is not None]
             for layer in layers:
