@@ -1,4 +1,4 @@
-"""Every experiment at its smallest scale, from the registry; what is written; statistics; the command."""
+"""Every experiment at its smallest scale, its page, the statistics and the command."""
 
 import html
 import html.parser
@@ -32,8 +32,8 @@ ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions":
 @pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_smoke(name, tmp_path):
-    """It runs, says something of each claim, and leaves a page with picture and data; again, it trains nothing."""
+def test_smoke_scale(name, tmp_path):
+    """Findings, page, figure and data are written; a second run trains nothing."""
     lines = []
     setting = Setting("smoke", 2, tmp_path / name, lines.append)
     result = find_experiment(name).run(setting)
@@ -58,7 +58,7 @@ def test_smoke(name, tmp_path):
     assert list(again.data) == list(result.data)
 
 
-def test_all_of_them_say_what_they_take():
+def test_small_scale_takes_at_most_eight_minutes():
     for experiment in EXPERIMENTS.values():
         assert set(experiment.minutes) == set(SCALES)
         small = experiment.minutes["small"]
@@ -68,7 +68,7 @@ def test_all_of_them_say_what_they_take():
 
 class TestStatistics:
     def test_welch(self):
-        """Against SciPy's interval of the difference of means."""
+        """Compared with SciPy's interval of the difference of means."""
         scipy_stats = pytest.importorskip("scipy.stats")
         for first, second in (
             ([1.0, 2.0, 4.0], [5.0, 5.5, 7.0, 6.0]),
@@ -80,7 +80,7 @@ class TestStatistics:
             found = scipy_stats.ttest_ind(second, first, equal_var=False).confidence_interval(0.95)
             assert margin == pytest.approx((found.high - found.low) / 2, rel=0.01)
 
-    def test_one_seed_shows_nothing(self):
+    def test_one_seed_has_no_interval(self):
         assert intervals.welch([1.0], [2.0]) == (1.0, math.inf)
         assert str(intervals.welch([1.0], [2.0])) == "+1"
         assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
@@ -99,12 +99,12 @@ class TestStatistics:
         assert intervals.verdict_all(["differs", "not shown"]) == "differs"
 
     def test_sensitivity(self):
-        """By hand: losses above the start count as the start, and so do those that diverged."""
+        """Losses above the initial loss, and of diverged runs, count as the initial loss."""
         assert lr_sensitivity.sensitivity([2.0, 3.0, 9.0, math.inf], 5.0) == pytest.approx((0 + 1 + 3 + 3) / 4)
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
+def test_diverged_run_counts_as_infinite_loss(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = lr_sensitivity.base(setting, 1).with_transformer(qk_norm="none")
     ((outcome,),) = sweep.train_variants(setting, lr_sensitivity.at_rates(recipe, "wild", [1e30])).values()
@@ -112,7 +112,7 @@ def test_a_run_that_diverges_is_counted_not_lost(tmp_path):
     assert lr_sensitivity.final_losses([outcome]) == [math.inf]
 
 
-def test_a_run_with_other_settings_is_done_again(tmp_path):
+def test_run_with_changed_settings_is_repeated(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = k_summation.base(setting, 1)
     shorter = recipe.with_training(max_steps=2)
@@ -122,8 +122,8 @@ def test_a_run_with_other_settings_is_done_again(tmp_path):
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_run_on_other_data_is_done_again_and_the_page_names_it(tmp_path):
-    """The same settings on a text that changed, then on another one, and again on the first."""
+def test_run_on_changed_data_is_repeated_and_the_page_names_the_data(tmp_path):
+    """The same settings on one text, on another, and on the first after it has changed."""
     recipe = lr_sensitivity.base(Setting("smoke", 1, tmp_path), 1)
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for i, path in enumerate(texts):
@@ -155,7 +155,7 @@ def experiment_result():
     return Result(("a",), [("b",)], [], [])
 
 
-def test_the_papers_scale_does_not_train_on_other_text(tmp_path):
+def test_paper_scale_requires_the_papers_data(tmp_path):
     for name in ("position-ablation", "lr-sensitivity", "constant-bias", "length-power", "bias-rules", "dropped-keys"):
         with pytest.raises(ExperimentError, match="C4's realnews"):
             find_experiment(name).run(Setting("paper", 1, tmp_path))
@@ -164,20 +164,20 @@ def test_the_papers_scale_does_not_train_on_other_text(tmp_path):
             find_experiment(name).run(Setting("paper", 1, tmp_path))
 
 
-def test_recordings_are_asked_for(tmp_path):
+def test_missing_recordings_raise(tmp_path):
     with pytest.raises(ExperimentError, match="--speech"):
         find_experiment("speech-structure").run(Setting("small", 1, tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_speed_at_the_papers_scale_needs_a_gpu(tmp_path):
+def test_speed_at_paper_scale_requires_a_gpu(tmp_path):
     for name in ("attention-times", "norm-crossing", "vit-times"):
         with pytest.raises(ExperimentError, match="on a GPU"):
             find_experiment(name).run(Setting("paper", 1, tmp_path))
 
 
 class _Page(html.parser.HTMLParser):
-    """Collects every tag with its attributes."""
+    """Parser that collects every tag with its attributes."""
 
     def __init__(self):
         super().__init__()
@@ -187,8 +187,8 @@ class _Page(html.parser.HTMLParser):
         self.tags.append((tag, dict(attributes)))
 
 
-def test_no_field_of_a_page_becomes_markup(tmp_path):
-    """A page.json that somebody sent, each text of it a script and an attribute that ends early."""
+def test_page_fields_are_escaped(tmp_path):
+    """Every text of an untrusted page.json is a script and an attribute that ends early."""
     evil = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>"
     (tmp_path / "x").mkdir()
     fields = {
@@ -208,7 +208,7 @@ def test_no_field_of_a_page_becomes_markup(tmp_path):
     assert images[0]["src"].startswith("%22")
 
 
-def test_what_was_measured_is_kept(tmp_path):
+def test_memoize(tmp_path):
     counted = []
 
     def measure():
@@ -223,7 +223,7 @@ def test_what_was_measured_is_kept(tmp_path):
 
 
 def test_coarse_sigmoid():
-    """On its grid, and with the slope that a kernel would compute from it."""
+    """Values lie on the grid; the derivative is the one that a kernel computes from them."""
     x = torch.linspace(-12, 12, 97, requires_grad=True)
     p = sigma_accuracy.coarse_sigmoid(x, 8)
     torch.testing.assert_close(p * 2**9, (p * 2**9).round())
@@ -232,7 +232,7 @@ def test_coarse_sigmoid():
     torch.testing.assert_close(slope, (p * (1 - p)).detach())
 
 
-def test_the_largest_contributions_are_kept():
+def test_keep_mask_selects_the_largest_contributions():
     contribution = torch.tensor([[[0.1, 0.5, 0.3, 0.2], [0.4, 0.4, 0.9, 0.1]]])
     visible = torch.tensor([[[True, True, True, True], [True, True, False, False]]])
     assert dropped_keys.keep_mask(contribution, visible, 0.5).tolist() == [
@@ -254,7 +254,7 @@ class TestCommand:
         assert (tmp_path / "smoke" / "flops" / "page.md").exists()
         assert (tmp_path / "smoke" / "index.html").exists()
 
-    def test_all_leaves_out_what_it_cannot_do(self, capsys, tmp_path, monkeypatch):
+    def test_all_skips_experiments_that_cannot_run(self, capsys, tmp_path, monkeypatch):
         command = importlib.import_module("sigattn.cli.reproduce")
         monkeypatch.setattr(command, "EXPERIMENTS", {name: find_experiment(name) for name in ("speech-bias", "flops")})
         cli.main(["reproduce", "--all", "--scale", "small", "--folder", str(tmp_path)])
@@ -269,6 +269,6 @@ class TestCommand:
         assert stop.value.code == 2
         assert "sigattn: " in capsys.readouterr().err
 
-    def test_names(self):
+    def test_unknown_name(self):
         with pytest.raises(ExperimentError, match="no experiment is called 'x'"):
             find_experiment("x")

@@ -1,4 +1,4 @@
-"""Every registered recipe: it builds, its twins differ in the attention alone, its tiny form trains and is saved."""
+"""Every registered recipe builds, has a softmax twin that differs in attention only, and a tiny form that trains."""
 
 import warnings
 from dataclasses import fields, replace
@@ -35,7 +35,7 @@ PAPER = [
 
 
 def example(recipe):
-    """A batch for a recipe's task, of random numbers."""
+    """Return a random batch for a recipe's task."""
     model = recipe.model
     if isinstance(model, LanguageModelConfig):
         tokens = torch.randint(model.vocab_size, (2, min(model.max_seq_len, 40) + 1))
@@ -65,7 +65,7 @@ def recipe(request):
 
 
 def distinct_tiny_forms():
-    """The names of all recipes but those whose tiny form is another's."""
+    """Return the names of recipes with distinct tiny forms."""
     known, names = [], []
     for name in RECIPES:
         form = (find_recipe(name).tiny().model, find_recipe(name).tiny().task)
@@ -78,7 +78,7 @@ def distinct_tiny_forms():
 TINY = distinct_tiny_forms()
 
 
-def test_it_builds_and_says_what_it_is(recipe):
+def test_recipe_builds_and_is_documented(recipe):
     assert recipe.name in RECIPES
     with torch.device("meta"):
         recipe.task.build(recipe.model)
@@ -90,7 +90,7 @@ def test_it_builds_and_says_what_it_is(recipe):
     assert recipe.paper
 
 
-def test_twins_differ_in_the_attention_alone(recipe):
+def test_softmax_twin_differs_in_attention_only(recipe):
     twin = recipe.softmax()
     assert twin.transformer.activation == "softmax"
     changed = {
@@ -109,7 +109,7 @@ def test_twins_differ_in_the_attention_alone(recipe):
 
 @pytest.mark.parametrize("form", ["tiny", "tiny-softmax"])
 @pytest.mark.parametrize("name", TINY)
-def test_the_tiny_form_learns_and_comes_back_from_disk(name, form, tmp_path):
+def test_tiny_form_learns_and_is_saved_and_loaded(name, form, tmp_path):
     recipe, small = find_recipe(name), find_recipe(f"{name}-{form}")
     whole = recipe if form == "tiny" else recipe.softmax()
     for what in ("position", "norm_placement", "qk_norm", "feed_forward", "norm", "activation", "attention_bias"):
@@ -149,7 +149,7 @@ def test_the_tiny_form_learns_and_comes_back_from_disk(name, form, tmp_path):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", TINY)
-def test_compiled_is_the_same(name):
+def test_compiled_loss_and_gradients_agree(name):
     torch._dynamo.reset()
     small = find_recipe(f"{name}-tiny")
     module = small.task.build(small.with_transformer(dropout=0.0, drop_path=0.0).model)
@@ -166,7 +166,7 @@ def test_compiled_is_the_same(name):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_the_guide_is_the_paper_s_table():
+def test_guide_equals_the_papers_table():
     rows = [tuple(find_recipe(name).guide_row().values()) for name in GUIDE]
     for ours, paper in zip(rows, PAPER, strict=True):
         assert ours[:2] == paper[:2]
@@ -189,7 +189,7 @@ def test_the_guide_is_the_paper_s_table():
         ("lm-1b-4k", ("language", None, 4096)),
     ],
 )
-def test_recipes_are_what_the_guide_recommends(name, arguments):
+def test_recipes_follow_recommend(name, arguments):
     advice, t = recommend(*arguments), find_recipe(name).transformer
     assert advice.recipe == name
     assert advice.qk_norm == (t.qk_norm != "none")
@@ -199,7 +199,7 @@ def test_recipes_are_what_the_guide_recommends(name, arguments):
     assert advice.position == t.position or arguments == ("speech",)  # the recipe's is the paper's first, CAPE
 
 
-def test_only_what_the_paper_found_unstable_warns():
+def test_only_configurations_unstable_in_the_paper_warn():
     warned = set()
     for name in RECIPES:
         from sigattn.nn import stability
@@ -213,21 +213,21 @@ def test_only_what_the_paper_found_unstable_warns():
     assert warned == {"asr-ls100-36", "asr-ls100-24", "asr-ls100-12", "asr-ls100-post", "lm-realnews"}
 
 
-def test_names():
+def test_find_recipe():
     assert find_recipe("vit-mae-tiny").model.encoder.embed_dim == 64
     assert find_recipe("lm-1b-2k-softmax").name == "lm-1b-2k-softmax"
     with pytest.raises(RecipeError, match="no recipe is called 'lm-2b'; sigattn recipes lists them: vit-supervised"):
         find_recipe("lm-2b")
 
 
-def test_spec_augment_is_a_setting():
+def test_spec_augment_start():
     """The conformer starts it late; the tiny forms, whose recordings are short, leave it out."""
     starts = {name: find_recipe(name).data.spec_augment_from for name in ("asr-ls960", "asr-conformer-ls960")}
     assert starts == {"asr-ls960": 0, "asr-conformer-ls960": 10_000}
     assert find_recipe("asr-conformer-ls960-tiny").data.spec_augment_from is None
 
 
-def test_shared_key_heads_stay_shared():
+def test_tiny_form_keeps_shared_key_heads():
     recipe = replace(find_recipe("lm-1b-2k"))
     small = recipe.with_transformer(num_kv_heads=8).tiny()
     assert small.transformer.num_kv_heads == 1

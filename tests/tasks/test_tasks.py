@@ -1,4 +1,4 @@
-"""Each objective against its formula written out."""
+"""Each objective compared with its formula."""
 
 import math
 from dataclasses import replace
@@ -45,8 +45,8 @@ def test_language_modelling():
     assert found["accuracy"] == pytest.approx(torch.stack(right).double().mean().item())
 
 
-def test_documents_are_kept_apart():
-    """The loss over a row of documents is that over the documents, each by itself; an end predicts nothing."""
+def test_documents_are_independent():
+    """The loss of a packed row equals that of its documents one by one; end tokens predict nothing."""
     task = LanguageModelling(end_token=0)
     model = task.build(LanguageModelConfig(vocab_size=7, max_seq_len=9, num_layers=1, embed_dim=16, num_heads=2))
     tokens = torch.tensor([[3, 1, 4, 0, 5, 2, 6, 0, 5]])
@@ -70,7 +70,7 @@ class TestClassification:
         expected = -(target * model(images).log_softmax(-1)).sum(-1).mean()
         torch.testing.assert_close(task.loss(model, (images, labels)), expected)
 
-    def test_mixup_mixes_images_and_targets_alike(self):
+    def test_mixup_uses_one_share_for_images_and_targets(self):
         task = Classification(mixup=0.8)
         model = task.build(SMALL)
         images, labels = torch.randn(6, 1, 8, 8), torch.randint(5, (6,))
@@ -97,7 +97,7 @@ class TestClassification:
         expected = F.cross_entropy(logits, torch.tensor([0, 2, 6, 3])).item()
         assert found["loss"] == pytest.approx(expected)
 
-    def test_it_needs_classes(self):
+    def test_too_few_classes_raise(self):
         with pytest.raises(ValueError, match="num_classes=0"):
             Classification().build(replace(SMALL, num_classes=0))
 
@@ -138,7 +138,7 @@ class TestBYOL:
         expected = torch.stack([(predictions[i] - targets[j]).square().sum(-1).mean() for i, j in pairs]).mean()
         torch.testing.assert_close(self.task.loss(module, views), expected)
 
-    def test_the_teacher_learns_from_the_student_alone(self):
+    def test_teacher_follows_the_student(self):
         module = self.task.build(SMALL)
         self.task.loss(module, tuple(torch.randn(2, 4, 1, 8, 8))).backward()
         assert all(p.grad is None and not p.requires_grad for p in module.teacher.parameters())
@@ -154,7 +154,7 @@ class TestBYOL:
             else:
                 assert torch.equal(slow, student[name])
 
-    def test_spread_tells_collapse(self):
+    def test_spread_detects_collapse(self):
         module = self.task.build(SMALL).eval()
         views = tuple(torch.randn(2, 200, 1, 8, 8))
         with torch.no_grad():
@@ -164,7 +164,7 @@ class TestBYOL:
             assert self.task.evaluate(module, [views])["spread"] == 0
 
 
-def test_masked_autoencoding_is_evaluated_with_the_same_patches():
+def test_masked_autoencoding_masks_the_same_patches_at_every_evaluation():
     task = MaskedAutoencoding()
     module = task.build(MAE)
     batch = (torch.randn(3, 1, 8, 8),)
@@ -214,7 +214,7 @@ class TestCTC:
         assert found["loss"] > 0
         assert self.task.evaluate(Fixed(), [])["wer"] == 0
 
-    def test_the_vocabulary_must_fit(self):
+    def test_wrong_vocabulary_raises(self):
         with pytest.raises(ValueError, match="28 characters needs vocab_size=29, got 30"):
             self.task.build(SpeechModelConfig(vocab_size=30))
 

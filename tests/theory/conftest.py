@@ -1,4 +1,4 @@
-"""The theory's problems are tiny: more threads than one only wait for one another, the more so beside other tests."""
+"""One thread for all tests of the theory: their problems are tiny, and further threads would only synchronise."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Theorem 3.1 by construction: real layers, whose error falls."""
+"""Theorem 3.1 by construction: the error of the network falls."""
 
 import itertools
 
@@ -12,19 +12,19 @@ from sigattn.theory.approximation import TARGETS, Attention, FeedForward, Univer
 
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize(("d", "n", "sizes"), [(1, 2, (2, 4, 8, 16)), (2, 2, (2, 4)), (1, 3, (4, 8))])
-def test_the_error_falls_with_delta(name, d, n, sizes):
+def test_error_falls_with_delta(name, d, n, sizes):
     errors = [UniversalApproximator(TARGETS[name], d, n, size).error(400) for size in sizes]
     assert all(b < 0.85 * a for a, b in itertools.pairwise(errors)), errors
 
 
-def test_the_error_falls_as_steps_get_steeper():
+def test_error_falls_with_steepness():
     net = [UniversalApproximator(TARGETS["wave"], 1, 2, 8, steepness=s).error(400) for s in (1e2, 1e3, 1e5, 1e8)]
     assert all(b <= a for a, b in itertools.pairwise(net)), net
     assert net[-1] < 0.4 * net[0]
 
 
-def test_inside_the_cells_it_is_the_value_at_the_centre():
-    """Away from the grid lines the network is the piecewise constant function, on equal tokens too."""
+def test_output_in_a_cell_is_the_value_at_its_centre():
+    """Away from the grid lines the network equals the piecewise constant function, also on equal tokens."""
     target, size = TARGETS["each token's share"], 4
     net = UniversalApproximator(target, 1, 2, size)
     for i, j in itertools.product(range(size), repeat=2):
@@ -33,7 +33,7 @@ def test_inside_the_cells_it_is_the_value_at_the_centre():
         torch.testing.assert_close(net(inside), target(centre), atol=1e-6, rtol=1e-6)
 
 
-def test_it_is_made_of_the_theorem_s_layers():
+def test_layers_have_the_theorems_sizes():
     net = UniversalApproximator(TARGETS["mean of the tokens"], 2, 2, 2)
     assert {type(layer) for layer in net.layers} == {FeedForward, Attention}
     for layer in net.layers:
@@ -46,7 +46,7 @@ def test_it_is_made_of_the_theorem_s_layers():
     assert isinstance(net, nn.Module)
 
 
-def test_attention_goes_through_the_operator(monkeypatch):
+def test_attention_calls_the_operator(monkeypatch):
     calls = []
     real = approximation.sigmoid_attention
     monkeypatch.setattr(approximation, "sigmoid_attention", lambda *a, **o: calls.append(o) or real(*a, **o))
@@ -56,7 +56,7 @@ def test_attention_goes_through_the_operator(monkeypatch):
     assert all(o["bias"] == 0.0 for o in calls)
 
 
-def test_it_is_permutation_equivariant():
+def test_permutation_equivariance():
     net = UniversalApproximator(TARGETS["wave"], 1, 3, 4)
     x = torch.rand(50, 3, 1, dtype=torch.float64)
     order = [2, 0, 1]
@@ -71,11 +71,11 @@ def test_it_is_permutation_equivariant():
         (lambda x: x, (2, 3, 8), "262,144 grid points"),
     ],
 )
-def test_what_cannot_be_approximated_is_refused(target, sizes, message):
+def test_unsupported_targets_and_sizes_raise(target, sizes, message):
     with pytest.raises(ValueError, match=message):
         UniversalApproximator(target, *sizes)
 
 
-def test_where_float64_ends_is_said():
+def test_numbers_beyond_float64_raise():
     with pytest.raises(ValueError, match="2\\^53"):
         UniversalApproximator(lambda x: x, 1, 4, 8)

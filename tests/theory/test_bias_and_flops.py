@@ -9,7 +9,7 @@ from sigattn.theory import bias, flops
 
 
 @pytest.mark.parametrize("n", [2, 3, 17, 1000])
-def test_the_bias_normalises_within_its_bounds(n):
+def test_bias_normalises_and_lies_within_its_bounds(n):
     z = 4 * torch.randn(50, n, dtype=torch.float64)
     b = bias.normalizing_bias(z)
     low, high = bias.bias_bounds(z)
@@ -17,7 +17,7 @@ def test_the_bias_normalises_within_its_bounds(n):
     torch.testing.assert_close(torch.sigmoid(z + b[:, None]).sum(-1), torch.ones(50, dtype=torch.float64))
 
 
-def test_the_bounds_are_the_propositions():
+def test_bias_bounds():
     """-log(n - 1) - max z and -log(n - 1) - min z, which meet at b* where all logits are equal."""
     low, high = bias.bias_bounds(torch.tensor([[1.0, 2.0, 4.0], [-3.0, -3.0, -3.0]], dtype=torch.float64))
     assert low.tolist() == pytest.approx([-math.log(2) - 4, -math.log(2) + 3], abs=1e-12)
@@ -41,17 +41,17 @@ def test_extreme_logits():
 
 
 @pytest.mark.parametrize("z", [torch.zeros(1), torch.zeros(3, 0), torch.tensor(1.0)])
-def test_one_logit_cannot_be_normalised(z):
+def test_single_logit_raises(z):
     with pytest.raises(ValueError, match="at least 2"):
         bias.normalizing_bias(z)
 
 
-def test_logits_must_be_finite():
+def test_non_finite_logits_raise():
     with pytest.raises(ValueError, match="finite"):
         bias.normalizing_bias(torch.tensor([0.0, math.nan]))
 
 
-def test_order_optimal():
+def test_order_optimal_bias():
     assert bias.order_optimal_bias(4, 0.1) == -math.sqrt(10)  # the paper rounds √10 to 3
     assert bias.order_optimal_bias(4096, 0.1) == -math.log(4096)
     for n, epsilon in ((0, 0.1), (4, 0.0), (4, 2.0)):
@@ -59,7 +59,7 @@ def test_order_optimal():
             bias.order_optimal_bias(n, epsilon)
 
 
-def test_gradients_agree_where_weights_do():
+def test_gradients_agree_if_weights_agree():
     z = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     b = bias.normalizing_bias(z.detach())
     weights, gradients = bias.gradient_gap(z.detach(), b)

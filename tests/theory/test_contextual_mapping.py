@@ -1,4 +1,4 @@
-"""The contextual mapping of App. B: the layers against the definition in floating point, and what the proof claims."""
+"""The contextual mapping of App. B: its layers compared with their definition, and the claims of the proof."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ def heaviside(x):
 
 
 @pytest.mark.parametrize("biases", [(0.0, 1.5), (2.5, 2.5), (2.5, 1.5), (0.0, 0.0), (7.0, 3.0)])
-def test_a_head_is_modified_sigmoid_attention(biases):
+def test_modified_attention_equals_its_definition(biases):
     """Definition of the layer with q = k = v = u and o = e_0: ψ = (lᵀ) H((l - b_q) ⊗ (l - b_k))."""
     l = torch.tensor([0.0, 2.0, 3.0, 7.0])
     b_q, b_k = biases
@@ -23,13 +23,13 @@ def test_a_head_is_modified_sigmoid_attention(biases):
     assert [x / 4 for x in found] == expected.tolist()
 
 
-def test_a_selective_shift_moves_one_index_by_the_sum_of_the_larger():
+def test_selective_shift_adds_the_sum_of_larger_indices():
     m = ContextualMapping(d=1, n=4, inverse_delta=9)
     assert m.selective_shift([1, 3, 5, 8], 3) == [1, 3 + m.c * 13, 5, 8]
     assert m.selective_shift([1, 3, 5, 8], 4) == [1, 3, 5, 8]
 
 
-def test_layers_leave_other_numbers_of_a_token_alone():
+def test_layers_change_the_first_number_only():
     m = ContextualMapping(d=3, n=2, inverse_delta=2)
     tokens = [[1, 0, 1], [0, 1, 1]]
     out = m.apply(tokens)
@@ -40,7 +40,7 @@ def test_layers_leave_other_numbers_of_a_token_alone():
 @pytest.mark.parametrize(
     ("d", "n", "inverse_delta"), [(1, 2, 9), (1, 3, 8), (2, 3, 3), (1, 5, 8), (3, 4, 2), (1, 7, 9)]
 )
-def test_the_mapping_is_contextual(d, n, inverse_delta):
+def test_mapping_is_contextual(d, n, inverse_delta):
     m = ContextualMapping(d=d, n=n, inverse_delta=inverse_delta)
     assert m.c - 1 <= (n - 1) * (m.grid - 1) * math.comb(n - 1, math.ceil((n - 1) / 2)) < m.c
     v = m.verify()
@@ -67,7 +67,7 @@ def test_batched_and_single_inputs_agree(monkeypatch):
     assert m.all_selectively_shifted() == shifted
 
 
-def test_the_closed_form_as_printed_agrees_with_the_paper_s_own_terms_up_to_three():
+def test_printed_closed_form_agrees_up_to_three_tokens():
     """The paper unrolls l̃_4 = … + c³ (s_2 + 2 s_1) + …; its general formula gives s_1 + 2 s_2."""
     m = ContextualMapping(d=1, n=4, inverse_delta=7)
     l = [0, 1, 3, 6]
@@ -79,13 +79,13 @@ def test_the_closed_form_as_printed_agrees_with_the_paper_s_own_terms_up_to_thre
     assert m.closed_form(l)[:3] == m.closed_form_as_printed(l)[:3]
 
 
-def test_starting_from_the_second_layer_breaks_the_lemmas():
+def test_lemmas_fail_without_the_first_layer():
     v = ContextualMapping(d=1, n=3, inverse_delta=6, first_layer=1).verify()
     zeros = math.comb(5, 2)  # inputs with a token of index 0
     assert v.failed[Verification.LAST] == v.failed[Verification.SHIFT] == zeros
 
 
-def test_a_too_small_c_is_no_contextual_mapping():
+def test_too_small_c_is_not_contextual():
     m = ContextualMapping(d=1, n=2, inverse_delta=6)
     least = m.smallest_c()
     assert 1 < least <= m.proof_c
@@ -104,12 +104,12 @@ def test_a_too_small_c_is_no_contextual_mapping():
         ({"d": 0, "n": 2, "inverse_delta": 4}, ValueError, "d ≥ 1"),
     ],
 )
-def test_sizes_that_make_no_sense(sizes, error, message):
+def test_invalid_sizes_raise(sizes, error, message):
     with pytest.raises(error, match=message):
         ContextualMapping(**sizes)
 
 
-def test_what_is_too_large_to_enumerate_is_refused_with_the_count():
+def test_too_many_inputs_raise_with_the_count():
     with pytest.raises(ValueError, match="64,684,950 inputs of 4 tokens, 258,739,800 in all; the limit is 50,000"):
         ContextualMapping(d=1, n=4, inverse_delta=200).verify()
 
@@ -118,11 +118,11 @@ def test_what_is_too_large_to_enumerate_is_refused_with_the_count():
     ("tokens", "message"),
     [([[0], [0]], "differ"), ([[0], [9]], "0 … 3"), ([[0]], "2 tokens"), ([[0, 1], [1, 0]], "of 1")],
 )
-def test_wrong_tokens(tokens, message):
+def test_invalid_tokens_raise(tokens, message):
     with pytest.raises(ValueError, match=message):
         ContextualMapping(d=1, n=2, inverse_delta=4).apply(tokens)
 
 
-def test_every_input_is_enumerated_once():
+def test_each_input_is_enumerated_once():
     m = ContextualMapping(d=2, n=2, inverse_delta=2)
     assert list(m.all_inputs()) == list(itertools.combinations(range(4), 2))

@@ -1,4 +1,4 @@
-"""Jacobian norms and bounds: Theorem 3.2 and what it is compared with."""
+"""Jacobian norms and their bounds: Theorem 3.2, and Castin et al.'s bound for softmax."""
 
 import math
 
@@ -19,14 +19,14 @@ def draw(activation, seed, n=7, d=4, **options):
 
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("hybrid_norm", [False, True])
-def test_matrix_free_agrees_with_the_whole_matrix(activation, hybrid_norm):
+def test_matrix_free_norm_agrees_with_the_full_matrix(activation, hybrid_norm):
     for seed in range(5):
         head, x = draw(activation, seed, hybrid_norm=hybrid_norm)
         assert jacobian_norm_matrix_free(head, x, tolerance=1e-13) == pytest.approx(jacobian_norm(head, x), rel=1e-4)
 
 
-def test_the_norm_is_the_largest_stretch():
-    """Against finite differences: no small step is stretched more, and one is stretched almost as much."""
+def test_norm_is_the_largest_finite_difference_ratio():
+    """Compared with finite differences: no small step grows by a larger factor, and one by almost the same."""
     head, x = draw("sigmoid", 0)
     norm = jacobian_norm(head, x)
     jacobian = torch.func.jacrev(head)(x).reshape(-1, x.numel())
@@ -36,28 +36,28 @@ def test_the_norm_is_the_largest_stretch():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_jacobian_exceeds_its_bound(seed):
+def test_norms_stay_below_their_bounds(seed):
     size = 10.0 ** (seed % 3 - 1)
     for activation, bound in (("sigmoid", regularity.sigmoid_bound), ("softmax", regularity.softmax_bound)):
         head, x = draw(activation, seed, std=size)
         assert jacobian_norm(head, x) <= bound(head, x)
 
 
-def test_a_search_finds_nothing_above_theorem_3_2():
+def test_search_finds_no_violation_of_theorem_3_2():
     found = regularity.search(trials=1500, climbs=15, steps=60)
     assert found.cases == 1500 + 15 * 60
     assert found.exceeded == 0
     assert found.largest_searched > 0.9  # the bound is nearly attained
 
 
-def test_the_ratio_of_the_search_is_the_exact_one():
+def test_search_ratio_is_exact():
     head, x = draw("sigmoid", 3, n=5, d=3)
     ratio = regularity._ratio(x, head.query, head.key, head.value, None).item()
     assert ratio == pytest.approx(jacobian_norm(head, x) / regularity.sigmoid_bound(head, x), rel=1e-9)
 
 
 @pytest.mark.parametrize("radius", [1.0, 2.0, 3.0, 4.0])
-def test_softmax_gets_exponentially_steep_where_sigmoid_keeps_its_bound(radius):
+def test_exponential_softmax_norm_where_sigmoid_stays_bounded(radius):
     one = torch.ones(1, 1, dtype=torch.float64)
     x = regularity.exponential_sequence(radius)
     assert x.abs().max() <= radius
@@ -68,7 +68,7 @@ def test_softmax_gets_exponentially_steep_where_sigmoid_keeps_its_bound(radius):
         assert regularity.exponential_lower_bound(radius) > 0.4 * (1 + radius**2 / 8) * math.exp(radius**2 / 8) / 2
 
 
-def test_neither_is_lipschitz_on_all_of_space():
+def test_neither_attention_is_globally_lipschitz():
     one = torch.ones(1, 1, dtype=torch.float64)
     for activation in ("softmax", "sigmoid"):
         head = Head(one, one, one, activation, scale=1.0)
@@ -77,8 +77,8 @@ def test_neither_is_lipschitz_on_all_of_space():
         assert norms[2] > 2.5 * norms[1]
 
 
-def test_the_paper_s_matrix_lacks_the_scale():
-    """With W_q W_kᵀ but without the scale the bound is another, for k > 1."""
+def test_bound_needs_the_scale_in_its_matrix():
+    """Without the scale, W_q W_kᵀ gives another bound for k > 1."""
     head, x = draw("sigmoid", 0)
     unscaled = Head(head.query, head.key, head.value, scale=1.0)
     torch.testing.assert_close(head.a, unscaled.a / 2)

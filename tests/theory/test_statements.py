@@ -1,4 +1,4 @@
-"""The table of ``sigattn theory``: every row is checked, and says what ``docs/paper-notes.md`` says."""
+"""The table of ``sigattn theory``: its verdicts agree with ``docs/paper-notes.md``."""
 
 import functools
 

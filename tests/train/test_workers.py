@@ -33,7 +33,7 @@ def alive(pid):
         return False
 
 
-def test_killed(tmp_path):
+def test_workers_end_when_the_parent_is_killed(tmp_path):
     (tmp_path / "parent.py").write_text(CODE)
     parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, text=True)
     workers = [int(parent.stdout.readline()) for _ in range(2)]
