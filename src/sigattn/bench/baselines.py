@@ -144,8 +144,8 @@ def ratio_to_fastest_softmax(timing: Timing) -> float | None:
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
-    """Compile with ``torch.compile`` at the first call; raise where it would run the function eagerly.
+def compiled(function: Callable[..., Any], *, dynamic: bool | None = False, strict: bool = True) -> Callable[..., Any]:
+    """Compile with ``torch.compile`` at the first call; if ``strict``, raise where it would run the function eagerly.
 
     It does so after too many recompilations. An eager formula or FlexAttention would then be timed under the name of
     the compiled one.
@@ -162,7 +162,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable
         import torch._functorch.config
 
         torch._functorch.config.donated_buffer = False  # a kept graph is differentiated many times
-        result: Callable[..., Any] = torch.compile(traced, fullgraph=True, dynamic=dynamic)
+        result: Callable[..., Any] = torch.compile(traced if strict else function, fullgraph=strict, dynamic=dynamic)
         return result
 
     return lambda *args: compile_once()(*args)
@@ -181,23 +181,37 @@ def sdpa_softmax(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=o.causal)
 
 
+def _formula(q: Tensor, k: Tensor, v: Tensor, bias: float, causal: bool, slopes: Tensor | None) -> Tensor:
+    s = q @ k.mT * q.shape[-1] ** -0.5 + bias
+    if slopes is not None:
+        i = torch.arange(q.shape[2], device=q.device)
+        s = s - slopes.to(s.dtype)[:, None, None] * (i[:, None] - i).abs()
+    p = torch.sigmoid(s)
+    return (p.tril() if causal else p) @ v
+
+
 def naive_sigmoid(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
     """Sigmoid attention as a plain formula."""
-    s = q @ k.mT * q.shape[-1] ** -0.5 + o.bias
-    if o.slopes is not None:
-        i = torch.arange(q.shape[2], device=q.device)
-        s = s - o.slopes.to(s.dtype)[:, None, None] * (i[:, None] - i).abs()
-    p = torch.sigmoid(s)
-    return (p.tril() if o.causal else p) @ v
+    return _formula(q, k, v, o.bias, o.causal, o.slopes)
 
 
-def _sigattn(backend: str | None) -> AttentionFunction:
+def _compiled_naive(strict: bool) -> AttentionFunction:
+    formula = compiled(_formula, strict=strict, dynamic=False if strict else None)
+
     def call(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
-        return sigattn.sigmoid_attention(
-            q, k, v, is_causal=o.causal, bias=o.bias, alibi_slopes=o.slopes, backend=backend
-        )
+        out: Tensor = formula(q, k, v, o.bias, o.causal, o.slopes)  # Options itself would take 10 µs of guards
+        return out
 
     return call
+
+
+def sigattn_default(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    """Sigmoid attention of this library, by its default backend."""
+    return sigattn.sigmoid_attention(q, k, v, is_causal=o.causal, bias=o.bias)
+
+
+def _sigattn_triton(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Tensor:
+    return sigattn.sigmoid_attention(q, k, v, is_causal=o.causal, bias=o.bias, alibi_slopes=o.slopes, backend="triton")
 
 
 def _sdpa(backend: str) -> AttentionFunction:
@@ -273,7 +287,7 @@ _FLASH_3 = _flash_layout("flash_attn_interface", "flash_attn_func", {"causal": "
 _FLASH_SIGMOID = _flash_layout("flash_sigmoid", "flash_attn_func", _SIGMOID_OPTIONS)
 _TRITON_SIGMOID = _flash_layout("triton_sigmoid", "sigmoid_attention", {"is_causal": "causal", "sigmoid_bias": "bias"})
 IMPLEMENTATIONS = {
-    OURS: Implementation(False, _sigattn("triton"), "triton", cpu=True, alibi=True),
+    OURS: Implementation(False, _sigattn_triton, "triton", cpu=True, alibi=True),
     "sigattn fast": Implementation(False, _FAST, "triton", alibi=True),
     "cuDNN softmax": Implementation(True, _sdpa("CUDNN_ATTENTION"), dtypes=_HALF),
     "flash softmax": Implementation(True, _sdpa("FLASH_ATTENTION"), dtypes=_HALF),
@@ -285,11 +299,11 @@ IMPLEMENTATIONS = {
     "triton-sigmoid": Implementation(False, _TRITON_SIGMOID, "triton_sigmoid"),
     "FlashSigmoid": Implementation(False, _FLASH_SIGMOID, "flash_sigmoid", dtypes=_HALF, alibi=True),
     NAIVE: Implementation(False, naive_sigmoid, cpu=True, alibi=True, quadratic=True),
-    COMPILED_NAIVE: Implementation(False, compiled(naive_sigmoid), alibi=True, quadratic=True, recompiles=True),
+    COMPILED_NAIVE: Implementation(False, _compiled_naive(True), alibi=True, quadratic=True, recompiles=True),
 }
 CPU_IMPLEMENTATIONS = {
     SDPA: IMPLEMENTATIONS[SDPA],
-    OURS: Implementation(False, _sigattn(None), cpu=True),
+    OURS: Implementation(False, sigattn_default, cpu=True),
     NAIVE: IMPLEMENTATIONS[NAIVE],
-    COMPILED_NAIVE: IMPLEMENTATIONS[COMPILED_NAIVE],
+    COMPILED_NAIVE: Implementation(False, _compiled_naive(False), cpu=True),  # as users compile it
 }
