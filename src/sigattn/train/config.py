@@ -29,7 +29,7 @@ class TrainConfig:
         betas: decay rates of the moment estimates of Adam and AdamW.
         eps: term added to the denominator of Adam and AdamW.
         weight_decay: for matrices; biases, norms and other vectors have none.
-        mup_simple: multiply the learning rate of matrices within blocks by min(768 / width, 1)
+        mup_simple: multiply the learning rate of matrices within blocks by min(768 / embed_dim, 1)
             (``sigattn.nn.initialization``).
         max_grad_norm: the largest norm of the whole gradient; None for no limit.
         schedule: after the warm-up, "cosine" until the last step, "steps" (see decay_start), or "constant".

@@ -14,7 +14,7 @@ from sigattn.models.vision import ViT
 
 @torch.no_grad()
 def extract_features(backbone: ViT, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
-    """Return a backbone's features (samples, width) and the labels (samples,) of batches of images and labels."""
+    """Return a backbone's features (samples, embed_dim) and the labels (samples,) of batches of images and labels."""
     backbone.eval()
     device = next(backbone.parameters()).device
     found = [(backbone.features(images.to(device)).float().cpu(), labels) for images, labels in batches]
@@ -31,7 +31,7 @@ def linear_probe(
     """Return the top-1 accuracy in 0 … 1 of multinomial logistic regression on standardised features.
 
     Args:
-        training: training features (samples, width) and labels (samples,).
+        training: training features (samples, embed_dim) and labels (samples,).
         held_out: held-out features and labels.
         decay: factor of the squared weights in the loss.
         iterations: largest number of L-BFGS iterations.

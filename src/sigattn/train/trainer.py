@@ -54,7 +54,7 @@ class Objective(Protocol):
         """Update state that is not trained by gradients; called after each update."""
 
 
-class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
+class Interrupted(Exception):  # noqa: N818  (not an error)
     """Training was stopped by a signal; its state is in the last checkpoint.
 
     Attributes:
