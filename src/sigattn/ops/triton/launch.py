@@ -72,10 +72,8 @@ def _forward(launch: Launch) -> Tensor:
     out = p.query.new_zeros(*p.query.shape[:2], s.dv) if s.packed else new_output(p.query, s.dv)
     if not out.numel():
         return out
-    if _warp_specialized(launch, tuning.FWD):
-        from sigattn.ops.hopper import launch as launch_hopper
-
-        return launch_hopper.forward(launch, out)
+    if (hopper := _hopper(launch, tuning.FWD)) is not None:
+        return hopper.forward(launch, out)
     _run(
         fwd_kernel,
         launch,
@@ -113,41 +111,35 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradie
     architecture = kernel_args.architecture(p.query.device)
     min_queries = tuning.ATOMIC_DQ_MIN_QUERIES.get(architecture)
     atomic = min_queries is not None and s.n >= min_queries and needs_grad.query and not (sums or p.deterministic)
-    if atomic and all(needs_grad[:3]) and _warp_specialized(launch, tuning.FUSED, grad_out):
-        from sigattn.ops.hopper import launch as launch_hopper
-
-        return Gradients(*launch_hopper.fused(launch, grad_out), None, None, None)
+    if atomic and all(needs_grad[:3]) and (hopper := _hopper(launch, tuning.FUSED, grad_out)) is not None:
+        query, key, value = hopper.fused(launch, grad_out)
+        return Gradients(query, key, value, None, None, None)
     atomic = atomic and tuning.supports_atomic_dq(launch.config(tuning.DKDV), architecture)
     query = torch.zeros_like(p.query, dtype=torch.float32) if atomic else None
-    key: Tensor | None
-    value: Tensor | None
-    if needs_grad.key and needs_grad.value and query is None and _warp_specialized(launch, tuning.DKDV, grad_out):
-        from sigattn.ops.hopper import launch as launch_hopper
-
-        key, value = launch_hopper.dkdv(launch, grad_out)
+    both = needs_grad.key and needs_grad.value and query is None
+    if both and (hopper := _hopper(launch, tuning.DKDV, grad_out)) is not None:
+        key, value = hopper.dkdv(launch, grad_out)
     else:
         key, value = _dkdv(launch, needs_grad, query)
     if query is not None:
         return Gradients(query.to(p.query.dtype), key, value, None, None, None)
-    if needs_grad.query and not sums and _warp_specialized(launch, tuning.DQ, grad_out):
-        from sigattn.ops.hopper import launch as launch_hopper
-
-        return Gradients(launch_hopper.dq(launch, grad_out), key, value, None, None, None)
+    if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:
+        return Gradients(hopper.dq(launch, grad_out), key, value, None, None, None)
     query, bias, mask, slopes = _dq(launch, needs_grad)
     return Gradients(query, key, value, bias, mask, slopes)
 
 
-def _warp_specialized(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> bool:
-    """Return True if a Hopper kernel computes this."""
+def _hopper(launch: Launch, kernel: str, grad_out: Tensor | None = None) -> Any:
+    """Return the module ``ops.hopper.launch`` if its kernel is in use and supports the problem, else None."""
     if kernel not in tuning.WARP_SPECIALIZED:
-        return False
-    from sigattn.ops.hopper import launch as launch_hopper
+        return None
+    from sigattn.ops.hopper import launch as hopper
 
-    return launch_hopper.unavailable(launch, grad_out) is None
+    return hopper if hopper.unavailable(launch, grad_out) is None else None
 
 
 def _dkdv(launch: Launch, needs_grad: NeedsGrad, query: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """DK and dV, and dQ added to ``query`` where it is given."""
+    """Return dK and dV, and add dQ to ``query`` unless that is None."""
     p, s = launch.problem, launch.shape
     o = launch.options
     new = torch.zeros_like if o.VARLEN or o.LENGTHS else torch.empty_like  # keys of no sequence have gradient 0
@@ -175,7 +167,7 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad, query: Tensor | None) -> tuple[
 
 
 def _dq(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """dQ, and the gradients of bias, mask and slopes."""
+    """Return dQ and the gradients of bias, mask and slopes."""
     p, s = launch.problem, launch.shape
     if not (needs_grad.query or needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes):
         return None, None, None, None
