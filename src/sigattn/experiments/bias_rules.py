@@ -39,9 +39,9 @@ def compare_bias_rules(setting: Setting) -> Result:
     recipe = sweep.shortened(recipe, setting.scaled(4, 400, 3000), setting.scaled(2, 16, 16))
     variants = {name: recipe.with_transformer(**changes) for name, changes in VARIANTS.items()}
     outcomes = sweep.train_variants(setting, variants)
-    lengths = [context // 4, context, 2 * context, 4 * context, 8 * context]
-    if setting.scale == "smoke":
-        lengths = lengths[1:3]
+    lengths = [context, 2 * context]
+    if setting.scale != "smoke":
+        lengths = [context // 4, *lengths, 4 * context, 8 * context]
     data = []
     for name, runs in outcomes.items():
         for run in runs:
@@ -61,9 +61,8 @@ def compare_bias_rules(setting: Setting) -> Result:
     longest = lengths[-1]
     at_training, at_longest = (intervals.welch(values[FIXED, n], values[VISIBLE, n]) for n in (context, longest))
     growth = {name: intervals.welch(values[name, context], values[name, longest]) for name in VARIANTS}
-    more = Difference(
-        growth[FIXED].delta - growth[SOFTMAX].delta, math.hypot(growth[FIXED].margin, growth[SOFTMAX].margin)
-    )
+    fixed, softmax = growth[FIXED], growth[SOFTMAX]
+    more = Difference(fixed.delta - softmax.delta, math.hypot(fixed.margin, softmax.margin))
     findings = [
         Finding(
             "At the training length both rules are equally good.",

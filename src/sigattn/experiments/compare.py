@@ -100,7 +100,7 @@ class ComparisonConfig:
 
     @property
     def entries(self) -> list[Entry]:
-        """The selected rows for which there is data."""
+        """Selected rows for which there is data."""
         return [e for e in ENTRIES if self.only in e.title and (self.speech or e.needs != "speech")]
 
 
@@ -131,7 +131,7 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The entry's recipe with its changes, the seed and the configured steps."""
+        """Recipe of the entry with its changes, the seed and the configured steps."""
         recipe = find_recipe(self.entry.recipe).with_transformer(**dict(self.entry.changes))
         recipe = recipe if self.activation == "sigmoid" else recipe.softmax()
         steps = self.config.steps

@@ -16,7 +16,7 @@ SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")
 
 
 class ExperimentError(Exception):
-    """An experiment cannot run with the given arguments; the message is one line."""
+    """Error of an experiment that cannot run with the given arguments; the message is one line."""
 
 
 @dataclass(frozen=True)

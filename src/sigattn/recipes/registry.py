@@ -9,7 +9,7 @@ from sigattn.recipes.recipe import Recipe
 
 
 class RecipeError(Exception):
-    """No recipe has the given name; the message is one line."""
+    """Error of a name that no recipe has; the message is one line."""
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {

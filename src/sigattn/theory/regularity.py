@@ -43,7 +43,7 @@ class Head:
 
     @property
     def a(self) -> Tensor:
-        """The matrix of Theorem 3.2, scale · W_q W_kᵀ: (d, d)."""
+        """Matrix of Theorem 3.2, scale · W_q W_kᵀ: (d, d)."""
         return self.scale_value * self.query @ self.key.mT
 
     @property
