@@ -14,7 +14,7 @@ from sigattn import cli
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
-from sigattn.train import checkpoint, folder_lock, loop, metrics
+from sigattn.train import checkpoint, folder_lock, loop, metrics, trainer
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError, lock_folder
 from sigattn.train.trainer import NonFiniteLossError
@@ -184,7 +184,7 @@ class TestFiniteCheckpoints:
 
     def test_non_finite_checkpoint_raises(self, tmp_path, text, monkeypatch):
         self.ruin(monkeypatch, 6)
-        monkeypatch.setattr(loop._Run, "check_weights", lambda *_: None)
+        monkeypatch.setattr(trainer.Trainer, "_check_weights", lambda *_: None)
         monkeypatch.setattr(LanguageModelling, "evaluate", lambda *_: {"loss": 1.0})
         train(text, tmp_path)
         monkeypatch.undo()
