@@ -27,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigattn.integrations import transformers as sigmoid
-from sigattn.integrations.transformers import check
+from sigattn.integrations.transformers.check import dispatches
 from tests.integrations import compatibility_page as page
 from tests.integrations import tiny_transformers as tiny
 
@@ -151,7 +151,7 @@ def _judge(architecture: str, make: Callable[..., PretrainedConfig]) -> Result:
         model = tiny.build(make(CONFIG_MAPPING[architecture], sigmoid_bias=BIAS), "sigmoid")
     except Exception as error:
         return _error(architecture, error)
-    layers = [m for m in model.modules() if check.dispatches(m)]
+    layers = [m for m in model.modules() if dispatches(m)]
     if not layers:
         return Result(architecture, "no attention")
     counter, reason = _Counter(layers), "no inputs found"
