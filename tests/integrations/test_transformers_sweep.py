@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
-from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from sigattn.integrations.transformers import interface  # noqa: E402
 from tests.integrations import compatibility_page as page  # noqa: E402
 from tests.integrations import sweep_transformers, tiny_transformers  # noqa: E402
 
@@ -61,13 +61,15 @@ class TestTheSweepFinds:
     """Errors of earlier versions."""
 
     def test_a_missing_causal_mask(self, monkeypatch):
-        monkeypatch.setattr(sigmoid, "sigmoid_mask", sdpa_mask)
+        monkeypatch.setattr(interface, "sigmoid_mask", sdpa_mask)
         assert sweep_transformers.judge("nllb-moe").status == "wrong"
 
     def test_a_bias_that_is_not_inherited(self, monkeypatch):
-        monkeypatch.setattr(sigmoid, "_setting", lambda module: getattr(module.config, "sigmoid_bias", "log_visible"))
+        monkeypatch.setattr(
+            interface, "_configured_bias", lambda module: getattr(module.config, "sigmoid_bias", "log_visible")
+        )
         assert sweep_transformers.judge("clip").status == "wrong"
 
     def test_selected_keys_that_are_ignored(self, monkeypatch):
-        monkeypatch.setattr(sigmoid, "_limits", lambda *_: None)
+        monkeypatch.setattr(interface, "_visible_by_kwargs", lambda *_: None)
         assert sweep_transformers.judge("deepseek_v32").status == "wrong"
