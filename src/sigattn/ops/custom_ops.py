@@ -108,15 +108,17 @@ class Operator(Generic[P]):
         onnx_formula: Callable[..., Tensor] | None = None,
         vmap_rules: tuple[vmap.Rule, vmap.Rule] = (vmap.by_slices, vmap.by_slices),
     ) -> None:
-        self.problem_type, self.backends, self.check = problem_type, backends, check
+        self.problem_type = problem_type
+        self.backends = backends
+        self.check = check
         self.keys_per_query = keys_per_query
         types = {field: kind.__forward_arg__ for field, kind in problem_type.__annotations__.items()}
-        self.num_tensors = sum("Tensor" in kind for kind in types.values())
+        self.num_tensors: int = sum("Tensor" in kind for kind in types.values())
         arguments = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in types.items()) + ", str backend"
         library.define(f"{name}_forward({arguments}) -> Tensor", tags=_TAGS)
         library.impl(f"{name}_forward", self._forward, "CompositeExplicitAutograd")
         torch.library.register_fake(f"sigattn::{name}_forward", self._fake_forward, lib=library)
-        self.forward_op = getattr(torch.ops.sigattn, f"{name}_forward").default
+        self.forward_op: Any = getattr(torch.ops.sigattn, f"{name}_forward").default
         vmap.register(library, self.forward_op, vmap_rules[0])
         flops.register(self.forward_op, self._forward_flops)
         if no_gradient is not None:

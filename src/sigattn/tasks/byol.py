@@ -24,8 +24,9 @@ class StudentAndTeacher(nn.Module):
 
     def __init__(self, student: Projected, predictor: nn.Module) -> None:
         super().__init__()
-        self.student, self.predictor = student, predictor
-        self.teacher = copy.deepcopy(student).requires_grad_(False)
+        self.student = student
+        self.predictor = predictor
+        self.teacher: Projected = copy.deepcopy(student).requires_grad_(False)
 
     def forward(self, views: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Return the predictions of all views and the teacher's projections of the first two, each of unit length."""

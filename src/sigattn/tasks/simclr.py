@@ -23,8 +23,8 @@ class Projected(nn.Module):
 
     def __init__(self, model: ViTConfig, widths: list[int]) -> None:
         super().__init__()
-        self.backbone = ViT(model)
-        self.projector = projector([model.embed_dim, *widths])
+        self.backbone: ViT = ViT(model)
+        self.projector: nn.Sequential = projector([model.embed_dim, *widths])
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the projections of images, (B, C, H, W) → (B, output_dim)."""

@@ -32,6 +32,13 @@ from sigattn.ops.attention import sigmoid_attention
 from sigattn.theory.contextual_mapping import ContextualMapping
 
 _double = functools.partial(torch.tensor, dtype=torch.float64)
+
+
+def _constant(values: Tensor | Sequence[float]) -> nn.Parameter:
+    """Return values as a parameter in float64 that is not trained."""
+    return nn.Parameter(torch.as_tensor(values, dtype=torch.float64), requires_grad=False)
+
+
 Target = Callable[[Tensor], Tensor]  # (..., n, d) → (..., n, d)
 
 
@@ -46,7 +53,9 @@ class FeedForward(nn.Module):
         self.ramps: Tensor
         assert len(w1) <= 4, "the theorem's feed-forward layers have width 4"
         self.steepness = steepness
-        self.w1, self.bias, self.w2 = (nn.Parameter(t, requires_grad=False) for t in (w1, _double(bias), w2))
+        self.w1: nn.Parameter = _constant(w1)
+        self.bias: nn.Parameter = _constant(bias)
+        self.w2: nn.Parameter = _constant(w2)
         self.register_buffer("ramps", torch.tensor(ramps))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, n, d)
@@ -73,8 +82,10 @@ class Attention(nn.Module):
         super().__init__()
         assert len(weights) <= 4, "the theorem's attention has four heads"
         self.steepness = steepness
-        given = (u, _double(query_shifts), _double(key_shifts), _double(weights))
-        self.u, self.query_shifts, self.key_shifts, self.weights = (nn.Parameter(t, requires_grad=False) for t in given)
+        self.u: nn.Parameter = _constant(u)
+        self.query_shifts: nn.Parameter = _constant(query_shifts)
+        self.key_shifts: nn.Parameter = _constant(key_shifts)
+        self.weights: nn.Parameter = _constant(weights)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, n, d)
         heads = len(self.weights)
@@ -117,8 +128,9 @@ class UniversalApproximator(nn.Module):
         largest_grid: int = 5000,
     ) -> None:
         super().__init__()
-        self.mapping = ContextualMapping(d=d, n=n, inverse_delta=inverse_delta)
-        self.target, self.steepness = target, steepness
+        self.mapping: ContextualMapping = ContextualMapping(d=d, n=n, inverse_delta=inverse_delta)
+        self.target = target
+        self.steepness = steepness
         points = self.mapping.grid**n
         if points > largest_grid:
             raise ValueError(
@@ -126,15 +138,17 @@ class UniversalApproximator(nn.Module):
                 f"numbers; the limit is {largest_grid:,}: reduce inverse_delta or raise largest_grid"
             )
         _check_target(target, d, n)
-        self.bound = 1.0
+        self.bound: float = 1.0
         numbers = self._numbers()
-        self.largest = max(numbers)
+        self.largest: int = max(numbers)
         if self.largest >= 2**53:
             raise ValueError(
                 f"UniversalApproximator: the contextual mapping reaches {self.largest:.3g} units, and float64 holds "
                 f"integers exactly up to 2^53 = {2**53:.3g}: reduce n or inverse_delta"
             )
-        self.layers = nn.Sequential(*self._quantise(), *self._contextualise(), *self._map(numbers), *self._clamp())
+        self.layers: nn.Sequential = nn.Sequential(
+            *self._quantise(), *self._contextualise(), *self._map(numbers), *self._clamp()
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, n, d) in [0, 1] → (B, n, d)
         """Return the approximation of target(x). The layers count in units of δ."""

@@ -106,13 +106,13 @@ class GradientSums:
             return torch.zeros(t.shape, dtype=dtype, device=problem.query.device) if needed and t is not None else None
 
         own, wide = problem.query.dtype, torch.promote_types(problem.query.dtype, torch.float32)
-        self.query = zeros(problem.query, needs_grad.query, own)
-        self.key = zeros(problem.key, needs_grad.key, own)
-        self.value = zeros(problem.value, needs_grad.value, own)
-        self.bias = zeros(problem.bias, needs_grad.bias, wide)
-        self.attn_mask = zeros(problem.attn_mask, needs_grad.attn_mask, wide)
-        self.alibi_slopes = zeros(problem.alibi_slopes, needs_grad.alibi_slopes, wide)
-        self.only_value = not (
+        self.query: Tensor | None = zeros(problem.query, needs_grad.query, own)
+        self.key: Tensor | None = zeros(problem.key, needs_grad.key, own)
+        self.value: Tensor | None = zeros(problem.value, needs_grad.value, own)
+        self.bias: Tensor | None = zeros(problem.bias, needs_grad.bias, wide)
+        self.attn_mask: Tensor | None = zeros(problem.attn_mask, needs_grad.attn_mask, wide)
+        self.alibi_slopes: Tensor | None = zeros(problem.alibi_slopes, needs_grad.alibi_slopes, wide)
+        self.only_value: bool = not (
             needs_grad.query or needs_grad.key or needs_grad.bias or needs_grad.attn_mask or needs_grad.alibi_slopes
         )
 

@@ -32,8 +32,10 @@ class Products:
 
     def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float) -> None:
         """Store query (G, rep, N, D), key (G, M, D), bias (a number, or (G, rep, N, 1)) and scale."""
-        self.query, self.key, self.scale = query, key, scale
-        self.bias = bias if isinstance(bias, Tensor) else query.new_full((1, 1, 1), bias)
+        self.query = query
+        self.key = key
+        self.scale = scale
+        self.bias: Tensor = bias if isinstance(bias, Tensor) else query.new_full((1, 1, 1), bias)
 
     def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
         """Return the logits scale · Q Kᵀ + b: (G, rep·R, C), or (G, C, rep·R) if transposed."""
@@ -97,11 +99,11 @@ class Extended(Products):
     def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float) -> None:
         width = query.shape[-1]
         extra = 2 if query.dtype is torch.bfloat16 else 1
-        self.query = query.new_empty(*query.shape[:3], width + extra)  # (G, rep, N, D + extra)
+        self.query: Tensor = query.new_empty(*query.shape[:3], width + extra)  # (G, rep, N, D + extra)
         torch.mul(query, scale, out=self.query[..., :width])
         for column, part in enumerate(_parts(bias, query.dtype, extra), width):
             self.query[..., column] = part
-        self.key = F.pad(key, (0, extra), value=1.0)  # (G, M, D + extra)
+        self.key: Tensor = F.pad(key, (0, extra), value=1.0)  # (G, M, D + extra)
 
     def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
         q, k = fold(self.query, rows), self.key[:, columns]

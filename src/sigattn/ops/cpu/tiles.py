@@ -58,27 +58,35 @@ class Group:
     """
 
     def __init__(self, problem: Problem, batch: Span, heads: Span, dtype: torch.dtype, products: type[Products]):
-        self.problem, self.batch, self.heads, self.dtype = problem, batch, heads, dtype
+        self.problem = problem
+        self.batch = batch
+        self.heads = heads
+        self.dtype = dtype
         self.long_side = LONG_SIDE
-        self.accumulator = torch.promote_types(dtype, torch.float32)
-        self.repeat = problem.query.shape[1] // problem.key.shape[1]
-        self.shape = (batch.size, heads.size, self.repeat)
-        self.num_queries = problem.query.shape[2]
+        self.accumulator: torch.dtype = torch.promote_types(dtype, torch.float32)
+        self.repeat: int = problem.query.shape[1] // problem.key.shape[1]
+        self.shape: tuple[int, int, int] = (batch.size, heads.size, self.repeat)
+        self.num_queries: int = problem.query.shape[2]
+        self.num_keys: int
+        self.ragged: bool
         self.num_keys, self.ragged = self._count_keys()
-        self.query = self.queries_of(problem.query)
-        self.key, self.value = self.keys_of(problem.key), self.keys_of(problem.value)
+        self.query: Tensor = self.queries_of(problem.query)
+        self.key: Tensor = self.keys_of(problem.key)
+        self.value: Tensor = self.keys_of(problem.value)
         mask = problem.attn_mask
-        self.additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
-        self.hidden = mask is not None and not mask.is_floating_point()
-        self.blocks = self._blocks_here()
+        self.additive: bool = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
+        self.hidden: bool = mask is not None and not mask.is_floating_point()
+        self.blocks: Blocks | None = self._blocks_here()
         plain = not (self.additive or self.hidden or self.ragged) and problem.seed is None and self.blocks is None
-        self.bare = products is Fused and plain
+        self.bare: bool = products is Fused and plain
         bias = problem.bias_value()
         if isinstance(bias, Tensor):
             bias = self.heads_of(bias).to(self.accumulator)
             bias = bias.expand(*self.shape, self.num_queries, 1).flatten(0, 1)
         operands = self.query, self.key, bias, problem.scale_value
-        self.products = Capped(*operands, problem.softcap) if problem.softcap else products(*operands)
+        self.products: Capped | Fused | Products = (
+            Capped(*operands, problem.softcap) if problem.softcap else products(*operands)
+        )
 
     def _count_keys(self) -> tuple[int, bool]:
         """Return the number of keys to process, and True if a sample of the group may have fewer keys."""
@@ -96,7 +104,7 @@ class Group:
         if blocks is None:
             return None
         blocks = blocks._replace(table=self.heads_of(blocks.table))
-        self.visible_blocks = (blocks.table != HIDDEN).flatten(0, 2).any(0).cpu()
+        self.visible_blocks: Tensor = (blocks.table != HIDDEN).flatten(0, 2).any(0).cpu()
         return blocks
 
     # -- the group's part of a tensor -----------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from sigattn.ops.hopper.common import (
     weights,
 )
 
+__all__ = ["hopper_bwd_dkdv_kernel", "hopper_bwd_dq_kernel"]
+
 
 class Memory(NamedTuple):
     """Shared memory: tiles of two tensors that both groups hold, rings for tiles of two tensors that they walk.

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sigattn.ops.hopper.backward import allocate, produce_queries
 from sigattn.ops.hopper.common import Sizes, barriers, key_tile, logit_gradient, num_turns, transposed, weights
 
+__all__ = ["hopper_bwd_fused_kernel"]
+
 
 @gluon.jit
 def partial_dq(keys, ds_ring, ds_full, step, WARP_GROUP: gl.constexpr, OPT: gl.constexpr):

@@ -20,6 +20,8 @@ reciprocal = gluon.jit(activation.reciprocal.fn)
 fast_sigmoid = gluon.jit(activation.fast_sigmoid.fn)
 logit_gradient = gluon.jit(activation.logit_gradient.fn)
 
+__all__ = ["Options", "Scales", "Sizes"]
+
 
 class Sizes(NamedTuple):
     """Numbers of queries, keys and query heads of a sample, position of its first query, and turns of a program."""

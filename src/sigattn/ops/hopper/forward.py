@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sigattn.ops.hopper.common import Sizes, barriers, num_turns, query_tile, transposed, weights
 
+__all__ = ["hopper_fwd_kernel"]
+
 
 class Memory(NamedTuple):
     """Shared memory: queries and outputs of both groups, rings of K and V, and barriers for full and empty slots."""

@@ -71,11 +71,11 @@ class CachedLaunch:
     """A launch with placeholders for tensors."""
 
     def __init__(self, first: Launched, tensors: dict[str, TensorRef]) -> None:
-        self.first = first._replace(arguments={k: x for k, x in first.arguments.items() if k not in tensors})
+        self.first: Launched = first._replace(arguments={k: x for k, x in first.arguments.items() if k not in tensors})
         self.tensors = tensors
         order = first.kernel.arg_names
-        self.ordered = [self.first.arguments.get(name) for name in order]
-        self.positions = [(order.index(name), tensor) for name, tensor in tensors.items()]
+        self.ordered: list[Any | None] = [self.first.arguments.get(name) for name in order]
+        self.positions: list[tuple[Any, TensorRef]] = [(order.index(name), tensor) for name, tensor in tensors.items()]
         self.agrees: bool | None = None  # with Triton's own launch; None before they have been compared
 
     def __call__(self, tensors: dict[str, Tensor]) -> None:
