@@ -49,7 +49,7 @@ test: setup
 # Without what does not depend on the version: messages, borders, simulated Hopper kernels, and most interpreted kernels
 test-minimum: setup-minimum
 	PYTHONPATH=$(CURDIR)/src .venv-minimum/bin/python -m pytest -n auto --durations=10 \
-	    -k "not (real_tiles or test_hopper or other_kinds or copy_engine or masked_weights or bad_input or borders \
+	    -k "not (real_tiles or test_hopper or different_calls or tma_is_used or masked_weights or bad_input or borders \
 	    or statistics or broadcasting or (triton and (kvcache or block_mask)))" \
 	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/bench/test_static.py::test_every_option_compiles
 

@@ -29,8 +29,8 @@ ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mea
     "SamplingConfig.temperature": {0},  # the likeliest token
     "Classification.label_smoothing": {0},
     "Classification.mixup": {0},
-    "CpuBenchmark.naive_limit_gib": {0},  # without the naive formula
-    "KernelBenchmark.graphs_up_to": {0},  # no graphs
+    "CpuBenchmark.max_naive_gib": {0},  # without the naive formula
+    "KernelBenchmark.max_graph_length": {0},  # no graphs
     "LanguageModelling.end_token": {0},  # a token's number
     "SequenceModelConfig.num_symbols": {0},  # numbers instead of symbols
     "SpeechModelConfig.layer_drop": {0},

@@ -13,10 +13,11 @@ from sigattn.ops.triton import launch
 from tests.ops import standin_driver
 
 EVERYTHING = "SIGATTN_FUZZ_EXAMPLES" in os.environ
+# Heads of 8 are left out: some of their tiles have only 4 entries (8 bytes) for each thread.
 CASES = [
     (architecture, d, dtype, kernel)
-    for kernel in ("forward", "keys", "queries")
-    for dtype, dims in ((torch.bfloat16, (8, 24, 40, 56, 72, 88)), (torch.float32, (20, 36)))
+    for kernel in ("fwd", "dkdv", "dq")
+    for dtype, dims in ((torch.bfloat16, (24, 40, 56, 72, 88)), (torch.float32, (20, 36)))
     for d in dims
     for architecture in (80, 90)
 ]
@@ -27,10 +28,10 @@ def start(d, dtype, kernel, shift=0):
     q, g = (
         torch.zeros(2 * 64 * 3 * d + shift, dtype=dtype)[shift:].view(2, 64, 3, d).transpose(1, 2) for _ in range(2)
     )
-    if kernel == "forward":
+    if kernel == "fwd":
         launch.forward(Problem(q, q, q))
     else:
-        needs = NeedsGrad(False, True, True) if kernel == "keys" else NeedsGrad(True, False, False)
+        needs = NeedsGrad(False, True, True) if kernel == "dkdv" else NeedsGrad(True, False, False)
         launch.backward(Problem(q, q, q), g, needs)
 
 
