@@ -54,5 +54,5 @@ def test_rows_of_a_multiple_of_16_bytes(architecture, d, dtype, kernel):
 
 def test_rows_that_begin_elsewhere():
     with standin_driver.gpu(90) as launched:
-        start(24, torch.bfloat16, "forward", shift=1)
+        start(24, torch.bfloat16, "fwd", shift=1)
         assert min(copied(launched[0])) == 2
