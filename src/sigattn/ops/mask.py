@@ -66,7 +66,7 @@ def refuse_subclass(caller: str, name: str, t: Any) -> None:
     Such a class overrides ``__torch_function__``, and its memory may not hold its values. Parameters, and the
     subclasses that trace or distribute (FakeTensor, DTensor and other wrappers), disable ``__torch_function__``.
     """
-    if not isinstance(t, Tensor):
+    if type(t) is Tensor or not isinstance(t, Tensor):  # torch.compile of PyTorch 2.11 cannot trace the rest
         return
     own: Any = type(t).__torch_function__
     plain = (torch._C._disabled_torch_function_impl, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
