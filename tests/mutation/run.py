@@ -42,7 +42,7 @@ SELECTED = "not triton and not hopper and not real_tiles and not kernels and not
 # The tests of a file, in ``tests/ops`` unless a folder is given. All tests would take ten minutes for each survivor.
 LIKELY = {
     "autocast": "test_pytorch test_correctness",
-    "attention": "test_correctness test_bad_input test_scalars",
+    "attention": "test_correctness test_bad_input test_scalars test_short test_pytorch",
     "autograd": "test_autograd test_pytorch",
     "block_mask": "test_block_mask",
     "blocked": "test_correctness test_masked_weights test_borders",
@@ -58,11 +58,11 @@ LIKELY = {
     "nested": "test_nested",
     "operands": "test_correctness test_borders test_dropout",
     "onnx": "test_onnx",
-    "problem": "test_problem test_correctness test_borders tests/test_flash.py",
-    "reference": "test_correctness test_masked_weights",
+    "problem": "test_problem test_short test_correctness test_borders tests/test_flash.py",
+    "reference": "test_correctness test_masked_weights test_short test_statistics",
     "scalars": "test_scalars test_bad_input",
     "settings": "test_backends test_default_device",
-    "short": "test_correctness test_default_device test_scalars test_pytorch",
+    "short": "test_short test_correctness test_default_device",
     "statistics": "test_statistics",
     "tiles": "test_correctness test_borders test_block_mask",
     "vmap": "test_pytorch test_autograd",

@@ -140,6 +140,7 @@ def test_compiled(unchecked, kept):
 
 _, Q = nest(LENGTHS, 4, 8)
 _, OTHER = nest(OTHERS, 4, 8)
+_, FIRST = nest(LENGTHS[:2], 4, 8)
 _, FEW = nest(LENGTHS, 2, 8, offsets=Q.offsets())
 DENSE = torch.randn(3, 4, 7, 8)
 with warnings.catch_warnings():  # PyTorch's, that this layout is a prototype
@@ -158,6 +159,7 @@ WRONG = {
     "gaps": ((GAPS.transpose(1, 2),) * 3, {}, ValueError, r"gaps between its sequences: call .contiguous\(\)"),
     "three dimensions": ((Q.transpose(1, 2).flatten(2),) * 3, {}, ValueError, r"\(B, H, ragged length, D\)"),
     "different lengths": ((Q, OTHER, OTHER), {"is_causal": True}, ValueError, "of the same lengths"),
+    "fewer samples": ((FIRST, Q, Q), {}, ValueError, "must have the same batch size"),
     "key and value": ((Q, OTHER, Q), {}, ValueError, "key and value must have the same lengths"),
     "heads": ((Q, FEW, FEW), {}, ValueError, "query has 4 heads and key 2: pass enable_gqa=True"),
     "bias": ((Q, Q, Q), {"bias": torch.zeros(7, 1)}, ValueError, r"broadcast to \(B, Hq, 1, 1\) = \(3, 4, 1, 1\)"),
