@@ -24,7 +24,9 @@ def test_every_window(backend, n, m):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"bias": -1.5}, {"scale": 0.7}, {"is_causal": True, "scale": 0.2, "bias": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": -1.5}, {"scale": 0.7}, {"is_causal": True, "scale": 0.2, "bias": 0.5}]
+)
 def test_fast_path(dtype, options):
     if dtype is torch.bfloat16 and fused_unavailable(torch.device("cpu"), dtype):
         pytest.skip("bfloat16 is not fast on this CPU")
