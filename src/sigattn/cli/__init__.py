@@ -35,8 +35,8 @@ try:
     from sigattn.train.folder_lock import FolderInUseError
     from sigattn.train.trainer import NonFiniteLossError
     from sigattn.validation import SettingsError
-except ModuleNotFoundError as missing:
-    sys.exit(f"sigattn: the command line needs {missing.name}: pip install 'sigattn[train]'")
+except ModuleNotFoundError as _missing:
+    sys.exit(f"sigattn: the command line needs {_missing.name}: pip install 'sigattn[train]'")
 except KeyboardInterrupt:
     sys.exit(130)
 

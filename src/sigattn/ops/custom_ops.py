@@ -33,7 +33,7 @@ _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep
 _NUM_GRADIENTS = len(NeedsGrad._fields)  # of the leading tensors of a problem
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
-library = torch.library.Library("sigattn", "DEF")
+library: torch.library.Library = torch.library.Library("sigattn", "DEF")
 P = TypeVar("P", bound=Problem | VarlenProblem | KVCacheProblem)
 
 

@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sigattn.ops.triton import activation
 
 # Elementwise functions are the portable kernels' own.
-reciprocal = gluon.jit(activation.reciprocal.fn)
-fast_sigmoid = gluon.jit(activation.fast_sigmoid.fn)
-logit_gradient = gluon.jit(activation.logit_gradient.fn)
+reciprocal: Any = gluon.jit(activation.reciprocal.fn)
+fast_sigmoid: Any = gluon.jit(activation.fast_sigmoid.fn)
+logit_gradient: Any = gluon.jit(activation.logit_gradient.fn)
 
 __all__ = ["Options", "Scales", "Sizes"]
 
