@@ -133,7 +133,7 @@ class Runner:
         with open(self.folder / "logs" / f"{step.name}.log", "ab") as log:
             self.process = subprocess.Popen(
                 command(step, self.folder), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, process_group=0, preexec_fn=_die_with_parent,
+                stderr=subprocess.STDOUT, process_group=0, preexec_fn=_set_signals,
             )  # fmt: skip
         try:
             self.wait(end)
@@ -206,8 +206,9 @@ def read_trimmed(path: Path) -> bytes:
     return content[:half] + b"\n[...]\n" + content[-half:]
 
 
-def _die_with_parent() -> None:
+def _set_signals() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell ignores it for commands that it starts in the background
 
 
 def fingerprint(wheels: list[str]) -> str:

@@ -49,7 +49,7 @@ gpu.STEPS = tuple(
 )
 gpu.command = lambda s, folder: [sys.executable, step, str(folder / s.name), measured, behaviours[int(s.name[4:])]]
 gpu.fingerprint = lambda wheels: "code"
-gpu.GRACE = 2.5
+gpu.GRACE = 1.0
 sys.exit(gpu.main())
 """
 
