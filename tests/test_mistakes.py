@@ -1,4 +1,4 @@
-"""What a user can get wrong at the command line: each mistake ends in one line that names it, and in an exit code."""
+"""Mistakes at the command line: each ends in one line that names it, and in an exit code."""
 
 import errno
 import json

@@ -40,7 +40,7 @@ class TestDigits:
         whole = data.batch(3, 12, seed=1)
         assert len(whole) == tensors
         parts = [data.batch(3, 12, seed=1, shard=(rank, 4)) for rank in range(4)]
-        for i, t in enumerate(whole):  # whoever takes part, the samples are the same
+        for i, t in enumerate(whole):  # the samples do not depend on the number of processes
             assert torch.equal(torch.stack([p[i] for p in parts], 1).flatten(0, 1), t)
         assert not torch.equal(data.batch(4, 12, seed=1)[0], whole[0])
         held = list(data.validation(100))

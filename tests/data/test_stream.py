@@ -92,8 +92,8 @@ def test_data_set_of_the_hub(hub, tmp_path):
 
 
 def test_unreadable_data_sets_raise(hub, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="cannot read the data set hf:nobody/nothing"):
-        list(hub_documents(datasets.Path("hf:nobody/nothing")))
+    with pytest.raises(DataError, match="cannot read the data set hf:missing/missing"):
+        list(hub_documents(datasets.Path("hf:missing/missing")))
     with pytest.raises(DataError, match="cannot read the data set"):
         list(hub_documents(datasets.Path(hub + ":nosuch")))
     (tmp_path / "hub" / "train.jsonl").write_text(json.dumps({"content": "x"}))

@@ -134,7 +134,7 @@ def test_generation(kind):
 
 
 def test_packed_positions():
-    """Documents one after another in a row, told by position_ids, do not see one another."""
+    """Documents one after another in a row, marked by position_ids, do not see one another."""
     ours, _ = pair("llama")
     ids = torch.randint(3, 50, (1, 10))
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])

@@ -1,4 +1,4 @@
-"""What sigmoidify makes of a model of timm: exact, refused by name, or without attention."""
+"""Outcome of sigmoidify for each model of timm: exact, refused by name, or without attention."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class TestChoice:
     LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0]])
 
     def drawn(self, **settings):
-        """How often each token is drawn."""
+        """Return the number of times that each token is drawn."""
         g = torch.Generator().manual_seed(0)
         tokens = SamplingConfig(**settings).sample_token(self.LOGITS.expand(20_000, -1), g)
         return torch.bincount(tokens, minlength=5) / 20_000
@@ -194,7 +194,7 @@ def test_dropout_is_off_and_training_goes_on():
 
 
 def test_padding_on_both_sides_is_refused_and_on_the_right_counts():
-    """key_lengths beside a cache hide keys, token by token too."""
+    """key_lengths with a cache hide keys, token by token too."""
     torch.manual_seed(0)
     layer = Attention(24, 4, attention_bias=-2.0, activation="sigmoid")
     x, lengths = torch.randn(2, 6, 24), torch.tensor([6, 3])

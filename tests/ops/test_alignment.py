@@ -33,14 +33,14 @@ def laid_out(shape, steps, start, dtype):
 )
 def test_results_for_all_strides(monkeypatch, steps, start, dtype, expected):
     """A kernel specialised for too large a divisor reads other rows: strides are rounded down to multiples of it."""
-    told, run = [], kernel_args.unit
-    monkeypatch.setattr(kernel_args, "unit", lambda *t: told.append(run(*t)) or told[-1])
+    units, run = [], kernel_args.unit
+    monkeypatch.setattr(kernel_args, "unit", lambda *t: units.append(run(*t)) or units[-1])
     leaves = [laid_out((2, 2, 6, 24), steps, start, dtype).requires_grad_() for _ in range(3)]
     out = sigmoid_attention(*leaves, is_causal=True, backend="triton")
     grad = laid_out((2, 2, 6, 24), steps, start, dtype)
     found = (out, *torch.autograd.grad(out, leaves, grad))
-    assert told[0] == expected
-    assert set(told) <= {expected, 1}
+    assert units[0] == expected
+    assert set(units) <= {expected, 1}
 
     def results(kind):
         given = [t.detach().cpu().to(kind).requires_grad_() for t in leaves]

@@ -91,6 +91,18 @@ WRONG = {
         ValueError,
         r"\(B, Hq, max_q, max_k\) = \(3, 4, 6, 6\)",
     ),
+    "backend": (
+        lambda: sigmoid_varlen_attention(*(Q.double(),) * 3, CU_Q, CU_Q, 6, 6, backend="triton"),
+        ValueError,
+        "sigmoid_varlen_attention: backend 'triton' does not support this call",
+    ),
+    "cache backend": (
+        lambda: sigmoid_kvcache_attention(
+            *(t.double() for t in (NEW, CACHE, CACHE)), bias=-1.0, enable_gqa=True, backend="triton"
+        ),
+        ValueError,
+        "sigmoid_kvcache_attention: backend 'triton' does not support this call",
+    ),
     "cache gqa": (lambda: sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias=-1.0), ValueError, "enable_gqa=True"),
     "cache bias": (
         lambda: sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias="-log n", enable_gqa=True),

@@ -271,7 +271,7 @@ def test_existing_run_needs_resume(tmp_path, text):
 
 
 def test_random_numbers_differ_from_step_to_step_and_seed_to_seed(tmp_path, text, monkeypatch):
-    """Of dropout, say: each step draws its own, and a run that was stopped draws what it would have drawn."""
+    """Random numbers, such as dropout's, differ between steps, and a resumed run draws those of a whole one."""
     loss, drawn = LanguageModelling.loss, []
 
     def drawing(self, module, batch):

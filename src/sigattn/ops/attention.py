@@ -46,6 +46,7 @@ def check_key_lengths(problem: Problem) -> None:
 
 DENSE: Operator[Problem] = Operator(
     "dense",
+    _NAME,
     Problem,
     {
         "triton": Backend(triton.forward, triton.unavailable, triton.backward, ("cuda",), new_output, torch.empty_like),

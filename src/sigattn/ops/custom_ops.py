@@ -84,6 +84,7 @@ class Operator(Generic[P]):
 
     Args:
         name: prefix of the names of the ops.
+        function: name of the public function, for error messages.
         problem_type: class of the problems. Its tensors come first, and among them those with a gradient, in the order
             of ``NeedsGrad``.
         backends: implementations by name, in order of speed: the first that supports a problem is the default.
@@ -99,6 +100,7 @@ class Operator(Generic[P]):
     def __init__(
         self,
         name: str,
+        function: str,
         problem_type: type[P],
         backends: dict[str, Backend[P]],
         check: Callable[[P], None],
@@ -108,6 +110,7 @@ class Operator(Generic[P]):
         onnx_formula: Callable[..., Tensor] | None = None,
         vmap_rules: tuple[vmap.Rule, vmap.Rule] = (vmap.by_slices, vmap.by_slices),
     ) -> None:
+        self.function = function
         self.problem_type = problem_type
         self.backends = backends
         self.check = check
@@ -155,7 +158,7 @@ class Operator(Generic[P]):
             return next(name for name, candidate in self.backends.items() if candidate.is_default_for(problem))
         reason = self.backends[backend].unavailable(problem)
         if reason is not None:
-            raise ValueError(f"sigmoid_attention: backend {backend!r} does not support this call: {reason}")
+            raise ValueError(f"{self.function}: backend {backend!r} does not support this call: {reason}")
         return backend
 
     def backend_for(self, problem: P, backend: str | None) -> Backend[P]:

@@ -64,6 +64,7 @@ def _check(p: KVCacheProblem) -> None:
 
 KV_CACHE: Operator[KVCacheProblem] = Operator(
     "kvcache",
+    _NAME,
     KVCacheProblem,
     {
         "triton": Backend(triton.kvcache_forward, triton.unavailable, device_types=("cuda",)),

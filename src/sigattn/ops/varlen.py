@@ -49,6 +49,7 @@ def check_sequences(problem: VarlenProblem) -> None:
 
 VARLEN: Operator[VarlenProblem] = Operator(
     "varlen",
+    _NAME,
     VarlenProblem,
     {
         "triton": Backend(

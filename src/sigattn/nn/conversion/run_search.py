@@ -77,7 +77,7 @@ def _storages(model: nn.Module) -> set[int]:
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some wrapper subclasses have no storage
+    except NotImplementedError:  # sparse tensors and those of torch.func have no storage
         return _NO_STORAGE
 
 
