@@ -220,6 +220,14 @@ def test_find_recipe():
         find_recipe("lm-2b")
 
 
+def test_weight_decay_of_language_recipes_is_independent_of_the_learning_rate():
+    """App. G.3: 1e-4, decoupled following Loshchilov & Hutter; the tiny forms and the other domains use PyTorch's."""
+    independent = {name for name in RECIPES if find_recipe(name).training.independent_decay}
+    assert independent == {"lm-85m-2k", "lm-1b-2k", "lm-1b-2k-hybrid", "lm-1b-4k", "lm-7b-4k"}
+    assert {find_recipe(name).training.weight_decay for name in independent} == {1e-4}
+    assert not any(find_recipe(f"{name}-tiny").training.independent_decay for name in RECIPES)
+
+
 def test_spec_augment_start():
     """The conformer starts it late; the tiny forms, whose recordings are short, leave it out."""
     starts = {name: find_recipe(name).data.spec_augment_from for name in ("asr-ls960", "asr-conformer-ls960")}

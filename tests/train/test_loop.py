@@ -18,7 +18,7 @@ from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import count_spikes
-from sigattn.train.optimizer import make_optimizer
+from sigattn.train.optimizer import make_optimizer, set_learning_rate
 from sigattn.train.schedule import learning_rate_factor
 from sigattn.train.trainer import Interrupted, NonFiniteLossError
 from sigattn.validation import SettingsError
@@ -152,6 +152,37 @@ def test_weight_decay_and_mup_simple_apply_to_matrices_only():
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     groups = make_optimizer(model, replace(TRAIN, mup_simple=True), 1536).param_groups
     assert {(g["weight_decay"], g["factor"]) for g in groups} == {(0.1, 1.0), (0.0, 1.0), (0.1, 0.5)}
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_weight_decay_shrinks_an_untouched_parameter_by_schedule_or_learning_rate(independent):
+    """Weights without a gradient, over a run of a μP model of width 1536 (factor ½) with warm-up and cosine."""
+    config = replace(
+        TRAIN, max_steps=40, learning_rate=1e-2, weight_decay=0.03, mup_simple=True, independent_decay=independent
+    )
+    model = LanguageModel(MODEL)
+    optimizer = make_optimizer(model, config, 1536)
+    before = [parameter.detach().double() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    schedule = [learning_rate_factor(config, step) for step in range(config.max_steps)]
+    for factor in schedule:
+        set_learning_rate(optimizer, config.learning_rate * factor)
+        optimizer.step()
+    in_blocks = [id(p) for g in optimizer.param_groups if g["factor"] == 0.5 for p in g["params"]]
+    assert in_blocks
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        rate = 1.0 if independent else config.learning_rate * (0.5 if id(parameter) in in_blocks else 1.0)
+        decay = config.weight_decay if parameter.dim() >= 2 else 0.0
+        left = math.prod(1 - factor * rate * decay for factor in schedule)
+        torch.testing.assert_close(parameter.double(), left * old, rtol=1e-5, atol=1e-9)
+        assert (left < 0.6) == (independent and parameter.dim() >= 2)  # else at least 0.99
+
+
+def test_independent_decay_needs_adamw():
+    for change in ({"optimizer": "adam"}, {"learning_rate": 0.0}):
+        with pytest.raises(SettingsError, match="independent_decay=True needs"):
+            replace(TRAIN, independent_decay=True, **change)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])

@@ -1,7 +1,8 @@
 """Recipes of language models (Tables "lm_training_details", "lm_results"; configurations as in the authors' code).
 
 The code and the paper's table differ: batches of 1M tokens and 300k steps in the code, 4M tokens in the table, 300B
-tokens in both. The recipes use the code's numbers.
+tokens in both. The recipes use the code's numbers. Their weight decay of 1e-4 is "decoupled, following Loshchilov &
+Hutter": it is multiplied by the schedule only (``TrainConfig.independent_decay``).
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def _language(
             warmup_steps=5000,
             betas=(0.9, 0.95),
             weight_decay=1e-4,
+            independent_decay=True,
             max_grad_norm=1.0,
             parallel="fsdp",
             checkpoint_activations=embed_dim >= 2048,

@@ -164,6 +164,7 @@ _SMALL_TRAINING: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "optimizer": "adamw",
     "weight_decay": 0.05,
+    "independent_decay": False,
     "schedule": "cosine",
     "final_learning_rate": 0.05,
     "parallel": "ddp",

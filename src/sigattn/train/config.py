@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sigattn.validation import (
+    SettingsError,
     check_at_least,
     check_fraction,
     check_not_negative,
@@ -29,6 +30,8 @@ class TrainConfig:
         betas: decay rates of the moment estimates of Adam and AdamW.
         eps: term added to the denominator of Adam and AdamW.
         weight_decay: for matrices; biases, norms and other vectors have none.
+        independent_decay: multiply the weight decay of AdamW by the schedule only, and not, as PyTorch does, by the
+            learning rate and μP's factor: p -= schedule · weight_decay · p (Loshchilov & Hutter, 2019, Algorithm 2).
         mup_simple: multiply the learning rate of matrices within blocks by min(768 / embed_dim, 1)
             (``sigattn.nn.initialization``).
         max_grad_norm: the largest norm of the whole gradient; None for no limit.
@@ -70,6 +73,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    independent_decay: bool = False
     mup_simple: bool = False
     max_grad_norm: float | None = 1.0
     schedule: Literal["cosine", "steps", "constant"] = "cosine"
@@ -104,6 +108,11 @@ class TrainConfig:
         check_probability(self, "betas")
         check_fraction(self, "ema")
         check_seed(self, "seed")
+        if self.independent_decay and (self.optimizer != "adamw" or not self.learning_rate):
+            raise SettingsError(
+                'independent_decay=True needs optimizer="adamw" and a learning_rate above 0; got '
+                f"optimizer={self.optimizer!r}, learning_rate={self.learning_rate}"
+            )
 
 
 def scale_learning_rate(learning_rate: float, batch_size: int, base_batch_size: int = 256) -> float:

@@ -29,8 +29,10 @@ def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Op
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            decay = config.weight_decay if parameter.dim() >= 2 else 0.0
-            groups.setdefault((decay, factors.get(name, 1.0)), []).append(parameter)
+            decay, factor = config.weight_decay if parameter.dim() >= 2 else 0.0, factors.get(name, 1.0)
+            if config.independent_decay:  # AdamW multiplies by the learning rate, schedule · peak · factor
+                decay /= config.learning_rate * factor
+            groups.setdefault((decay, factor), []).append(parameter)
     options: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": decay, "factor": factor, "lr": config.learning_rate * factor}
         for (decay, factor), parameters in groups.items()
