@@ -75,6 +75,7 @@ SHOWN = {
     "RotaryEmbedding(8)": ["8, base=10000"],
     "SinusoidalEmbedding(8)": ["8, base=10000"],
     "VisibleKeysBias(7)": ["window=7"],
+    "VisibleKeysLinearBias(3)": ["num_heads=3"],
 }  # fmt: skip
 WITHOUT_SETTINGS = {  # no settings, or all of them are shown by submodules, or by the class of PyTorch
     "AttentionBias", "BatchLengthBias", "ConvolutionModule", "LayerNorm", "MaskedBatchNorm", "NoBias", "RMSNorm",

@@ -30,7 +30,7 @@ class TransformerConfig:
         attention_bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible"
             (``sigattn.nn.bias``). None for the model's usual rule with "sigmoid", and for no bias otherwise.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
-            "head" (one per head) or "query" (added to Q).
+            "head" (one per head; two with "log_visible") or "query" (added to Q).
         temperature: initial value of a learned temperature t, σ(e^t S + b); None for no temperature.
         length_power: α of the factor n^(-α) of the attention's output.
         qk_norm: "rms", "layer" or "none".

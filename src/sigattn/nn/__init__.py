@@ -21,6 +21,7 @@ from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced, sigmoidify
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
 from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import MLP, SwiGLU
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
 from sigattn.nn.guide import Recommendation, recommend
 from sigattn.nn.initialization import initialize, mup_simple
@@ -65,6 +66,7 @@ __all__ = [
     "SinusoidalEmbedding",
     "SwiGLU",
     "VisibleKeysBias",
+    "VisibleKeysLinearBias",
     "alibi_slopes",
     "initialize",
     "make_bias",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn import functional
-from sigattn.nn.bias import AttentionBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, as_bias
+from sigattn.nn.bias import AttentionBias, QueryBias, SampleLengthBias, VisibleKeysBias, as_bias
 from sigattn.nn.documents import Documents
 from sigattn.nn.functional import ELEMENTWISE, Activation, AttentionFn, MaskSpec
 from sigattn.nn.kv_cache import KVCache
@@ -147,7 +147,8 @@ class Attention(nn.Module):
             raise ValueError(
                 f"{self.num_heads} heads and {self.num_kv_heads} key heads do not divide among {ranks} processes"
             )
-        learned = isinstance(self.attention_bias, LearnableBias) and self.attention_bias.value.numel() > 1
+        bias = self.attention_bias
+        learned = bias is not None and any(p.numel() > 1 for p in bias.parameters())
         if learned or not isinstance(self.output_norm, nn.Identity) or self.activation == "performer":
             raise ValueError(
                 "tensor parallelism does not support a learned bias for each head, an output norm or a performer"
@@ -212,12 +213,14 @@ class Attention(nn.Module):
         """
         self._check_call(kv_input, key_lengths, cache, documents)
         query_offset = 0 if cache is None else cache.length
-        query, key, value = self._project(x, x if kv_input is None else kv_input, query_offset)
+        left_padding = None if cache is None else cache.left_padding
+        query, key, value = self._project(x, x if kv_input is None else kv_input, query_offset, left_padding)
         if cache is not None:
             key, value = cache.append(key, value)
         shard = self.sequence_shard
         num_queries, num_keys = (query.shape[2], key.shape[2]) if shard is None else (shard.length, shard.length)
-        spec = self._mask_spec(num_queries, num_keys, key_lengths, cache, documents, query_offset, query.device)
+        spec = self._mask_spec(key_lengths, cache, documents, query_offset)
+        spec = spec._replace(bias=self._bias(query, num_queries, num_keys, spec))
         out = self._attend(query, key, value, spec)
         if self.length_power:
             n = functional.num_visible_keys(num_queries, num_keys, spec, query.device).clamp(min=1)
@@ -260,7 +263,9 @@ class Attention(nn.Module):
                 "ContextLengthBias or a number"
             )
 
-    def _project(self, x: Tensor, kv_input: Tensor, query_offset: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, kv_input: Tensor, query_offset: int, left_padding: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, Hq, N, D), keys and values (B, Hkv, M, D), after norms, positions and temperature."""
         query, key, value = self._by_head(self.query(x)), self._by_head(self.key(kv_input)), self.value(kv_input)
         query, key = self.query_norm(query), self.key_norm(key)
@@ -268,6 +273,9 @@ class Attention(nn.Module):
             query = self.attention_bias.added_to(query)
         if isinstance(self.position, RotaryEmbedding):
             positions = None if self.sequence_shard is None else self.sequence_shard.positions(x.device)
+            if left_padding is not None:  # a bias may depend on the rotated query, not on products with keys alone
+                positions = torch.arange(query_offset, query_offset + x.shape[1], device=x.device)
+                positions = positions - left_padding.to(x.device)[:, None]
             query, key = (self.position(t, query_offset, positions) for t in (query, key))
         if self.temperature is not None:
             half = (self.temperature / 2).exp()  # on Q and on K, because Q · e^10 may overflow in float16
@@ -278,51 +286,62 @@ class Attention(nn.Module):
         return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
 
     def _mask_spec(
-        self,
-        num_queries: int,
-        num_keys: int,
-        key_lengths: Tensor | None,
-        cache: KVCache | None,
-        documents: Documents | None,
-        query_offset: int,
-        device: torch.device,
+        self, key_lengths: Tensor | None, cache: KVCache | None, documents: Documents | None, query_offset: int
     ) -> MaskSpec:
-        rule = self.attention_bias
-        bias: float | Tensor = 0.0
-        if rule is not None and not isinstance(rule, QueryBias):
-            bias = rule(num_queries, num_keys, query_offset=query_offset, key_lengths=key_lengths, device=device)
-        spec = MaskSpec(
+        """Return mask and dropout of a call, with a bias of 0."""
+        return MaskSpec(
             self.causal,
             self.window,
             key_lengths,
             alibi_slopes=self.position() if isinstance(self.position, Alibi) else None,
-            bias=bias,
+            bias=0.0,
             dropout=self.dropout if self.training and cache is None else 0.0,
             query_offset=query_offset,
             documents=documents,
             left_padding=None if cache is None else cache.left_padding,
         )
+
+    def _bias(self, query: Tensor, num_queries: int, num_keys: int, spec: MaskSpec) -> float | Tensor:
+        """Return b of this process's queries."""
+        rule, shard, device = self.attention_bias, self.sequence_shard, query.device
+        if rule is None or isinstance(rule, QueryBias):
+            return 0.0
         if spec.left_padding is not None and isinstance(rule, VisibleKeysBias):  # does not count the padding
             n = functional.num_visible_keys(num_queries, num_keys, spec._replace(window=rule.window), device)
-            spec = spec._replace(bias=log_length_bias(n.clamp(min=1)))
-        return spec
+            return log_length_bias(n.clamp(min=1))
+        visible = None
+        if rule.needs_visible:
+            visible = functional.num_visible_keys(num_queries, num_keys, spec, device).clamp(min=1)
+            visible = visible if shard is None else visible[:, :, shard.positions(device)]
+        bias: float | Tensor = rule(
+            num_queries,
+            num_keys,
+            query_offset=spec.query_offset,
+            key_lengths=spec.key_lengths,
+            device=device,
+            visible=visible,
+            query=query if rule.needs_query else None,
+        )
+        if shard is None or rule.needs_visible or rule.needs_query or not isinstance(bias, Tensor):
+            return bias
+        if bias.dim() > 1 and bias.shape[-2] == num_queries > 1:
+            bias = bias.index_select(-2, shard.positions(device))
+        return bias
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec) -> Tensor:  # (B, Hq, N, D)
-        shard, bias = self.sequence_shard, spec.bias
+        shard = self.sequence_shard
         if self.activation == "performer":
             out: Tensor = self.performer(query, key, value, causal=self.causal, key_lengths=spec.key_lengths)
             return out
         if shard is None:
             return self.attention_fn(self.activation, query, key, value, spec)
-        if isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == shard.length > 1:
-            bias = bias.index_select(-2, shard.positions(bias.device))
         return shard.attend(
             query,
             key,
             value,
             is_causal=spec.causal,
             window=spec.window_sides,
-            bias=bias,
+            bias=spec.bias,
             alibi_slopes=spec.alibi_slopes,
         )
 

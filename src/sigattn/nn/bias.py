@@ -12,6 +12,8 @@ tensor that broadcasts to (B, Hq, N, 1).
     LearnableBias(initial, …)   a parameter, one for the layer or one per head
     QueryBias(initial)          a parameter added to Q instead of to the logits
 
+``sigattn.nn.fitted_bias`` has those of models that were converted from softmax.
+
 With a KV cache, the number of keys grows from call to call. ``BatchLengthBias`` and ``SampleLengthBias`` grow with it
 (``cache_safe`` is False), so that a query's bias in generation differs from that in training. The other biases are the
 same in both.
@@ -34,11 +36,15 @@ class AttentionBias(nn.Module):
     Attributes:
         needs_lengths: True if each sample's length must be given.
         needs_causal: True if the bias is defined under a causal mask only.
+        needs_visible: True if the number of keys that each query sees must be given.
+        needs_query: True if the queries must be given.
         cache_safe: True if a query gets the same bias when the keys before it come from a cache.
     """
 
     needs_lengths = False
     needs_causal = False
+    needs_visible = False
+    needs_query = False
     cache_safe = True
 
     def forward(
@@ -49,6 +55,8 @@ class AttentionBias(nn.Module):
         query_offset: int = 0,
         key_lengths: Tensor | None = None,
         device: torch.device,
+        visible: Tensor | None = None,
+        query: Tensor | None = None,
     ) -> float | Tensor:
         """Return the bias of queries query_offset … query_offset + num_queries - 1.
 
@@ -57,6 +65,10 @@ class AttentionBias(nn.Module):
             query_offset: position of the first query.
             key_lengths: (B,), number of keys of each sample.
             device: of the result, if it is a tensor.
+            visible: number of keys that each query sees, at least 1, (B or 1, Hq or 1, N or 1, 1) floating point; for
+                biases with needs_visible.
+            query: (B, Hq, N, D), as multiplied with the keys (after norms and positions, before scale); for biases
+                with needs_query. Under context parallelism N is the number of this process's queries.
         """
         raise TypeError(f"{type(self).__name__} is abstract: use a subclass of sigattn.nn.bias")
 
@@ -221,7 +233,8 @@ def make_bias(
         rule: a number, or "log_context" (-log of ``max_seq_len``), "log_batch" (of the keys of a call), "log_sample"
             (of each sample's own length) or "log_visible" (of the keys a query sees, under a causal mask).
         learn: "no", or, for a rule that is a number or "log_context": "layer" (one parameter), "head" (one per head) or
-            "query" (one added to Q).
+            "query" (one added to Q). For "log_visible" also "head": a ``VisibleKeysLinearBias``, whose keys need not be
+            causal.
         max_seq_len: length of the longest sequence, needed for "log_context".
         num_heads: number of query heads.
         window: window of the attention, for "log_visible".
@@ -233,9 +246,16 @@ def make_bias(
         if max_seq_len is None:
             raise ValueError('bias="log_context" needs a longest sequence, which this model does not have')
         rule = log_length_bias(max_seq_len)
+    if rule == "log_visible" and learn == "head":
+        from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # it imports this module
+
+        return VisibleKeysLinearBias(num_heads)
     if isinstance(rule, str):
         if learn != "no":
-            raise ValueError(f'a learned bias needs bias to be a number or "log_context", got {rule!r}')
+            raise ValueError(
+                'a learned bias needs bias to be a number or "log_context", or "log_visible" with learn="head", got '
+                f"{rule!r} with learn={learn!r}"
+            )
         rules: dict[str, Callable[[], AttentionBias]] = {
             "log_batch": BatchLengthBias,
             "log_sample": SampleLengthBias,

@@ -115,12 +115,14 @@ def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.devi
 def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
     if p.left_padding is not None or (p.query_offset and query.shape[2] == 1 and p.key_lengths is None):
         return _sigmoid_of_cache(query, key, value, p)
-    if p.documents is not None:
+    of_queries = isinstance(p.bias, Tensor) and p.bias.dim() > 1 and p.bias.shape[-2] > 1
+    if p.documents is not None and not of_queries:  # the kernels for packed sequences have one bias for a sequence
         return _sigmoid_of_documents(query, key, value, p, p.documents)
     return sigmoid_attention(
         query,
         key,
         value,
+        None if p.documents is None else p.documents.mask,
         dropout_p=p.dropout,
         is_causal=p.causal,
         enable_gqa=True,

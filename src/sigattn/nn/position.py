@@ -43,12 +43,12 @@ class RotaryEmbedding(nn.Module):
         self,
         x: Float[Tensor, "batch heads length head_dim"],
         offset: int = 0,
-        positions: Int[Tensor, " length"] | None = None,
+        positions: Int[Tensor, "*batch length"] | None = None,
     ) -> Float[Tensor, "batch heads length head_dim"]:
-        """Rotate queries or keys at positions offset, offset + 1, …, or at ``positions``."""
+        """Rotate queries or keys at positions offset, offset + 1, …, or at ``positions``, (length,) or (B, length)."""
         if positions is None:
             positions = torch.arange(offset, offset + x.shape[2], device=x.device)
-        angles = positions.float()[:, None] * self.frequencies  # (length, head_dim / 2)
+        angles = (positions.float()[..., None] * self.frequencies).unsqueeze(-3)  # (B?, 1, length, head_dim / 2)
         cos, sin = angles.cos(), angles.sin()
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

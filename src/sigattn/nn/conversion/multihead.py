@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.conversion.visible_keys import count_visible_keys
+from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import canonical, sigmoid_attention
 from sigattn.ops.mask import refuse_subclass
@@ -156,7 +156,7 @@ def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor
     """Return the bias for ``sigmoid_attention``: a number, or broadcastable to (B, H, N, 1)."""
     num_keys = k.shape[2]
     if sigmoid_bias is not None and not sigmoid_bias.needs_lengths:
-        return sigmoid_bias(q.shape[2], num_keys, device=q.device)
+        return evaluate_bias(sigmoid_bias, q, num_keys, mask)
     visible = None if mask is None else count_visible_keys(mask, num_keys)
     if sigmoid_bias is None:
         return None if visible is None else log_length_bias(visible)
@@ -164,7 +164,7 @@ def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor
         lengths = torch.full((len(q),), num_keys, device=q.device)
     else:
         lengths = visible.flatten().expand(len(q))
-    return sigmoid_bias(q.shape[2], num_keys, key_lengths=lengths, device=q.device)
+    return evaluate_bias(sigmoid_bias, q, num_keys, mask, key_lengths=lengths)
 
 
 def _joined(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from sigattn.nn.bias import AttentionBias
 from sigattn.nn.conversion.code_search import calling_methods
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
 from sigattn.nn.conversion.softmax_calls import MHA, SOFTMAX_NAMES, is_sdpa
-from sigattn.nn.conversion.visible_keys import count_visible_keys
+from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
@@ -138,7 +138,7 @@ def sigmoid_sdpa(
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     bias: float | Tensor | None = None
     if sigmoid_bias is not None:
-        bias = sigmoid_bias(num_queries, num_keys, device=query.device)
+        bias = evaluate_bias(sigmoid_bias, query, num_keys, attn_mask, is_causal=is_causal, window=window)
         if isinstance(bias, Tensor) and bias.dim() == 3 and query.dim() != 4:
             raise ValueError(
                 f"a bias for each head needs queries of shape (B, H, N, D), got {tuple(query.shape)}: take one bias "

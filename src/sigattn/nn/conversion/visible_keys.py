@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sigattn.nn.bias import AttentionBias
+from sigattn.ops.operands import at_least, combine_window
+from sigattn.ops.problem import band
+
 HIDDEN_BELOW = -1000.0  # σ(-1000) is 0 in every dtype; masks use -inf, the smallest number, -1e9 or -1e4
 
 
@@ -37,3 +41,60 @@ def count_visible_keys(mask: Tensor, num_keys: int, *, has_heads: bool = True) -
     for dim in shared:
         visible = visible.any(dim, keepdim=True)
     return count_keys_per_query(visible, num_keys)
+
+
+def evaluate_bias(
+    bias: AttentionBias,
+    query: Tensor,
+    num_keys: int,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    key_lengths: Tensor | None = None,
+) -> float | Tensor:
+    """Return b of a bias for a call of an attention function.
+
+    Args:
+        bias: the bias.
+        query: (B, Hq, N, D); biases with neither needs_visible nor needs_query accept any (…, N, D).
+        num_keys: M.
+        mask: bool (True = attend) or added to the logits, broadcastable to (B, Hq, N, M); or None.
+        is_causal, window: as in ``sigmoid_attention``. A key is visible if they and the mask allow it.
+        key_lengths: (B,), for biases with needs_lengths.
+
+    Raises:
+        ValueError: if the bias needs the queries or their visible keys, and query is nested or has no four dimensions.
+    """
+    num_queries = query.shape[-2]
+    if not (bias.needs_visible or bias.needs_query):
+        return bias(num_queries, num_keys, key_lengths=key_lengths, device=query.device)
+    if query.is_nested or query.dim() != 4:
+        raise ValueError(
+            f"{type(bias).__name__} has a value for each head and query and needs plain queries of shape (B, H, N, D), "
+            f"got {'nested ones' if query.is_nested else tuple(query.shape)}"
+        )
+    visible = _visible_per_query(mask, num_queries, num_keys, combine_window(window, is_causal), query.device)
+    return bias(
+        num_queries,
+        num_keys,
+        key_lengths=key_lengths,
+        device=query.device,
+        visible=visible if bias.needs_visible else None,
+        query=query if bias.needs_query else None,
+    )
+
+
+def _visible_per_query(
+    mask: Tensor | None, num_queries: int, num_keys: int, window: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Count the keys that each query sees, at least 1: (B or 1, H or 1, N or 1, 1), float32."""
+    unlimited = max(window) < 0
+    if mask is not None:
+        seen = is_visible(mask)
+        seen = seen if unlimited else seen & band(*window, (0, num_queries), (0, num_keys), device)
+        return at_least(count_keys_per_query(seen, num_keys).float(), 4)
+    i = torch.arange(num_queries, device=device)
+    first = i * 0 if window[0] < 0 else (i - window[0]).clamp(min=0)
+    last = i * 0 + num_keys - 1 if window[1] < 0 else (i + window[1]).clamp(max=num_keys - 1)
+    return (last - first + 1).clamp(min=1).float().view(1, 1, num_queries, 1)
