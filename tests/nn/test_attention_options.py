@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from sigattn.nn.attention import Attention
-from sigattn.nn.bias import QueryBias, SampleLengthBias, VisibleKeysBias, make_bias
+from sigattn.nn.bias import QueryBias, SampleLengthBias, VisibleKeysBias
+from sigattn.nn.bias_rules import make_bias
 from sigattn.nn.functional import ELEMENTWISE
 from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.performer import CHUNK, PerformerFeatures

@@ -27,6 +27,7 @@ from sigattn.models.speech import *
 from sigattn.models.vision import *
 from sigattn.nn.attention import *
 from sigattn.nn.bias import *
+from sigattn.nn.bias_rules import *
 from sigattn.nn.block import *
 from sigattn.nn.feedforward import *
 from sigattn.nn.initialization import *

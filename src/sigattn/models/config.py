@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sigattn.nn.attention import Attention
-from sigattn.nn.bias import AttentionBias, Learn, Rule, make_bias
+from sigattn.nn.bias import AttentionBias
+from sigattn.nn.bias_rules import Learn, Rule, make_bias
 from sigattn.nn.block import Block, NormPlacement
 from sigattn.nn.feedforward import FeedForward, make_feed_forward
 from sigattn.nn.functional import Activation

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sigattn.models.config import TransformerConfig
 from sigattn.models.transformer import Transformer
-from sigattn.nn.bias import Learn, Rule
+from sigattn.nn.bias_rules import Learn, Rule
 from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
 from sigattn.nn.position import LearnableEmbedding

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sigattn.models.config import TransformerConfig
 from sigattn.models.transformer import Transformer, residual_stream
-from sigattn.nn.bias import Rule
+from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cape import Cape
 from sigattn.nn.conformer import ConformerBlock

@@ -12,8 +12,8 @@ from sigattn.nn.bias import (
     QueryBias,
     SampleLengthBias,
     VisibleKeysBias,
-    make_bias,
 )
+from sigattn.nn.bias_rules import make_bias
 from sigattn.nn.block import Block
 from sigattn.nn.cape import Cape, ImageCape
 from sigattn.nn.conformer import ConformerBlock, ConvolutionModule

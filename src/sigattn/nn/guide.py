@@ -11,7 +11,7 @@ class Recommendation(NamedTuple):
     Attributes:
         position: position encoding: "learnable", "sincos", "cape", "rope" or "alibi".
         qk_norm, layer_scale: True if they are recommended.
-        attention_bias: rule of b, as in ``sigattn.nn.bias.make_bias``; 0.0 for none.
+        attention_bias: rule of b, as in ``sigattn.nn.bias_rules.make_bias``; 0.0 for none.
         norm_placement: "pre" or "hybrid" (for speech, "hybrid_attention").
         reason: reason, with the section or table of the paper.
         recipe: name of the recipe with this configuration.

@@ -1,0 +1,73 @@
+"""Names of biases in configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from sigattn.nn.bias import (
+    AttentionBias,
+    BatchLengthBias,
+    ConstantBias,
+    LearnableBias,
+    QueryBias,
+    SampleLengthBias,
+    VisibleKeysBias,
+)
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.ops.problem import log_length_bias
+
+Rule = Literal["log_context", "log_batch", "log_sample", "log_visible"]
+Learn = Literal["no", "layer", "head", "query"]
+
+
+def make_bias(
+    rule: float | Rule,
+    *,
+    learn: Learn = "no",
+    max_seq_len: int | None = None,
+    num_heads: int,
+    window: int | None = None,
+) -> AttentionBias:
+    """Create the bias that a configuration names.
+
+    Args:
+        rule: a number, or "log_context" (-log of ``max_seq_len``), "log_batch" (of the keys of a call), "log_sample"
+            (of each sample's own length) or "log_visible" (of the keys a query sees, under a causal mask).
+        learn: "no", or, for a rule that is a number or "log_context": "layer" (one parameter), "head" (one per head) or
+            "query" (one added to Q). For "log_visible" also "head": a ``VisibleKeysLinearBias``, whose keys need not be
+            causal.
+        max_seq_len: length of the longest sequence, needed for "log_context".
+        num_heads: number of query heads.
+        window: window of the attention, for "log_visible".
+
+    Raises:
+        ValueError: for another rule or learn, or if the two exclude each other.
+    """
+    if rule == "log_context":
+        if max_seq_len is None:
+            raise ValueError('bias="log_context" needs a longest sequence, which this model does not have')
+        rule = log_length_bias(max_seq_len)
+    if rule == "log_visible" and learn == "head":
+        return VisibleKeysLinearBias(num_heads)
+    if isinstance(rule, str):
+        if learn != "no":
+            raise ValueError(
+                'a learned bias needs bias to be a number or "log_context", or "log_visible" with learn="head", got '
+                f"{rule!r} with learn={learn!r}"
+            )
+        rules: dict[str, Callable[[], AttentionBias]] = {
+            "log_batch": BatchLengthBias,
+            "log_sample": SampleLengthBias,
+            "log_visible": lambda: VisibleKeysBias(window),
+        }
+        if rule not in rules:
+            raise ValueError(f"bias must be a number or one of {get_args(Rule)}, got {rule!r}")
+        return rules[rule]()
+    if learn == "no":
+        return ConstantBias(rule)
+    if learn == "query":
+        return QueryBias(rule)
+    if learn not in get_args(Learn):
+        raise ValueError(f"learn must be one of {get_args(Learn)}, got {learn!r}")
+    return LearnableBias(rule, num_heads if learn == "head" else None)
