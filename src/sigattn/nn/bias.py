@@ -12,8 +12,8 @@ tensor that broadcasts to (B, Hq, N, 1).
     LearnableBias(initial, …)   a parameter, one for the layer or one per head
     QueryBias(initial)          a parameter added to Q instead of to the logits
 
-``sigattn.nn.fitted_bias`` has those of models that were converted from softmax, and ``sigattn.nn.bias_rules`` the names of
-biases in configurations.
+``sigattn.nn.fitted_bias`` has those of models that were converted from softmax, and ``sigattn.nn.bias_rules`` the names
+of biases in configurations.
 
 With a KV cache, the number of keys grows from call to call. ``BatchLengthBias`` and ``SampleLengthBias`` grow with it
 (``cache_safe`` is False), so that a query's bias in generation differs from that in training. The other biases are the
