@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from sigattn.integrations.transformers import conversion  # noqa: E402
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -47,6 +49,9 @@ MODELS = {
     "whisper": ("AutoModelForSpeechSeq2Seq", "whisper", WHISPER),
     "t5gemma": ("AutoModelForSeq2SeqLM", "t5gemma", {"encoder": MODULE, "decoder": MODULE, "vocab_size": 50}),
 }
+CONVERTED = ("llama_converted", "llama_classifier_converted", "gemma3_converted", "bert_converted", "whisper_converted")
+CONVERTED += ("t5gemma_converted",)
+MODELS |= {kind: MODELS[kind.removesuffix("_converted")] for kind in CONVERTED}
 NEW_PROCESS = """
 import sys, torch, transformers
 saved = list(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -82,10 +87,24 @@ def config_of(kind, **more):
 def model_of(kind, **options):
     torch.manual_seed(0)
     auto = getattr(transformers, MODELS[kind][0])
-    return auto.from_config(config_of(kind), **{"attn_implementation": "sigmoid", **options}).eval()
+    if kind not in CONVERTED:
+        return auto.from_config(config_of(kind), **{"attn_implementation": "sigmoid", **options}).eval()
+    config = config_of(kind)
+    vars(config).pop("sigmoid_bias", None)
+    return with_learned_biases(auto.from_config(config).eval())
+
+
+def with_learned_biases(model):
+    biases = {name: VisibleKeysLinearBias(4) for name in conversion.attention_layers(model)}
+    for bias in biases.values():
+        torch.nn.init.normal_(bias.constant, std=0.5)
+        torch.nn.init.normal_(bias.slope, -0.7, 0.2)
+    conversion.swap(model, biases)
+    return model
 
 
 def inputs_of(kind):
+    kind = kind.removesuffix("_converted")
     torch.manual_seed(1)
     ids = torch.randint(3, 47, (2, 9))
     if kind == "gemma3":

@@ -30,6 +30,7 @@ class VisibleKeysLinearBias(AttentionBias):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
+        self.num_heads: int = num_heads
         self.constant: nn.Parameter = nn.Parameter(torch.empty(num_heads))
         self.slope: nn.Parameter = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
@@ -41,7 +42,7 @@ class VisibleKeysLinearBias(AttentionBias):
 
     def extra_repr(self) -> str:
         """Return the settings."""
-        return f"num_heads={len(self.constant)}"
+        return f"num_heads={self.num_heads}"
 
     def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
         """Return the bias, (B or 1, num_heads, N or 1, 1), in float32 or better.
@@ -53,3 +54,7 @@ class VisibleKeysLinearBias(AttentionBias):
             raise ValueError("VisibleKeysLinearBias depends on the number of keys that each query sees: pass visible")
         log_visible = visible.to(torch.promote_types(self.constant.dtype, torch.float32)).log()
         return self.constant.view(-1, 1, 1) + self.slope.view(-1, 1, 1) * log_visible
+
+
+# the kinds that configurations name; each keeps its arguments, JSON values, as attributes of the same names
+FITTED: dict[str, type[AttentionBias]] = {kind.__name__: kind for kind in (VisibleKeysLinearBias,)}

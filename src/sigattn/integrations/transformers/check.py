@@ -56,7 +56,7 @@ def _unsupported_layers(module: nn.Module, path: str, implementation: str | None
     config = getattr(module, "config", None)
     own = config._attn_implementation if isinstance(config, PretrainedConfig) else None
     if isinstance(module, PreTrainedModel):
-        chosen = chosen | _sub_configs(module.config)
+        chosen = chosen | sub_configs(module.config)
         if own != NAME and implementation == NAME and id(config) not in chosen and _has_attention(module):
             yield f"{label} uses {own!r}"
         implementation = own
@@ -68,12 +68,12 @@ def _unsupported_layers(module: nn.Module, path: str, implementation: str | None
         yield from _unsupported_layers(child, f"{path}.{name}" if path else name, implementation, chosen)
 
 
-def _sub_configs(config: PretrainedConfig) -> set[int]:
+def sub_configs(config: PretrainedConfig) -> set[int]:
     """Return the ids of the registered sub-configurations, at any depth."""
     found: set[int] = set()
     for name in config.sub_configs:
         if (sub := getattr(config, name, None)) is not None:
-            found |= {id(sub)} | _sub_configs(sub)
+            found |= {id(sub)} | sub_configs(sub)
     return found
 
 

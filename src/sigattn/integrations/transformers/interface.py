@@ -11,10 +11,11 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from sigattn.integrations.transformers.check import active_recorders
+from sigattn.integrations.transformers.learned_bias import ATTRIBUTE
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
 from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, Bias, register_saved, validate_bias
 from sigattn.integrations.transformers.selection import CONFIGS, wrap_selection
-from sigattn.nn.conversion.visible_keys import count_keys_per_query
+from sigattn.nn.conversion.visible_keys import count_keys_per_query, evaluate_bias
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias
 
@@ -153,7 +154,14 @@ def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Ma
 
 def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> float | Tensor | None:
     """Return b: a number, broadcastable to (B, Hq, N, 1), or None for -log M, which exported programs keep symbolic."""
-    bias = _configured_bias(module)
+    bias, learned = _configured_bias(module), getattr(module, ATTRIBUTE, None)
+    if learned is not None and isinstance(bias, dict):
+        return evaluate_bias(learned, query, key.shape[2], mask, is_causal=causal)
+    if learned is not None or isinstance(bias, dict):
+        other = "lists learned biases" if learned is None else f"is {bias!r}"
+        raise _error(
+            module, f"config.sigmoid_bias {other}, but this layer has {'none' if learned is None else 'a learned bias'}"
+        )
     if not isinstance(bias, str):
         return float(bias)
     if mask is not None:
@@ -163,10 +171,10 @@ def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, ca
     return None
 
 
-def _configured_bias(module: nn.Module) -> Bias:
+def _configured_bias(module: nn.Module) -> Bias | dict[str, Any]:
     """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the default."""
     own: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
     for config in getattr(module, CONFIGS, own):
         if (bias := getattr(config, "sigmoid_bias", None)) is not None:
-            return validate_bias(bias)
+            return bias if isinstance(bias, dict) else validate_bias(bias)
     return _default

@@ -2,8 +2,9 @@
 
 transformers does not save ``attn_implementation``, but it uses that key if a ``config.json`` has it. ``to_dict`` is
 therefore extended: a configuration whose implementation is "sigmoid" is saved with ``attn_implementation`` and
-``sigmoid_bias``. Every architecture and every Auto class can load it, and a process that did not call ``register`` gets
-transformers' own error: 'Specified `attn_implementation="sigmoid"` is not supported'.
+``sigmoid_bias``, which lists the learned biases of a converted model (``learned_bias.py``). Every architecture and
+every Auto class can load it, and a process that did not call ``register`` gets transformers' own error: 'Specified
+`attn_implementation="sigmoid"` is not supported'.
 """
 
 from __future__ import annotations
@@ -91,13 +92,17 @@ def _selecting(own: Callable[..., str]) -> Callable[..., str]:
             _select_in_parts(self.config)
         elif bias is not None and attn_implementation != NAME:
             warnings.warn(  # names the configuration, which a model and its base share, so that Python shows it once
-                f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {bias!r} of '
+                f'attn_implementation="{attn_implementation}" ignores sigmoid_bias = {_shown(bias)} of '
                 f'{type(self.config).__name__}: this is not sigmoid attention. Choose "{NAME}", or remove sigmoid_bias',
                 stacklevel=2,
             )
         return own(self, attn_implementation, *args, **kwargs)
 
     return _check_and_adjust_attn_implementation
+
+
+def _shown(bias: Any) -> str:
+    return f"{{learned biases of {len(bias)} layers}}" if isinstance(bias, dict) else repr(bias)
 
 
 def _select_in_parts(config: PretrainedConfig) -> None:

@@ -12,16 +12,24 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from sigattn.integrations.transformers import learned_bias
 from sigattn.integrations.transformers.check import fixed_choices, unsupported_layers
 from sigattn.integrations.transformers.saving import NAME
+from sigattn.nn.fitted_bias import FITTED
 
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
 
 
 def wrap_selection() -> None:
-    """Wrap the methods of ``PreTrainedModel`` that choose an implementation, once per process."""
-    for wrap in (_get_correct_attn_implementation, _post_init, _set_attn_implementation, _save_pretrained):
-        name = wrap.__name__.removeprefix("_")
+    """Wrap the methods of ``PreTrainedModel`` that choose an implementation or handle its biases, once per process."""
+    wrappers = {
+        "get_correct_attn_implementation": _get_correct_attn_implementation,
+        "post_init": _post_init,
+        "set_attn_implementation": _set_attn_implementation,
+        "save_pretrained": _save_pretrained,
+        "_initialize_weights": _initialize_weights,
+    }
+    for name, wrap in wrappers.items():
         own = getattr(PreTrainedModel, name)
         if not hasattr(own, "sigattn"):
             wrapped: Any = functools.wraps(own)(wrap(own))
@@ -42,10 +50,11 @@ def _get_correct_attn_implementation(own: Any) -> Any:
 
 
 def _post_init(own: Any) -> Any:
-    """Raise for "sigmoid" as soon as the layers of a model exist, if one of them computes softmax attention."""
+    """Add learned biases to a new model's layers. Raise for "sigmoid" if one of them computes softmax attention."""
 
     def wrapped(self: Any) -> None:
         own(self)
+        learned_bias.attach(self)
         if self.config._attn_implementation == NAME:
             _verify_and_attach(self)
 
@@ -61,7 +70,7 @@ def _set_attn_implementation(own: Any) -> Any:
             return
         if attn_implementation == NAME:
             _require_interface(type(self))
-        before = [(config, config._attn_implementation) for config in _configs(self)]
+        before = [(config, config._attn_implementation) for config in configurations(self)]
         try:
             own(self, attn_implementation, *args, **kwargs)
             _verify_and_attach(self)
@@ -74,18 +83,26 @@ def _set_attn_implementation(own: Any) -> Any:
 
 
 def _save_pretrained(own: Any) -> Any:
-    """Save a part of a composite model with the ``sigmoid_bias`` that holds for it."""
+    """Save a model with its learned biases, and a part of a composite model with the number that holds for it."""
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         values = [getattr(config, "sigmoid_bias", None) for config in getattr(self, CONFIGS, ())]
         inherited = next((value for value in values if value is not None), None)
-        if inherited is None or getattr(self.config, "sigmoid_bias", None) is not None:
+        if isinstance(inherited, dict) or getattr(self.config, "sigmoid_bias", None) is not None:
+            inherited = None  # a record is of the layers of the whole
+        with learned_bias.recorded(self, inherited):
             return own(self, *args, **kwargs)
-        self.config.sigmoid_bias = inherited
-        try:
-            return own(self, *args, **kwargs)
-        finally:
-            del self.config.sigmoid_bias
+
+    return wrapped
+
+
+def _initialize_weights(own: Any) -> Any:
+    """Give learned biases that a checkpoint lacks their initial values, instead of leaving their memory as it is."""
+
+    def wrapped(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if type(module) in FITTED.values():
+            module.reset_parameters()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
+        own(self, module, *args, **kwargs)
 
     return wrapped
 
@@ -94,7 +111,7 @@ def _selects_sigmoid(choice: Any) -> bool:
     return any(map(_selects_sigmoid, choice.values())) if isinstance(choice, dict) else choice == NAME
 
 
-def _configs(model: nn.Module) -> list[PretrainedConfig]:
+def configurations(model: nn.Module) -> list[PretrainedConfig]:
     """Return the configurations of a model, of its parts and their sub-configurations, each once."""
     found: dict[int, PretrainedConfig] = {}
     waiting = [getattr(m, "config", None) for m in model.modules()]

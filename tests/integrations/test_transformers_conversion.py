@@ -1,0 +1,278 @@
+"""Learned biases in transformers' models: exact against the formula in float64, with caches, and kept when saved."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
+
+from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from sigattn.integrations.transformers import conversion  # noqa: E402
+from sigattn.nn.bias import LearnableBias  # noqa: E402
+from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**SMALL, "vocab_size": 50, "max_position_embeddings": 64, "head_dim": 8, "num_key_value_heads": 2}
+TEXT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WHISPER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "vocab_size": 50}
+WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}
+WHISPER |= {"max_source_positions": 10, "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1}
+WHISPER |= {"eos_token_id": 2, "decoder_start_token_id": 1}
+SIZES = {
+    "llama": TEXT,  # grouped heads
+    "qwen3": TEXT,  # norms of queries and keys
+    "gemma3_text": {**TEXT, "sliding_window": 6},  # windows
+    "bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0},
+    "whisper": WHISPER,  # cross-attention
+}
+DECODERS = ("llama", "qwen3", "gemma3_text")
+
+
+def formula(module, query, key, value, attention_mask, scaling, **_):
+    """σ(scale · Q Kᵀ + c + a · log visible) V in float64, with the parameters of the layer."""
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).double() for t in (key, value))
+    constant, slope = (p.double().view(-1, 1, 1) for p in module.sigmoid_bias.parameters())
+    b = constant + slope * seen.sum(-1, keepdim=True).clamp(min=1).double().log()
+    out = (torch.sigmoid(query.double() @ key.mT * scaling + b) * seen) @ value
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    sigmoid.register()
+    AttentionInterface.register("formula", formula)
+    AttentionMaskInterface.register("formula", lambda *a, **k: sdpa_mask(*a, **{**k, "allow_is_causal_skip": False}))
+
+
+def softmax_model(kind="llama"):
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM if kind in DECODERS else AutoModel
+    return auto.from_config(AutoConfig.for_model(kind, **SIZES[kind])).eval()
+
+
+def converted(kind="llama"):
+    model = softmax_model(kind)
+    biases = {name: VisibleKeysLinearBias(4) for name in conversion.attention_layers(model)}
+    for bias in biases.values():
+        torch.nn.init.normal_(bias.constant, std=0.5)
+        torch.nn.init.normal_(bias.slope, -0.7, 0.2)
+    conversion.swap(model, biases)
+    return model
+
+
+def reference(model):
+    other = copy.deepcopy(model)
+    for config in (other.config, *(m.config for m in other.modules() if hasattr(m, "config"))):
+        config._attn_implementation_internal = "formula"
+    return other
+
+
+def inputs_of(kind="llama"):
+    torch.manual_seed(1)
+    ids, mask = torch.randint(3, 50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    if kind == "whisper":
+        return {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": ids}
+    return {"input_ids": ids, "attention_mask": mask.flip(1) if kind == "bert" else mask}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_exact(kind):
+    """Outputs and all gradients, with gradient checkpointing too."""
+    ours, inputs = converted(kind), inputs_of(kind)
+    theirs = reference(ours)
+    assert sigmoid.check(ours, **inputs) >= 2
+    a, b = ours(**inputs)[0], theirs(**inputs)[0]
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    a.square().mean().backward()
+    b.square().mean().backward()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if q.grad is None:
+            assert p.grad is None, name
+            continue
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(p.grad.abs().sum() > 0 for n, p in ours.named_parameters() if "sigmoid_bias" in n)
+    expected = {name: p.grad.clone() for name, p in ours.named_parameters() if p.grad is not None}
+    ours.zero_grad()
+    ours.gradient_checkpointing_enable()
+    ours.train()(**inputs, **({"use_cache": False} if kind in DECODERS else {}))[0].square().mean().backward()
+    for name, p in ours.named_parameters() if kind in DECODERS else ():  # the others have dropout
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_generation(kind):
+    """Dynamic, static and no cache, and beams, padded on the left."""
+    ours, inputs = converted(kind), inputs_of(kind)
+    theirs = reference(ours)
+    common = {"max_new_tokens": 8, "do_sample": False}
+    expected = theirs.generate(**inputs, **common, use_cache=False)
+    for how in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(ours.generate(**inputs, **common, **how), expected), how
+    beams = {**common, "num_beams": 3}
+    assert torch.equal(ours.generate(**inputs, **beams), theirs.generate(**inputs, **beams, use_cache=False))
+
+
+def test_compiled():
+    ours = converted()
+    inputs = {"input_ids": inputs_of()["input_ids"], "use_cache": False}
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs).logits, ours(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+class TestSaved:
+    """Further cases of saving are in test_transformers_saving.py."""
+
+    def test_the_configuration(self, tmp_path):
+        converted().save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        entry = {"kind": "VisibleKeysLinearBias", "num_heads": 4}
+        assert saved["sigmoid_bias"] == {f"layers.{i}.self_attn": entry for i in range(2)}
+        assert (saved["attn_implementation"], saved["model_type"]) == ("sigmoid", "llama")
+
+    def test_auto_classes(self, tmp_path):
+        """Base model and head model, in both directions, and a checkpoint of many files."""
+        model, inputs = converted(), inputs_of()
+        expected = model.model(**inputs)[0]
+        model.save_pretrained(tmp_path / "head", max_shard_size="5KB")
+        base = AutoModel.from_pretrained(tmp_path / "head")
+        base.save_pretrained(tmp_path / "base")
+        assert torch.equal(base(**inputs)[0], expected)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "base").model(**inputs)[0], expected)
+        model.model.save_pretrained(tmp_path / "part")
+        assert torch.equal(AutoModel.from_pretrained(tmp_path / "part")(**inputs)[0], expected)
+
+    def test_half_precision(self, tmp_path):
+        """The biases stay float32, and so they are saved."""
+        model = converted()
+        model.save_pretrained(tmp_path / "float32")
+        half = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16, device_map="cpu")
+        half.save_pretrained(tmp_path / "bfloat16")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "bfloat16")
+        assert half.dtype == again.dtype == torch.bfloat16
+        for name, parameter in model.named_parameters():
+            if "sigmoid_bias" in name:
+                assert torch.equal(again.get_parameter(name), parameter)
+        inputs = inputs_of()
+        assert torch.equal(again(**inputs).logits, half(**inputs).logits)
+
+    def test_a_part_of_a_composite_model(self, tmp_path):
+        """A part's own configuration lists its layers, whether the part or the whole was saved."""
+        text = {**SMALL, "num_hidden_layers": 1, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
+        vision = {**SMALL, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+        config = AutoConfig.for_model("clip", text_config=text, vision_config=vision, projection_dim=16)
+        model = AutoModel.from_config(config).eval()
+        biases = {name: VisibleKeysLinearBias(4) for name in conversion.attention_layers(model)}
+        conversion.swap(model, {name: bias.requires_grad_(False) for name, bias in biases.items()})
+        for i, bias in enumerate(biases.values()):
+            bias.constant.fill_(i + 1.0)
+        model.save_pretrained(tmp_path / "whole")
+        model.text_model.save_pretrained(tmp_path / "part")
+        ids = torch.randint(3, 50, (2, 9))
+        expected = model.text_model(ids).last_hidden_state
+        for folder in ("whole", "part"):
+            loaded = type(model.text_model).from_pretrained(tmp_path / folder)
+            torch.testing.assert_close(loaded(ids).last_hidden_state, expected)
+
+    def test_weights_that_are_missing(self, tmp_path):
+        """Biases that a checkpoint lacks are -log of the visible keys, as in a new model of the configuration."""
+        converted().save_pretrained(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        kept = {name: w for name, w in weights.items() if "layers.1.self_attn.sigmoid_bias" not in name}
+        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        name = "model.layers.0.self_attn.sigmoid_bias.constant"
+        assert torch.equal(model.get_parameter(name), weights[name])
+        for other in (model, AutoModelForCausalLM.from_config(model.config)):
+            bias = other.model.layers[1].self_attn.sigmoid_bias
+            assert bias.constant.tolist() == [0.0] * 4
+            assert bias.slope.tolist() == [-1.0] * 4
+
+    def test_loaded_as_softmax_first(self, tmp_path):
+        model, inputs = converted(), inputs_of()
+        model.save_pretrained(tmp_path)
+        with pytest.warns(UserWarning, match=r'"sdpa" ignores sigmoid_bias = {learned biases of 2 layers} of Llama'):
+            other = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+        other.set_attn_implementation("sigmoid")
+        assert torch.equal(other(**inputs).logits, model(**inputs).logits)
+
+
+def test_weight_decay(tmp_path):
+    """Trainer leaves the biases out of weight decay by their names."""
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    decayed = transformers.Trainer(model=converted(), args=arguments).get_decay_parameter_names(converted())
+    assert not [name for name in decayed if "sigmoid_bias" in name]
+
+
+class TestRefused:
+    @pytest.fixture
+    def model(self):
+        return softmax_model()
+
+    def biases(self, model):
+        return {name: VisibleKeysLinearBias(4) for name in conversion.attention_layers(model)}
+
+    def unchanged(self, model):
+        assert model.config._attn_implementation == "sdpa"
+        assert not hasattr(model.config, "sigmoid_bias")
+        assert not [name for name, _ in model.named_modules() if "sigmoid_bias" in name]
+
+    def test_names(self, model):
+        biases = self.biases(model)
+        biases["model.layers.0"] = biases.pop("model.layers.0.self_attn")
+        with pytest.raises(ValueError, match=r"biases must be given for the layers model\.layers\.0\.self_attn, "):
+            conversion.swap(model, biases)
+        self.unchanged(model)
+
+    def test_a_bias_that_cannot_be_saved(self, model):
+        biases = {**self.biases(model), "model.layers.1.self_attn": LearnableBias(-3.0)}
+        with pytest.raises(TypeError, match="LearnableBias cannot be saved in a configuration"):
+            conversion.swap(model, biases)
+        self.unchanged(model)
+
+    def test_layers_that_compute_softmax(self):
+        size = {**SMALL, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+        model = AutoModel.from_config(AutoConfig.for_model("siglip_vision_model", **size))
+        with pytest.raises(ValueError, match=r"silently use softmax: head.attention \(MultiheadAttention\)"):
+            conversion.attention_layers(model)
+        self.unchanged(model)
+
+    def test_layers_that_share_weights(self, model):
+        model._tied_weights_keys = {r"model.layers.1.self_attn.\w+": r"model.layers.0.self_attn.\w+"}
+        model.config.tie_word_embeddings = True
+        with pytest.raises(ValueError, match="share their weights"):
+            conversion.swap(model, self.biases(model))
+        self.unchanged(model)
+
+    def test_converted_models(self):
+        with pytest.raises(ValueError, match="LlamaForCausalLM has sigmoid attention already"):
+            conversion.attention_layers(converted())
+
+    def test_a_number_for_a_converted_model(self):
+        model = converted()
+        model.config.sigmoid_bias = -4.0
+        with pytest.raises(ValueError, match=r"sigmoid_bias is -4.0, but this layer has a learned bias"):
+            model(**inputs_of())
+
+    def test_a_layer_without_a_bias(self):
+        model = converted()
+        del model.model.layers[1].self_attn.sigmoid_bias
+        with pytest.raises(ValueError, match="lists learned biases, but this layer has none"):
+            model(**inputs_of())
+
+    @pytest.mark.parametrize(
+        "entry", [{"kind": "Unknown"}, {"kind": "VisibleKeysLinearBias", "rank": 2}, -3.0], ids=str
+    )
+    def test_entries_of_another_version(self, entry):
+        config = AutoConfig.for_model("llama", **TEXT, sigmoid_bias={"layers.0.self_attn": entry})
+        with pytest.raises(ValueError, match="no bias of this version of sigattn"):
+            AutoModelForCausalLM.from_config(config)
