@@ -14,6 +14,7 @@ Packages, imported at first use (``import sigattn; sigattn.nn.Attention``):
     sigattn.flash             the functions of flash-attn with sigmoid attention
     sigattn.nn                layers, and conversion of existing models (sigmoidify)
     sigattn.models            language, vision, speech and sequence models
+    sigattn.convert           conversion of softmax models, with a fitted bias
     sigattn.integrations      Hugging Face transformers, timm, lm-evaluation-harness
     sigattn.distributed       data, tensor and context parallelism
     sigattn.theory            the paper's theorems as code
@@ -42,11 +43,12 @@ except KeyboardInterrupt:  # importing PyTorch takes seconds; the command line t
     raise
 
 if TYPE_CHECKING:
-    from sigattn import data, distributed, integrations, models, nn, ops, recipes, tasks, theory, train
+    from sigattn import convert, data, distributed, integrations, models, nn, ops, recipes, tasks, theory, train
 
 __all__ = [
     "AttentionStatistics",
     "attention_statistics",
+    "convert",
     "data",
     "distributed",
     "flash",

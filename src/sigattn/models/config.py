@@ -29,7 +29,7 @@ class TransformerConfig:
         mlp_dim: number of hidden features of the feed-forward layers; None for the default of ``effective_mlp_dim``.
         activation: "sigmoid", "softmax", or another of ``sigattn.nn.attention``.
         attention_bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible"
-            (``sigattn.nn.bias``). None for the model's usual rule with "sigmoid", and for no bias otherwise.
+            (``sigattn.nn.bias_rules``). None for the model's usual rule with "sigmoid", and for no bias otherwise.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
             "head" (one per head; two with "log_visible") or "query" (added to Q).
         temperature: initial value of a learned temperature t, σ(e^t S + b); None for no temperature.

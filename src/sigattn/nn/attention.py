@@ -220,7 +220,7 @@ class Attention(nn.Module):
         shard = self.sequence_shard
         num_queries, num_keys = (query.shape[2], key.shape[2]) if shard is None else (shard.length, shard.length)
         spec = self._mask_spec(key_lengths, cache, documents, query_offset)
-        spec = spec._replace(bias=self._bias(query, num_queries, num_keys, spec))
+        spec = spec._replace(bias=self.evaluate_bias(self.attention_bias, query, num_keys, spec))
         out = self._attend(query, key, value, spec)
         if self.length_power:
             n = functional.num_visible_keys(num_queries, num_keys, spec, query.device).clamp(min=1)
@@ -301,9 +301,17 @@ class Attention(nn.Module):
             left_padding=None if cache is None else cache.left_padding,
         )
 
-    def _bias(self, query: Tensor, num_queries: int, num_keys: int, spec: MaskSpec) -> float | Tensor:
-        """Return b of this process's queries."""
-        rule, shard, device = self.attention_bias, self.sequence_shard, query.device
+    def evaluate_bias(self, rule: AttentionBias | None, query: Tensor, num_keys: int, spec: MaskSpec) -> float | Tensor:
+        """Return b of a bias for a call of this layer: of this process's queries, under context parallelism.
+
+        Args:
+            rule: the bias, or None for 0.
+            query: (B, Hq, N, D), as multiplied with the keys.
+            num_keys: number of keys, cached ones included.
+            spec: mask of the call.
+        """
+        shard, device = self.sequence_shard, query.device
+        num_queries = query.shape[2] if shard is None else shard.length
         if rule is None or isinstance(rule, QueryBias):
             return 0.0
         if spec.left_padding is not None and isinstance(rule, VisibleKeysBias):  # does not count the padding

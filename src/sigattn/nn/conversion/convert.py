@@ -19,6 +19,7 @@ from torch import nn
 from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
 from sigattn.nn.conversion import code_search, run_search
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
+from sigattn.nn.conversion.observer import CallObserver
 from sigattn.nn.conversion.sigmoid_layer import SigmoidLayer, sigmoid_class
 from sigattn.nn.conversion.softmax_calls import MHA_NAME, SDPA_NAME, Finding, listed
 
@@ -99,8 +100,8 @@ def sigmoidify(
 
 
 @contextlib.contextmanager
-def enable_fused_attention(model: nn.Module) -> Iterator[None]:
-    """Set timm's flag ``fused_attn`` of all layers to True, and restore it if the block raises.
+def enable_fused_attention(model: nn.Module, *, restore: bool = False) -> Iterator[None]:
+    """Set timm's flag ``fused_attn`` of all layers to True, and restore it if the block raises or ``restore`` is True.
 
     The flag selects ``F.scaled_dot_product_attention`` instead of a softmax in the layer's own code; timm leaves it off
     in some layers (XCiT, Swin) because the function is not faster in them.
@@ -112,9 +113,12 @@ def enable_fused_attention(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for layer in layers:
-            layer.fused_attn = False
+        restore = True
         raise
+    finally:
+        if restore:
+            for layer in layers:
+                layer.fused_attn = False
 
 
 def _sigmoidify(
@@ -145,8 +149,11 @@ def _entry(finding: Finding, kind: str, replaced: bool, allow_softmax: Sequence[
     return RemainingSoftmax(finding.name, kind, finding.call, reason)
 
 
-def find_softmax(model: nn.Module, example: Sequence[Any] | Mapping[str, Any] | None = None) -> list[Finding]:
-    """Find every layer of a model that computes a softmax, in the model's order, as ``sigmoidify`` describes."""
+def find_softmax(model: nn.Module, example: run_search.Example | None = None) -> list[Finding]:
+    """Find every layer of a model that computes a softmax, in the model's order, as ``sigmoidify`` describes.
+
+    The example may also be a function that runs the model.
+    """
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
     if example is None:
         return code_search.search(model, modules)
@@ -174,18 +181,47 @@ def convert_layers(
                 f"sigmoidify: {type(bias).__name__} needs lengths or causality, which {name!r} does not give; use "
                 "another bias (None is -log of the number of visible keys of each sample)"
             )
+    biases = {
+        f.name: None if bias is None else copy.deepcopy(as_bias(bias)) for f in findings
+    }  # learned for each layer
+    replace_layers(model, findings, staying, biases)
+
+
+def replace_layers(
+    model: nn.Module, findings: Sequence[Finding], staying: Sequence[Finding], biases: Mapping[str, Any]
+) -> None:
+    """Replace the classes of the findings' layers; ``biases`` has the bias, or a ``CallObserver``, of each name."""
     kept = {f.module for f in staying}
     for finding in findings:
         layer: Any = finding.module
         plain = type(layer) is nn.MultiheadAttention
         kind: Any = type(layer)
         layer.__class__ = SigmoidMultiheadAttention if plain else sigmoid_class(kind)
-        layer.sigmoid_bias = None if bias is None else copy.deepcopy(as_bias(bias))  # learned for each layer
+        layer.sigmoid_bias = biases[finding.name]
         if not plain:
             layer.softmax_allowed = any(m in kept for m in layer.modules())
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # it packs padded samples for its fused softmax
+
+
+@contextlib.contextmanager
+def observed_layers(
+    model: nn.Module, findings: Sequence[Finding], staying: Sequence[Finding], observers: Mapping[str, CallObserver]
+) -> Iterator[None]:
+    """Within the context, let observers answer the attention calls of the findings' layers; undone after it."""
+    kinds = [(f.module, type(f.module)) for f in findings]
+    encoders = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+    try:
+        replace_layers(model, findings, staying, observers)
+        yield
+    finally:
+        for layer, kind in kinds:
+            layer.__class__ = kind
+            for name in ("sigmoid_bias", "softmax_allowed"):
+                vars(layer).pop(name, None)
+        for encoder, nested in encoders:
+            encoder.use_nested_tensor = nested
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias
+from sigattn.nn.conversion.observer import CallObserver
 from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import canonical, sigmoid_attention
@@ -81,7 +82,7 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
 
 
 def multi_head_attention_forward(
-    sigmoid_bias: AttentionBias | None,
+    sigmoid_bias: AttentionBias | CallObserver | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -116,6 +117,7 @@ def multi_head_attention_forward(
     Raises:
         ValueError: for ``static_k`` and ``static_v``, or inputs of another embed_dim than ``embed_dim_to_check``.
     """
+    arguments = {name: value for name, value in locals().items() if name != "sigmoid_bias"}
     if static_k is not None or static_v is not None:
         raise ValueError("sigmoid multi_head_attention_forward does not support static_k and static_v; pass None")
     if query.shape[-1] != embed_dim_to_check:
@@ -134,6 +136,8 @@ def multi_head_attention_forward(
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N or M, D)
     for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         refuse_subclass("multi_head_attention_forward", name, given)
+    if isinstance(sigmoid_bias, CallObserver):
+        return _observed(sigmoid_bias, q, k, v, arguments)
     mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
     causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
     options: dict[str, Any] = {
@@ -150,6 +154,27 @@ def multi_head_attention_forward(
     if unbatched:
         return result.squeeze(1), None if attention_weights is None else attention_weights.squeeze(0)
     return result, attention_weights
+
+
+def _observed(observer: CallObserver, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Any:
+    """Let an observer answer the call of ``multi_head_attention_forward`` with these arguments."""
+    if arguments["add_zero_attn"]:  # softmax attends to a key of zeros, too
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+    padding = arguments["key_padding_mask"]
+    padding = padding.unsqueeze(0) if padding is not None and padding.dim() == 1 else padding
+    mask = _joined(arguments["attn_mask"], padding, q, k.shape[2])
+    softmax = {**arguments, "use_separate_proj_weight": arguments["in_proj_weight"] is None}
+    return observer.answer(
+        q,
+        k,
+        v,
+        mask,
+        False,
+        None,
+        None,
+        lambda: F.multi_head_attention_forward(**softmax),
+        lambda bias: multi_head_attention_forward(bias, **arguments),
+    )
 
 
 def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor | None) -> float | Tensor | None:

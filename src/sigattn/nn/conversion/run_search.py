@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "lin
 _PRODUCTS |= {"_sparse_mm", "_sparse_addmm", "_sparse_sparse_matmul"}
 _COPIES = frozenset({"_to_copy", "clone"})
 _NO_STORAGE = -1
+Example = Sequence[Any] | Mapping[str, Any] | Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +44,15 @@ class SearchResult:
     ran: set[nn.Module]
 
 
-def search(
-    model: nn.Module, example: Sequence[Any] | Mapping[str, Any], skipped: tuple[type[nn.Module], ...]
-) -> SearchResult:
+def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], ...]) -> SearchResult:
     """Run a model once, in evaluation mode and without gradient, and record each softmax it computes.
 
     A softmax is taken for an attention's if its weights are multiplied with a matrix that is no parameter, or if the
     class of its layer has "att" in its name.
 
     Args:
-        model: the model. example: arguments of its forward. skipped: layers whose calls do not count.
+        model: the model. example: arguments of its forward, or a function that runs it. skipped: layers whose calls do
+            not count.
     """
     names = {module: name for name, module in model.named_modules()}
     trace = _Trace(names, _storages(model), skipped)
@@ -60,7 +60,9 @@ def search(
     model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), trace.hooks(), _Calls(trace), _Operators(trace):
-            if isinstance(example, Mapping):
+            if callable(example):
+                example()
+            elif isinstance(example, Mapping):
                 model(**example)
             else:
                 model(*example)

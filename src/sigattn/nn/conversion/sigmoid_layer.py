@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.conversion.code_search import calling_methods
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
-from sigattn.nn.conversion.softmax_calls import MHA, SOFTMAX_NAMES, is_sdpa
+from sigattn.nn.conversion.observer import CallObserver
+from sigattn.nn.conversion.softmax_calls import MHA, SDPA, SOFTMAX_NAMES, is_sdpa
 from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
@@ -120,7 +121,7 @@ class _SigmoidMode(TorchFunctionMode):
 
 
 def sigmoid_sdpa(
-    sigmoid_bias: AttentionBias | None,
+    sigmoid_bias: AttentionBias | CallObserver | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -134,7 +135,21 @@ def sigmoid_sdpa(
 
     A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees.
     """
+    arguments = query, key, value, attn_mask, dropout_p, is_causal
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, None, query, key)
+    if isinstance(sigmoid_bias, CallObserver):
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        return sigmoid_bias.answer(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal,
+            window,
+            scale,
+            lambda: SDPA(*arguments, **options),
+            lambda bias: sigmoid_sdpa(bias, *arguments, **options),
+        )
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     bias: float | Tensor | None = None
     if sigmoid_bias is not None:

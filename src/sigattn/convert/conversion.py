@@ -1,0 +1,134 @@
+"""``convert``: turn a model's softmax attention into sigmoid attention that computes nearly the same."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sigattn.convert.attention_call import Adapter, Attend, AttentionCall, ConversionError
+from sigattn.convert.fit import fit_biases
+from sigattn.convert.measure import measure_layers
+from sigattn.convert.modules import ModuleAdapter
+from sigattn.convert.report import ConversionReport
+from sigattn.nn.bias import AttentionBias, BatchLengthBias
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@torch.no_grad()
+def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None) -> ConversionReport:
+    """Turn a model's softmax attention into sigmoid attention with a fitted, learnable bias, in place.
+
+    The model is run on the batches, in evaluation mode and without gradient, while statistics of its attention logits
+    are collected: memory is linear in the length, and there is no second copy of the model. A quarter of the batches is
+    held out and measures the conversion. The weights are unchanged; each layer gets a bias
+    (``sigattn.nn.fitted_bias``), whose parameters are ordinary ones of the model.
+
+    Every attention is converted, or the call raises and the model is unchanged. A softmax that does not belong to an
+    attention (a classifier, a router) stays.
+
+    Args:
+        model: any module whose attention is ``sigattn.nn.Attention``, ``nn.MultiheadAttention`` or calls
+            ``F.scaled_dot_product_attention``: models of this library, timm, torchvision, and ``nn.Transformer``.
+        batches: a few batches, such as those of training: each a tensor, a sequence of positional arguments, or a
+            mapping of keyword arguments of the model; with ``loss``, anything that it takes. Five or more, so that one
+            can be held out.
+        loss: function from model and batch to a scalar, which also runs the model. None runs ``model(batch)``; its loss
+            is then the output's attribute ``loss``, if there is one.
+
+    Raises:
+        ConversionError: a ValueError, if there are no batches, a batch does not run, an attention cannot be converted
+            or is not reached by the batches, there is none, it is sigmoid already, or statistics or losses are not
+            finite.
+
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
+    >>> report = convert(encoder, torch.randn(5, 8, 20, 64).unbind())
+    >>> [layer.name for layer in report.layers]
+    ['layers.0.self_attn', 'layers.1.self_attn']
+    """
+    batches = list(batches)
+    if not batches:
+        raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
+    held_out = batches[-max(1, len(batches) // 4) :]
+    fitted_on = batches[: len(batches) - len(held_out)] or held_out
+    with _evaluation(model):
+        adapter: Adapter = ModuleAdapter(model, lambda: _run(model, fitted_on[:1], loss))
+        names = adapter.layers()
+
+        def run(given: Sequence[Any], attend: Attend) -> float | None:
+            with adapter.observe(attend):
+                return _run(model, given, loss)
+
+        biases = fit_biases(lambda attend: run(fitted_on, attend), names)
+        layers, loss_softmax = measure_layers(lambda attend: run(held_out, attend), biases)
+        losses = [loss_softmax]
+        if loss_softmax is not None:
+            log_n = dict.fromkeys(names, BatchLengthBias())
+            losses += [run(held_out, _answer_by(b)) for b in (log_n, biases)]
+    if not all(value is None or math.isfinite(value) for value in losses):
+        raise ConversionError(
+            f"convert: losses must be finite, got {losses[0]} with softmax, {losses[1]} with b = -log n, {losses[2]} "
+            "converted"
+        )
+    adapter.swap(biases)
+    softmax, with_log_n, converted = losses if len(losses) == 3 else [None] * 3
+    return ConversionReport(
+        tuple(layers), softmax, with_log_n, converted, len(fitted_on), len(held_out), fitted_on is not held_out
+    )
+
+
+def _answer_by(biases: Mapping[str, AttentionBias]) -> Attend:
+    """Return the function that answers each call with sigmoid attention of its layer's bias."""
+
+    def attend(call: AttentionCall) -> Any:
+        return call.sigmoid(biases[call.name])
+
+    return attend
+
+
+def _run(model: nn.Module, batches: Sequence[Any], loss: Loss | None) -> float | None:
+    """Run a model on batches, and return its mean loss; None if a batch has none.
+
+    Raises:
+        ConversionError: if the model or the loss raises.
+    """
+    losses: list[float | None] = []
+    for i, batch in enumerate(batches):
+        try:
+            value = getattr(_forward(model, batch), "loss", None) if loss is None else loss(model, batch)
+            losses.append(None if value is None else float(value))
+        except ConversionError:
+            raise
+        except Exception as error:
+            raise ConversionError(
+                f"convert: the model does not run on batch {i} of {len(batches)}: {type(error).__name__}: {error}"
+            ) from error
+    known = [value for value in losses if value is not None]
+    return sum(known) / len(known) if len(known) == len(losses) else None
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+@contextlib.contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    """Within the context, run a model uncompiled in evaluation mode and without PyTorch's fused encoder layers."""
+    training = {module: module.training for module in model.modules()}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for module, mode in training.items():
+            module.training = mode

@@ -1,0 +1,127 @@
+"""Report of a conversion: the fit of each head, the error of each layer's output, the loss before and after."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sigattn.files import add_path_to_errors
+
+POOR_ERROR = 0.5  # relative error of a layer's output above which the report calls its fit poor
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """Fit of one head.
+
+    Attributes:
+        r2: share of the variance of -lse over the held-out rows that the bias explains; NaN if -lse is constant.
+        constant, slope: c and a of the bias c + a · log(visible keys) + …
+    """
+
+    r2: float
+    constant: float
+    slope: float
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Fit of one layer.
+
+    Attributes:
+        name: name of the layer within the model.
+        heads: fit of each head.
+        error_log_n: ‖O_sigmoid - O_softmax‖ / ‖O_softmax‖ of the attention's output on the same inputs, b = -log n.
+        error: the same with the fitted bias.
+    """
+
+    name: str
+    heads: tuple[HeadReport, ...]
+    error_log_n: float
+    error: float
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Report of a conversion. ``print`` shows it, ``save`` writes it as JSON.
+
+    Attributes:
+        layers: each converted layer.
+        loss_softmax: mean loss of the softmax model over the held-out batches; None if the batches have no loss.
+        loss_log_n: loss with sigmoid attention and b = -log n. loss: loss of the converted model.
+        num_batches: number of batches of the fit. num_held_out: number of batches that the numbers above are from.
+        held_out: False if these are batches of the fit, because there was only one.
+    """
+
+    layers: tuple[LayerReport, ...]
+    loss_softmax: float | None
+    loss_log_n: float | None
+    loss: float | None
+    num_batches: int
+    num_held_out: int
+    held_out: bool
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences that say where the conversion is poor."""
+        found = []
+        if not self.held_out:
+            found.append("There was one batch only, so errors and losses are those of the batch of the fit.")
+        if poor := [layer.name for layer in self.layers if not layer.error < POOR_ERROR]:
+            found.append(
+                f"The outputs of {', '.join(poor)} differ from softmax's by more than {POOR_ERROR:.0%}: the bias does "
+                "not follow rows in which single keys dominate. Train the model further before use."
+            )
+        return found
+
+    def __str__(self) -> str:
+        rows = [("layer", "R² (min … max)", "c", "a", "error, −log n", "error, fitted")]
+        for layer in self.layers:
+            r2, c, a = zip(*((h.r2, h.constant, h.slope) for h in layer.heads), strict=True)
+            rows.append(
+                (
+                    layer.name or "(model)",
+                    _range(r2),
+                    _range(c),
+                    _range(a),
+                    f"{layer.error_log_n:.1%}",
+                    f"{layer.error:.1%}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True))
+            )
+            for r in rows
+        ]
+        if self.loss_softmax is not None:
+            lines.append(
+                f"loss: {self.loss_softmax:.4f} with softmax, {self.loss_log_n:.4f} with b = −log n, "
+                f"{self.loss:.4f} converted"
+            )
+        return "\n".join([*lines, *self.warnings])
+
+    def save(self, path: Path) -> None:
+        """Write the report as JSON; NaN becomes null.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        with add_path_to_errors(path):
+            path.write_text(json.dumps(_without_nan({**asdict(self), "warnings": self.warnings}), indent=1) + "\n")
+
+
+def _range(values: tuple[float, ...]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} … {high:.2f}"
+
+
+def _without_nan(value: object) -> object:
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(v) for v in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,45 @@
+"""Statistics of each row of softmax attention, in memory linear in the length."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigattn.ops import reference
+from sigattn.ops.problem import Problem
+
+_BLOCK_BYTES = 8 << 20  # bytes of the logits of one block of rows
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of the rows of one call, (B, Hq, N) each.
+
+    Attributes:
+        lse: log of the softmax denominator, log Σ exp(s) over the visible keys; -inf in a row without visible keys.
+        visible: number of visible keys, at least 1, float32.
+        counted: True for rows that count: with visible keys, and not of padding.
+    """
+
+    lse: Tensor
+    visible: Tensor
+    counted: Tensor
+
+
+def row_statistics(problem: Problem) -> RowStatistics:
+    """Return the statistics of a call's rows, computed in blocks of rows in float32 or better."""
+    batch, heads, n, _ = problem.query.shape
+    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
+    parts = [_of_rows(problem.rows(i, min(i + step, n))) for i in range(0, n, step)]
+    lse, visible = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+    counted = visible > 0
+    if problem.key_lengths is not None and n == problem.key.shape[2]:  # self-attention: rows of padding do not count
+        i = torch.arange(n, device=lse.device)
+        counted = counted & (i < problem.key_lengths.to(i.device)[:, None])[:, None]
+    return RowStatistics(lse, visible.clamp(min=1).float(), counted)
+
+
+def _of_rows(problem: Problem) -> tuple[Tensor, Tensor]:
+    logits, visible = reference.masked_logits(problem, "softmax")  # (B, Hq, R, M)
+    return logits.masked_fill(~visible, -torch.inf).logsumexp(-1), visible.sum(-1)

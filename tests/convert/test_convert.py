@@ -1,0 +1,67 @@
+"""Conversion of small models: the statistics against float64, and the report against the model itself."""
+
+import pytest
+import torch
+
+from sigattn.convert import ConversionError, convert
+from sigattn.models import LanguageModel, LanguageModelConfig
+
+CONFIG = LanguageModelConfig(
+    activation="softmax", num_layers=2, embed_dim=16, num_heads=4, vocab_size=32, max_seq_len=24
+)
+
+
+def model_and_batches(**changes):
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(**{**vars(CONFIG), **changes}))
+    for block in model.blocks:
+        block.attention.query.weight.data *= 3  # attention that is not uniform
+    tokens = torch.randint(32, (8, 2, 25))
+    return model, [(t[:, :-1], t[:, 1:]) for t in tokens]
+
+
+def loss(model, batch):
+    return model.loss(*batch)
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_least_squares_of_the_denominators(position, heads):
+    """c and a equal those of numpy's least squares over the first layer's rows."""
+    model, batches = model_and_batches(position=position, num_kv_heads=heads)
+    layer, inputs = model.blocks[0].attention, []
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        for tokens, _ in batches[:6]:
+            model(tokens)
+    handle.remove()
+    report = convert(model, batches, loss=loss)
+    x = torch.cat(inputs)
+    q, k, _ = layer._project(x, x, 0, None)
+    logits = (q @ k.repeat_interleave(4 // heads, 1).mT / 2).double()
+    i = torch.arange(24)
+    if position == "alibi":
+        logits = logits - layer.position().double().view(-1, 1, 1) * (i[:, None] - i).abs()
+    lse = logits.masked_fill(i > i[:, None], -torch.inf).logsumexp(-1)  # (B, H, N)
+    design = torch.stack([torch.ones(24), (i + 1.0).log()], 1).double().repeat(len(x), 1)
+    for h in range(4):
+        c, a = torch.linalg.lstsq(design, -lse[:, h].reshape(-1, 1)).solution.flatten().tolist()
+        assert layer.attention_bias.constant[h].item() == pytest.approx(c, abs=1e-3)
+        assert layer.attention_bias.slope[h].item() == pytest.approx(a, abs=1e-3)
+        assert report.layers[0].heads[h].constant == pytest.approx(c, abs=1e-3)
+
+
+def test_the_losses_are_those_of_the_models():
+    model, batches = model_and_batches()
+    held_out = batches[6:]
+    before = sum(loss(model, b).item() for b in held_out) / 2
+    report = convert(model, batches, loss=loss)
+    assert report.loss_softmax == pytest.approx(before)
+    assert report.loss == pytest.approx(sum(loss(model, b).item() for b in held_out) / 2)
+    assert all(layer.error < layer.error_log_n for layer in report.layers)
+
+
+def test_no_batches():
+    model, _ = model_and_batches()
+    with pytest.raises(ConversionError, match="batches is empty"):
+        convert(model, [])
