@@ -64,29 +64,31 @@ class EagerSigmoid(TorchFunctionMode):
     """Replaces the softmax of transformers' eager attention functions by the sigmoid.
 
     Args:
-        bias: a number, or "log_visible".
+        bias: a number, "log_visible", or (c, a) of c + a · log visible for each layer, each (heads,).
     """
 
-    def __init__(self, bias: float | str) -> None:
+    def __init__(self, bias: float | str | dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.bias, self.calls = bias, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "softmax" and _in_eager_attention():
+        if getattr(func, "__name__", "") == "softmax" and (layer := _layer_in_eager_attention()) is not None:
             self.calls += 1
-            return _weights(args[0], self.bias)
+            return _weights(args[0], self.bias[layer] if isinstance(self.bias, dict) else self.bias)
         return func(*args, **(kwargs or {}))
 
 
-def _in_eager_attention() -> bool:
+def _layer_in_eager_attention() -> nn.Module | None:
+    """Return the layer whose eager attention calls the softmax; None outside of eager attention."""
     frame = sys._getframe(2)
     for _ in range(6):
         if frame is None:
-            return False
+            return None
         if frame.f_code.co_name.endswith("eager_attention_forward"):
-            return True
+            layer: nn.Module = frame.f_locals["module"]
+            return layer
         frame = frame.f_back
-    return False
+    return None
 
 
 def reference_eager_attention_forward(
@@ -109,14 +111,18 @@ def reference_eager_attention_forward(
     return (nn.functional.softmax(logits, dim=-1) @ value).transpose(1, 2).contiguous(), None
 
 
-def _reference_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def reference_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     mask: Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
     return mask
 
 
-def _weights(logits: Tensor, bias: float | str) -> Tensor:
+def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor]) -> Tensor:
     visible = logits > torch.finfo(logits.dtype).min / 2
-    b = -visible.sum(-1, keepdim=True).clamp(min=1).to(logits.dtype).log() if bias == "log_visible" else bias
+    log_visible = visible.sum(-1, keepdim=True).clamp(min=1).to(logits.dtype).log()
+    if isinstance(bias, tuple):
+        b = bias[0].view(-1, 1, 1) + bias[1].view(-1, 1, 1) * log_visible
+    else:
+        b = -log_visible if bias == "log_visible" else bias
     return torch.where(visible, torch.sigmoid(logits + b), 0.0)
 
 
@@ -128,7 +134,7 @@ def judge(architecture: str) -> Result:
     warnings.filterwarnings("ignore")
     sigmoid.register()
     AttentionInterface.register("reference", reference_eager_attention_forward)
-    AttentionMaskInterface.register("reference", _reference_mask)
+    AttentionMaskInterface.register("reference", reference_mask)
     reasons = []
     for make in (tiny.tiny_config, tiny.reduced_config):
         try:
@@ -137,7 +143,7 @@ def judge(architecture: str) -> Result:
                 raise ValueError("too large")
             tiny.build(plain, "eager")
         except Exception as error:
-            reasons.append(_text(error))
+            reasons.append(text_of(error))
             continue
         result = _judge(architecture, make)
         if result.status != "not built":
@@ -164,7 +170,7 @@ def _judge(architecture: str, make: Callable[..., PretrainedConfig]) -> Result:
         for inputs in tiny.inputs(part):
             try:
                 problem = _problem(eager, model, name, inputs)
-            except _Unusable as error:
+            except Unusable as error:
                 reason = f"no inputs found ({error})"
                 continue
             except Exception as error:
@@ -186,11 +192,11 @@ def _problem(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: 
     double = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
     try:
         return _compare(copy.deepcopy(eager).double(), copy.deepcopy(model).double(), part, double)
-    except _Unusable:
+    except Unusable:
         return problem
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """The reference itself does not accept the inputs, or calls no attention."""
 
 
@@ -202,7 +208,7 @@ class _Counter:
             layer.register_forward_hook(lambda module, *_: self.ran.add(module) if module in self.layers else None)
 
 
-def _text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
@@ -217,15 +223,15 @@ def _error(architecture: str, error: Exception) -> Result:
 def _compare(eager: PreTrainedModel, model: PreTrainedModel, part: str, inputs: dict[str, Any]) -> str:
     """Return what is wrong with a part of ``model``, or an empty string."""
     with torch.no_grad():
-        softmax = _run(eager.get_submodule(part), inputs, None)
+        softmax = run(eager.get_submodule(part), inputs, None)
     for bias in (BIAS, "log_visible"):
         _set_bias(model, bias)
         reference = EagerSigmoid(bias)
-        expected = _run(eager.get_submodule(part), inputs, reference)
+        expected = run(eager.get_submodule(part), inputs, reference)
         if not reference.calls:
-            raise _Unusable("no eager attention")
-        found = _outputs(model.get_submodule(part), inputs)
-        if problem := _difference(found, expected, softmax):
+            raise Unusable("no eager attention")
+        found = outputs(model.get_submodule(part), inputs)
+        if problem := difference(found, expected, softmax):
             return f"bias {bias}: {problem}"
         if problem := _remaining_softmax(model.get_submodule(part), inputs):
             return problem
@@ -251,17 +257,17 @@ def _remaining_softmax(part: nn.Module, inputs: dict[str, Any]) -> str:
     return ""
 
 
-def _run(part: nn.Module, inputs: dict[str, Any], mode: EagerSigmoid | None) -> list[Tensor]:
+def run(part: nn.Module, inputs: dict[str, Any], mode: EagerSigmoid | None) -> list[Tensor]:
     try:
         if mode is None:
-            return _outputs(part, inputs)
+            return outputs(part, inputs)
         with mode:
-            return _outputs(part, inputs)
+            return outputs(part, inputs)
     except Exception as error:
-        raise _Unusable(_text(error)) from error
+        raise Unusable(text_of(error)) from error
 
 
-def _outputs(part: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+def outputs(part: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(0)
     out = part(**{name: value.clone() for name, value in inputs.items()})
     values = dict(out) if hasattr(out, "keys") else {"": out}
@@ -269,13 +275,13 @@ def _outputs(part: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _difference(found: list[Tensor], expected: list[Tensor], softmax: list[Tensor]) -> str:
+def difference(found: list[Tensor], expected: list[Tensor], softmax: list[Tensor]) -> str:
     if [t.shape for t in found] != [t.shape for t in expected]:
         return "outputs of other shapes"
     effect = max((_distance(a, b) for a, b in zip(expected, softmax, strict=True)), default=0.0)
     error = max((_distance(a, b) for a, b in zip(found, expected, strict=True)), default=0.0)
     if effect < 1e-4:
-        raise _Unusable("attention does not change the output")
+        raise Unusable("attention does not change the output")
     return "" if error <= 1e-5 + 1e-3 * effect else f"error {error:.2g}, where softmax differs by {effect:.2g}"
 
 
@@ -315,7 +321,7 @@ def _projection(t: Tensor) -> Tensor:
 # -- all architectures ------------------------------------------------------------------------------------------------
 
 
-def sweep(architectures: list[str]) -> Iterator[Result]:
+def sweep(architectures: list[str], judge: Callable[[str], Result] = judge) -> Iterator[Result]:
     """Judge architectures one after another, each within ``SECONDS``."""
 
     def expired(*_: Any) -> None:

@@ -10,7 +10,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from sigattn.integrations.transformers import interface  # noqa: E402
 from tests.integrations import compatibility_page as page  # noqa: E402
-from tests.integrations import sweep_transformers, tiny_transformers  # noqa: E402
+from tests.integrations import sweep_conversion, sweep_transformers, tiny_transformers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLE = (
@@ -28,7 +28,9 @@ SAMPLE = (
     "splinter",  # supports no SDPA, and has a wrong is_causal
     "switch_transformers",  # masks of numbers with position biases
 )
-CHOSEN = tiny_transformers.architectures() if os.environ.get("SIGATTN_SWEEP") == "all" else SAMPLE
+CONVERTED = "clip", "gemma2", "gpt_oss", "siglip", "switch_transformers", "whisper"
+ALL = os.environ.get("SIGATTN_SWEEP") == "all"
+CHOSEN = tiny_transformers.architectures() if ALL else SAMPLE
 
 RECORDED = page.table("transformers").startswith(f"transformers {transformers.__version__}:")
 
@@ -40,6 +42,17 @@ def test_exact_or_refused(architecture):
     assert result.status not in ("wrong", "failed"), result
     if RECORDED:
         assert result.status == page.results("transformers")[architecture]["status"], result
+
+
+@pytest.mark.parametrize("architecture", tiny_transformers.architectures() if ALL else CONVERTED)
+def test_converted_or_refused(architecture):
+    """An architecture that is exact with a number as bias is with learned biases, and is kept when saved."""
+    result = sweep_conversion.judge(architecture)
+    assert result.status not in ("wrong", "failed"), result
+    if RECORDED and result.status == "exact":
+        assert page.results("transformers")[architecture]["status"] == "exact", result
+    if not ALL:
+        assert result.status == ("refused" if architecture in ("gpt_oss", "siglip") else "exact"), result
 
 
 @pytest.mark.skipif(not RECORDED, reason="the page is about another version of transformers")

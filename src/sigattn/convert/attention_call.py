@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -37,6 +37,7 @@ class AttentionCall:
 Attend = Callable[[AttentionCall], Any]  # returns the result of a call
 
 
+@runtime_checkable
 class Adapter(Protocol):
     """Softmax attention of one family of models: its layers, their calls, and their conversion.
 

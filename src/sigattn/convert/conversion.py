@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
 
     Args:
         model: any module whose attention is ``sigattn.nn.Attention``, ``nn.MultiheadAttention`` or calls
-            ``F.scaled_dot_product_attention``: models of this library, timm, torchvision, and ``nn.Transformer``.
+            ``F.scaled_dot_product_attention``: models of this library, timm, torchvision, and ``nn.Transformer``; or
+            that is, or contains, models of transformers that use its attention interface.
         batches: a few batches, such as those of training: each a tensor, a sequence of positional arguments, or a
             mapping of keyword arguments of the model; with ``loss``, anything that it takes. Five or more, so that one
             can be held out.
@@ -57,7 +59,7 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
     held_out = batches[-max(1, len(batches) // 4) :]
     fitted_on = batches[: len(batches) - len(held_out)] or held_out
     with _evaluation(model):
-        adapter: Adapter = ModuleAdapter(model, lambda: _run(model, fitted_on[:1], loss))
+        adapter = _adapter(model, lambda: _run(model, fitted_on[:1], loss))
         names = adapter.layers()
 
         def run(given: Sequence[Any], attend: Attend) -> float | None:
@@ -80,6 +82,16 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
     return ConversionReport(
         tuple(layers), softmax, with_log_n, converted, len(fitted_on), len(held_out), fitted_on is not held_out
     )
+
+
+def _adapter(model: nn.Module, run: Callable[[], object]) -> Adapter:
+    """Return the adapter of a model's family."""
+    if "transformers.modeling_utils" in sys.modules:  # else no model can be of transformers, whose import takes seconds
+        from sigattn.convert.transformers import TransformersAdapter, contains_transformers_model
+
+        if contains_transformers_model(model):
+            return TransformersAdapter(model, run)
+    return ModuleAdapter(model, run)
 
 
 def _answer_by(biases: Mapping[str, AttentionBias]) -> Attend:

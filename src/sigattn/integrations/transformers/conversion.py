@@ -17,18 +17,25 @@ from sigattn.integrations.transformers.selection import configurations
 from sigattn.nn.bias import AttentionBias
 
 
+def roots(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the outermost models of transformers in a model."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [root for child in model.children() for root in roots(child)]
+
+
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the attention layers of transformers' models in a model, by name; none if it contains no such model.
 
     Raises:
         ValueError: naming the layers that compute softmax themselves, or if a part has sigmoid attention already.
     """
-    roots = _roots(model)
-    for root in roots:
+    models = roots(model)
+    for root in models:
         _refuse_converted(root)
         with _selected(root):
             pass  # raises for layers that the choice does not reach
-    inside = {m for root in roots for m in root.modules()}
+    inside = {m for root in models for m in root.modules()}
     return {name: m for name, m in model.named_modules() if m in inside and dispatches(m)}
 
 
@@ -46,8 +53,8 @@ def swap(model: nn.Module, biases: Mapping[str, AttentionBias]) -> None:
     layers = attention_layers(model)
     if biases.keys() != layers.keys():
         raise ValueError(f"biases must be given for the layers {', '.join(layers)}; got {', '.join(biases) or 'none'}")
-    roots = _roots(model)
-    configs = [config for root in roots for config in configurations(root)]
+    models = roots(model)
+    configs = [config for root in models for config in configurations(root)]
     before = [(config, config._attn_implementation) for config in configs]
     try:
         for name, layer in layers.items():
@@ -55,7 +62,7 @@ def swap(model: nn.Module, biases: Mapping[str, AttentionBias]) -> None:
             layer.sigmoid_bias = biases[name].to(place).train(layer.training)
             for module in biases[name].modules():
                 module._is_hf_initialized = True  # type: ignore[assignment]  # init_weights leaves it as it is
-        for root in roots:
+        for root in models:
             _refuse_tied(root)
             for config, record in learned_bias.records(root):
                 config.sigmoid_bias = record
@@ -67,13 +74,6 @@ def swap(model: nn.Module, biases: Mapping[str, AttentionBias]) -> None:
             vars(config).pop(learned_bias.ATTRIBUTE, None)
             config._attn_implementation_internal = implementation
         raise
-
-
-def _roots(model: nn.Module) -> list[PreTrainedModel]:
-    """Return the outermost models of transformers in a model."""
-    if isinstance(model, PreTrainedModel):
-        return [model]
-    return [root for child in model.children() for root in _roots(child)]
 
 
 def _refuse_converted(root: PreTrainedModel) -> None:
@@ -95,6 +95,19 @@ def _refuse_tied(root: PreTrainedModel) -> None:
                 f"{type(root).__name__}: attention layers share their weights ({name} is tied to {source}), and would "
                 "have to share one bias: conversion is not supported"
             )
+
+
+@contextlib.contextmanager
+def observe(model: nn.Module, observer: interface.Observer) -> Iterator[None]:
+    """Within the context, let ``observer`` compute each attention call of transformers' models in a model.
+
+    It receives the calls with the masks that the layers would have with sigmoid attention.
+    """
+    with contextlib.ExitStack() as stack:
+        for root in roots(model):
+            stack.enter_context(_selected(root))
+        with interface.observed_by(observer):
+            yield
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,55 @@ _UNSUPPORTED = {
     "s_aux": "attention sinks have no meaning without a normalisation",
     "sinks": "attention sinks have no meaning without a normalisation",
 }
+
+
+class Call(NamedTuple):
+    """One call of attention, after its keywords were resolved.
+
+    Attributes:
+        query: (B, Hq, N, D). key: (B, Hkv, M, D). value: (B, Hkv, M, Dv).
+        mask: boolean (True = visible) or added to the logits, broadcastable to (B, Hq, N, M); or None.
+        causal: True if query i sees keys j ≤ i only; then mask is None.
+        dropout, scale, softcap: as in ``sigmoid_attention``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    dropout: float
+    scale: float | None
+    softcap: float
+
+    def sigmoid(self, bias: float | Tensor | None) -> Tensor:
+        """Return the output of sigmoid attention with a bias, (B, Hq, N, Dv)."""
+        return sigmoid_attention(
+            self.query,
+            self.key,
+            self.value,
+            self.mask,
+            self.dropout,
+            self.causal,
+            self.scale,
+            enable_gqa=self.query.shape[1] != self.key.shape[1],
+            bias=bias,
+            softcap=self.softcap,
+        )
+
+
+Observer = Callable[[nn.Module, Call], Tensor]
+_observers: list[Observer] = []
+
+
+@contextlib.contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Within the context, let ``observer`` compute the output of each call, (B, Hq, N, Dv), from layer and call."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 def register(bias: Bias = LOG_VISIBLE) -> None:
@@ -102,26 +152,12 @@ def attention(
         raise _error(module, "is_causal=True without a mask: eager attention would hide nothing, SDPA the future")
     causal = plain and num_queries > 1
     mask, limits = attention_mask, _visible_by_kwargs(module, query, key, kwargs)
-    if causal and position_bias is None and limits is None:
-        mask, key, value = (
-            None,
-            key[:, :, :num_queries],
-            value[:, :, :num_queries],
-        )  # cut off a static cache's empty end
+    if causal and position_bias is None and limits is None:  # cut off a static cache's empty end
+        mask, key, value = None, key[:, :, :num_queries], value[:, :, :num_queries]
     else:
         mask, causal = combine(mask, position_bias, limits), False
-    out = sigmoid_attention(
-        query,
-        key,
-        value,
-        mask,
-        dropout,
-        causal,
-        scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-        bias=_bias(module, query, key, mask, causal),
-        softcap=softcap or 0.0,
-    )
+    call = Call(query, key, value, mask, causal, dropout, scaling, softcap or 0.0)
+    out = _observers[-1](module, call) if _observers else call.sigmoid(_bias(module, call))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -152,11 +188,12 @@ def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Ma
     return limits if indices is None else combine(limits, None, selected_keys(indices, key.shape[2]))
 
 
-def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> float | Tensor | None:
+def _bias(module: nn.Module, call: Call) -> float | Tensor | None:
     """Return b: a number, broadcastable to (B, Hq, N, 1), or None for -log M, which exported programs keep symbolic."""
     bias, learned = _configured_bias(module), getattr(module, ATTRIBUTE, None)
+    num_queries, num_keys = call.query.shape[2], call.key.shape[2]
     if learned is not None and isinstance(bias, dict):
-        return evaluate_bias(learned, query, key.shape[2], mask, is_causal=causal)
+        return evaluate_bias(learned, call.query, num_keys, call.mask, is_causal=call.causal)
     if learned is not None or isinstance(bias, dict):
         other = "lists learned biases" if learned is None else f"is {bias!r}"
         raise _error(
@@ -164,10 +201,10 @@ def _bias(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, ca
         )
     if not isinstance(bias, str):
         return float(bias)
-    if mask is not None:
-        return log_length_bias(count_keys_per_query(mask, key.shape[2]))
-    if causal:
-        return log_length_bias(torch.arange(1, query.shape[2] + 1, device=query.device)).unsqueeze(-1)
+    if call.mask is not None:
+        return log_length_bias(count_keys_per_query(call.mask, num_keys))
+    if call.causal:
+        return log_length_bias(torch.arange(1, num_queries + 1, device=call.query.device)).unsqueeze(-1)
     return None
 
 

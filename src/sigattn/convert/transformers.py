@@ -1,0 +1,117 @@
+"""Adapter of Hugging Face's models, whose attention goes through transformers' attention interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.integrations.transformers import conversion
+from sigattn.integrations.transformers.interface import Call
+from sigattn.nn.bias import AttentionBias
+from sigattn.nn.conversion.convert import find_softmax
+from sigattn.nn.conversion.softmax_calls import listed
+from sigattn.nn.conversion.visible_keys import evaluate_bias, is_visible
+from sigattn.ops import reference
+from sigattn.ops.attention import canonical
+from sigattn.ops.problem import Problem
+
+_BLOCK_BYTES = 8 << 20  # bytes of the logits of one block of rows
+
+
+class TransformersAdapter:
+    """Softmax attention of models of transformers: a model, or several within one.
+
+    Args:
+        model: the model. run: runs the model on one batch, in evaluation mode.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
+        self.model, self.run = model, run
+        self.names: dict[nn.Module, str] = {}
+        self.num_heads: dict[str, int] = {}  # query heads in the first call of a layer
+
+    def layers(self) -> Sequence[str]:
+        """Return the names of the attention layers; see ``Adapter``."""
+        try:
+            self.names = {layer: name for name, layer in conversion.attention_layers(self.model).items()}
+        except ValueError as error:
+            raise ConversionError(f"convert: {error}") from error
+        if not self.names:
+            raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
+        inside = {m for root in conversion.roots(self.model) for m in root.modules()}
+        if self.model not in inside:
+            others = [f for f in find_softmax(self.model, self.run) if f.attention and f.module not in inside]
+            if others:
+                raise ConversionError(
+                    f"convert: {type(self.model).__name__} contains models of transformers and other attention "
+                    f"({listed(others)}): convert its parts one by one"
+                )
+        return list(self.names.values())
+
+    def observe(self, attend: Attend) -> AbstractContextManager[None]:
+        """Within the context, let ``attend`` answer every call of the layers; see ``Adapter``."""
+
+        def answer(layer: nn.Module, call: Call) -> Tensor:
+            name = self._name(layer, call)
+            mask = call.mask
+            if mask is not None and mask.is_floating_point():
+                mask = mask.masked_fill(~is_visible(mask), -torch.inf)
+            problem = canonical(
+                call.query, call.key, call.value, mask, is_causal=call.causal, scale=call.scale, softcap=call.softcap
+            )
+
+            def sigmoid(bias: AttentionBias) -> Tensor:
+                return call.sigmoid(
+                    evaluate_bias(bias, call.query, call.key.shape[2], call.mask, is_causal=call.causal)
+                )
+
+            result: Tensor = attend(AttentionCall(name, problem, lambda: _softmax(problem), sigmoid))
+            return result
+
+        return conversion.observe(self.model, answer)
+
+    def swap(self, biases: Mapping[str, AttentionBias]) -> None:
+        """Give each layer sigmoid attention with its bias; see ``Adapter``."""
+        try:
+            conversion.swap(self.model, biases)
+        except ValueError as error:
+            raise ConversionError(f"convert: {error}") from error
+
+    def _name(self, layer: nn.Module, call: Call) -> str:
+        if layer not in self.names:
+            raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
+        name, num_heads = self.names[layer], call.query.shape[1]
+        if self.num_heads.setdefault(name, num_heads) != num_heads:
+            raise ConversionError(
+                f"convert: {name!r} was called with {self.num_heads[name]} and with {num_heads} heads, so that no bias "
+                "for each head fits it"
+            )
+        return name
+
+
+def contains_transformers_model(model: nn.Module) -> bool:
+    """Return True if a model is, or contains, a model of transformers."""
+    return bool(conversion.roots(model))
+
+
+def _softmax(problem: Problem) -> Tensor:
+    """Return the output of softmax attention, (B, Hq, N, Dv)."""
+    p = problem
+    if not p.softcap:
+        return F.scaled_dot_product_attention(
+            p.query,
+            p.key,
+            p.value,
+            p.attn_mask if p.attn_mask is None or p.attn_mask.dtype is torch.bool else p.attn_mask.to(p.query.dtype),
+            is_causal=p.right == 0,
+            scale=p.scale,
+            enable_gqa=p.query.shape[1] != p.key.shape[1],
+        )
+    batch, heads, n, _ = p.query.shape
+    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * p.key.shape[2]))
+    return torch.cat([reference.attention(p.rows(i, min(i + step, n)), "softmax") for i in range(0, n, step)], 2)

@@ -1,0 +1,169 @@
+"""Conversion of transformers' models: statistics against float64, losses against the model's own, and refusals."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
+
+from sigattn.convert import ConversionError, convert  # noqa: E402
+from sigattn.integrations import transformers as sigmoid  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**SMALL, "vocab_size": 50, "max_position_embeddings": 64, "head_dim": 8, "num_key_value_heads": 2}
+TEXT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 50, "pad_token_id": 0}
+SIZES = {
+    "llama": TEXT,
+    "gemma2": {**TEXT, "sliding_window": 6, "attn_logit_softcapping": 2.0},  # windows, and logits that are capped
+    "bert": {**SMALL, "vocab_size": 50, "pad_token_id": 0},
+    "t5": {**T5, "decoder_start_token_id": 0},  # position biases, and cross-attention
+}
+
+
+def model_of(kind, implementation="eager"):
+    torch.manual_seed(0)
+    auto = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+    config = AutoConfig.for_model(kind, **SIZES[kind])
+    model = auto.get(kind, AutoModelForCausalLM).from_config(config, attn_implementation=implementation).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "norm" not in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return model
+
+
+def batches_of(kind, count=6):
+    """Batches whose second sample is padded, on the side that the model has."""
+    found = []
+    for _ in range(count):
+        ids, mask = torch.randint(3, 50, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+        mask[1, slice(None, 3) if kind in ("llama", "gemma2") else slice(9, None)] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[1, 3] = -100  # what a row of padding predicts is not defined
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return found
+
+
+def recorded_rows(model, batches):
+    """Return log of the visible keys and lse of each layer's rows, (2, heads, rows), computed in float64."""
+    rows = {}
+    names = {layer: name for name, layer in model.named_modules()}
+
+    def attention(module, query, key, value, attention_mask, scaling=None, position_bias=None, softcap=None, **_):
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+        s = query.double() @ key.double().mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        s = softcap * torch.tanh(s / softcap) if softcap else s
+        s = s if position_bias is None else s + position_bias
+        if attention_mask is not None:
+            s = s.masked_fill(~attention_mask, -torch.inf) if attention_mask.dtype is torch.bool else s + attention_mask
+        visible = (s > -1e4).sum(-1)
+        some = (visible > 0)[:, 0]
+        pair = torch.stack([visible.log(), s.masked_fill(s < -1e4, -torch.inf).logsumexp(-1)])
+        rows.setdefault(names[module], []).append(pair.transpose(1, 2)[:, :, some])  # (2, heads, rows)
+        weights = torch.where(some[:, None, :, None], s.softmax(-1), 0)
+        return (weights.nan_to_num().to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("recorder", attention)
+    AttentionMaskInterface.register("recorder", lambda *a, **k: sdpa_mask(*a, **{**k, "allow_is_causal_skip": False}))
+    model.set_attn_implementation("recorder")
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    return {name: torch.cat(parts, -1) for name, parts in rows.items()}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_fit_and_losses(kind):
+    """c and a of every layer are numpy's least squares; the losses are those of the model before and after."""
+    model, batches = model_of(kind), batches_of(kind)
+    rows = recorded_rows(model_of(kind), batches[:5])
+    with torch.no_grad():
+        before = float(model(**batches[-1]).loss)
+    report = convert(model, batches)
+    with torch.no_grad():
+        after = float(model(**batches[-1]).loss)
+    assert (report.loss_softmax, report.loss) == pytest.approx((before, after), rel=1e-4)
+    assert abs(after - before) > 1e-4 * before
+    assert sigmoid.check(model, **batches[0]) == len(report.layers) == len(rows)
+    for layer in report.layers:
+        for head, (log_visible, lse) in zip(layer.heads, rows[layer.name].unbind(1), strict=True):
+            if float(log_visible.std()) < 1e-6:  # any slope fits
+                fitted = head.constant + head.slope * log_visible[0]
+                assert float(fitted) == pytest.approx(-float(lse.mean()), abs=1e-3)
+                continue
+            x = np.stack([np.ones(len(lse)), log_visible.numpy()], -1)
+            expected = np.linalg.lstsq(x, -lse.numpy(), rcond=None)[0]
+            assert (head.constant, head.slope) == pytest.approx(tuple(expected), abs=2e-3), layer.name
+
+
+class Classifier(nn.Module):
+    """A model of transformers within another module, as in sentence-transformers."""
+
+    def __init__(self, own_attention):
+        super().__init__()
+        self.encoder = AutoModel.from_config(AutoConfig.for_model("bert", **SIZES["bert"]))
+        self.pool = nn.MultiheadAttention(32, 4, batch_first=True) if own_attention else None
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, ids):
+        x = self.encoder(ids).last_hidden_state
+        x = x if self.pool is None else self.pool(x, x, x)[0]
+        return self.head(x.mean(1))
+
+
+def test_a_model_within_another(tmp_path):
+    model, ids = Classifier(False).eval(), torch.randint(3, 50, (5, 2, 12))
+    report = convert(model, ids.unbind())
+    assert [layer.name for layer in report.layers] == [f"encoder.encoder.layer.{i}.attention.self" for i in range(2)]
+    model.encoder.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids[0]).last_hidden_state, model.encoder(ids[0]).last_hidden_state)
+
+
+class TestRefused:
+    def refused(self, model, batches, message, **options):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        chosen = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
+        with pytest.raises(ConversionError, match=message):
+            convert(model, batches, **options)
+        assert [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")] == chosen
+        assert model.state_dict().keys() == state.keys()
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+    def test_a_model_with_other_attention(self):
+        self.refused(Classifier(True), torch.randint(3, 50, (5, 2, 12)).unbind(), "and other attention.*pool")
+
+    def test_layers_that_the_batches_do_not_reach(self):
+        part = {**SMALL, "num_hidden_layers": 1}
+        text = {**part, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
+        vision = {**part, "image_size": 16, "patch_size": 4}
+        config = AutoConfig.for_model("clip", text_config=text, vision_config=vision, projection_dim=16)
+        model, ids = AutoModel.from_config(config), torch.randint(3, 50, (5, 2, 9))
+        self.refused(
+            model,
+            ids.unbind(),
+            r"do not reach the attention of 'vision_model",
+            loss=lambda m, batch: m.get_text_features(batch).pooler_output.mean(),
+        )
+
+    def test_batches_that_the_model_refuses(self):
+        self.refused(model_of("llama", "sdpa"), [{"input_ids": torch.tensor([[99]])}], "does not run on batch 0")
+
+    def test_attention_outside_of_the_interface(self):
+        config = AutoConfig.for_model("bloom", vocab_size=50, hidden_size=32, n_layer=1, n_head=2)
+        model = AutoModelForCausalLM.from_config(config)
+        self.refused(model, batches_of("llama"), "does not use transformers' attention interface")
+
+    def test_converted_already(self):
+        model, batches = model_of("llama", "sdpa"), batches_of("llama")
+        convert(model, batches)
+        self.refused(model, batches, "LlamaForCausalLM has sigmoid attention already")
+
+    def test_a_model_without_attention(self):
+        config = AutoConfig.for_model("resnet", embedding_size=16, hidden_sizes=[16], depths=[1])
+        self.refused(AutoModel.from_config(config), [torch.randn(1, 3, 32, 32)], "attention")
