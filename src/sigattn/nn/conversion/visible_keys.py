@@ -9,7 +9,7 @@ from sigattn.nn.bias import AttentionBias
 from sigattn.ops.operands import at_least, combine_window
 from sigattn.ops.problem import band
 
-HIDDEN_BELOW = -1000.0  # σ(-1000) is 0 in every dtype; masks use -inf, the smallest number, -1e9 or -1e4
+HIDDEN_BELOW = -90.0  # e^-90 is no normal float32; masks use -inf, the smallest number, -1e9, -1e4, or -100 + bias (Swin)
 
 
 def is_visible(mask: Tensor) -> Tensor:
