@@ -56,18 +56,12 @@ class ModuleAdapter:
                 f"convert: these layers compute a softmax themselves, where it cannot be replaced: {listed(refused)}. "
                 "Let them use F.scaled_dot_product_attention, or rewrite them with sigattn.nn.Attention"
             )
-        replaced = [f for f in findings if f.replaceable]
-        if not replaced:
+        self.own = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and _is_normalised(n, m)}
+        self.called = [f for f in findings if f.replaceable and f.name not in self.own]
+        names = {*self.own, *(f.name for f in self.called)}
+        if not names:
             raise ConversionError(_nothing_found(self.model))
-        self.own = {f.name: f.module for f in replaced if isinstance(f.module, Attention)}
-        self.called = [f for f in replaced if f.name not in self.own]
-        for name, layer in self.own.items():
-            if layer.attention_fn is not functional.attend or layer.sequence_shard is not None:
-                raise ConversionError(
-                    f"convert: {name!r} has an attention_fn of its own or is part of a context-parallel model: convert "
-                    "it without"
-                )
-        return [f.name for f in replaced]
+        return [name for name, _ in self.model.named_modules() if name in names]
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:
@@ -128,6 +122,23 @@ class _Observer(CallObserver):
             mask = mask.masked_fill(~is_visible(mask), -torch.inf)
         problem = canonical(query, key, value, mask, is_causal=is_causal, scale=scale, window=window)
         return self.attend(AttentionCall(self.name, problem, softmax, sigmoid))
+
+
+def _is_normalised(name: str, layer: Attention) -> bool:
+    """Return True for a layer with softmax.
+
+    Raises:
+        ConversionError: for a layer that computes its attention in another way.
+    """
+    if layer.activation == "performer":
+        raise ConversionError(f"convert: {name!r} has activation='performer', which is not supported; use softmax")
+    if layer.activation != "softmax":
+        return False
+    if layer.attention_fn is not functional.attend or layer.sequence_shard is not None:
+        raise ConversionError(
+            f"convert: {name!r} has an attention_fn of its own, or is part of a context-parallel model: reset it"
+        )
+    return True
 
 
 def _answer_own(

@@ -1,0 +1,319 @@
+"""Conversion of every family: the fit against float64, the swapped model against the formula, what is refused."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sigattn.convert import ConversionError, convert
+from sigattn.models import (
+    LanguageModel,
+    LanguageModelConfig,
+    MaskedAutoencoder,
+    MaskedAutoencoderConfig,
+    SpeechModel,
+    SpeechModelConfig,
+    ViT,
+    ViTConfig,
+    saving,
+)
+from sigattn.nn import Attention, SigmoidMultiheadAttention
+
+SMALL = {"activation": "softmax", "num_layers": 2, "embed_dim": 16, "num_heads": 4}
+IMAGE = {**SMALL, "image_size": 8, "patch_size": 2, "channels": 1}
+
+
+def language(**changes):
+    return LanguageModel(LanguageModelConfig(**{**SMALL, "vocab_size": 32, "max_seq_len": 24, **changes}))
+
+
+def tokens(*shape):
+    return torch.randint(32, (6, *shape))
+
+
+class Attend(nn.Module):
+    """Self- or cross-attention of (B, N, 16) by PyTorch's function, with the options that it takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def heads(self, x, y):
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.kv(y).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)  # two key heads
+        return q, k, v
+
+    def forward(self, x, y=None, **options):
+        out = F.scaled_dot_product_attention(*self.heads(x, x if y is None else y), enable_gqa=True, **options)
+        return out.transpose(1, 2).flatten(2)
+
+
+class Eager(Attend):
+    def forward(self, x):
+        q, k, v = self.heads(x, x)
+        return ((q @ k.repeat_interleave(2, 1).mT).softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)
+
+
+def padding_mask(*lengths, size=7):
+    return (torch.arange(size) < torch.tensor(lengths)[:, None])[:, None, None]
+
+
+X = torch.randn(6, 2, 7, 16, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("form", ["plain", "causal", "padded", "added", "rows", "cross"])
+def test_the_fit_of_a_call_is_least_squares(form):
+    """c and a from numpy's least squares, over the visible keys of each row, for each kind of mask."""
+    model = Attend()
+    model.q.weight.data *= 4
+    other = torch.randn(2, 5, 16)
+    options = {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "padded": {"attn_mask": padding_mask(7, 4)},
+        "added": {"attn_mask": torch.zeros(2, 1, 1, 7).masked_fill(~padding_mask(7, 4), torch.finfo().min)},
+        "rows": {"attn_mask": torch.ones(7, 7, dtype=torch.bool).tril(2)},
+        "cross": {"y": other},
+    }[form]
+    q, k, _ = model.heads(
+        torch.cat(X[:5].unbind()), torch.cat(X[:5].unbind()) if form != "cross" else other.repeat(5, 1, 1)
+    )
+    logits = (q @ k.repeat_interleave(2, 1).mT / 2).double().detach()
+    seen = torch.ones(logits.shape[-2:], dtype=torch.bool)
+    seen = {
+        "causal": seen.tril(),
+        "padded": padding_mask(7, 4).repeat(5, 1, 1, 1),
+        "added": padding_mask(7, 4).repeat(5, 1, 1, 1),
+        "rows": seen.tril(2),
+    }.get(form, seen).expand(logits.shape)
+    lse, n = logits.masked_fill(~seen, -math.inf).logsumexp(-1), seen.sum(-1).double().log()
+    report = convert(model, [{"x": x, **options} for x in X])
+    assert report.num_batches == 5
+    for h, head in enumerate(report.layers[0].heads):
+        y, log_n = -lse[:, h].flatten(), n[:, h].flatten()
+        if form in ("plain", "cross"):  # one number of keys: the slope is -1, and c the mean
+            expected = [(y + log_n).mean().item(), -1.0]
+        else:
+            expected = (
+                torch.linalg.lstsq(torch.stack([torch.ones_like(y), log_n], 1), y[:, None]).solution.flatten().tolist()
+            )
+        assert [head.constant, head.slope] == pytest.approx(expected, abs=2e-3)
+    bias = model.sigmoid_bias  # and the layer computes the formula with it
+    q, k, v = (t.double() for t in model.heads(X[0], other if form == "cross" else X[0]))
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    b = bias.constant.view(-1, 1, 1) + bias.slope.view(-1, 1, 1) * n[:2].unsqueeze(-1)
+    out = (q @ k.mT / 2 + b).sigmoid().masked_fill(~seen[:2], 0) @ v
+    torch.testing.assert_close(model(X[0], **options), out.transpose(1, 2).flatten(2).float())
+
+
+def multihead():
+    return nn.MultiheadAttention(16, 4, batch_first=True), [(x, x, x) for x in X]
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    hidden = ~padding_mask(7, 5)[:, 0, 0]
+    return nn.TransformerEncoder(layer, 2), [{"src": x, "src_key_padding_mask": hidden} for x in X]
+
+
+def transformer():
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    return nn.Transformer(16, 4, 1, 1, 32, batch_first=True), [{"src": x, "tgt": x, "tgt_mask": mask} for x in X]
+
+
+def vision():
+    return ViT(ViTConfig(**IMAGE, num_classes=3)), list(torch.randn(6, 2, 1, 8, 8))
+
+
+def speech():
+    model = SpeechModel(SpeechModelConfig(**SMALL, num_mel_bins=8, position="alibi"))
+    return model, [(torch.randn(2, 30, 8), torch.tensor([30, 18])) for _ in range(6)]
+
+
+def autoencoder():
+    config = MaskedAutoencoderConfig(
+        encoder=ViTConfig(**IMAGE, num_classes=0), decoder_num_layers=1, decoder_embed_dim=16, decoder_num_heads=2
+    )
+    return MaskedAutoencoder(config), list(torch.randn(6, 2, 1, 8, 8))
+
+
+FAMILIES = {
+    "rope": lambda: (language(), list(tokens(2, 20))),
+    "alibi": lambda: (language(position="alibi", num_kv_heads=2), list(tokens(2, 20))),
+    "temperature": lambda: (language(temperature=0.5), list(tokens(2, 20))),
+    "vision": vision,
+    "speech": speech,
+    "autoencoder": autoencoder,
+    "multihead": multihead,
+    "encoder": encoder,
+    "transformer": transformer,
+}
+ATTENTION = (Attention, SigmoidMultiheadAttention)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    """Every attention is converted, its bias is a parameter that learns, and copies compute the same."""
+    torch.manual_seed(0)
+    model, batches = FAMILIES[family]()
+    model.train()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    report = convert(model, batches)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, ATTENTION)}
+    assert [layer.name for layer in report.layers] == list(layers)
+    assert all(m.training for m in model.modules())
+    for name, value in state.items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+    assert all(layer.error < 1 for layer in report.layers), report
+    model.eval()
+
+    def run(m):
+        torch.manual_seed(1)
+        b = batches[0]
+        out = m(**b) if isinstance(b, dict) else m(*b) if isinstance(b, tuple) else m(b)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    expected = run(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(run(other), expected)
+    expected.square().sum().backward()
+    learned = {n: p for n, p in model.named_parameters() if n not in state}
+    assert len(learned) == 2 * len(layers)
+    assert all(p.grad.abs().sum() > 0 for n, p in learned.items()), learned
+
+
+class TestOwnModels:
+    @pytest.mark.parametrize("family", ["rope", "alibi", "vision", "speech", "autoencoder"])
+    def test_folders(self, family, tmp_path):
+        model, batches = FAMILIES[family]()
+        convert(model, batches)
+        saving.save(model, tmp_path)
+        loaded = saving.load(tmp_path)
+        assert loaded.config == model.config
+        assert str(loaded.config).count("activation='sigmoid'") == 1
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        b = batches[0] if isinstance(batches[0], tuple) else (batches[0],)
+        outs = []
+        for m in (model.eval(), loaded):
+            torch.manual_seed(1)
+            out = m(*b)
+            outs.append(out if isinstance(out, torch.Tensor) else out[0])
+        torch.testing.assert_close(*outs)
+
+    @pytest.mark.parametrize("family", ["rope", "alibi"])
+    def test_generation_with_a_cache_is_exact(self, family):
+        model, batches = FAMILIES[family]()
+        convert(model, batches)
+        model.eval()
+        prompts = [torch.randint(32, (n,)) for n in (3, 6)]
+        together = model.generate(prompts, 8, temperature=0.0)
+        for prompt, found in zip(prompts, together, strict=True):
+            for n in range(len(prompt), len(found)):  # without a cache and padding
+                assert model(found[None, :n])[0, -1].argmax() == found[n]
+
+    @pytest.mark.usefixtures("unchecked")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_compiled(self):
+        model, batches = FAMILIES["rope"]()
+        convert(model, batches)
+        compiled = torch.compile(model, backend="aot_eager")
+        torch.testing.assert_close(compiled(batches[0]), model(batches[0]))
+
+
+class Both(nn.Module):
+    """Attention that can be converted, and one that cannot, or a router."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.first, self.second = Attend(), second
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x * self.score(x).softmax(-1)
+
+
+def test_a_softmax_that_is_no_attention_stays():
+    model = Both(Router())
+    report = convert(model, list(X))
+    assert [layer.name for layer in report.layers] == ["first"]
+    x = X[0]
+    torch.testing.assert_close(model(x), model.second(model.first(x)))
+
+
+def refused(model, batches, message, **options):
+    """Expect an error with this message, and a model that is as before."""
+    before, classes = pickle.dumps(model.state_dict()), [type(m) for m in model.modules()]
+    attributes = [sorted(vars(m)) for m in model.modules()]
+    with pytest.raises(ConversionError, match=message):
+        convert(model, batches, **options)
+    assert pickle.dumps(model.state_dict()) == before
+    assert [type(m) for m in model.modules()] == classes
+    assert [sorted(vars(m)) for m in model.modules()] == attributes
+    for m in model.modules():
+        assert not isinstance(m, Attention) or m.activation in ("softmax", "performer")
+
+
+class TestRefusals:
+    def test_no_batches(self):
+        refused(Attend(), [], "batches is empty")
+
+    def test_batches_that_the_model_refuses(self):
+        refused(Attend(), [torch.randn(2, 7, 5)], "does not run on batch 0 of 1: RuntimeError")
+        good, bad = X[0], torch.randn(2, 7, 5)
+        refused(Attend(), [good] * 3 + [bad] + [good], "does not run on batch 3 of 4")
+
+    def test_no_attention(self):
+        refused(nn.Linear(16, 16), list(X), "Linear has no softmax attention")
+
+    def test_attention_that_computes_its_own_softmax(self):
+        refused(Both(Eager()), list(X), r"compute a softmax themselves.*'second' \(Eager: softmax\)")
+
+    def test_attention_that_is_not_reached(self):
+        model = language()
+        model.unused = Attention(8, 2, activation="softmax", attention_bias=None)
+        refused(model, list(tokens(2, 9)), "do not reach the attention of 'unused'")
+
+    def test_already_converted(self):
+        for model, batches in (language(), list(tokens(2, 9))), (Attend(), list(X)):
+            convert(model, batches)
+            with pytest.raises(ConversionError, match="has sigmoid attention already"):
+                convert(model, batches)
+
+    def test_numbers_that_are_not_finite(self):
+        model = language()
+        model.blocks[1].attention.query.weight.data[0] = math.nan
+        refused(model, list(tokens(2, 9)), r"logits of 'blocks\.1\.attention' are not finite")
+        refused(language(), list(tokens(2, 9)), "losses must be finite", loss=lambda m, b: m(b).sum() * math.inf)
+
+    def test_an_error_of_the_loss(self):
+        def loss(model, batch):
+            raise KeyError("labels")
+
+        refused(language(), list(tokens(2, 9)), "KeyError: 'labels'", loss=loss)
+
+    def test_other_numbers_of_dimensions(self):
+        class Single(Attend):
+            def forward(self, x):
+                return F.scaled_dot_product_attention(self.q(x), self.kv(x), self.kv(x))
+
+        refused(Single(), list(X), r"shape \(B, H, N, D\), got \(2, 7, 16\)")
+
+    def test_an_attention_function_of_its_own(self):
+        model = language()
+        model.blocks[0].attention.attention_fn = lambda *args: args[1]
+        refused(model, list(tokens(2, 9)), "has an attention_fn of its own")
+
+    def test_performer(self):
+        refused(language(activation="performer"), list(tokens(2, 9)), "has activation='performer'")
