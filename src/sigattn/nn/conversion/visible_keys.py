@@ -9,7 +9,7 @@ from sigattn.nn.bias import AttentionBias
 from sigattn.ops.operands import at_least, combine_window
 from sigattn.ops.problem import band
 
-HIDDEN_BELOW = -90.0  # e^-90 is no normal float32; masks use -inf, the smallest number, -1e9, -1e4, or -100 + bias (Swin)
+HIDDEN_BELOW = -90.0  # e^-90 is no normal float32; masks use -inf, the smallest number, -1e9, -1e4, -100 + bias (Swin)
 
 
 def is_visible(mask: Tensor) -> Tensor:
