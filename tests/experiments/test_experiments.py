@@ -5,8 +5,10 @@ import html.parser
 import importlib
 import json
 import math
+import shutil
 import statistics
 from dataclasses import fields as dataclass_fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from sigattn.experiments import (
     sigma_accuracy,
     sweep,
 )
-from sigattn.experiments.experiment import SCALES, ExperimentError, Result, Setting
+from sigattn.experiments.experiment import SCALES, Experiment, ExperimentError, Result, Setting
 from sigattn.experiments.intervals import Difference
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 
@@ -37,13 +39,14 @@ def test_smoke_scale(name, tmp_path):
     lines = []
     setting = Setting("smoke", 2, tmp_path / name, lines.append)
     result = find_experiment(name).run(setting)
-    assert result.findings
-    assert all(f.verdict in ("agrees", "differs", "not shown") and f.evidence for f in result.findings)
+    findings = find_experiment(name).judge(result.data, "smoke")
+    assert findings
+    assert all(f.verdict in intervals.VERDICTS and f.evidence for f in findings)
     assert all(len(row) == len(result.columns) for row in result.rows)
     written = pages.write_page(tmp_path / name, find_experiment(name), setting, result, ABOUT)
     assert pages.read_pages(tmp_path) == [written]
     text = (tmp_path / name / "page.md").read_text()
-    assert all(f.claim in text for f in result.findings)
+    assert all(f.claim in text for f in findings)
     if result.figure is not None:
         assert (tmp_path / name / "figure.svg").stat().st_size > 1000
         assert (tmp_path / name / "figure.png").stat().st_size > 1000
@@ -51,7 +54,7 @@ def test_smoke_scale(name, tmp_path):
     assert rows == json.loads(json.dumps(list(result.data)))
     index = pages.write_index(tmp_path, [written]).read_text()
     assert html.escape(written.title) in index
-    assert pages.count_verdicts([written]).split(",")[0] in index
+    assert html.escape(pages.count_verdicts([written])) in index
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / name).rglob("metrics.jsonl")}
     again = find_experiment(name).run(setting)
     assert {p: p.stat().st_mtime_ns for p in before} == before
@@ -85,16 +88,31 @@ class TestStatistics:
         assert str(intervals.welch([1.0], [2.0])) == "+1"
         assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
 
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_verdict_of_equality_by_two_one_sided_tests(self, sign):
+        """The whole interval within the tolerance of 0.3, outside it, or neither."""
+        for delta, margin, verdict in (
+            (0.1, 0.15, "agrees"),
+            (0.2, 0.05, "differs, but by less than matters"),
+            (0.1, 0.25, "not shown"),  # contains 0 and is narrower than the tolerance, but not within it
+            (0.3, 0.2, "not shown"),  # excludes 0, but the difference may matter or not
+            (0.6, 0.2, "differs"),
+            (0.1, math.inf, "not shown"),
+        ):
+            assert Difference(sign * delta, margin).verdict_equal(0.3) == verdict
+
     def test_verdicts_of_differences(self):
-        assert Difference(0.1, 0.2).verdict_equal(0.3) == "agrees"
-        assert Difference(0.1, 0.5).verdict_equal(0.3) == "not shown"
-        assert Difference(-0.3, 0.2).verdict_equal(0.3) == "differs"
-        assert Difference(0.3, 0.2).verdict_equal(0.3) == "differs"
+        assert Difference(0.0, 0.2).verdict_positive(0.3) == "differs"  # no difference that would matter
+        assert Difference(0.05, 0.04).verdict_positive(0.3) == "agrees"
+        assert Difference(0.1, 0.1).verdict_not_above(0.3) == "agrees"
+        assert Difference(0.3, 0.1).verdict_not_above(0.3) == "not shown"
+        assert Difference(0.5, 0.1).verdict_not_above(0.3) == "differs"
         assert Difference(0.3, 0.2).verdict_positive() == "agrees"
         assert Difference(0.1, 0.2).verdict_positive() == Difference(-0.1, 0.2).verdict_positive() == "not shown"
         assert Difference(-0.3, 0.2).verdict_positive() == (-Difference(0.3, 0.2)).verdict_positive() == "differs"
         assert Difference(-0.3, math.inf).verdict_positive() == "not shown"
         assert intervals.verdict_all(["agrees", "agrees"]) == "agrees"
+        assert intervals.verdict_all(["agrees", "differs, but by less than matters"]) != "agrees"
         assert intervals.verdict_all(["agrees", "not shown"]) == "not shown"
         assert intervals.verdict_all(["differs", "not shown"]) == "differs"
 
@@ -133,7 +151,8 @@ def test_run_on_changed_data_is_repeated_and_the_page_names_the_data(tmp_path):
         setting = Setting("smoke", 1, tmp_path, lines.append, workers=1, data=path)
         (outcome,) = sweep.train_variants(setting, {"same name": recipe})["same name"]
         result = experiment_result()
-        written = pages.write_page(tmp_path / "page", find_experiment("lr-sensitivity"), setting, result, ABOUT)
+        experiment = Experiment("one", "One", "here", lambda _: result, lambda rows, scale: [])
+        written = pages.write_page(tmp_path / "page", experiment, setting, result, ABOUT)
         assert [line.split(" (")[0] for line in written.data] == [str(path)]
         assert f"--data {path}" in (tmp_path / "page" / "page.md").read_text()
         assert str(path) in pages.write_index(tmp_path, pages.read_pages(tmp_path)).read_text()
@@ -152,7 +171,7 @@ def test_run_on_changed_data_is_repeated_and_the_page_names_the_data(tmp_path):
 
 
 def experiment_result():
-    return Result(("a",), [("b",)], [], [])
+    return Result(("a",), [("b",)], [])
 
 
 def test_paper_scale_requires_the_papers_data(tmp_path):
@@ -194,7 +213,7 @@ def test_page_fields_are_escaped(tmp_path):
     fields = {
         "name": evil, "title": evil, "source": evil, "scale": evil, "seeds": 1, "differs": evil, "columns": [evil],
         "rows": [[evil], [evil]], "findings": [{"verdict": evil, "claim": evil, "evidence": evil}], "has_figure": True,
-        "provenance": {evil: evil}, "data": [evil], "command": evil,
+        "provenance": {evil: evil}, "data": [evil], "command": evil, "kind": "paper", "longer": 1,
     }  # fmt: skip
     names = {f.name for f in dataclass_fields(pages.Page)}
     assert names <= set(fields)
@@ -206,6 +225,36 @@ def test_page_fields_are_escaped(tmp_path):
     assert [set(attributes) for attributes in images] == [{"src", "alt", "width"}]
     assert images[0]["alt"] == evil
     assert images[0]["src"].startswith("%22")
+
+
+def test_longer_training(tmp_path):
+    """Times the steps of the smaller scales, in the page and in its command."""
+    assert Setting("small", 1, tmp_path, longer=4).steps(6, 300) == 1200
+    assert Setting("paper", 1, tmp_path, longer=4).steps(6, 300, 5000) == 5000
+    experiment = Experiment("one", "One", "here", lambda _: experiment_result(), lambda rows, scale: [])
+    setting = Setting("small", 5, tmp_path, longer=4)
+    page = pages.write_page(tmp_path, experiment, setting, experiment_result(), ABOUT)
+    assert page.extent == "Scale: small, 4 times its training, seeds: 5."
+    assert page.command == "sigattn reproduce one --scale small --seeds 5 --longer 4"
+
+
+class TestCommittedPages:
+    """docs/results and the counts in docs/reproduce.md."""
+
+    folder = Path(__file__).parents[2] / "docs" / "results"
+
+    def test_findings_follow_from_the_data(self, tmp_path):
+        """Judging the stored data again writes the same pages and tables."""
+        copy = tmp_path / "results"
+        shutil.copytree(self.folder, copy, ignore=shutil.ignore_patterns("*.svg"))
+        pages.judge_again(copy)
+        for path in copy.rglob("*.*"):
+            assert path.read_text() == (self.folder / path.relative_to(copy)).read_text(), path.name
+
+    def test_counts_in_the_text(self):
+        counts = pages.count_verdicts(pages.read_pages(self.folder))
+        text = " ".join((self.folder.parent / "reproduce.md").read_text().split())
+        assert counts in text
 
 
 def test_memoize(tmp_path):

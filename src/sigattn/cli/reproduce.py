@@ -30,6 +30,8 @@ def reproduce(
     speech: Path | None = None,
     all: bool = False,  # noqa: A002  (the flag's name)
     list: bool = False,  # noqa: A002
+    judge: Path | None = None,
+    longer: int = 1,
 ) -> None:
     """Run an experiment of the paper, and write its data, figure and page. Finished runs are not repeated.
 
@@ -44,20 +46,25 @@ def reproduce(
         speech: the Free Spoken Digit Dataset, a folder or its .tar.gz.
         all: run every experiment, one after another, and report those that cannot run with these arguments.
         list: list the experiments.
+        judge: judge the data of the pages in this folder again and rewrite them; nothing is run.
+        longer: factor of the training steps of scales "smoke" and "small", for findings that may change with training.
     """
     console = Console()
+    if judge is not None:
+        console.print(pages.count_verdicts(pages.judge_again(judge)), soft_wrap=True, highlight=False)
+        return
     if list or (name is None and not all):
         _print_experiments(console)
         return
-    check_at_least(1, {"seeds": seeds, "workers": workers})
-    results = folder / scale
+    check_at_least(1, {"seeds": seeds, "workers": workers, "longer": longer})
+    results = folder / (scale if longer == 1 else f"{scale}-{longer}x")
     for experiment in EXPERIMENTS.values() if all else (find_experiment(name or ""),):
         console.print(f"{experiment.name}: {experiment.title} ({experiment.source})", highlight=False)
         start = time.perf_counter()
         own = results / experiment.name
         own.mkdir(parents=True, exist_ok=True)
         setting = Setting(
-            scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer, speech
+            scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer, speech, longer
         )
         try:
             result = experiment.run(setting)
@@ -67,9 +74,10 @@ def reproduce(
             console.print(f"  left out: {error}", soft_wrap=True, highlight=False)
             continue
         about = provenance.describe("reproduce", {"scale": scale, "seeds": seeds})
-        pages.write_page(own, experiment, setting, result, about)
-        for finding in result.findings:
-            console.print(f"  {finding.verdict}: {finding.claim} ({finding.evidence})", soft_wrap=True, highlight=False)
+        page = pages.write_page(own, experiment, setting, result, about)
+        for finding in page.findings:
+            line = f"  {finding['verdict']}: {finding['claim']} ({finding['evidence']})"
+            console.print(line, soft_wrap=True, highlight=False)
         console.print(
             f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", soft_wrap=True, highlight=False
         )

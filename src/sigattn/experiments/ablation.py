@@ -10,7 +10,7 @@ from typing import Any, Literal
 import matplotlib.figure
 
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Finding, Result, Setting
+from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting
 from sigattn.recipes.recipe import Recipe
 
 
@@ -21,14 +21,15 @@ class Claim:
     Attributes:
         text: the statement in our words. name, baseline: names of the two variants.
         relation: the metric of ``name`` is the "same" as, "higher" or "lower" than that of ``baseline``.
-        within: largest half width of the 95 % interval of the difference for which "same" can be confirmed.
+        tolerance: for "same", the largest difference that does not matter; for the others, the smallest that would
+            (``Difference``).
     """
 
     text: str
     name: str
     relation: Literal["same", "higher", "lower"]
     baseline: str
-    within: float = 0.0
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,20 @@ class Ablation:
         return Result(
             ("variant", self.label),
             [(name, intervals.mean_std(values[name])) for name in values],
-            check_claims(self.claims, values),
             [{"variant": name, self.metric: values[name]} for name in values],
             plot_training(outcomes) if self.curves else plot_seeds(values, self.label),
         )
+
+    def judge(self, data: Sequence[Row], _: Scale) -> list[Finding]:
+        """Return the findings of the claims whose variants were trained."""
+        return check_claims(self.claims, {row["variant"]: row[self.metric] for row in data})
+
+
+def make_experiment(
+    name: str, title: str, source: str, study: Ablation, minutes: dict[Scale, float | None], hardware: str, differs: str
+) -> Experiment:
+    """Return the experiment that runs an ablation and judges its claims (``Experiment``)."""
+    return Experiment(name, title, source, study, study.judge, minutes, hardware, differs)
 
 
 def train_changes(
@@ -80,10 +91,13 @@ def check_claims(claims: Sequence[Claim], values: dict[str, list[float]]) -> lis
             continue
         difference = intervals.welch(values[claim.baseline], values[claim.name])
         if claim.relation == "same":
-            verdict = difference.verdict_equal(claim.within)
+            verdict = difference.verdict_equal(claim.tolerance)
         else:
-            verdict = (difference if claim.relation == "higher" else -difference).verdict_positive()
-        findings.append(Finding(claim.text, verdict, f"({claim.name}) less ({claim.baseline}): {difference}"))
+            verdict = (difference if claim.relation == "higher" else -difference).verdict_positive(claim.tolerance)
+        tolerance = f", tolerance {claim.tolerance:g}" if claim.tolerance else ""
+        findings.append(
+            Finding(claim.text, verdict, f"({claim.name}) less ({claim.baseline}): {difference}{tolerance}")
+        )
     return findings
 
 
@@ -109,5 +123,5 @@ def plot_training(outcomes: dict[str, list[sweep.Outcome]]) -> matplotlib.figure
         drawing.plot_metric(axes[1], runs, "attention_norm", name, colour)
     axes[0].set(xlabel="step", ylabel="training loss, nats")
     axes[1].set(xlabel="step", ylabel="‖P V‖", yscale="log")
-    axes[0].legend(frameon=False, fontsize=8)
+    drawing.band_legend(axes[0])
     return figure

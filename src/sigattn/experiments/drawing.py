@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import matplotlib
 import matplotlib.figure
 
-# Okabe and Ito's colours, which are distinguishable with the common colour-vision deficiencies
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-COLOUR_OF = {"softmax": COLOURS[1], "sigmoid": COLOURS[0], "mlp": COLOURS[2]}
-SOFTMAX_COLOURS = ("#d55e00", "#e69f00", "#999999")
-OTHER_COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
+# One colour for each kind of attention in all figures, by Okabe and Ito, distinguishable with the common colour-vision
+# deficiencies; variants of a kind are shades of it: softmax orange, others from blue on.
+COLOUR_OF = {"softmax": "#d55e00", "sigmoid": "#0072b2", "mlp": "#009e73"}
+SOFTMAX_COLOURS = ("#d55e00", "#e69f00", "#8c510a", "#999999")
+OTHER_COLOURS = ("#0072b2", "#cc79a7", "#56b4e9", "#000000", "#332288", "#44aa99")
+BAND = "mean; band: lowest to highest"
 
 
 def variant_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each variant; those of softmax are shades of orange and grey."""
-    softmax, other = iter(SOFTMAX_COLOURS), iter(OTHER_COLOURS)
+    """Return a colour for each variant: shades of orange for softmax, of blue and further ones for others."""
+    softmax, other = itertools.cycle(SOFTMAX_COLOURS), itertools.cycle(OTHER_COLOURS)
     return {name: next(softmax if "softmax" in name else other) for name in names}
+
+
+def sigmoid_shades(count: int) -> list[Any]:
+    """Return shades of blue from light to dark, for values of one setting of sigmoid attention."""
+    blues = matplotlib.colormaps["Blues"]
+    return [blues(0.35 + 0.65 * i / max(1, count - 1)) for i in range(count)]
+
+
+def band_legend(axes: Any, **options: Any) -> None:
+    """Add a legend that says what lines and bands are."""
+    axes.legend(frameon=False, fontsize=8, title=BAND, title_fontsize=7, **options)
 
 
 def axes_grid(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.4) -> tuple[Any, list[Any]]:
@@ -32,14 +46,19 @@ def axes_grid(columns: int, rows: int = 1, width: float = 4.2, height: float = 3
 
 
 def plot_band(
-    axes: Any, x: Sequence[float] | Sequence[int], values: Sequence[Sequence[float]], label: str, colour: str
+    axes: Any,
+    x: Sequence[float] | Sequence[int],
+    values: Sequence[Sequence[float]],
+    label: str,
+    colour: Any,
+    **line: Any,
 ) -> None:
-    """Plot a line through the means of the values at each x, and their range."""
-    _mean_and_range(axes, x, values, color=colour, label=label, marker="o", ms=3)
+    """Plot a line through the means of the values at each x, and their range; ``line`` changes its style."""
+    _mean_and_range(axes, x, values, **{"color": colour, "label": label, "marker": "o", "ms": 3, **line})
 
 
 def plot_metric(
-    axes: Any, runs: Sequence[Sequence[dict[str, Any]]], metric: str, label: str, colour: str, window: int = 1
+    axes: Any, runs: Sequence[Sequence[dict[str, Any]]], metric: str, label: str, colour: Any, window: int = 1
 ) -> None:
     """Plot a metric of several runs over the steps, as moving averages: their mean and their range.
 
@@ -67,6 +86,6 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
 def _mean_and_range(
     axes: Any, x: Sequence[float] | Sequence[int], values: Sequence[Sequence[float]], **line: Any
 ) -> None:
-    axes.plot(x, [statistics.mean(v) for v in values], linewidth=1.4, **line)
+    axes.plot(x, [statistics.mean(v) for v in values], **{"linewidth": 1.4, **line})
     low, high = [min(v) for v in values], [max(v) for v in values]
     axes.fill_between(x, low, high, color=line["color"], alpha=0.15, linewidth=0)

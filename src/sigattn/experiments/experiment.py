@@ -13,6 +13,8 @@ from sigattn.experiments.intervals import Verdict
 
 Scale = Literal["smoke", "small", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")
+Kind = Literal["paper", "beyond", "timing"]
+Row = dict[str, Any]
 
 
 class ExperimentError(Exception):
@@ -31,6 +33,7 @@ class Setting:
         data: tokens or text for the language models (as ``sigattn train --data``); None for CPython's documentation as
             bytes, which the paper's scale does not accept. tokenizer: tokenizer, if the data is text.
         speech: recordings, the spoken digits as a folder or .tar.gz; None is possible at scale "smoke" only.
+        longer: factor of the training steps below the paper's scale.
         fingerprints: fingerprints of the data that runs were trained on, by name; filled in by the experiment.
     """
 
@@ -42,20 +45,26 @@ class Setting:
     data: Path | None = None
     tokenizer: Path | None = None
     speech: Path | None = None
+    longer: int = 1
     fingerprints: dict[str, str] = field(default_factory=dict)
 
     def scaled(self, smoke: Any, small: Any, paper: Any) -> Any:
         """Return the value for the scale."""
         return {"smoke": smoke, "small": small, "paper": paper}[self.scale]
 
+    def steps(self, smoke: int, small: int, paper: int | None = None) -> Any:
+        """Return the training steps for the scale; ``longer`` times as many below the paper's."""
+        return self.scaled(smoke * self.longer, small * self.longer, paper)
+
 
 @dataclass(frozen=True)
 class Finding:
-    """Statement of the paper, and the evidence for or against it.
+    """Statement, and the evidence for or against it.
 
     Attributes:
         claim: the statement in our words.
-        verdict: "agrees", "differs", or "not shown" if scale and seeds do not decide it.
+        verdict: "agrees", "differs", "differs, but by less than matters", "depends" (on a choice that the paper does
+            not state, named in the evidence), or "not shown" if scale and seeds do not decide it.
         evidence: measured values behind the verdict.
     """
 
@@ -69,18 +78,17 @@ class Result:
     """Result of an experiment.
 
     Attributes:
-        columns, rows: the table. findings: the statements and their verdicts. data: rows written to data.jsonl.
+        columns, rows: the table. data: rows written to data.jsonl, by which the statements are judged.
         figure: the figure, or None.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    findings: Sequence[Finding]
-    data: Sequence[dict[str, Any]]
+    data: Sequence[Row]
     figure: matplotlib.figure.Figure | None = None
 
 
-def select(rows: Sequence[dict[str, Any]], key: str, **where: Any) -> list[Any]:
+def select(rows: Sequence[Row], key: str, **where: Any) -> list[Any]:
     """Return the values of ``key`` in the rows that have the given values of other keys."""
     return [row[key] for row in rows if all(row[k] == v for k, v in where.items())]
 
@@ -91,14 +99,19 @@ class Experiment:
 
     Attributes:
         name: name on the command line. title: short description. source: figure, table or section of the paper.
-        run: runs the experiment. minutes: approximate minutes on 2 cores, by scale; None if unknown.
+        run: runs the experiment.
+        judge: returns the findings from the rows of data and the scale, so that stored data can be judged again.
+        minutes: approximate minutes on 2 cores, by scale; None if unknown.
         hardware: hardware for the paper's scale. differs: difference of "small" from the paper's set-up.
+        kind: "paper" for the paper's claims, "beyond" for ours beyond it, "timing" for times of the local machine.
     """
 
     name: str
     title: str
     source: str
     run: Callable[[Setting], Result]
+    judge: Callable[[Sequence[Row], Scale], list[Finding]]
     minutes: dict[Scale, float | None] = field(default_factory=dict)
     hardware: str = "2 CPU cores"
     differs: str = ""
+    kind: Kind = "paper"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-Verdict = Literal["agrees", "differs", "not shown"]
+Verdict = Literal["agrees", "differs", "differs, but by less than matters", "depends", "not shown"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 # two-sided 95 % points of Student's t distribution, by degrees of freedom from 1 on
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -30,15 +31,39 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         return f"{self.delta:+.3g}" if math.isinf(self.margin) else f"{self.delta:+.3g} ± {self.margin:.2g}"
 
-    def verdict_equal(self, within: float) -> Verdict:
-        """Return the verdict on a claim of equality; ``within`` is the largest margin with which it counts as shown."""
-        if abs(self.delta) > self.margin:
-            return "differs"
-        return "agrees" if self.margin <= within else "not shown"
+    def verdict_equal(self, tolerance: float) -> Verdict:
+        """Return the verdict on a claim of equality by two one-sided tests, each at 2.5 %.
 
-    def verdict_positive(self) -> Verdict:
-        """Return the verdict on the claim that the difference is positive."""
-        return "agrees" if self.delta > self.margin else "differs" if -self.delta > self.margin else "not shown"
+        Args:
+            tolerance: the largest difference that does not matter.
+
+        Returns:
+            "agrees" if the whole interval lies within ± tolerance, or "differs, but by less than matters" if it then
+            excludes 0; "differs" if it lies outside ± tolerance; "not shown" otherwise.
+        """
+        if abs(self.delta) + self.margin <= tolerance:
+            return "agrees" if abs(self.delta) <= self.margin else "differs, but by less than matters"
+        return "differs" if abs(self.delta) - self.margin > tolerance else "not shown"
+
+    def verdict_positive(self, tolerance: float = 0.0) -> Verdict:
+        """Return the verdict on the claim that the difference is positive.
+
+        Args:
+            tolerance: the smallest difference that would matter.
+
+        Returns:
+            "agrees" if the interval lies above 0; "differs" if it does not and lies below ``tolerance``, so that there
+            is no difference that would matter; "not shown" otherwise.
+        """
+        if self.delta - self.margin > 0:
+            return "agrees"
+        return "differs" if self.delta + self.margin < tolerance else "not shown"
+
+    def verdict_not_above(self, tolerance: float) -> Verdict:
+        """Return the verdict on the claim that the difference is at most ``tolerance``, a one-sided test at 2.5 %."""
+        if self.delta + self.margin <= tolerance:
+            return "agrees"
+        return "differs" if self.delta - self.margin > tolerance else "not shown"
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
@@ -64,8 +89,9 @@ def _student_quantile(freedom: float) -> float:
 
 
 def verdict_all(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict on the conjunction of several claims."""
-    return "differs" if "differs" in verdicts else "not shown" if "not shown" in verdicts else "agrees"
+    """Return the verdict on the conjunction of several claims: the least favourable one."""
+    order: tuple[Verdict, ...] = ("differs", "not shown", "depends", "differs, but by less than matters", "agrees")
+    return min(verdicts, key=order.index)
 
 
 def mean_std(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""Sum of k marked numbers, computed by an MLP or by one layer of softmax or sigmoid attention (App. G.6).
+"""Sum of k marked numbers, computed by an MLP or by one layer of softmax or sigmoid attention (App. G.5).
 
     sigattn reproduce k-summation --scale small             (--scale paper: a GPU, or some hours on a CPU)
     sigattn reproduce attention-evolution --scale small
@@ -11,17 +11,20 @@ sparse than those of softmax, also in the upper left block, where numbers attend
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from sigattn.data import synthetic
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Setting, select
+from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.experiments.instrumentation import replaced_attention
 from sigattn.models import saving
 from sigattn.models.sequence import SequenceModel
@@ -32,14 +35,15 @@ from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.k_summation import KSummation
 
 ACTIVATIONS = ("softmax", "sigmoid")
-MAP_COLOURS = {"softmax": "Greys", "sigmoid": "Blues"}
+MAP_COLOURS = {"softmax": "Oranges", "sigmoid": "Blues"}
 MAP_SAMPLES = 8
+TOLERANCE = 0.5  # of log loss: losses vary over orders of magnitude
 
 
 def base(setting: Setting, k: int, **model: Any) -> Recipe:
     """Return the recipe, with fewer steps below the paper's scale."""
     recipe = replace(find_recipe("k-summation").with_transformer(**model), task=KSummation(k=k))
-    steps = setting.scaled(6, 400, recipe.training.max_steps)
+    steps = setting.steps(6, 400, recipe.training.max_steps)
     return sweep.shortened(recipe, steps, setting.scaled(8, 64, 256), warmup_steps=0)
 
 
@@ -59,15 +63,24 @@ def measure_loss_over_k(setting: Setting) -> Result:
     for name, values in losses.items():
         drawing.plot_band(axis, ks, values, name, drawing.COLOUR_OF[name])
     axis.set(yscale="log", xlabel="k of n = 40", ylabel="held-out squared error")
-    axis.legend(frameon=False)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    drawing.band_legend(axis)
     rows = [(str(k), *(intervals.mean_std(losses[n][i]) for n in losses)) for i, k in enumerate(ks)]
-    logs = {name: [[math.log(x) for x in at_k] for at_k in losses[name]] for name in ACTIVATIONS}
+    data = [{"model": n, "k": k, "losses": losses[n][i]} for n in losses for i, k in enumerate(ks)]
+    return Result(("k", "softmax", "sigmoid", "MLP"), rows, data, figure)
+
+
+def judge_loss_over_k(data: Sequence[Row], _: Scale) -> list[Finding]:
+    """Compare the losses at the smallest and largest k, and both activations at each k."""
+    ks = list(dict.fromkeys(row["k"] for row in data))
+    losses = {a: [select(data, "losses", model=a, k=k)[0] for k in ks] for a in ACTIVATIONS}
+    logs = {a: [[math.log(x) for x in at_k] for at_k in losses[a]] for a in ACTIVATIONS}
     ratios = [intervals.welch(soft, sigm) for soft, sigm in zip(logs["softmax"], logs["sigmoid"], strict=True)]
     growth = intervals.welch(losses["sigmoid"][0], losses["sigmoid"][-1])
     # a model that always predicts 0 has an error of k
     untrained = [k for i, k in enumerate(ks) if statistics.mean(losses["sigmoid"][i] + losses["softmax"][i]) > k / 2]
     note = f"; neither has learned k = {', '.join(map(str, untrained))} (error above k / 2)" if untrained else ""
-    findings = [
+    return [
         Finding(
             "The loss grows with k.",
             "not shown" if untrained else growth.verdict_positive(),
@@ -75,26 +88,23 @@ def measure_loss_over_k(setting: Setting) -> Result:
         ),
         Finding(
             "Sigmoid scales with k as softmax does.",
-            "not shown" if untrained else intervals.verdict_all([r.verdict_equal(0.5) for r in ratios]),
-            f"within the 95 % interval of log loss at {sum(abs(r.delta) <= r.margin for r in ratios)} of {len(ks)} "
-            f"values of k; log(sigmoid / softmax) {', '.join(map(str, ratios))}{note}",
+            "not shown" if untrained else intervals.verdict_all([r.verdict_equal(TOLERANCE) for r in ratios]),
+            f"log(sigmoid's loss / softmax's) {', '.join(map(str, ratios))}, tolerance {TOLERANCE:g}{note}",
         ),
     ]
-    data = [{"model": n, "k": k, "losses": losses[n][i]} for n in losses for i, k in enumerate(ks)]
-    return Result(("k", "softmax", "sigmoid", "MLP"), rows, findings, data, figure)
 
 
 def measure_weights_over_training(setting: Setting) -> Result:
     """Measure norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
     steps = base(setting, 1).training.max_steps
     every = max(1, steps // setting.scaled(2, 5, 10))
-    models, error = _train_to(setting, range(0, steps + 1, every))
+    models, errors = _train_to(setting, range(0, steps + 1, every))
     data = []
     for (activation, seed, step), model in models.items():
         report = model.attention_report(_samples())[0]
         values = {"sparsity": report.hoyer_sparsity, "norm": report.output_norm, "row_mass": report.row_mass_mean}
         means = {name: value.mean().item() for name, value in values.items()}
-        data.append({"activation": activation, "seed": seed, "step": step, **means})
+        data.append({"activation": activation, "seed": seed, "step": step, **means, **errors[activation, seed, step]})
     at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(3)
     titles = {"norm": "‖P V‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}
@@ -103,23 +113,39 @@ def measure_weights_over_training(setting: Setting) -> Result:
             over_steps = [select(data, key, activation=activation, step=s) for s in at]
             drawing.plot_band(axis, at, over_steps, activation, drawing.COLOUR_OF[activation])
         axis.set(xlabel="step", title=title)
-    axes[0].legend(frameon=False)
+    drawing.band_legend(axes[0])
     sparsity = {a: [select(data, "sparsity", activation=a, step=s) for s in (0, at[-1])] for a in ACTIVATIONS}
-    finding = _sparsity_finding(
-        "At the end of training sigmoid attention is less sparse than softmax.",
-        "Hoyer sparsity",
-        intervals.welch(sparsity["softmax"][1], sparsity["sigmoid"][1]),
-        error,
-    )
     rows = [(a, *(intervals.mean_std(values) for values in sparsity[a])) for a in ACTIVATIONS]
-    return Result(("", "sparsity, first", "sparsity, last"), rows, [finding], data, figure)
+    return Result(("", "sparsity, first", "sparsity, last"), rows, data, figure)
+
+
+def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
+    """Compare the sparsity of both activations at the end of training, and sigmoid's with that at half of it."""
+    steps = sorted({row["step"] for row in data})
+    half = min(steps, key=lambda step: abs(step - steps[-1] / 2))
+    softmax, sigmoid = (select(data, "sparsity", activation=a, step=steps[-1]) for a in ACTIVATIONS)
+    before = select(data, "sparsity", activation="sigmoid", step=half)
+    return [
+        _lower_finding(
+            "At the end of training sigmoid attention is less sparse than softmax.",
+            "Hoyer sparsity, sigmoid - softmax",
+            intervals.welch(softmax, sigmoid),
+            data,
+        ),
+        _lower_finding(
+            "In the second half of training sigmoid attention becomes less sparse.",
+            f"Hoyer sparsity, step {steps[-1]} - step {half}",
+            intervals.welch(before, sigmoid),
+            data,
+        ),
+    ]
 
 
 def plot_weights_of_samples(setting: Setting) -> Result:
     """Plot attention weights of eight samples at four steps; compare the sparsity of the upper left block."""
     steps = base(setting, 1).training.max_steps
     at = sorted({0, steps // 4, steps // 2, steps})
-    models, error = _train_to(setting, at)
+    models, errors = _train_to(setting, at)
     maps: dict[tuple[str, int], Tensor] = {}
     data = []
     for (activation, seed, step), model in models.items():
@@ -128,7 +154,7 @@ def plot_weights_of_samples(setting: Setting) -> Result:
         if seed == 0:
             maps[activation, step] = weights[:MAP_SAMPLES]
         blocks = {"upper_left": hoyer_sparsity(weights[:, :half, :half]), "whole": hoyer_sparsity(weights)}
-        data.append({"activation": activation, "seed": seed, "step": step, **blocks})
+        data.append({"activation": activation, "seed": seed, "step": step, **blocks, **errors[activation, seed, step]})
     figure, axes = drawing.axes_grid(2 * MAP_SAMPLES, len(at), width=0.9, height=1.0)
     for i, step in enumerate(at):
         for j, (activation, colours) in enumerate(MAP_COLOURS.items()):
@@ -138,16 +164,30 @@ def plot_weights_of_samples(setting: Setting) -> Result:
                 axis.imshow(weights.tolist(), cmap=colours, vmin=0, vmax=most)
                 axis.set(xticks=[], yticks=[])
                 axis.grid(visible=False)
+                axis.set_xlabel(f"0 to {most:.2g}", fontsize=5)
+                if not i:
+                    axis.set_title(activation, fontsize=6)
         axes[i * 2 * MAP_SAMPLES].set_ylabel(f"step {step}", fontsize=7)
-    sparsity = {a: [select(data, "upper_left", activation=a, step=s) for s in at] for a in ACTIVATIONS}
-    finding = _sparsity_finding(
-        "At the end, where numbers attend to numbers, sigmoid attention is less sparse than softmax.",
-        "Hoyer sparsity of the upper left block",
-        intervals.welch(sparsity["softmax"][-1], sparsity["sigmoid"][-1]),
-        error,
+    figure.suptitle(
+        f"Attention weights of {MAP_SAMPLES} samples: rows are queries, columns keys; white is 0, the darkest colour "
+        "the number below a map and more (the 99.5 % quantile of its kind and step)",
+        fontsize=8,
     )
+    sparsity = {a: [select(data, "upper_left", activation=a, step=s) for s in at] for a in ACTIVATIONS}
     rows = [(a, *(intervals.mean_std(values) for values in sparsity[a])) for a in ACTIVATIONS]
-    return Result(("sparsity, upper left", *(f"step {s}" for s in at)), rows, [finding], data, figure)
+    return Result(("sparsity, upper left", *(f"step {s}" for s in at)), rows, data, figure)
+
+
+def judge_weights_of_samples(data: Sequence[Row], _: Scale) -> list[Finding]:
+    """Compare the sparsity of the upper left blocks at the end of training."""
+    last = max(row["step"] for row in data)
+    values = (select(data, "upper_left", activation=a, step=last) for a in ACTIVATIONS)
+    claim = "At the end, where numbers attend to numbers, sigmoid attention is less sparse than softmax."
+    return [
+        _lower_finding(
+            claim, "Hoyer sparsity of the upper left block, sigmoid - softmax", intervals.welch(*values), data
+        )
+    ]
 
 
 def attention_weights(model: SequenceModel, samples: Tensor) -> Tensor:  # (B, n, n)
@@ -177,8 +217,8 @@ def _samples() -> Tensor:
     return samples
 
 
-def _train_to(setting: Setting, at: Any) -> tuple[dict[tuple[str, int, int], Any], float]:
-    """Return models with one head by activation, seed and step, and the mean squared error after the last step.
+def _train_to(setting: Setting, at: Any) -> tuple[dict[tuple[str, int, int], Any], dict[Any, dict[str, float]]]:
+    """Return models with one head by activation, seed and step, and {"error": squared error} of the trained ones.
 
     Each is the model of a separate run, which equals the beginning of a longer one.
     """
@@ -186,26 +226,29 @@ def _train_to(setting: Setting, at: Any) -> tuple[dict[tuple[str, int, int], Any
     recipes = {"softmax": recipe.softmax(), "sigmoid": recipe}
     variants = {f"{a}, {s} steps": recipes[a].with_training(max_steps=s) for a in ACTIVATIONS for s in at if s}
     outcomes = sweep.train_variants(setting, variants)
-    models = {}
-    for activation in ACTIVATIONS:
-        for seed in range(setting.seeds):
-            for step in at:
-                if step:
-                    models[activation, seed, step] = outcomes[f"{activation}, {step} steps"][seed].load_model()
-                else:
-                    torch.manual_seed(seed)
-                    models[activation, seed, 0] = saving.build(recipes[activation].model).eval()
-    last = [run.final["loss"] for a in ACTIVATIONS for run in outcomes[f"{a}, {max(at)} steps"]]
-    return models, statistics.mean(last)
+    models: dict[tuple[str, int, int], Any] = {}
+    errors: dict[Any, dict[str, float]] = {}
+    for place in itertools.product(ACTIVATIONS, range(setting.seeds), at):
+        activation, seed, step = place
+        if step:
+            outcome = outcomes[f"{activation}, {step} steps"][seed]
+            models[place], errors[place] = outcome.load_model(), {"error": outcome.final["loss"]}
+        else:
+            torch.manual_seed(seed)
+            models[place], errors[place] = saving.build(recipes[activation].model).eval(), {}
+    return models, errors
 
 
-def _sparsity_finding(claim: str, quantity: str, difference: intervals.Difference, error: float) -> Finding:
-    learned = error <= 0.5  # a model that always predicts 0 has an error of 1
+def _lower_finding(claim: str, quantity: str, difference: intervals.Difference, data: Sequence[Row]) -> Finding:
+    """Return the finding that a difference is negative, undecided if the last models have not learned the problem."""
+    last = max(row["step"] for row in data)
+    errors = [row["error"] for row in data if row["step"] == last and "error" in row]  # older data does not have it
+    learned = bool(errors) and statistics.mean(errors) <= 0.5  # a model that always predicts 0 has an error of 1
+    error = f"{statistics.mean(errors):.2g}" if errors else "not stored"
     return Finding(
         claim,
         (-difference).verdict_positive() if learned else "not shown",
-        f"{quantity}, sigmoid - softmax: {difference}; squared error {error:.2g}"
-        + ("" if learned else ", so the problem has not been learned"),
+        f"{quantity}: {difference}; squared error {error}" + ("" if learned else ": the problem has not been learned"),
     )
 
 
@@ -214,8 +257,9 @@ EXPERIMENTS = (
     Experiment(
         "k-summation",
         "k-summation with an MLP, softmax and sigmoid attention",
-        'Fig. "final_loss_k_summation", App. G.6',
+        'Fig. "final_loss_k_summation", App. G.5',
         measure_loss_over_k,
+        judge_loss_over_k,
         {"smoke": 0.2, "small": 4.0, "paper": None},
         "1 GPU",
         "three values of k, batch 64, 400 steps: no training converges",
@@ -223,8 +267,9 @@ EXPERIMENTS = (
     Experiment(
         "attention-evolution",
         "How attention weights change over training",
-        'Figs. "attn_evolve", "attn_metric_evolve", App. G.6',
+        'Figs. "attn_evolve", "attn_metric_evolve", App. G.5',
         measure_weights_over_training,
+        judge_weights_over_training,
         {"smoke": 0.2, "small": 3.0, "paper": None},
         "1 GPU",
         _SEPARATE_RUNS.format("point") + " (the learning rate is constant)",
@@ -232,8 +277,9 @@ EXPERIMENTS = (
     Experiment(
         "attention-maps",
         "Attention weights of eight samples over training",
-        'Fig. "attn_by_sample", App. G.6',
+        'Fig. "attn_by_sample", App. G.5',
         plot_weights_of_samples,
+        judge_weights_of_samples,
         {"smoke": 0.2, "small": 3.0, "paper": None},
         "1 GPU",
         _SEPARATE_RUNS.format("row of maps"),

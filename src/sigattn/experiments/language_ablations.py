@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from sigattn.experiments import sweep
-from sigattn.experiments.ablation import Ablation, Claim
-from sigattn.experiments.experiment import Experiment, ExperimentError, Setting
+from sigattn.experiments.ablation import Ablation, Claim, make_experiment
+from sigattn.experiments.experiment import ExperimentError, Setting
 from sigattn.experiments.position_ablation import one_block_recipe
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
@@ -49,15 +49,15 @@ def norm_recipe(setting: Setting) -> Recipe:
             "REDPAJAMA with --model.norm-placement, --model.position and --model.attention-bias, then sigattn lm-eval"
         )
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=setting.scaled(32, 256, None))
-    return sweep.shortened(recipe, setting.scaled(4, 300, None), setting.scaled(2, 16, None))
+    return sweep.shortened(recipe, setting.steps(4, 300), setting.scaled(2, 16, None))
 
 
 def alibi_recipe(setting: Setting) -> Recipe:
-    """Return the one-block model of Figs. 4-7, with ALiBi."""
+    """Return the one-block model of Figs. 3-6, with ALiBi."""
     return one_block_recipe(setting, position="alibi", attention_bias="log_context")
 
 
-NORM_STRUCTURE = Experiment(
+NORM_STRUCTURE = make_experiment(
     "norm-structure",
     "Pre-norm and hybrid-norm in language models",
     'Table "lm_norm_ablations", App. G.3',
@@ -78,7 +78,7 @@ NORM_STRUCTURE = Experiment(
     "64 GPUs of 80 GB",
     "2 layers of 64 instead of 1B parameters, 256 bytes, 300 steps; held-out bits instead of nine evaluations",
 )
-LENGTH_POWER = Experiment(
+LENGTH_POWER = make_experiment(
     "length-power",
     "Output divided by n or √n, or a bias of -log n",
     'Figs. "no_scaling", "seq_len_scaling", "sqrt_scaling", App. G.1',

@@ -7,13 +7,21 @@ import json
 import shlex
 import urllib.parse
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sigattn.experiments import report
-from sigattn.experiments.experiment import Experiment, Result, Setting
+from sigattn.experiments.experiment import Experiment, Kind, Result, Scale, Setting
+from sigattn.experiments.intervals import VERDICTS
+from sigattn.experiments.registry import EXPERIMENTS, find_experiment
+
+INTRODUCTION = (
+    'Intervals are 95 % (Welch). Equality "agrees" if the whole interval lies within the tolerance, and "differs" if '
+    'it lies outside; an interval within the tolerance that excludes 0 "differs, but by less than matters". '
+    '"depends": on a choice that the paper does not state. "not shown": this scale and these seeds do not decide.'
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class Page:
         name, title, source: see ``Experiment``. scale, seeds: see ``Setting``. findings: claim, verdict and evidence.
         columns, rows: the table. differs: difference of this scale from the paper's. has_figure: if it has a figure.
         data: names and hashes of the training data. command: the command that writes the page.
+        kind: see ``Experiment``. longer: see ``Setting``.
     """
 
     name: str
@@ -39,6 +48,14 @@ class Page:
     provenance: dict[str, Any]
     data: list[str] = field(default_factory=list)
     command: str = ""
+    kind: Kind = "paper"
+    longer: int = 1
+
+    @property
+    def extent(self) -> str:
+        """Scale and seeds as a sentence."""
+        longer = "" if self.longer == 1 else f", {self.longer} times its training"
+        return f"Scale: {self.scale}{longer}, seeds: {self.seeds}."
 
 
 def write_page(
@@ -46,7 +63,8 @@ def write_page(
 ) -> Page:
     """Write data.jsonl, page.json, figure.svg, figure.png and page.md into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in result.data))
+    lines = [json.dumps(row) for row in result.data]
+    (folder / "data.jsonl").write_text("".join(line + "\n" for line in lines))
     written = Page(
         experiment.name,
         experiment.title,
@@ -56,18 +74,44 @@ def write_page(
         experiment.differs if setting.scale != "paper" else "",
         list(result.columns),
         [list(row) for row in result.rows],
-        [asdict(f) for f in result.findings],
+        _judge(experiment, lines, setting.scale),
         result.figure is not None,
         provenance,
         [f"{name} ({fingerprint})" for name, fingerprint in sorted(setting.fingerprints.items())],
         _command(experiment, setting),
+        experiment.kind,
+        setting.longer,
     )
     if result.figure is not None:
         result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
         result.figure.savefig(folder / "figure.png", dpi=110)
-    (folder / "page.json").write_text(json.dumps(asdict(written), indent=1) + "\n")
-    (folder / "page.md").write_text(page_markdown(written))
+    _store(folder, written)
     return written
+
+
+def _store(folder: Path, page: Page) -> None:
+    (folder / "page.json").write_text(json.dumps(asdict(page), indent=1) + "\n")
+    (folder / "page.md").write_text(page_markdown(page))
+
+
+def _judge(experiment: Experiment, lines: Iterable[str], scale: str) -> list[dict[str, str]]:
+    """Return the findings for rows of data.jsonl."""
+    return [asdict(f) for f in experiment.judge([json.loads(line) for line in lines], cast(Scale, scale))]
+
+
+def judge_again(folder: Path) -> list[Page]:
+    """Judge the data of every page in a folder by the rules of this version, and rewrite pages and index.
+
+    Titles and sources are also those of this version. Figures and tables stay as measured.
+    """
+    for written in read_pages(folder):
+        experiment, own = find_experiment(written.name), folder / written.name
+        findings = _judge(experiment, (own / "data.jsonl").read_text().splitlines(), written.scale)
+        judged = replace(written, title=experiment.title, source=experiment.source, findings=findings)
+        _store(own, replace(judged, kind=experiment.kind))
+    pages = read_pages(folder)
+    write_index(folder, pages)
+    return pages
 
 
 def read_pages(folder: Path) -> list[Page]:
@@ -77,7 +121,7 @@ def read_pages(folder: Path) -> list[Page]:
 
 def page_markdown(w: Page) -> str:
     """Return a page as Markdown."""
-    lines = [f"# {w.title}", "", f"{w.source}. Scale: {w.scale}, seeds: {w.seeds}.", ""]
+    lines = [f"# {w.title}", "", f"{w.source}. {w.extent}", ""]
     if w.differs:
         lines += [f"Differs from the paper's set-up: {w.differs}.", ""]
     lines += [f"- **{f['verdict']}**: {f['claim']} ({f['evidence']})" for f in w.findings]
@@ -96,20 +140,54 @@ def page_markdown(w: Page) -> str:
 def _command(experiment: Experiment, setting: Setting) -> str:
     """Return the command that writes a page."""
     parts = ["sigattn", "reproduce", experiment.name, "--scale", setting.scale, "--seeds", str(setting.seeds)]
+    if setting.longer != 1:
+        parts += ["--longer", str(setting.longer)]
     for name in ("data", "tokenizer", "speech"):
         if (path := getattr(setting, name)) is not None:
             parts += [f"--{name}", str(path)]
     return shlex.join(parts)
 
 
+KINDS: dict[Kind, str] = {
+    "paper": "The paper's claims",
+    "beyond": "Claims beyond the paper",
+    "timing": "Timings of this machine",
+}
+
+
 def count_verdicts(written: Sequence[Page]) -> str:
-    """Return the number of findings of each verdict, as text."""
-    found = Counter(f["verdict"] for w in written for f in w.findings)
-    return ", ".join(f"{found[v]} {v}" for v in ("agrees", "differs", "not shown"))
+    """Return the number of findings of each kind and verdict, as text."""
+    counts = Counter((w.kind, f["verdict"]) for w in written for f in w.findings)
+    parts = []
+    for kind, title in KINDS.items():
+        found = [f"{counts[kind, verdict]} {verdict}" for verdict in VERDICTS if counts[kind, verdict]]
+        if found:
+            parts.append(f"{title}: {'; '.join(found)}.")
+    return " ".join(parts)
+
+
+def findings_table(written: Sequence[Page]) -> str:
+    """Return the findings of all pages as Markdown, in the order of the experiments, by kind."""
+    by_name = {w.name: w for w in written}
+    ordered = [by_name[name] for name in EXPERIMENTS if name in by_name]
+    parts = ["# Results", "", count_verdicts(written), "", INTRODUCTION]
+    for kind, title in KINDS.items():
+        rows = [
+            (
+                f"[{w.title}]({w.name}/page.md)",
+                w.source,
+                "<br>".join(f"**{f['verdict']}**: {f['claim']}" for f in w.findings),
+            )
+            for w in ordered
+            if w.kind == kind
+        ]
+        if rows:
+            parts += ["", f"## {title}", "", report.markdown_table(("experiment", "in the paper", "findings"), rows)]
+    return "\n".join(parts) + "\n"
 
 
 def write_index(folder: Path, written: Sequence[Page]) -> Path:
-    """Write one HTML page of all results with their figures; ``written`` is text from files and is escaped."""
+    """Write index.html with all results and figures (text is escaped), and README.md with all findings."""
     parts = []
     for w in written:
         findings = "".join(
@@ -121,11 +199,12 @@ def write_index(folder: Path, written: Sequence[Page]) -> Path:
         data = f"<p>Data: {_text('; '.join(w.data))}.</p>" if w.data else ""
         differs = f"<p>Differs from the paper's set-up: {_text(w.differs)}.</p>" if w.differs else ""
         parts.append(
-            f"<h2>{_text(w.title)}</h2><p>{_text(w.source)}. Scale: {_text(w.scale)}, seeds: {_text(w.seeds)}.</p>"
+            f"<h2>{_text(w.title)}</h2><p>{_text(w.source)}. {_text(w.extent)}</p>"
             f"{data}{differs}<ul>{findings}</ul>{figure}{report.html_table(w.columns, w.rows)}"
         )
     path = folder / "index.html"
-    introduction = f"Experiments of Ramapuram et al. (ICLR 2025), reproduced. Findings: {count_verdicts(written)}."
+    (folder / "README.md").write_text(findings_table(written))
+    introduction = f"Experiments of Ramapuram et al. (ICLR 2025), reproduced. {count_verdicts(written)} {INTRODUCTION}"
     path.write_text(report.page("Sigmoid attention: the paper's experiments", introduction, "".join(parts)))
     return path
 

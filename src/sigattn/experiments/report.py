@@ -118,10 +118,13 @@ def curves(runs: Sequence[Run]) -> str:
         (gradient, "gradient_norm", 1.0, "gradient norm (before clipping)"),
     )
     for axes, key, unit, title in panels:
-        for run, colour in zip(runs, drawing.COLOURS, strict=False):
+        colours = drawing.variant_colours(run.name for run in runs)
+        for run in runs:
             points = [(row["step"] + 1, unit * row[key]) for row in run.rows if key in row]
             marker = "o" if len(points) < 20 else None
-            axes.plot(*zip(*points, strict=True), label=run.name, color=colour, linewidth=1.4, marker=marker, ms=4)
+            axes.plot(
+                *zip(*points, strict=True), label=run.name, color=colours[run.name], linewidth=1.4, marker=marker, ms=4
+            )
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("step")
     attention.set_yscale("log")

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from sigattn.bench.hybridnorm import crossing_length
 from sigattn.bench.inputs import Inputs, Options
 from sigattn.bench.timing import time_calls
 from sigattn.experiments import cache, drawing
-from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Setting, select
+from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
 from sigattn.experiments.intervals import Verdict
 from sigattn.models.vision import ViT, ViTConfig
 
@@ -35,6 +35,8 @@ HEADS, HEAD_DIM = 12, 64  # the paper's
 Activation = Literal["softmax", "sigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = ("softmax", "sigmoid")
 PASSES = ("forward", "forward and backward")
+PAPER = dict(zip(itertools.product((False, True), PASSES), (17, 7, 19, 9), strict=True))  # Fig. 1, per cent saved
+MODES = ("inference", "training")
 TOKENS = {4096: 64, 8100: 90, 10_000: 100}  # side of the images, in patches of one pixel
 
 
@@ -110,26 +112,39 @@ def measure_attention_times(setting: Setting) -> Result:
             measure = functools.partial(time_attention, setting, n, causal)
             data += _memoize(setting, f"attention-{n}-{causal}", measure)
     figure, axes = drawing.axes_grid(2, width=5.0, height=3.8)
-    rows, findings = [], []
+    rows = []
     for axis, causal in zip(axes, (False, True), strict=True):
         mask = "causal" if causal else "full"
-        for which, activation, paper in zip(PASSES, ("sigmoid", "softmax"), (17, 6), strict=True):
-            ratios = select(data, "time_over_softmax", causal=causal, **{"pass": which}, activation="sigmoid")
-            gains = [100 * (1 - ratio) for ratio in ratios]
-            axis.plot(lengths, gains, marker="o", ms=4, color=drawing.COLOUR_OF[activation], label=which)
+        for which, style in zip(PASSES, ("-", "--"), strict=True):
+            gains = _gains(data, causal, which)
+            axis.plot(lengths, gains, style, marker="o", ms=4, color=drawing.COLOUR_OF["sigmoid"], label=which)
             rows.append((mask, which, *(f"{gain:+.0f} %" for gain in gains)))
-            mean = statistics.mean(gains)
-            claim = (
-                f"{mask.capitalize()} attention, {which}: sigmoid takes less time than softmax, averaged over n "
-                f"(about {paper} % less in the paper)."
-            )
-            evidence = f"{mean:.0f} % less on {_device_name(setting)}, {mask}; at the longest {gains[-1]:.0f} %"
-            findings.append(Finding(claim, _verdict(setting, mean > 0), evidence))
         axis.axhline(0, color="#999", linewidth=0.8)
         axis.set(xscale="log", xlabel="tokens n", title=mask)
     axes[0].set_ylabel("time saved compared with softmax, %")
     axes[0].legend(frameon=False)
-    return Result(("", "", *(f"n = {n:,}" for n in lengths)), rows, findings, data, figure)
+    return Result(("", "", *(f"n = {n:,}" for n in lengths)), rows, data, figure)
+
+
+def _gains(data: Sequence[Row], causal: bool, which: str) -> list[float]:
+    """Return the time that sigmoid saves at each length, in per cent of softmax's."""
+    ratios = select(data, "time_over_softmax", causal=causal, **{"pass": which}, activation="sigmoid")
+    return [100 * (1 - ratio) for ratio in ratios]
+
+
+def judge_attention_times(data: Sequence[Row], scale: Scale) -> list[Finding]:
+    """Average the gains over the lengths."""
+    findings = []
+    for causal, which in itertools.product((False, True), PASSES):
+        gains = _gains(data, causal, which)
+        mask, mean, paper = "causal" if causal else "full", statistics.mean(gains), PAPER[causal, which]
+        claim = (
+            f"{mask.capitalize()} attention, {which}: sigmoid takes less time than softmax, averaged over n "
+            f"(about {paper} % less in the paper)."
+        )
+        evidence = f"{mean:.0f} % less; at the longest {gains[-1]:.0f} %"
+        findings.append(Finding(claim, _verdict(scale, mean > 0), evidence))
+    return findings
 
 
 def time_with_norm(setting: Setting, n: int, causal: bool, affine: bool) -> dict[str, Any]:
@@ -155,13 +170,19 @@ def measure_norm_crossing(setting: Setting) -> Result:
     lengths = setting.scaled(
         (32, 64), (64, 256, 1024, 2048, 4096, 8192), (64, 576, 1024, 2048, 5184, 10_000, 16_384, 60_000)
     )
-    data, rows = [], []
+    data = []
+    for (causal, affine), n in itertools.product(itertools.product((False, True), (True, False)), lengths):
+        measure = functools.partial(time_with_norm, setting, n, causal, affine)
+        data.append(_memoize(setting, f"norm-{n}-{causal}-{affine}", measure))
+    return Result(("", "affine projection", "T*", "mean gain from there on"), _crossings(data), data)
+
+
+def _crossings(data: Sequence[Row]) -> list[tuple[str, str, str, str]]:
+    """Return the mask, the kind of norm, T* and the mean gain from there on, as text."""
+    rows = []
     for causal, affine in itertools.product((False, True), (True, False)):
-        ratios = []
-        for n in lengths:
-            measure = functools.partial(time_with_norm, setting, n, causal, affine)
-            data.append(_memoize(setting, f"norm-{n}-{causal}-{affine}", measure))
-            ratios.append((n, data[-1]["time_over_softmax"]))
+        where = {"causal": causal, "affine": affine}
+        ratios = list(zip(select(data, "n", **where), select(data, "time_over_softmax", **where), strict=True))
         start = crossing_length(ratios)
         names = ("causal" if causal else "full", "with" if affine else "without")
         if start is None:
@@ -169,13 +190,19 @@ def measure_norm_crossing(setting: Setting) -> Result:
         else:
             gain = statistics.mean(100 * (1 - ratio) for n, ratio in ratios if n >= start)
             rows.append((*names, f"{start:,}", f"{gain:.1f} %"))
-    lengths_found = ", ".join(f"{row[0]}, {row[1]} affine: {row[2]}" for row in rows)
-    finding = Finding(
-        "There is a length T* from which sigmoid with a LayerNorm after it is faster than softmax.",
-        _verdict(setting, all(row[2] != "–" for row in rows)),
-        f"on {_device_name(setting)}: {lengths_found}",
-    )
-    return Result(("", "affine projection", "T*", "mean gain from there on"), rows, [finding], data)
+    return rows
+
+
+def judge_norm_crossing(data: Sequence[Row], scale: Scale) -> list[Finding]:
+    """Check that there is a crossing for both masks, with and without the affine projection."""
+    rows = _crossings(data)
+    return [
+        Finding(
+            "There is a length T* from which sigmoid with a LayerNorm after it is faster than softmax.",
+            _verdict(scale, all(row[2] != "–" for row in rows)),
+            ", ".join(f"{row[0]}, {row[1]} affine: {row[2]}" for row in rows),
+        )
+    ]
 
 
 def time_vit(setting: Setting, tokens: int, side: int) -> dict[str, Any]:
@@ -227,30 +254,41 @@ def measure_vit_times(setting: Setting) -> Result:
         _memoize(setting, f"vit-{tokens}", functools.partial(time_vit, setting, tokens, side))
         for tokens, side in sides.items()
     ]
-    rows, errors, gains = [], [], []
-    for row in data:
-        for name in ("inference", "training"):
-            soft, sigm = (row[f"{name}_{a}_attention_ms"] for a in ACTIVATIONS)
-            total, saved = row[f"{name}_softmax_ms"], row[f"{name}_saved"]
-            predicted = (soft - sigm) / total
-            errors.append(abs(predicted - saved))
-            gains.append(saved)
-            kernel, wall = f"{soft:.3g} → {sigm:.3g} ({sigm / soft - 1:+.0%})", f"{total:.3g} ({-saved:+.1%})"
-            rows.append((f"{row['tokens']:,}", name, kernel, wall, f"{soft / total:.0%}", f"{-predicted:+.1%}"))
-    findings = [
+    columns = ("tokens", "", "attention, softmax → sigmoid, ms", "whole, softmax, ms (sigmoid)", "share", "predicted")
+    rows = []
+    for row, name in itertools.product(data, MODES):
+        soft, sigm = (row[f"{name}_{a}_attention_ms"] for a in ACTIVATIONS)
+        total, saved = row[f"{name}_softmax_ms"], row[f"{name}_saved"]
+        kernel, whole = f"{soft:.3g} → {sigm:.3g} ({sigm / soft - 1:+.0%})", f"{total:.3g} ({-saved:+.1%})"
+        rows.append(
+            (f"{row['tokens']:,}", name, kernel, whole, f"{soft / total:.0%}", f"{-_predicted(row, name):+.1%}")
+        )
+    return Result(columns, rows, data)
+
+
+def _predicted(row: Row, name: str) -> float:
+    """Return the predicted share of the whole model's time that sigmoid saves."""
+    soft, sigm = (row[f"{name}_{a}_attention_ms"] for a in ACTIVATIONS)
+    predicted: float = (soft - sigm) / row[f"{name}_softmax_ms"]
+    return predicted
+
+
+def judge_vit_times(data: Sequence[Row], scale: Scale) -> list[Finding]:
+    """Compare the measured gains with zero, and with the predicted ones."""
+    gains = {(row["tokens"], name): row[f"{name}_saved"] for row, name in itertools.product(data, MODES)}
+    error = max(abs(_predicted(row, name) - row[f"{name}_saved"]) for row, name in itertools.product(data, MODES))
+    return [
         Finding(
             "A vision transformer gains from the faster kernel in inference and in training.",
-            _verdict(setting, min(gains) > 0),
-            f"on {_device_name(setting)}: " + ", ".join(f"{row[0]} tokens, {row[1]}: {row[3]}" for row in rows),
+            _verdict(scale, min(gains.values()) > 0),
+            ", ".join(f"{tokens:,} tokens, {name}: {-gain:+.1%}" for (tokens, name), gain in gains.items()),
         ),
         Finding(
             "The kernels' gain and their share of the whole predict the gain of the whole.",
-            _verdict(setting, max(errors) < 0.05),
-            f"within {100 * max(errors):.1f} points of the measured gain",
+            _verdict(scale, error < 0.05),
+            f"within {100 * error:.1f} points of the measured gain",
         ),
     ]
-    columns = ("tokens", "", "attention, softmax → sigmoid, ms", "whole, softmax, ms (sigmoid)", "share", "predicted")
-    return Result(columns, rows, findings, data)
 
 
 def _time(
@@ -268,8 +306,8 @@ def _memoize(setting: Setting, name: str, measure: Callable[[], Any]) -> Any:
     return cache.memoize(setting.folder / "measured" / f"{name}.json", settings, measure)
 
 
-def _verdict(setting: Setting, agrees: bool) -> Verdict:
-    return "not shown" if setting.scale == "smoke" else "agrees" if agrees else "differs"
+def _verdict(scale: Scale, agrees: bool) -> Verdict:
+    return "not shown" if scale == "smoke" else "agrees" if agrees else "differs"
 
 
 def _device_name(setting: Setting) -> str:
@@ -282,29 +320,35 @@ _GPU = "1 GPU of 80 GB"
 ATTENTION = Experiment(
     "attention-times",
     "Time of attention, forward and backward, over the length",
-    'Figs. 3, "h100-softmax-sigmoid-fwd-bwd", App. FlashSigmoid',
+    'Figs. 1, "h100-softmax-sigmoid-fwd-bwd", App. FlashSigmoid',
     measure_attention_times,
+    judge_attention_times,
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},
     _GPU,
     "the GPU of this machine, or else its CPU, in float32, up to 8,192 tokens",
+    kind="timing",
 )
 CROSSING = Experiment(
     "norm-crossing",
     "From which length sigmoid with a LayerNorm is faster than softmax",
     "The table of T*, App. Practitioner's Guide",
     measure_norm_crossing,
+    judge_norm_crossing,
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},
     _GPU,
     "the GPU of this machine, or else its CPU, in float32, up to 8,192 tokens",
+    kind="timing",
 )
 VIT = Experiment(
     "vit-times",
     "A vision transformer at 4,096 to 10,000 tokens",
     'Fig. "ComparisonsOfFlashesOnH100", App. FlashSigmoid',
     measure_vit_times,
+    judge_vit_times,
     {"smoke": 0.1, "small": 4.0, "paper": 3.0},
     _GPU,
     "one image on the GPU of this machine, or else its CPU, instead of epochs on 32 GPUs; on a CPU 2 layers of 192 in "
     "float32",
+    kind="timing",
 )
 EXPERIMENTS = (ATTENTION, CROSSING, VIT)

@@ -78,7 +78,7 @@ def regularity_figure(trials: int) -> str:
     for row, std in ((axes[:2], None), (axes[2:], 0.02)):
         plot_jacobian_norms(row, regularity.norms_over_length(trials=trials, std=std))
         row[0].set_ylabel("Jacobian norm, " + ("variance 1/d" if std is None else f"std {std}"))
-    axes[0].legend(frameon=False)
+    drawing.band_legend(axes[0])
     return report.svg(figure)
 
 
@@ -86,11 +86,12 @@ def plot_jacobian_norms(axes: Sequence[Any], data: Sequence[dict[str, Any]]) -> 
     """Plot rows of ``norms_over_length`` over n on two axes, without and with hybrid-norm; mean bounds are dashed."""
     lengths = sorted({row["n"] for row in data})
     for axis, hybrid in zip(axes, (False, True), strict=True):
-        for activation in ("sigmoid", "softmax"):
+        for activation in ("softmax", "sigmoid"):
             colour = drawing.COLOUR_OF[activation]
             where = {"activation": activation, "hybrid_norm": hybrid}
             norms, bounds = ([select(data, key, n=n, **where) for n in lengths] for key in ("norm", "bound"))
-            drawing.plot_band(axis, lengths, norms, activation, colour)
+            width = 1.4 if activation == "sigmoid" else 4.0  # softmax stays visible below sigmoid where they are equal
+            drawing.plot_band(axis, lengths, norms, activation, colour, linewidth=width)
             if not hybrid:
                 means = [statistics.mean(b) for b in bounds]
                 axis.plot(lengths, means, color=colour, linestyle="--", linewidth=1, label=f"{activation}, bound")

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from sigattn.experiments import sweep
-from sigattn.experiments.ablation import Ablation, Claim
-from sigattn.experiments.experiment import Experiment, ExperimentError, Setting
+from sigattn.experiments.ablation import Ablation, Claim, make_experiment
+from sigattn.experiments.experiment import ExperimentError, Setting
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
@@ -63,8 +63,7 @@ def base(setting: Setting) -> Recipe:
             "IMAGENET with --model.qk-norm, --model.init-values, --model.num-kv-heads, --model.activation, "
             "--model.temperature, --model.attention-bias and --model.learn-bias set as in this experiment"
         )
-    steps, batch_size = setting.scaled((4, 8), (400, 128), None)
-    return sweep.shortened(find_recipe("vit-supervised-tiny"), steps, batch_size)
+    return sweep.shortened(find_recipe("vit-supervised-tiny"), setting.steps(4, 400), setting.scaled(8, 128, None))
 
 
 _HARDWARE = "8 GPUs of 80 GB"
@@ -72,10 +71,10 @@ _DIFFERS = "handwritten digits of 8 × 8 pixels instead of ImageNet, 2 layers of
 _SAME = Claim("Sigmoid matches softmax.", "sigmoid", "same", "softmax", 0.03)
 
 
-ABLATIONS = Experiment(
+ABLATIONS = make_experiment(
     "vision-ablations",
     "Supervised vision: QK-norm, LayerScale, key heads, activations",
-    'Fig. 11, Sect. "Ablations"',
+    'Fig. 10, Sect. "Ablations"',
     Ablation(
         base,
         VARIANTS,
@@ -100,7 +99,7 @@ ABLATIONS = Experiment(
     _HARDWARE,
     _DIFFERS,
 )
-LAYERSCALE_FREE = Experiment(
+LAYERSCALE_FREE = make_experiment(
     "layerscale-free",
     "Vision without LayerScale: temperature and bias learned",
     'Fig. "layerscale_free_sigmoid", App. Vision',
@@ -132,7 +131,7 @@ LAYERSCALE_FREE = Experiment(
     _HARDWARE,
     f"{_DIFFERS}; t = 1 as well as the paper's 10, whose plateau of 25 epochs is longer than this training",
 )
-RELAXATIONS = Experiment(
+RELAXATIONS = make_experiment(
     "relaxations",
     "Vision with sigmoid, softmax, linear attention and Performer",
     'Fig. "attention_relaxations", App. Vision',
