@@ -117,7 +117,7 @@ def reference_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor]) -> Tensor:
-    visible = logits > torch.finfo(logits.dtype).min / 2
+    visible = logits > -60  # masks add -100, -1e4, -1e9, the smallest number or -inf
     log_visible = visible.sum(-1, keepdim=True).clamp(min=1).to(logits.dtype).log()
     if isinstance(bias, tuple):
         b = bias[0].view(-1, 1, 1) + bias[1].view(-1, 1, 1) * log_visible

@@ -196,6 +196,16 @@ class TestSaved:
             assert bias.constant.tolist() == [0.0] * 4
             assert bias.slope.tolist() == [-1.0] * 4
 
+    def test_initialised_again(self, tmp_path):
+        """init_weights, which some methods of transformers call, leaves fitted and loaded biases as they are."""
+        model = converted()
+        model.save_pretrained(tmp_path)
+        for other in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+            before = [p.clone() for n, p in other.named_parameters() if "sigmoid_bias" in n]
+            other.init_weights()
+            after = [p for n, p in other.named_parameters() if "sigmoid_bias" in n]
+            assert all(map(torch.equal, before, after))
+
     def test_loaded_as_softmax_first(self, tmp_path):
         model, inputs = converted(), inputs_of()
         model.save_pretrained(tmp_path)

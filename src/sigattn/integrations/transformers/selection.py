@@ -100,7 +100,7 @@ def _initialize_weights(own: Any) -> Any:
     """Give learned biases that a checkpoint lacks their initial values, instead of leaving their memory as it is."""
 
     def wrapped(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if type(module) in FITTED.values():
+        if type(module) in FITTED.values() and not getattr(module, "_is_hf_initialized", False):
             module.reset_parameters()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
         own(self, module, *args, **kwargs)
 
