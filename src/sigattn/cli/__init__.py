@@ -16,6 +16,7 @@ try:
     from sigattn import info
     from sigattn.bench.provenance import BenchmarkError
     from sigattn.cli.bench import BENCHMARKS
+    from sigattn.cli.convert import convert_run
     from sigattn.cli.corpus import make_tokenizer, pack_tokens
     from sigattn.cli.demo import train_demo
     from sigattn.cli.ecosystem import export, lm_eval
@@ -25,6 +26,7 @@ try:
     from sigattn.cli.reproduce import reproduce
     from sigattn.cli.theory import check_theory
     from sigattn.cli.train import train_recipe
+    from sigattn.convert import ConversionError
     from sigattn.data.dataset import DataError
     from sigattn.experiments.experiment import ExperimentError
     from sigattn.files import FileFormatError
@@ -63,6 +65,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate,
     "generate": generate,
     "probe": probe,
+    "convert": convert_run,
     "export": export,
     "lm-eval": lm_eval,
     "tokenizer": make_tokenizer,
@@ -77,6 +80,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 DESCRIPTION = "Sigmoid self-attention. ``sigattn COMMAND --help`` lists the arguments of a command."
 USAGE_ERRORS = (SettingsError, RecipeError, ExperimentError)
 DATA_ERRORS = (
+    ConversionError,
     DataError,
     CheckpointError,
     FolderInUseError,

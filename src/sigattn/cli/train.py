@@ -81,7 +81,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
         check_no_checkpoints(folder)  # before the data is read, which can take long
     try:
         data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
-        with _Display(console, recipe, first) as display:
+        with TrainingDisplay(console, recipe, first) as display:
             loop.train(
                 recipe.task,
                 recipe.model,
@@ -119,7 +119,7 @@ def _check(recipe: Recipe) -> None:
         raise SettingsError(str(error)) from error
 
 
-class _Display:
+class TrainingDisplay:
     """Progress bar with the latest measurements; plain lines if the output is not a terminal."""
 
     def __init__(self, console: Console, recipe: Recipe, first: bool) -> None:
@@ -135,7 +135,7 @@ class _Display:
         self.task = self.progress.add_task("", total=self.steps)
         self.held = ""
 
-    def __enter__(self) -> _Display:
+    def __enter__(self) -> TrainingDisplay:
         if self.console.is_terminal and not self.quiet:
             self.progress.start()
         return self

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sigattn.data.dataset import Data
 from sigattn.distributed import sharding
@@ -31,6 +31,7 @@ def train(
     data: Data,
     folder: Path,
     *,
+    weights: Mapping[str, Tensor] | None = None,
     resume: bool = False,
     on_row: Callable[[Row], None] = lambda _: None,
     on_start: Callable[[int], None] = lambda _: None,
@@ -44,6 +45,8 @@ def train(
         task: the objective. model: a configuration of ``sigattn.models``. data: the training and held-out data.
         folder: created if missing. Receives metrics.jsonl, tensorboard's events, checkpoints/ and, at the end, model/
             (``sigattn.models.saving``).
+        weights: state dict of the model to start from; None for its own initial weights. A checkpoint that is resumed
+            replaces them.
         resume: continue from the folder's last checkpoint, if there is one. The results equal those of a run that was
             never stopped.
         on_row: called with each step's measurements (on the main process).
@@ -68,7 +71,7 @@ def train(
         if not resume:
             checkpoint.check_no_checkpoints(folder)
         torch.manual_seed(config.seed)
-        trainer = Trainer.build(task, model, config, data, processes, folder)
+        trainer = Trainer.build(task, model, config, data, processes, folder, weights)
         settings = settings_to_resume(task, model, config, data.fingerprint)
         done = trainer.load_last_checkpoint(settings) if resume else 0
         log = MetricsLog(folder, done, wandb=config.wandb, settings=settings) if processes.is_main_process else None

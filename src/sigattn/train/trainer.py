@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -91,10 +91,19 @@ class Trainer:
 
     @classmethod
     def build(
-        cls, task: Objective, model: Any, config: TrainConfig, data: Data, processes: ProcessMesh, folder: Path
+        cls,
+        task: Objective,
+        model: Any,
+        config: TrainConfig,
+        data: Data,
+        processes: ProcessMesh,
+        folder: Path,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> Trainer:
-        """Build the module, distribute it over the processes, and create its optimiser."""
+        """Build the module, distribute it over the processes, and create its optimiser; ``weights`` as in ``train``."""
         module = task.build(model)
+        if weights is not None:
+            task.backbone(module).load_state_dict(weights)
         for part in module.modules():
             if isinstance(part, Transformer):
                 part.checkpoint_activations = config.checkpoint_activations

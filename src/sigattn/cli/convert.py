@@ -1,0 +1,206 @@
+"""Command ``sigattn convert``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+
+from sigattn.cli.runs import read_run, write_run
+from sigattn.cli.train import TrainingDisplay
+from sigattn.convert import ConversionReport, convert
+from sigattn.data.dataset import Batch, Data, DataError
+from sigattn.distributed.process_mesh import init_process_mesh
+from sigattn.experiments import conversion_page, datasets
+from sigattn.models import saving
+from sigattn.models.autoencoder import MaskedAutoencoderConfig
+from sigattn.models.language import LanguageModelConfig
+from sigattn.models.speech import SpeechModelConfig
+from sigattn.models.transformer import evaluation_mode
+from sigattn.models.vision import ViTConfig
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import find_recipe
+from sigattn.train import loop, metrics
+from sigattn.train.checkpoint import check_no_checkpoints
+from sigattn.train.trainer import Interrupted
+from sigattn.validation import SettingsError, check_at_least, check_positive
+
+# recipes whose task and data are those of a model folder without a run
+_RECIPES: dict[type, str] = {
+    LanguageModelConfig: "lm-1b-2k-tiny",
+    ViTConfig: "vit-supervised-tiny",
+    MaskedAutoencoderConfig: "vit-mae-tiny",
+    SpeechModelConfig: "asr-ls960-tiny",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """Settings of ``sigattn convert``.
+
+    Attributes:
+        source: folder of a run of ``sigattn train`` or ``sigattn demo``, or of a saved model.
+        data: data for the fit, the fine-tuning and the evaluation; None for the run's own.
+        tokenizer: tokenizer file of a language model whose vocabulary is not bytes; None for the run's own.
+        folder: folder for model, metrics, checkpoints and report; None for the source with "-sigmoid" appended.
+        batches: number of training batches for the fit; a quarter of them is held out.
+        steps: number of steps of fine-tuning; 0 for none.
+        learning_rate: peak learning rate of the fine-tuning.
+        batch_size: samples of a batch (seconds, for speech); None for the run's own.
+        resume: continue the fine-tuning from its last checkpoint.
+    """
+
+    source: tyro.conf.Positional[Path] = Path("runs/demo/softmax")
+    data: Path | None = None
+    tokenizer: Path | None = None
+    folder: Path | None = None
+    batches: int = 8
+    steps: int = 0
+    learning_rate: float = 1e-3
+    batch_size: int | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "batches", "batch_size")
+        check_at_least(0, self, "steps")
+        check_positive(self, "learning_rate")
+
+
+def convert_run(options: ConvertConfig) -> None:
+    """Convert a softmax model to sigmoid attention with a fitted bias, fine-tune it if wanted, and write a report."""
+    if init_process_mesh().world_size > 1:
+        raise SettingsError("sigattn convert runs on one process: start it without torchrun")
+    recipe, model_folder, options = _read(options)
+    recipe = recipe.with_training(**_training(recipe, options))
+    assert options.folder is not None
+    if not options.resume:
+        check_no_checkpoints(options.folder)
+    data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer)
+    console = Console()
+    model, report, stages = _convert(recipe, model_folder, data, options, console)
+    recipe, rows = dataclasses.replace(recipe, model=model.config), []
+    options.folder.mkdir(parents=True, exist_ok=True)
+    report.save(options.folder / "conversion.json")
+    try:
+        if options.steps:
+            rows = _fine_tune(recipe, model, data, options, console)
+            last = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
+            stages[f"fine-tuned, {options.steps} steps"] = last
+        else:
+            write_run(options.folder, recipe, recipe.name, options)
+            saving.save(model, options.folder / "model")
+    except Interrupted as stop:
+        console.print(f"\n{stop}\nTo resume: the same command with --resume", highlight=False)
+        sys.exit(128 + stop.signal)
+    (options.folder / "report.html").write_text(conversion_page.html_page(str(options.source), report, stages, rows))
+    for name, values in stages.items():
+        console.print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items()), highlight=False)
+    for name in ("model", "report.html"):
+        console.print(f"{name}: {options.folder / name}", soft_wrap=True, highlight=False)
+
+
+def _read(options: ConvertConfig) -> tuple[Recipe, Path, ConvertConfig]:
+    """Return the recipe, the folder of the model, and the options with the run's data, tokenizer and folder.
+
+    Raises:
+        DataError: if the source holds neither a run nor a model. ModelError: if the model cannot be loaded.
+        SettingsError: if it is none that this command converts.
+    """
+    source, data, tokenizer = options.source, None, None
+    model_folder = source / "model" if (source / "model").is_dir() else source
+    if (source / "run.json").exists():
+        recipe, data, tokenizer = read_run(source)
+        recipe = dataclasses.replace(recipe, name=recipe.name.replace("-softmax", ""))
+    elif not (model_folder / "config.json").exists():
+        raise DataError(f"{source} holds neither a run (run.json) nor a model (config.json and model.safetensors)")
+    else:
+        config: Any = saving.load(model_folder).config
+        if type(config) not in _RECIPES:
+            raise SettingsError(
+                f"{source} holds a model of {type(config).__name__} without a run: name the run's folder"
+            )
+        recipe = dataclasses.replace(find_recipe(_RECIPES[type(config)]), model=config)
+    if recipe.transformer.activation != "softmax":
+        raise SettingsError(
+            f"{source} holds a model with activation={recipe.transformer.activation!r}: only softmax is converted"
+        )
+    with torch.device("meta"):
+        module = recipe.task.build(recipe.model)
+    if recipe.task.backbone(module) is not module:
+        raise SettingsError(
+            f"{source} was trained with {type(recipe.task).__name__}, whose additional layers are not saved: convert "
+            "its model in Python with sigattn.convert"
+        )
+    options = dataclasses.replace(
+        options,
+        data=options.data or data,
+        tokenizer=options.tokenizer or tokenizer,
+        folder=options.folder or source.with_name(f"{source.resolve().name}-sigmoid"),
+    )
+    return recipe, model_folder, options
+
+
+def _training(recipe: Recipe, options: ConvertConfig) -> dict[str, Any]:
+    """Return the settings of the fine-tuning that differ from the run's training."""
+    steps, size = options.steps, options.batch_size
+    return {
+        "max_steps": max(steps, 1),
+        "learning_rate": options.learning_rate,
+        "batch_size": recipe.training.batch_size if size is None else size,
+        "schedule": "cosine",
+        "warmup_steps": min(10, steps // 10),
+        "validate_every": max(1, steps // 10),
+        "checkpoint_every": max(1, steps // 4),
+        "log_attention_every": 1,
+        "ema": None,
+    }
+
+
+def _convert(
+    recipe: Recipe, model_folder: Path, data: Data, options: ConvertConfig, console: Console
+) -> tuple[Any, ConversionReport, dict[str, dict[str, float]]]:
+    """Return the converted model, the report, and the held-out metrics before and after the conversion."""
+    device, training = init_process_mesh().device, recipe.training
+
+    def on_device(batch: Batch) -> Batch:
+        return tuple(t.to(device) for t in batch)
+
+    def evaluate() -> dict[str, float]:
+        with evaluation_mode(model), torch.no_grad():
+            return recipe.task.evaluate(model, map(on_device, data.validation(training.eval_batch_size)))
+
+    model: Any = saving.load(model_folder, device)
+    with console.status("evaluating the softmax model"):
+        before = evaluate()
+    with console.status("fitting the bias"):
+        batches = [on_device(data.batch(i, training.batch_size, training.seed)) for i in range(options.batches)]
+        report = convert(model, batches, loss=recipe.task.loss)
+    console.print(str(report), highlight=False, markup=False, soft_wrap=True)
+    with console.status("evaluating the converted model"):
+        return model, report, {"softmax": before, "converted": evaluate()}
+
+
+def _fine_tune(
+    recipe: Recipe, model: Any, data: Data, options: ConvertConfig, console: Console
+) -> list[dict[str, Any]]:
+    """Train the converted model in the folder, and return the measurements of each step."""
+    assert options.folder is not None
+    folder = options.folder
+    with TrainingDisplay(console, recipe, True) as display:
+        loop.train(
+            recipe.task,
+            recipe.model,
+            recipe.training,
+            data,
+            folder,
+            weights=model.state_dict(),
+            resume=options.resume,
+            on_row=display.update,
+            on_start=lambda _: write_run(folder, recipe, recipe.name, options),
+        )
+    return metrics.read_metrics(folder / "metrics.jsonl")

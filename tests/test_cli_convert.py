@@ -1,0 +1,66 @@
+"""``sigattn convert``: from a softmax run to a converted, fine-tuned run that the other commands use."""
+
+import json
+
+import pytest
+
+from sigattn import cli
+from sigattn.models import LanguageModel, LanguageModelConfig, saving
+from sigattn.train import metrics
+from tests.test_cli import failure
+
+QUICK = ["--training.max-steps", "4", "--training.batch-size", "4", "--training.validate-every", "4"]
+QUICK += ["--model.max-seq-len", "32", "--training.eval-batch-size", "8"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "softmax"
+    cli.main(["train", "lm-1b-2k", "--tiny", "--softmax", "--folder", str(folder), *QUICK])
+    return folder
+
+
+def test_a_run_is_converted_and_fine_tuned(run, capsys):
+    cli.main(["convert", str(run), "--steps", "3", "--batches", "4"])
+    said = capsys.readouterr().out
+    folder = run.with_name("softmax-sigmoid")
+    model = saving.load(folder / "model")
+    assert model.config.activation == "sigmoid"
+    report = json.loads((folder / "conversion.json").read_text())
+    assert [layer["name"] for layer in report["layers"]] == ["blocks.0.attention", "blocks.1.attention"]
+    rows = metrics.read_metrics(folder / "metrics.jsonl")
+    assert len(rows) == 3
+    assert rows[0]["loss"] == pytest.approx(report["loss"], rel=0.1)  # it starts from the converted weights
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert all(f"<td>{name}</td>" in page for name in ("softmax", "converted", "fine-tuned, 3 steps"))
+    assert "fine-tuned, 3 steps: loss" in said
+    cli.main(["evaluate", str(folder)])
+    found = capsys.readouterr().out.split()
+    assert float(found[found.index("bits") + 1]) == pytest.approx(rows[-1]["validation_bits"], rel=1e-4)
+    cli.main(["generate", str(folder), "--prompt", "A ", "--max-new-tokens", "5"])
+    code, message = failure(["convert", str(run), "--steps", "3"], capsys)
+    assert code == 2
+    assert "holds a run already" in message
+    code, message = failure(["convert", str(folder), "--folder", str(folder / "again")], capsys)
+    assert code == 2
+    assert "holds a model with activation='sigmoid': only softmax is converted" in message
+
+
+def test_a_model_folder_without_a_run(tmp_path, capsys):
+    model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=16, max_seq_len=16))
+    saving.save(model, tmp_path / "model")
+    cli.main(
+        ["convert", str(tmp_path / "model"), "--folder", str(tmp_path / "new"), "--batches", "2", "--batch-size", "2"]
+    )
+    assert "converted: loss" in capsys.readouterr().out
+    assert saving.load(tmp_path / "new" / "model").config.learn_bias == "head"
+    assert "<svg" in (tmp_path / "new" / "report.html").read_text()
+
+
+def test_what_it_refuses(tmp_path, capsys):
+    code, message = failure(["convert", str(tmp_path)], capsys)
+    assert code == 1
+    assert "holds neither a run (run.json) nor a model" in message
+    _, message = failure(["convert", str(tmp_path), "--learning-rate", "0"], capsys)
+    assert "learning_rate must be a finite number above 0" in message
