@@ -50,8 +50,8 @@ def fit_figure(conversion: ConversionReport) -> str:
     figure, (errors, fits) = drawing.axes_grid(2, 1, width=5.5, height=3.5)
     layers = range(1, len(conversion.layers) + 1)
     for values, label, colour in (
-        ([layer.error_log_n for layer in conversion.layers], "b = −log n", drawing.COLOURS[1]),
-        ([layer.error for layer in conversion.layers], "fitted b", drawing.COLOURS[0]),
+        ([layer.error_log_n for layer in conversion.layers], "b = −log n", drawing.OTHER_COLOURS[3]),
+        ([layer.error for layer in conversion.layers], "fitted b", drawing.COLOUR_OF["sigmoid"]),
     ):
         errors.plot(layers, values, marker="o", ms=4, linewidth=1.4, color=colour, label=label)
     errors.set_title("relative error of the attention's output", fontsize=11)
@@ -59,7 +59,7 @@ def fit_figure(conversion: ConversionReport) -> str:
     errors.set_ylim(bottom=0)
     for x, layer in zip(layers, conversion.layers, strict=True):
         values = [head.r2 for head in layer.heads if not math.isnan(head.r2)]
-        fits.plot([x] * len(values), values, "o", ms=4, color=drawing.COLOURS[0])
+        fits.plot([x] * len(values), values, "o", ms=4, color=drawing.COLOUR_OF["sigmoid"])
     fits.set_title("R² of each head's bias", fontsize=11)
     for axes in (errors, fits):
         axes.set_xlabel("layer")
@@ -69,14 +69,18 @@ def fit_figure(conversion: ConversionReport) -> str:
 def training_curves(stages: Stages, rows: Sequence[Mapping[str, Any]]) -> str:
     """Plot training loss, and held-out loss with those of the softmax and the converted model, as an SVG element."""
     figure, (training, held_out) = drawing.axes_grid(2, 1, width=5.5, height=3.5)
-    training.plot([r["step"] + 1 for r in rows], [r["loss"] for r in rows], linewidth=1.4, color=drawing.COLOURS[0])
+    training.plot(
+        [r["step"] + 1 for r in rows], [r["loss"] for r in rows], linewidth=1.4, color=drawing.COLOUR_OF["sigmoid"]
+    )
     training.set_title("training loss", fontsize=11)
     points = [(0, stages["converted"]["loss"])]
     points += [(r["step"] + 1, r["validation_loss"]) for r in rows if "validation_loss" in r]
     held_out.plot(
-        *zip(*points, strict=True), marker="o", ms=4, linewidth=1.4, color=drawing.COLOURS[0], label="sigmoid"
+        *zip(*points, strict=True), marker="o", ms=4, linewidth=1.4, color=drawing.COLOUR_OF["sigmoid"], label="sigmoid"
     )
-    held_out.axhline(stages["softmax"]["loss"], color=drawing.COLOURS[1], linewidth=1.2, label="softmax, before")
+    held_out.axhline(
+        stages["softmax"]["loss"], color=drawing.COLOUR_OF["softmax"], linewidth=1.2, label="softmax, before"
+    )
     held_out.set_title("held-out loss", fontsize=11)
     held_out.legend(frameon=False)
     for axes in (training, held_out):
