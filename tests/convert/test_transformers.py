@@ -1,5 +1,9 @@
 """Conversion of transformers' models: statistics against float64, losses against the model's own, and refusals."""
 
+import runpy
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -123,6 +127,21 @@ def test_a_model_within_another(tmp_path):
     model.encoder.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(loaded(ids[0]).last_hidden_state, model.encoder(ids[0]).last_hidden_state)
+
+
+def test_the_example(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("accelerate")
+    sizes = {"steps": 2, "finetune-steps": 1, "distil": 1, "layers": 1, "width": 32, "length": 32, "batch-size": 2}
+    monkeypatch.chdir(tmp_path)  # where it saves the model
+    monkeypatch.setattr(sys, "argv", ["convert_transformers.py", *(f"--{name}={size}" for name, size in sizes.items())])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "convert_transformers.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    values = {
+        line[:30].strip(): float(line[30:]) for line in lines[lines.index("bits per byte of held-out text") + 1 :]
+    }
+    assert list(values) == ["softmax", "sigmoid, converted", "sigmoid, 1 steps later", "softmax, 1 steps later"]
+    assert all(4 < value < 9 for value in values.values())
+    assert (tmp_path / "converted" / "model.safetensors").exists()
 
 
 class TestRefused:
