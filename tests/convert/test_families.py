@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sigattn.convert import ConversionError, convert
+from sigattn.convert import ConversionError, convert, restore
 from sigattn.models import (
     LanguageModel,
     LanguageModelConfig,
@@ -184,6 +184,28 @@ def test_families(family):
     learned = {n: p for n, p in model.named_parameters() if n not in state}
     assert len(learned) == 2 * len(layers)
     assert all(p.grad.abs().sum() > 0 for n, p in learned.items()), learned
+
+
+@pytest.mark.parametrize("family", ["multihead", "encoder", "transformer", "rope"])
+def test_a_state_dict_is_restored_into_a_new_model(family):
+    model, batches = FAMILIES[family]()
+    convert(model, batches)
+    new, _ = FAMILIES[family]()
+    restore(new, model.state_dict())
+    assert [type(m) for m in new.modules()] == [type(m) for m in model.modules()]
+    assert new.state_dict().keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(new.state_dict()[name], value)
+
+
+def test_another_state_dict_is_not_restored():
+    model, _ = multihead()
+    with pytest.raises(ConversionError, match="in '', and the state dict has fitted biases for no layer"):
+        restore(model, model.state_dict())
+    state = {**model.state_dict(), "sigmoid_bias.constant": torch.zeros(4)}
+    with pytest.raises(ConversionError, match="the parameters constant, which is none of VisibleKeysLinearBias"):
+        restore(model, state)
+    assert type(model) is nn.MultiheadAttention
 
 
 class TestOwnModels:

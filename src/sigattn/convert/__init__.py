@@ -8,5 +8,6 @@ print(report)
 from sigattn.convert.attention_call import AttentionCall, ConversionError
 from sigattn.convert.conversion import convert
 from sigattn.convert.report import ConversionReport, HeadReport, LayerReport
+from sigattn.convert.restore import restore
 
-__all__ = ["AttentionCall", "ConversionError", "ConversionReport", "HeadReport", "LayerReport", "convert"]
+__all__ = ["AttentionCall", "ConversionError", "ConversionReport", "HeadReport", "LayerReport", "convert", "restore"]

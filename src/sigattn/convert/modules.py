@@ -37,10 +37,10 @@ class ModuleAdapter:
     """Softmax attention of a model of PyTorch, found by ``sigattn.nn.conversion``.
 
     Args:
-        model: the model. run: runs the model on one batch, in evaluation mode.
+        model: the model. run: runs the model on one batch, in evaluation mode; None to search its code only.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
+    def __init__(self, model: nn.Module, run: Callable[[], object] | None = None) -> None:
         self.model, self.run = model, run
         self.own: dict[str, Attention] = {}
         self.called: list[Finding] = []  # layers that call PyTorch's functions

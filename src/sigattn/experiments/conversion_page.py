@@ -63,6 +63,7 @@ def fit_figure(conversion: ConversionReport) -> str:
     fits.set_title("R² of each head's bias", fontsize=11)
     for axes in (errors, fits):
         axes.set_xlabel("layer")
+        axes.locator_params(axis="x", integer=True)
     return report.svg(figure)
 
 

@@ -1,0 +1,71 @@
+"""Loading of a converted model's state dict into a new softmax model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from sigattn.convert.attention_call import ConversionError
+from sigattn.convert.modules import ModuleAdapter
+from sigattn.nn.bias import AttentionBias
+from sigattn.nn.fitted_bias import FITTED
+
+_ATTRIBUTES = ("sigmoid_bias", "attention_bias")  # names of the bias within a layer
+
+
+def restore(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Convert a softmax model as the model of a state dict was converted, in place, and load the state dict.
+
+    Models of this library have folders (``sigattn.models.saving``), and transformers' models ``from_pretrained``; this
+    is for all others.
+
+    Args:
+        model: a softmax model of the same class and sizes, such as a new one. state: from a model that ``convert``
+            converted.
+
+    Raises:
+        ConversionError: a ValueError, if the state dict has no fitted biases, or they belong to other layers.
+        RuntimeError: as in ``load_state_dict``. The model is then converted, and some weights may be loaded.
+    """
+    biases = {name: _bias(parameters) for name, parameters in _parameters(state).items()}
+    adapter = ModuleAdapter(model)
+    names = adapter.layers()
+    if set(names) != set(biases):
+        softmax, fitted = (", ".join(map(repr, given)) for given in (names, biases))
+        raise ConversionError(
+            f"restore: {type(model).__name__} has softmax attention in {softmax}, and the state dict has fitted biases "
+            f"for {fitted or 'no layer'}: pass the state dict of the same model, converted"
+        )
+    adapter.swap(biases)
+    model.load_state_dict(state)
+
+
+def _parameters(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the parameters of the bias of each layer, by the layer's name."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        path, _, parameter = key.rpartition(".")
+        layer, _, attribute = path.rpartition(".")
+        if attribute in _ATTRIBUTES:
+            found.setdefault(layer, {})[parameter] = value
+    return found
+
+
+def _bias(parameters: Mapping[str, Tensor]) -> AttentionBias:
+    """Return a new bias of the class and sizes of these parameters.
+
+    Raises:
+        ConversionError: if no bias of ``sigattn.nn.fitted_bias`` has them.
+    """
+    num_heads = len(parameters.get("constant", ()))
+    sizes = {"num_heads": num_heads, "head_dim": len(parameters.get("direction", ())) // max(num_heads, 1)}
+    for kind in FITTED.values():
+        bias = kind(**{name: sizes[name] for name in inspect.signature(kind).parameters})
+        if {n: t.shape for n, t in bias.state_dict().items()} == {n: t.shape for n, t in parameters.items()}:
+            return bias
+    raise ConversionError(
+        f"restore: the state dict has a bias with the parameters {', '.join(parameters)}, which is none of "
+        f"{', '.join(FITTED)}: load it with the version of sigattn that wrote it"
+    )
