@@ -1,9 +1,11 @@
 """Conversion of small models: the statistics against float64, and the report against the model itself."""
 
+import json
+
 import pytest
 import torch
 
-from sigattn.convert import ConversionError, convert
+from sigattn.convert import ConversionError, ConversionReport, HeadReport, LayerReport, convert
 from sigattn.models import LanguageModel, LanguageModelConfig
 
 CONFIG = LanguageModelConfig(
@@ -65,3 +67,32 @@ def test_no_batches():
     model, _ = model_and_batches()
     with pytest.raises(ConversionError, match="batches is empty"):
         convert(model, [])
+
+
+def report_of(error, loss=1.0):
+    heads = (HeadReport(0.5, -1.0, -0.5), HeadReport(float("nan"), -2.0, -0.5))
+    return ConversionReport((LayerReport("a.b", heads, 1.25, error),), 1.0, 2.0, loss, 3, 1, True)
+
+
+def test_the_report_says_what_is_poor(tmp_path):
+    assert report_of(0.49, 1.04).warnings == []
+    (layer,) = report_of(0.5).warnings
+    assert "outputs of a.b differ from softmax's by 50% or more" in layer
+    (loss,) = report_of(0.1, 1.2).warnings
+    assert "The loss is 20% above that of softmax" in loss
+    shown = str(report_of(0.3))
+    assert "a.b" in shown
+    assert "-2.00 … -1.00  -0.50" in shown
+    assert "125.0%" in shown
+    assert "loss: 1.0000 with softmax, 2.0000 with b = −log n, 1.0000 converted" in shown
+    report_of(0.6).save(tmp_path / "report.json")
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved["layers"][0]["heads"][1] == {"r2": None, "constant": -2.0, "slope": -0.5}
+    assert saved["warnings"] == report_of(0.6).warnings
+
+
+def test_one_batch_only():
+    model, batches = model_and_batches()
+    report = convert(model, batches[:1], loss=loss)
+    assert not report.held_out
+    assert "There was one batch only" in report.warnings[0]
