@@ -70,6 +70,7 @@ SHOWN = {
     "LearnableBias(-3.0, 2)": ["initial=-3, num_parameters=2"],
     "LearnableEmbedding(5, 8)": ["5, 8, std=0.02"],
     "MLP(8, 16, activation='relu')": ["activation='relu'"],
+    "OutputScaleBias(2, 4)": ["num_heads=2", "head_dim=4"],
     "PerformerFeatures(8, 3)": ["head_dim=8, features=3"],
     "QueryBias()": ["initial=-5"],
     "RotaryEmbedding(8)": ["8, base=10000"],

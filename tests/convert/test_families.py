@@ -106,7 +106,7 @@ def test_the_fit_of_a_call_is_least_squares(form):
     q, k, v = (t.double() for t in model.heads(X[0], other if form == "cross" else X[0]))
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     b = bias.constant.view(-1, 1, 1) + bias.slope.view(-1, 1, 1) * n[:2].unsqueeze(-1)
-    out = (q @ k.mT / 2 + b).sigmoid().masked_fill(~seen[:2], 0) @ v
+    out = bias.scaled((q @ k.mT / 2 + b).sigmoid().masked_fill(~seen[:2], 0) @ v)
     torch.testing.assert_close(model(X[0], **options), out.transpose(1, 2).flatten(2).float())
 
 
@@ -182,7 +182,7 @@ def test_families(family):
         torch.testing.assert_close(run(other), expected)
     expected.square().sum().backward()
     learned = {n: p for n, p in model.named_parameters() if n not in state}
-    assert len(learned) == 2 * len(layers)
+    assert len(learned) == 5 * len(layers)
     assert all(p.grad.abs().sum() > 0 for n, p in learned.items()), learned
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
-from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import VisibleKeysLinearBias
 
 _PRIOR = 1e-6  # weight of a slope of -1, which decides where every row sees the same number of keys
@@ -47,7 +46,7 @@ class VisibleKeysFit:
         return bias
 
 
-def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, AttentionBias]:
+def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, VisibleKeysLinearBias]:
     """Fit a bias for each layer.
 
     Args:

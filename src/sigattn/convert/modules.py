@@ -28,7 +28,7 @@ from sigattn.nn.conversion.convert import (
 from sigattn.nn.conversion.observer import CallObserver
 from sigattn.nn.conversion.softmax_calls import Finding, listed
 from sigattn.nn.conversion.visible_keys import is_visible
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import OutputScaleBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
 from sigattn.ops.attention import canonical
 
@@ -148,7 +148,7 @@ def _answer_own(
 
     def sigmoid(bias: AttentionBias) -> Tensor:
         b = layer.evaluate_bias(bias, query, key.shape[2], spec)
-        return functional.attend("sigmoid", query, key, value, spec._replace(bias=b))
+        return bias.scaled(functional.attend("sigmoid", query, key, value, spec._replace(bias=b)))
 
     if spec.left_padding is not None:
         raise ConversionError(f"convert: {name!r} was called with a cache of padded prompts: pass batches without")
@@ -175,7 +175,8 @@ def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias]) ->
 
 # settings of ``TransformerConfig`` that make a bias of this class
 _RULES: dict[type[AttentionBias], dict[str, Any]] = {
-    VisibleKeysLinearBias: {"attention_bias": "log_visible", "learn_bias": "head"}
+    VisibleKeysLinearBias: {"attention_bias": "log_visible", "learn_bias": "head"},
+    OutputScaleBias: {"attention_bias": "log_visible", "learn_bias": "head_and_scale"},
 }
 
 

@@ -29,8 +29,7 @@ class RowStatistics(NamedTuple):
 
 def row_statistics(problem: Problem) -> RowStatistics:
     """Return the statistics of a call's rows, computed in blocks of rows in float32 or better."""
-    batch, heads, n, _ = problem.query.shape
-    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
+    n, step = problem.query.shape[2], _rows_of_a_block(problem)
     parts = [_of_rows(problem.rows(i, min(i + step, n))) for i in range(0, n, step)]
     lse, visible = (torch.cat(part, -1) for part in zip(*parts, strict=True))
     counted = visible > 0
@@ -43,3 +42,26 @@ def row_statistics(problem: Problem) -> RowStatistics:
 def _of_rows(problem: Problem) -> tuple[Tensor, Tensor]:
     logits, visible = reference.masked_logits(problem, "softmax")  # (B, Hq, R, M)
     return logits.masked_fill(~visible, -torch.inf).logsumexp(-1), visible.sum(-1)
+
+
+def row_outputs(problem: Problem, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of sigmoid attention with a bias (B, Hq, N) and of softmax, (B, Hq, N, Dv) each.
+
+    Computed in blocks of rows, in float32 or better; a row without visible keys is 0.
+    """
+    n, step = problem.query.shape[2], _rows_of_a_block(problem)
+    parts = [_outputs(problem.rows(i, min(i + step, n)), bias[:, :, i : i + step]) for i in range(0, n, step)]
+    sigmoid, softmax = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    return sigmoid, softmax
+
+
+def _outputs(problem: Problem, bias: Tensor) -> tuple[Tensor, Tensor]:
+    logits, visible = reference.masked_logits(problem, "softmax")
+    sigmoid = (logits + bias.unsqueeze(-1)).sigmoid().masked_fill(~visible, 0)
+    softmax = logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~visible, 0)
+    return reference.combine(problem, sigmoid), reference.combine(problem, softmax)
+
+
+def _rows_of_a_block(problem: Problem) -> int:
+    batch, heads, _, _ = problem.query.shape
+    return max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))

@@ -66,9 +66,8 @@ class TransformersAdapter:
             )
 
             def sigmoid(bias: AttentionBias) -> Tensor:
-                return call.sigmoid(
-                    evaluate_bias(bias, call.query, call.key.shape[2], call.mask, is_causal=call.causal)
-                )
+                b = evaluate_bias(bias, call.query, call.key.shape[2], call.mask, is_causal=call.causal)
+                return bias.scaled(call.sigmoid(b))
 
             result: Tensor = attend(AttentionCall(name, problem, lambda: _softmax(problem), sigmoid))
             return result

@@ -31,7 +31,8 @@ class TransformerConfig:
         attention_bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible"
             (``sigattn.nn.bias_rules``). None for the model's usual rule with "sigmoid", and for no bias otherwise.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
-            "head" (one per head; two with "log_visible") or "query" (added to Q).
+            "head" (one per head; two with "log_visible"), "query" (added to Q) or, with "log_visible",
+            "head_and_scale" (``OutputScaleBias``, of models converted from softmax).
         temperature: initial value of a learned temperature t, σ(e^t S + b); None for no temperature.
         length_power: α of the factor n^(-α) of the attention's output.
         qk_norm: "rms", "layer" or "none".
@@ -117,7 +118,9 @@ class TransformerConfig:
         rule: float | Rule | None = self.attention_bias
         if rule is None:
             rule = self.DEFAULT_BIAS if self.activation == "sigmoid" else 0.0
-        return make_bias(rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads)
+        return make_bias(
+            rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads, head_dim=self.head_dim
+        )
 
     def make_attention(
         self, position: RotaryEmbedding | Alibi | None, *, causal: bool, max_seq_len: int | None

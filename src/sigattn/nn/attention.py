@@ -222,6 +222,7 @@ class Attention(nn.Module):
         spec = self._mask_spec(key_lengths, cache, documents, query_offset)
         spec = spec._replace(bias=self.evaluate_bias(self.attention_bias, query, num_keys, spec))
         out = self._attend(query, key, value, spec)
+        out = out if self.attention_bias is None else self.attention_bias.scaled(out)
         if self.length_power:
             n = functional.num_visible_keys(num_queries, num_keys, spec, query.device).clamp(min=1)
             n = n if shard is None else n[:, :, shard.positions(n.device)]

@@ -72,6 +72,22 @@ class AttentionBias(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} is abstract: use a subclass of sigattn.nn.bias")
 
+    def output_scale(self, output: Tensor) -> Tensor | None:
+        """Return the factor by which the caller multiplies each row of the attention's output; None for 1.
+
+        Args:
+            output: (B, Hq, N, Dv), σ(scale · Q Kᵀ + b) V.
+
+        Returns:
+            (B, Hq, N, 1), or None.
+        """
+        return None
+
+    def scaled(self, output: Tensor) -> Tensor:
+        """Return the attention's output times ``output_scale``, in the output's dtype."""
+        scale = self.output_scale(output)
+        return output if scale is None else output * scale.to(output.dtype)
+
 
 class ConstantBias(AttentionBias):
     """Bias of one number for all heads and queries.

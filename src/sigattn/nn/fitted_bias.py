@@ -2,6 +2,9 @@
 
 Softmax's weights are p = exp(s - lse), and a sigmoid with b = -lse gives p / (1 + p), which is nearly the same where no
 key dominates. A conversion fits the parameters to -lse; in training they learn.
+
+Where b misses -lse by δ, the weights and the output are too large by about e^δ. ``OutputScaleBias`` corrects the output
+of each row from its own norm and direction: a large norm is partly a sign of a large δ. The kernels are unchanged.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn.bias import AttentionBias
+
+MAX_LOG_SCALE = 3.0  # bound of |log scale| of ``OutputScaleBias``, e³ ≈ 20
+EPS = 1e-12  # added to the square of a row's norm
 
 
 class VisibleKeysLinearBias(AttentionBias):
@@ -56,5 +62,48 @@ class VisibleKeysLinearBias(AttentionBias):
         return self.constant.view(-1, 1, 1) + self.slope.view(-1, 1, 1) * log_visible
 
 
+class OutputScaleBias(VisibleKeysLinearBias):
+    """Bias of c + a · log(visible keys), and a learned scale of each row o of the attention's output.
+
+    The scale of a head is exp(g + β · log‖o‖ + w · o/‖o‖), limited to 1/20 … 20: β = 0 leaves norms as they are, and
+    β = -1 replaces them by exp(g + w · o/‖o‖). It starts as 1. A query's scale depends on its own output only, so that
+    decoding with a KV cache is exact.
+
+    Args:
+        num_heads: number of query heads.
+        head_dim: number of features of a value.
+
+    Attributes:
+        gain: g, (num_heads,). power: β, (num_heads,). direction: w of all heads, (num_heads · head_dim,).
+    """
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__(num_heads)
+        self.head_dim: int = head_dim
+        self.gain: nn.Parameter = nn.Parameter(torch.zeros(num_heads))
+        self.power: nn.Parameter = nn.Parameter(torch.zeros(num_heads))
+        self.direction: nn.Parameter = nn.Parameter(torch.zeros(num_heads * head_dim))
+
+    def reset_parameters(self) -> None:
+        """Set the bias to -log of the visible keys, and the scale to 1."""
+        super().reset_parameters()
+        for name in ("gain", "power", "direction"):
+            if name in self._parameters:  # not yet within the base class's constructor
+                nn.init.zeros_(self.get_parameter(name))
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+    def output_scale(self, output: Tensor) -> Tensor:
+        """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
+        output = output.to(torch.promote_types(self.gain.dtype, torch.float32))
+        square = output.square().sum(-1, keepdim=True) + EPS  # differentiable at a row of zeros
+        projection = output @ self.direction.view(self.num_heads, self.head_dim, 1)
+        exponent = self.gain.view(-1, 1, 1) + 0.5 * self.power.view(-1, 1, 1) * square.log()
+        exponent = exponent + projection * square.rsqrt()
+        return exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
+
+
 # the kinds that configurations name; each keeps its arguments, JSON values, as attributes of the same names
-FITTED: dict[str, type[AttentionBias]] = {kind.__name__: kind for kind in (VisibleKeysLinearBias,)}
+FITTED: dict[str, type[AttentionBias]] = {kind.__name__: kind for kind in (VisibleKeysLinearBias, OutputScaleBias)}

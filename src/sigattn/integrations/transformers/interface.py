@@ -157,7 +157,7 @@ def attention(
     else:
         mask, causal = combine(mask, position_bias, limits), False
     call = Call(query, key, value, mask, causal, dropout, scaling, softcap or 0.0)
-    out = _observers[-1](module, call) if _observers else call.sigmoid(_bias(module, call))
+    out = _observers[-1](module, call) if _observers else _sigmoid(module, call)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -186,6 +186,12 @@ def _visible_by_kwargs(module: nn.Module, query: Tensor, key: Tensor, kwargs: Ma
             )
         limits = same_document(cu_q, cu_k, query.shape[2], key.shape[2])
     return limits if indices is None else combine(limits, None, selected_keys(indices, key.shape[2]))
+
+
+def _sigmoid(module: nn.Module, call: Call) -> Tensor:
+    """Return the layer's output of sigmoid attention, (B, Hq, N, Dv)."""
+    out, learned = call.sigmoid(_bias(module, call)), getattr(module, ATTRIBUTE, None)
+    return out if learned is None else learned.scaled(out)
 
 
 def _bias(module: nn.Module, call: Call) -> float | Tensor | None:

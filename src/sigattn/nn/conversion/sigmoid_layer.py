@@ -165,6 +165,7 @@ def sigmoid_sdpa(
         is_causal and not query.is_nested and 0 < num_queries < num_keys
     ):  # no query sees the keys beyond the last query
         bias = log_length_bias(num_queries)
-    return sigmoid_attention(
+    out = sigmoid_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias, window=window
     )
+    return out if sigmoid_bias is None else sigmoid_bias.scaled(out)

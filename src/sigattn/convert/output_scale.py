@@ -1,0 +1,122 @@
+"""Fit of the output scale of a layer (``OutputScaleBias``), by weighted least squares per head from running moments.
+
+The target of a row is log α, where α o is the multiple of the sigmoid's output o that is nearest to softmax's output;
+the features are 1, log‖o‖ and o/‖o‖; and the weight of a row is the squared norm of softmax's output, because errors of
+the layer's output count in absolute size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.convert.measure import evaluate_rows
+from sigattn.convert.row_statistics import row_outputs, row_statistics
+from sigattn.nn.bias import AttentionBias
+from sigattn.nn.fitted_bias import EPS, OutputScaleBias, VisibleKeysLinearBias
+
+_MAX_LOG_TARGET = math.log(10)
+_RIDGE = 1e-3  # of the features' mean square
+_PRIOR_ROWS = 4.0  # weight, in average rows, of coefficients of 0
+_POWER = 2  # number of features without those of the direction
+
+
+class OutputScaleFit:
+    """Weighted least-squares fit of the log of the output's scale, for each head of one layer.
+
+    Args:
+        num_heads: number of query heads.
+        head_dim: number of features of a value.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        size = head_dim + _POWER
+        self.products: Tensor = torch.zeros(num_heads, size, size, dtype=torch.float64)  # Σ w x xᵀ
+        self.targets: Tensor = torch.zeros(num_heads, size, dtype=torch.float64)  # Σ w x log α
+        self.rows: float = 0.0
+
+    def update(self, output: Tensor, softmax: Tensor, counted: Tensor) -> None:
+        """Add rows: the sigmoid's and softmax's outputs, (B, Hq, N, Dv), and True for the rows that count."""
+        x, square = _features(output)
+        alpha = (output * softmax).sum(-1) / square
+        target = alpha.clamp(min=EPS).log().clamp(-_MAX_LOG_TARGET, _MAX_LOG_TARGET).unsqueeze(-1)
+        weight = (softmax.square().sum(-1) * counted).unsqueeze(-1)
+        x, weighted = (t.transpose(0, 1).flatten(1, 2) for t in (x, x * weight))  # (Hq, rows, features)
+        self.products += (weighted.mT @ x).double().cpu()
+        self.targets += (weighted.mT @ target.transpose(0, 1).flatten(1, 2)).squeeze(-1).double().cpu()
+        self.rows += float(counted.double().mean(1).sum())
+
+    def solve(self, bias: VisibleKeysLinearBias, num_features: int) -> OutputScaleBias:
+        """Return a bias with a scale fitted to the first ``num_features`` features, 0 for a scale of 1."""
+        num_heads, size = self.targets.shape
+        fitted = OutputScaleBias(num_heads, size - _POWER)
+        fitted.constant.copy_(bias.constant)
+        fitted.slope.copy_(bias.slope)
+        solution = torch.zeros_like(self.targets)
+        if num_features:
+            used = slice(num_features)
+            products, targets = self.products[:, used, used], self.targets[:, used]
+            strength = _RIDGE + _PRIOR_ROWS / max(self.rows, 1)
+            ridge = products.diagonal(dim1=1, dim2=2) * strength + torch.finfo(torch.float32).tiny
+            solution[:, used] = torch.linalg.solve(products + torch.diag_embed(ridge), targets)
+        fitted.gain.copy_(solution[:, 0])
+        fitted.power.copy_(solution[:, 1])
+        fitted.direction.copy_(solution[:, _POWER:].flatten())
+        return fitted
+
+
+def fit_output_scales(
+    run: Callable[[Attend], object],
+    run_held_out: Callable[[Attend], object],
+    biases: Mapping[str, VisibleKeysLinearBias],
+) -> dict[str, AttentionBias]:
+    """Fit an output scale for each layer, and keep of it what lowers the error of the output on held-out batches.
+
+    Args:
+        run, run_held_out: run the model on batches, with a function that answers its attention calls.
+        biases: bias of each layer.
+
+    Raises:
+        ConversionError: naming a layer whose outputs are not finite.
+    """
+    fits: dict[str, OutputScaleFit] = {}
+
+    def observe(call: AttentionCall) -> object:
+        output, softmax, counted = _outputs(call, biases)
+        fit = fits.setdefault(call.name, OutputScaleFit(output.shape[1], output.shape[3]))
+        fit.update(output, softmax, counted)
+        if not (fit.products.isfinite().all() and fit.targets.isfinite().all()):
+            raise ConversionError(f"convert: the attention outputs of {call.name!r} are not finite: check the weights")
+        return call.softmax()
+
+    run(observe)
+    candidates = {
+        name: [fit.solve(biases[name], n) for n in (0, _POWER, fit.targets.shape[1])] for name, fit in fits.items()
+    }
+    errors = {name: torch.zeros(len(c), dtype=torch.float64) for name, c in candidates.items()}
+
+    def compare(call: AttentionCall) -> object:
+        output, softmax, counted = _outputs(call, biases)
+        for i, candidate in enumerate(candidates[call.name]):
+            missed = (candidate.scaled(output) - softmax) * counted.unsqueeze(-1)
+            errors[call.name][i] += missed.square().sum().double().cpu()
+        return call.softmax()
+
+    run_held_out(compare)
+    return {name: candidates[name][int(errors[name].argmin())] for name in biases}
+
+
+def _outputs(call: AttentionCall, biases: Mapping[str, AttentionBias]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the outputs of sigmoid and softmax, (B, Hq, N, Dv), and True for the rows that count, (B, Hq, N)."""
+    rows = row_statistics(call.problem)
+    return *row_outputs(call.problem, evaluate_rows(biases[call.name], call.problem, rows)), rows.counted
+
+
+def _features(output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1, log‖o‖ and o/‖o‖ of each row, (B, Hq, N, Dv + 2), and ‖o‖², (B, Hq, N)."""
+    square = output.square().sum(-1, keepdim=True) + EPS
+    return torch.cat([torch.ones_like(square), 0.5 * square.log(), output * square.rsqrt()], -1), square.squeeze(-1)

@@ -1,0 +1,89 @@
+"""Output scale of converted layers: the formula in float64, the fit on exact data, and its choice on held-out rows."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sigattn.convert.output_scale import OutputScaleFit
+from sigattn.convert.row_statistics import row_outputs
+from sigattn.nn import OutputScaleBias, VisibleKeysLinearBias, sigmoidify
+from sigattn.ops.attention import canonical
+
+H, D = 3, 5
+
+
+def random_bias():
+    bias = OutputScaleBias(H, D)
+    with torch.no_grad():
+        for p in bias.parameters():
+            p.normal_()
+    return bias
+
+
+def formula(bias, output):
+    """exp(g + β log‖o‖ + w · o/‖o‖), head by head in float64."""
+    output = output.double()
+    norm = output.norm(dim=-1)
+    scales = []
+    for h, w in enumerate(bias.direction.double().view(H, D)):
+        direction = output[:, h] / norm[:, h, :, None]
+        scales.append(bias.gain[h].double() + bias.power[h].double() * norm[:, h].log() + direction @ w)
+    return torch.stack(scales, 1).clamp(-3, 3).exp().unsqueeze(-1)
+
+
+def test_the_formula():
+    bias, output = random_bias(), torch.randn(2, H, 7, D)
+    torch.testing.assert_close(bias.output_scale(output).double(), formula(bias, output), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        bias.scaled(output.bfloat16()).float(), output * formula(bias, output).float(), rtol=0.03, atol=0.01
+    )
+    zero = torch.zeros(1, H, 1, D, requires_grad=True)  # a row without visible keys
+    bias.scaled(zero).sum().backward()
+    assert bias.scaled(zero).eq(0).all()
+    assert zero.grad.isfinite().all()
+
+
+def test_a_scale_that_is_exactly_of_this_form_is_recovered():
+    torch.manual_seed(0)
+    truth = random_bias()
+    for p in truth.parameters():
+        p.data *= 0.5
+    fit = OutputScaleFit(H, D)
+    output = torch.randn(4, 20, H, 50, D, dtype=torch.float64)
+    for part in output[:3]:
+        counted = torch.ones(20, H, 50, dtype=torch.bool)
+        softmax = part * formula(truth, part)
+        softmax[:, :, 40:], counted[:, :, 40:] = 1e6, False  # rows of padding
+        fit.update(part, softmax, counted)
+    with torch.no_grad():
+        found = fit.solve(VisibleKeysLinearBias(H), D + 2)
+    ratio = found.output_scale(output[3]).double() / formula(truth, output[3])
+    assert ratio.log().abs().mean() < 5e-3  # ridge 1e-3
+    with torch.no_grad():
+        assert fit.solve(VisibleKeysLinearBias(H), 0).output_scale(output[3]).eq(1).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_outputs_in_blocks_of_rows(causal, monkeypatch):
+    monkeypatch.setattr("sigattn.convert.row_statistics._BLOCK_BYTES", 4000)
+    q, k, v = torch.randn(2, 4, 9, D), torch.randn(2, 2, 9, D), torch.randn(2, 2, 9, D + 1)
+    b = torch.randn(2, 4, 9)
+    problem = canonical(q, k, v, None, is_causal=causal)
+    sigmoid, softmax = row_outputs(problem, b)
+    torch.testing.assert_close(softmax, F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True))
+    logits = q.double() @ k.double().repeat_interleave(2, 1).mT / D**0.5 + b.double().unsqueeze(-1)
+    weights = logits.sigmoid().tril() if causal else logits.sigmoid()
+    torch.testing.assert_close(sigmoid.double(), weights @ v.double().repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_multihead_attention_give_its_output():
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(H * D, H, batch_first=True)
+    sigmoidify(layer)
+    layer.sigmoid_bias = random_bias()
+    x = torch.randn(2, 7, H * D)
+    out, weights = layer(x, x, x, average_attn_weights=False)
+    value = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)[2]
+    heads = weights @ value.unflatten(-1, (H, D)).transpose(1, 2)
+    torch.testing.assert_close(out, layer.out_proj(heads.transpose(1, 2).flatten(2)))
