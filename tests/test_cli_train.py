@@ -254,7 +254,7 @@ class TestCompare:
         assert torch.tensor([len(compare.ENTRIES)]) == 9
 
 
-def test_evaluate_speech_by_duration_on_tedlium(tmp_path, capsys):
+def test_evaluate_speech_by_split_on_librispeech_and_by_duration_on_tedlium(tmp_path, capsys):
     soundfile = pytest.importorskip("soundfile")
     recordings, talk = tmp_path / "fsdd", tmp_path / "ted" / "legacy"
     recordings.mkdir()
@@ -277,3 +277,14 @@ def test_evaluate_speech_by_duration_on_tedlium(tmp_path, capsys):
     for line in ("0-10s wer", "10-20s wer"):
         assert line in out
     assert "30s" not in out
+    for split in ("dev-clean", "test-clean", "test-other"):
+        chapter = tmp_path / "libri" / split / "1" / "2"
+        chapter.mkdir(parents=True)
+        (chapter / "1-2.trans.txt").write_text("1-2-0000 ONE TWO\n")
+        soundfile.write(chapter / "1-2-0000.flac", (torch.randn(16_000) / 10).numpy(), 16_000)
+    out = said(capsys, "evaluate", run, "--data", str(tmp_path / "libri"))
+    assert [line.split()[0] for line in out.splitlines() if " wer " in line] == [
+        "dev-clean",
+        "test-clean",
+        "test-other",
+    ]

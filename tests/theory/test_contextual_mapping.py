@@ -1,4 +1,4 @@
-"""The contextual mapping of App. B: its layers compared with their definition, and the claims of the proof."""
+"""The contextual mapping of App. C: its layers compared with their definition, and the claims of the proof."""
 
 import itertools
 import math

@@ -36,7 +36,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(regularity, "norms_over_length", norms)
     made = [
         statements.Statement("1 < 2", "App. A", 3, statements.HOLDS, ""),
-        statements.Statement("x [sic]", "App. B", 4, statements.CORRECTED, "y"),
+        statements.Statement("x [sic]", "App. C", 4, statements.CORRECTED, "y"),
     ]
     monkeypatch.setattr(theory_report, "check_all", lambda limit, longest: iter(made[: longest - 2]))
     cli.main(["theory", "--limit", "60", "--longest", "4", "--report", str(tmp_path / "new/t.html"), "--trials", "1"])

@@ -26,7 +26,8 @@ def evaluate(folder: Annotated[Path, tyro.conf.Positional], /, data: Path | None
 
     Args:
         folder: folder of the run.
-        data: data to use instead of the run's own; TED-LIUM's root gives a speech model's errors by duration.
+        data: data to use instead of the run's own; LibriSpeech's root gives a speech model's errors on each of
+            dev-clean, dev-other, test-clean and test-other, TED-LIUM's root those by duration.
     """
     recipe, path, tokenizer = read_run(folder)
     for part, source in datasets.load_held_out(recipe, data or path, tokenizer=tokenizer).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from sigattn.data import synthetic
@@ -11,7 +12,7 @@ from sigattn.data.digits import Digits
 from sigattn.data.documents import hub_documents, is_streamed
 from sigattn.data.hashing import file_sha256, files_sha256
 from sigattn.data.images import ImageFolder
-from sigattn.data.speech import CharTokenizer, Speech
+from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.stream import StreamedText
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.data.tokens import document_encoder, find_packed_tokenizer, load_packed, load_tokenizer, tokenize_corpus
@@ -27,6 +28,8 @@ from sigattn.tasks.k_summation import KSummation
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
 from sigattn.validation import SettingsError
+
+LIBRISPEECH_SPLITS = ("dev-clean", "dev-other", "test-clean", "test-other")
 
 
 def load_dataset(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None, workers: int = 0) -> Data:
@@ -59,19 +62,28 @@ def load_dataset(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = 
 def load_held_out(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = None) -> dict[str, Data]:
     """Load the evaluation data of a trained model as named parts.
 
-    If ``path`` is TED-LIUM, the parts are its joint validation and test sets by duration, as in the paper's tables;
-    otherwise there is one part with an empty name, as loaded by ``load_dataset``.
+    As in the paper's tables, the parts are LibriSpeech's dev-clean, dev-other, test-clean and test-other (those that
+    ``path`` contains), or TED-LIUM's joint validation and test sets by duration. For other data there is one part with
+    an empty name, as loaded by ``load_dataset``.
 
     Raises:
         DataError: if the data is missing, or not of the kind that the recipe needs.
         SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
     """
-    if path is None or not isinstance(recipe.model, SpeechModelConfig) or not (path / "legacy").is_dir():
+    if path is None or not isinstance(recipe.model, SpeechModelConfig):
         return {"": load_dataset(recipe, path, tokenizer=tokenizer)}
     assert isinstance(recipe.task, CTC)
     tokens, mels = CharTokenizer(recipe.task.alphabet), recipe.model.num_mel_bins
-    parts = group_by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
-    return {name: Speech((), part, tokens, num_mel_bins=mels) for name, part in parts.items() if part}
+    parts: dict[str, tuple[Sequence[Utterance], UnreadableFiles | None]]
+    if splits := [name for name in LIBRISPEECH_SPLITS if (path / name).is_dir()]:
+        files = {name: UnreadableFiles("recording") for name in splits}
+        parts = {name: (librispeech(path, [name], unreadable), unreadable) for name, unreadable in files.items()}
+    elif (path / "legacy").is_dir():
+        by_duration = group_by_duration([*tedlium(path, "dev"), *tedlium(path, "test")])
+        parts = {name: (part, None) for name, part in by_duration.items() if part}
+    else:
+        return {"": load_dataset(recipe, path, tokenizer=tokenizer)}
+    return {n: Speech((), part, tokens, num_mel_bins=mels, unreadable=u) for n, (part, u) in parts.items()}
 
 
 def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None) -> Data:

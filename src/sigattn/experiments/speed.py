@@ -320,7 +320,7 @@ _GPU = "1 GPU of 80 GB"
 ATTENTION = Experiment(
     "attention-times",
     "Time of attention, forward and backward, over the length",
-    'Figs. 1, "h100-softmax-sigmoid-fwd-bwd", App. FlashSigmoid',
+    'Figs. 1 and "h100-softmax-sigmoid-fwd-bwd", App. FlashSigmoid',
     measure_attention_times,
     judge_attention_times,
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},

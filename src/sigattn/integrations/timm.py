@@ -6,7 +6,7 @@
 
 On ``vit_*``, ``deit3_*``, ``naflexvit_*`` and others that take ``attn_layer``. Parameters have timm's names, so weights
 that timm trained can be loaded (the model must be trained further, because it computes another function). The
-practitioner's guide (App. G.5) for supervised vision: QK-norm, LayerScale 1e-4, no bias, global average pooling.
+practitioner's guide (App. G.6) for supervised vision: QK-norm, LayerScale 1e-4, no bias, global average pooling.
 
 timm uses ``attn_layer`` in plain blocks only: parallel blocks (``vit_*_xp_*``, ``vit_pwee_*``, ``vit_dpwee_*``), rotary
 blocks of naflexvit and attention pools ignore it. A model that is made with a class of ``attention_layer`` gets sigmoid

@@ -49,7 +49,7 @@ def build(config: ModelConfig, device: torch.device | str | None = None) -> nn.M
     raise TypeError(f"{type(config).__name__} is not the configuration of a model")
 
 
-def save(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None = None) -> None:
     """Write a model's configuration and weights to a folder, which is created if missing.
 
     Args:
@@ -66,6 +66,7 @@ def save(model: nn.Module, folder: Path, state: dict[str, Tensor] | None = None)
         known = ", ".join(k.__name__ for _, k in MODELS.values())
         raise TypeError(f"save supports {known}, got {type(model).__name__}")
     config: Any = model.config
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     description = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
@@ -95,7 +96,7 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
-def load(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
+def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     """Load the model in a folder, in evaluation mode; its class is read from ``config.json``.
 
     Raises:
@@ -104,6 +105,7 @@ def load(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    folder = Path(folder)
     try:
         description = read_json_object(folder / "config.json", model=str, config=dict)
         kind, _ = MODELS[description["model"]]

@@ -58,7 +58,7 @@ class Attention(nn.Module):
         record: measurements of the next forwards: "nothing", "norm" (sets ``output_frobenius_norm``) or
             "everything" (sets ``statistics`` too).
         output_frobenius_norm: (B,), Frobenius norm of the last forward's attention output, before output norm and
-            projection; Figs. 4-7 of the paper plot its mean over the batch.
+            projection; Figs. 3-6 of the paper plot its mean over the batch.
         statistics: ``sigattn.attention_statistics`` of the last forward, in memory linear in the length.
         sequence_shard: this process's part of each sequence under context parallelism (``sigattn.distributed``), or
             None.

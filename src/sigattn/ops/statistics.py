@@ -1,4 +1,4 @@
-"""Statistics of an attention layer: row mass, output norm, largest logit, sparsity (Sect. 5, App. G.6)."""
+"""Statistics of an attention layer: row mass, output norm, largest logit, sparsity (Sect. 5, App. G.5)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AttentionStatistics(NamedTuple):
     Attributes:
         row_mass_mean, row_mass_min, row_mass_max: mean, minimum and maximum over queries of Σ_j P_ij. About 1 with
             b = -log n at initialisation; always 1 with softmax.
-        output_norm: the Frobenius norm ‖P V‖ (the "attention norm" of the paper's Figs. 4-7).
+        output_norm: the Frobenius norm ‖P V‖ (the "attention norm" of the paper's Figs. 3-6).
         max_logit: the largest logit that is not masked; -inf if there is none.
         hoyer_sparsity: the mean over queries of (√n - Σ|P| / √(Σ P²)) / (√n - 1) for n visible keys: 0 if all weights
             are equal, 1 if only one is not zero. Queries with fewer than two visible keys, or whose weights are all 0,

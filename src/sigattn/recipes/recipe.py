@@ -96,7 +96,7 @@ class Recipe:
         if isinstance(model, LanguageModelConfig):
             return float(samples * model.max_seq_len)
         if isinstance(model, SpeechModelConfig):
-            return samples / (model.step * model.stride)
+            return samples / (model.step * model.frames_per_step)
         if isinstance(model, MaskedAutoencoderConfig):
             return samples * model.encoder.grid_size**2 * (1 - model.mask_ratio)
         if isinstance(model, SequenceModelConfig):

@@ -1,4 +1,4 @@
-"""The paper's theory as code: universal approximation (App. B), regularity (App. C), the bias (App. E), and FLOPs.
+"""The paper's theory as code: universal approximation (App. C), regularity (App. D), the bias (App. E), and FLOPs.
 
 ``sigattn theory`` checks every statement numerically (``check_all``).
 """

@@ -2,7 +2,7 @@
 
 The function maps n tokens of d numbers in [0, 1] to n tokens of d numbers; it is continuous and
 permutation-equivariant. As in the theorem, attention layers have 4 heads of size 1 and feed-forward layers have width
-4, each with a residual connection. The network has three parts (App. B):
+4, each with a residual connection. The network has three parts (App. C):
 
 1. quantisation: feed-forward layers, one for each coordinate and grid line, round each number down to its grid line;
 2. contextual mapping: attention layers, one selective shift for each grid point and a global shift, give each token a

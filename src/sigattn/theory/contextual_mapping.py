@@ -1,4 +1,4 @@
-"""Contextual mapping of App. B in exact integers: layers of modified sigmoid attention, and checks of the proof.
+"""Contextual mapping of App. C in exact integers: layers of modified sigmoid attention, and checks of the proof.
 
 Everything is counted in units of δ. A quantised token is a column of d numbers in 0 … N - 1, N = 1/δ; the vector
 u = (1, N, …, N^(d-1)) turns it into one index in 0 … G - 1, G = N^d. A sequence of n different tokens becomes n
@@ -216,7 +216,7 @@ class ContextualMapping:
         return l + self.c ** (self.n + 1) * (_batched_attention(l, 2 * self.c**self.n + 1, 0) // 4)
 
     def verify(self, limit: int = 50_000) -> Verification:
-        """Check the statements of App. B on every quantised input.
+        """Check the statements of App. C on every quantised input.
 
         Args:
             limit: largest number of tokens (inputs times n) to enumerate.
@@ -252,7 +252,7 @@ class ContextualMapping:
 
 @dataclass
 class Verification:
-    """Result of checking App. B's statements on every input.
+    """Result of checking App. C's statements on every input.
 
     Attributes:
         inputs: number of sequences.

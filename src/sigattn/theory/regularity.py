@@ -1,4 +1,4 @@
-"""Spectral norm of the Jacobian of an attention head, exact and matrix-free, and its bounds (Thm. 3.2, App. C).
+"""Spectral norm of the Jacobian of an attention head, exact and matrix-free, and its bounds (Thm. 3.2, App. D).
 
 Tokens are rows: φ(X) = activation(scale · X W_q (X W_k)ᵀ + b) X W_v. In this convention the matrix of the theorem is
 A = scale · W_q W_kᵀ. (The paper writes W_qᵀ W_k, because its tokens are columns, and leaves the scale out.)

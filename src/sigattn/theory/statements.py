@@ -57,7 +57,7 @@ def check_all(limit: int = 50_000, longest: int = 8) -> Iterator[Statement]:
     yield from operation_counts()
 
 
-# -- App. B -----------------------------------------------------------------------------------------------------------
+# -- App. C -----------------------------------------------------------------------------------------------------------
 
 
 def grids(limit: int, longest: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
@@ -88,32 +88,32 @@ def contextual_mappings(limit: int, longest: int) -> Iterator[Statement]:
     v = Verification
     yield _verdict(
         "the layers form a contextual mapping, with the proof's c",
-        "App. B, last theorem",
+        "App. C, last theorem",
         checked[v.BETWEEN],
         failed[v.WITHIN] + failed[v.BETWEEN],
         f"{sizes} pairs of grid and length, all inputs up to permutation",
     )
     least = "; ".join(f"n = {n}: {', '.join(c[-3:])}" for n, c in smallest.items() if n <= 5)
     yield Statement(
-        "smallest possible c", "App. B, condition on c", len(smallest), HOLDS, f"least c that works: {least}"
+        "smallest possible c", "App. C, condition on c", len(smallest), HOLDS, f"least c that works: {least}"
     )
     if tokens:
         note = "layers applied to tokens of d = 2 and 3 change the index uᵀx like layers applied to indices"
-        yield Statement("u reduces d dimensions to one", "App. B, map u", tokens, HOLDS, note)
+        yield Statement("u reduces d dimensions to one", "App. C, map u", tokens, HOLDS, note)
     yield Statement(
         "l̃ after the selective shifts is given by binomials",
-        "App. B, Eq. for l̃_j",
+        "App. C, Eq. for l̃_j",
         checked[v.PRINTED],
         CORRECTED if failed[v.PRINTED] and not failed[v.FORMULA] else FAILS,
         f"s_(k-i+1) must be s_(j-1-k): as printed it is wrong in {failed[v.PRINTED]:,} cases, all with n ≥ 4",
     )
     for key in (v.ONE_TO_ONE, v.INCREASING, v.LOWER, v.UPPER, v.LAST):
-        yield _verdict(key, "App. B, lemma", checked[key], failed[key], "")
-    yield _verdict(v.SHIFT, "App. B, global shift", checked[v.SHIFT], failed[v.SHIFT], "")
+        yield _verdict(key, "App. C, lemma", checked[key], failed[key], "")
+    yield _verdict(v.SHIFT, "App. C, global shift", checked[v.SHIFT], failed[v.SHIFT], "")
     note = "l̃_n itself exceeds c^n δ. By cases: i = n, j < n needs l̃_n < c^(n+1) δ, which holds"
     corrected = failed[v.AS_PRINTED] and not failed[v.LAST_INDEX_BOUND]
     yield Statement(
-        v.AS_PRINTED, "App. B, last proof", checked[v.LAST_INDEX_BOUND], CORRECTED if corrected else FAILS, note
+        v.AS_PRINTED, "App. C, last proof", checked[v.LAST_INDEX_BOUND], CORRECTED if corrected else FAILS, note
     )
     yield _first_layer()
     yield _missing_delta()
@@ -139,7 +139,7 @@ def _first_layer() -> Statement:
     note = "from i = 0: without Ψ⁽⁰⁾ a token of index 0 is not shifted, and the lemmas fail for "
     note += f"{broken} of {found.inputs} inputs"
     return Statement(
-        "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …", "App. B, composition", found.inputs, CORRECTED if broken else HOLDS, note
+        "the layers are Ψ⁽¹⁾, Ψ⁽²⁾, …", "App. C, composition", found.inputs, CORRECTED if broken else HOLDS, note
     )
 
 
@@ -154,7 +154,7 @@ def _missing_delta() -> Statement:
     cases = m.inputs * m.grid
     return Statement(
         "b_q of the fourth head of a selective shift is i + ½",
-        "App. B, Eq. selective shift",
+        "App. C, Eq. selective shift",
         cases,
         CORRECTED if wrong else HOLDS,
         f"(i + ½) δ: as printed the head gives another result in {wrong} of {cases} cases",
@@ -180,7 +180,7 @@ def universal_approximation() -> Iterator[Statement]:
     found = [approximation.UniversalApproximator(target, 1, 2, 16, s).error(500) for s in steep]
     falls = all(b <= a for a, b in itertools.pairwise(found))
     note = f"λ = 10² … 10⁹: {' → '.join(f'{e:.3f}' for e in found)}; limited by float64, which needs c^(2n+2) < 2^53"
-    yield _verdict("the L² error falls as λ grows", "Thm. 3.1, App. B.1", len(found), not falls, note)
+    yield _verdict("the L² error falls as λ grows", "Thm. 3.1, App. C.1", len(found), not falls, note)
 
 
 # -- Theorem 3.2 ------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def jacobian_bounds(trials: int = 2000) -> Iterator[Statement]:
 
 
 def _frobenius_step() -> Statement:
-    """Check ‖M‖_F² ≤ n⁻² σ'∞ … of App. C as printed and with σ'∞ squared; they differ if σ'∞ > 1."""
+    """Check ‖M‖_F² ≤ n⁻² σ'∞ … of App. D as printed and with σ'∞ squared; they differ if σ'∞ > 1."""
     generator = torch.Generator().manual_seed(0)
     printed = corrected = 0
     cases = 300
@@ -227,7 +227,7 @@ def _frobenius_step() -> Statement:
         corrected += bool(square > sigma_slope**2 * factors * (1 + 1e-12))
     verdict = FAILS if corrected else CORRECTED if printed else HOLDS
     note = f"σ'∞² instead of σ'∞; as printed it is exceeded in {printed} cases. (The theorem uses σ'∞².)"
-    return Statement("‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²", "App. C", cases, verdict, note)
+    return Statement("‖M‖_F² ≤ n⁻² σ'∞ ‖x‖_F² ‖A‖² ‖δ‖_F²", "App. D", cases, verdict, note)
 
 
 def _exponential_of_the_largest_logit() -> Statement:
