@@ -5,6 +5,8 @@
 # make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch; the unmutated code alone takes minutes
 # make train-all SPEECH=FSDD   sigmoid compared with softmax on every task, three seeds: under an hour
 # make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
+# make docs   builds the documentation site into site/
+# make figures   draws the figures and tables of the documentation from benchmarks/results
 # Each makes .venv first (test-minimum .venv-minimum), where it is missing.
 
 PYTHON ?= python3
@@ -12,7 +14,7 @@ BIN := .venv/bin
 # Bytecode is compiled at the first import: of 20,000 files, tests import a part
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: setup setup-minimum torchvision-apart demo test test-minimum test-kernels sweep mutation train-all lint format docs clean
+.PHONY: setup setup-minimum torchvision-apart demo test test-minimum test-kernels sweep mutation train-all lint format docs figures clean
 
 setup: .venv/installed
 
@@ -82,8 +84,12 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Broken links, and names that the reference does not have, are errors
 docs: setup
-	$(BIN)/python -m pytest -q tests/test_docs.py
+	$(BIN)/python -m sphinx -W -b html docs site
+
+figures: setup
+	$(BIN)/python benchmarks/figures.py
 
 clean:
-	rm -rf .venv .venv-minimum runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-minimum runs site docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

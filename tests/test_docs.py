@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import sigattn
 import sigattn.nn
@@ -60,7 +61,16 @@ def test_named_files_and_tests_exist(page):
 
 def test_make_targets_named_in_the_pages_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for page in PAGES:
-        for target in re.findall(r"`make ((?:\w+ ?)+)`", page.read_text()):
+    for page in [*PAGES, *(ROOT / ".github").rglob("*.*")]:
+        for target in re.findall(r"(?:`|run: )make ((?:[\w-]+ ?)+)(?:`|\n)", page.read_text()):
             for name in target.split():
                 assert re.search(rf"^{name}:", makefile, re.M), f"{page.name}: make {name}"
+
+
+def test_citation_has_the_version_and_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == sigattn.__version__
+    assert citation.keys() >= {"cff-version", "message", "title", "authors"}  # those that its schema requires
+    (paper,) = citation["references"]
+    assert paper["title"] == "Theory, Analysis, and Best Practices for Sigmoid Self-Attention"
+    assert len(paper["authors"]) == 11

@@ -86,13 +86,24 @@ def test_description_has_no_relative_links(built):
     assert all("".join(target).startswith("https://") for target in targets), targets
 
 
-def test_sdist_has_every_tracked_file(built):
+def test_wheel_has_the_package_and_nothing_else(built):
+    with zipfile.ZipFile(built[0]) as wheel:
+        names = set(wheel.namelist())
+    package = ROOT / "src/sigattn"
+    source = {f.relative_to(ROOT / "src").as_posix() for f in package.rglob("*") if f.suffix == ".py"}
+    assert {name for name in names if ".dist-info/" not in name} == source | {"sigattn/py.typed"}
+    metadata = {name.partition(".dist-info/")[2] for name in names if ".dist-info/" in name}
+    assert metadata == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
+
+
+def test_sdist_has_the_tracked_files_and_nothing_else(built):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not in a git checkout")
     with tarfile.open(built[1]) as archive:
-        inside = {name.partition("/")[2] for name in archive.getnames()}
+        inside = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     tracked = {f for f in listed.stdout.splitlines() if not f.startswith(".ci/") and (ROOT / f).exists()}
+    assert inside - tracked == {"PKG-INFO"}
     assert tracked - inside == set()
 
 

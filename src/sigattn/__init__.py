@@ -1,6 +1,6 @@
 """Sigmoid self-attention: O = σ(scale · Q Kᵀ + b) V, a practical replacement for softmax attention.
 
-Functions:
+Functions::
 
     sigmoid_attention         dense attention, with the arguments of F.scaled_dot_product_attention and more
     sigmoid_varlen_attention  packed sequences, with the arguments of torch.nn.attention.varlen.varlen_attn and more
@@ -9,7 +9,7 @@ Functions:
     log_length_bias           -log n, the paper's rule for b
     set_sigmoid_precision     exact or fast σ in the kernels; get_sigmoid_precision returns the setting
 
-Packages, imported at first use (``import sigattn; sigattn.nn.Attention``):
+Packages, imported at first use (``import sigattn; sigattn.nn.Attention``)::
 
     sigattn.flash             the functions of flash-attn with sigmoid attention
     sigattn.nn                layers, and conversion of existing models (sigmoidify)

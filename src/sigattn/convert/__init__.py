@@ -1,8 +1,10 @@
 """Conversion of models with softmax attention to sigmoid attention, by a fit of the bias on a few batches.
 
-from sigattn.convert import convert
-report = convert(model, batches)
-print(report)
+Example::
+
+    from sigattn.convert import convert
+    report = convert(model, batches)
+    print(report)
 """
 
 from sigattn.convert.attention_call import AttentionCall, ConversionError

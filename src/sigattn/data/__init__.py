@@ -10,6 +10,7 @@ from sigattn.data.stream import StreamedText
 from sigattn.data.synthetic import KSummation, PairRepeat
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.data.tokens import load_packed, load_tokenizer, pack_corpus, tokenize_corpus, train_tokenizer
+from sigattn.data.unreadable import UnreadableFiles
 
 __all__ = [
     "Batch",
@@ -25,6 +26,7 @@ __all__ = [
     "StreamedText",
     "TextData",
     "TokenText",
+    "UnreadableFiles",
     "Utterance",
     "group_by_duration",
     "iter_documents",

@@ -42,7 +42,7 @@ def flash_attn_func(
         window_size: (left, right): query i sees keys i + M - N - left … i + M - N + right; -1 is unlimited.
         softcap: c > 0 caps the scaled product, c · tanh(softmax_scale · Q Kᵀ / c), before ALiBi and sigmoid_bias are
             added, as in flash-attn; 0 for no cap.
-        alibi_slopes: (Hq,) or (B, Hq): slope · |i + M - N - j| is subtracted from the logits. With gradient.
+        alibi_slopes: (Hq,) or (B, Hq): ``slope · |i + M - N - j|`` is subtracted from the logits. With gradient.
         deterministic: True for a backward pass that repeats bitwise, as with ``torch.use_deterministic_algorithms``.
         return_attn_probs: must be False.
         sigmoid_bias, sigmoid_precision, backend: see ``sigattn.flash``.

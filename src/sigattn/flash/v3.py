@@ -54,8 +54,9 @@ def flash_attn_func(
             p - p mod c + c - 1, by a mask of N · M entries. 0 for no chunks.
         num_splits, pack_gqa, sm_margin: hints; see the module.
         qv, q_descale, k_descale, v_descale: must be None.
-        softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, sigmoid_bias, sigmoid_precision,
-            backend, attn_mask: as in ``sigattn.flash.flash_attn_func``.
+        softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as in
+            ``sigattn.flash.flash_attn_func``.
+        sigmoid_bias, sigmoid_precision, backend, attn_mask: as there.
 
     Returns:
         Attention output, (B, N, Hq, Dv), contiguous, in q's dtype.

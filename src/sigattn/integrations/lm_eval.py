@@ -1,7 +1,9 @@
 """Evaluate language models with lm-evaluation-harness, by default on the paper's nine tasks (Table "lm_results").
 
-sigattn lm-eval RUN                       # the nine tasks; needs access to the Hugging Face Hub for their data
-sigattn lm-eval RUN --tasks lambada_openai --limit 100
+Commands::
+
+    sigattn lm-eval RUN                       # the nine tasks; needs access to the Hugging Face Hub for their data
+    sigattn lm-eval RUN --tasks lambada_openai --limit 100
 """
 
 from __future__ import annotations

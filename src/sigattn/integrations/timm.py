@@ -1,4 +1,4 @@
-"""Sigmoid attention in timm's vision transformers: a class to pass as ``attn_layer``.
+"""Sigmoid attention in timm's vision transformers: a class to pass as ``attn_layer``::
 
     from sigattn.integrations.timm import attention_layer
     model = timm.create_model("vit_base_patch16_224", attn_layer=attention_layer(), qk_norm=True, init_values=1e-4,

@@ -1,4 +1,7 @@
-"""Language, vision, speech and sequence models of the same block, each built from a frozen configuration."""
+"""Language, vision, speech and sequence models of the same block, each built from a frozen configuration.
+
+``SIZES`` has the sizes of vision transformers, Ti to L, as settings of ``ViTConfig``.
+"""
 
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.config import TransformerConfig

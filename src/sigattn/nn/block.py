@@ -20,6 +20,8 @@ NormPlacement = Literal["pre", "post", "hybrid", "hybrid_attention"]
 class Block(nn.Module):
     """Attention and a feed-forward layer, each on a residual branch f (practitioner's guide, App. G.6).
 
+    Placements of the norms::
+
         pre      x + f(norm(x))
         hybrid   x + norm₂(f(norm₁(x))): norm₂ bounds the outputs of sigmoid attention without a bias, or beyond 2048
                  tokens

@@ -108,8 +108,8 @@ def sigmoid_attention(
         window: (left, right): query i attends to keys i - left ≤ j ≤ i + right; -1 is unlimited.
         query_offset: position of the first query relative to the keys, by which ``is_causal``, ``window`` and
             ``alibi_slopes`` count: query i is at i + query_offset. M - N aligns the last query with the last key.
-        alibi_slopes: slopes of the term -slope · |i - j| added to the logits: (Hq,), (B, Hq), or (B or 1, Hq, 2) with
-            one slope for keys before the query (j < i) and one for keys after it. With gradient.
+        alibi_slopes: slopes of the term ``-slope · |i - j|`` added to the logits: (Hq,), (B, Hq), or (B or 1, Hq, 2)
+            with one slope for keys before the query (j < i) and one for keys after it. With gradient.
         key_lengths: (B,) integers in 0…M, the number of keys of each padded sample. Keys and values beyond are ignored,
             also if they are NaN, and their gradient is 0. (On an accelerator the range is not checked, because reading
             it would synchronise.)

@@ -1,5 +1,7 @@
 """Recipes: the paper's training configurations, each with a softmax twin and a tiny form (``sigattn recipes``).
 
+``RECIPES`` maps each name to the function that makes the recipe; ``GUIDE`` has the names of the practitioner's table.
+
 >>> find_recipe("vit-mae-tiny").training.max_steps
 800
 """

@@ -74,7 +74,9 @@ def order_optimal_bias(n: int, epsilon: float) -> float:
 
 
 def gradient_gap(logits: Tensor, bias: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return the absolute differences from softmax of weights and derivatives: |p - p*|, |p (1 - p) - p* (1 - p*)|.
+    """Return the absolute differences from softmax of weights and of derivatives.
+
+    They are ``|p - p*|`` and ``|p (1 - p) - p* (1 - p*)|``.
 
     App. E: both functions have ∂p_i/∂z_i = p_i (1 - p_i), so the derivatives are equal if p = p* or p = 1 - p*, because
     p (1 - p) - p* (1 - p*) = (p - p*) (1 - p - p*).

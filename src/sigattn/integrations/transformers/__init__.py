@@ -1,4 +1,4 @@
-"""Sigmoid attention in Hugging Face's transformers: ``attn_implementation="sigmoid"``.
+"""Sigmoid attention in Hugging Face's transformers: ``attn_implementation="sigmoid"``::
 
     from sigattn.integrations import transformers as sigmoid
     sigmoid.register()

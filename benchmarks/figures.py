@@ -1,0 +1,155 @@
+"""Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
+
+Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; error.svg and error.md from
+results/accuracy/accuracy.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from sigattn.experiments.drawing import COLOUR_OF, COLOURS, axes_grid
+
+RESULTS = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parent.parent / "docs/figures"
+IMPLEMENTATIONS = {"sigattn": COLOUR_OF["sigmoid"], "naive sigmoid": COLOURS[2]}
+LABELS = {"sigattn": "sigattn", "naive sigmoid": "plain formula"}
+Row = dict[str, Any]
+
+
+def draw_operator() -> Figure:
+    """Draw how weights depend on scores: softmax couples the keys of a row, sigmoid does not."""
+    figure, panels = axes_grid(2, width=3.6, height=2.9)
+    formulas = {
+        "softmax": r"softmax: $P_j = e^{s_j} /\, \sum_k e^{s_k}$",
+        "sigmoid": r"sigmoid: $P_j = \sigma(s_j + b)$",
+    }
+    keys = range(5)
+    for axes, (name, formula) in zip(panels, formulas.items(), strict=True):
+        colour = COLOUR_OF[name]
+        axes.set_axis_off()
+        axes.set(xlim=(-0.5, 4.5), ylim=(-1.3, 2.5))
+        axes.set_title(formula, fontsize=12, color=colour)
+        for j in keys:
+            for k in keys if name == "softmax" else [j]:
+                connect(axes, (k, 2.1), (j, 0.6), arrowstyle="-|>", color=colour)
+            connect(axes, (j, 0.6), (2, -0.9), arrowstyle="-", color="0.6")
+            box(axes, (j, 2.1), f"$s_{j + 1}$", "0.4")
+            box(axes, (j, 0.6), f"$P_{j + 1}$", colour)
+        box(axes, (2, -0.9), r"$O = \Sigma_j\, P_j v_j$", "0.4")
+    return figure
+
+
+def connect(axes: Any, start: tuple[float, float], end: tuple[float, float], **arrow: Any) -> None:
+    """Draw a line between two boxes."""
+    axes.annotate("", end, start, arrowprops={"lw": 1.0, "shrinkA": 11, "shrinkB": 11, **arrow})
+
+
+def box(axes: Any, at: tuple[float, float], text: str, colour: str) -> None:
+    """Draw a text in a box."""
+    frame = {"boxstyle": "round,pad=0.3", "fc": "white", "ec": colour}
+    axes.text(*at, text, ha="center", va="center", fontsize=12, bbox=frame)
+
+
+def draw_speed(rows: list[Row]) -> Figure:
+    """Draw softmax's time over that of each implementation, a panel for each dtype and pass."""
+    figure, panels = axes_grid(2, 2, width=4.4, height=3.0)
+    cases = [(dtype, direction) for dtype in ("float32", "bfloat16") for direction in ("forward", "backward")]
+    for axes, (dtype, direction) in zip(panels, cases, strict=True):
+        axes.axhline(1, color=COLOUR_OF["softmax"], lw=1.2, label="softmax (SDPA)")
+        for name, colour in IMPLEMENTATIONS.items():
+            for causal, style in ((False, "-"), (True, "--")):
+                own = select(rows, dtype=dtype, causal=causal, implementation=name, **{"pass": direction})
+                label = f"{LABELS[name]}, {'causal' if causal else 'full'}"
+                x, y = [r["n"] for r in own], [r["softmax_time_over_this"] for r in own]
+                axes.plot(x, y, style, color=colour, lw=1.4, marker="o", ms=3, label=label)
+        axes.set(xscale="log", yscale="log", xlabel="length n", title=f"{direction}, {dtype}")
+        axes.set_ylabel("softmax's time / time")
+        axes.set_ylim(0.08, 6)
+        ticks = [0.1, 0.2, 0.5, 1, 2, 4]
+        axes.set_yticks(ticks, [f"{t:g} ×" for t in ticks])
+        axes.minorticks_off()
+        lengths = sorted({r["n"] for r in rows})[::2]
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def draw_error(rows: list[Row]) -> Figure:
+    """Draw the mean relative error of the weights over the number of keys, a panel for each dtype."""
+    dtypes = ("float16", "bfloat16", "float32")
+    figure, panels = axes_grid(len(dtypes), width=3.2, height=2.8)
+    for axes, dtype in zip(panels, dtypes, strict=True):
+        for name, colour in IMPLEMENTATIONS.items():
+            own = select(rows, dtype=dtype, implementation=name)
+            x, y = [r["n"] for r in own], [r["weights_mean"] for r in own]
+            axes.plot(x, y, color=colour, lw=1.4, marker="o", ms=3, label=LABELS[name])
+        axes.set(xscale="log", yscale="log", xlabel="keys n", title=dtype)
+    panels[0].set_ylabel("mean relative error of a weight")
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def select(rows: list[Row], **values: object) -> list[Row]:
+    """Return the rows with these values, in their order."""
+    return [row for row in rows if all(row[name] == value for name, value in values.items())]
+
+
+def speed_table(report: Row) -> str:
+    """Return a table of softmax's time over that of the operator, full / causal, and where it was measured."""
+    config = report["configuration"]
+    cases = [(dtype, direction) for dtype in config["dtypes"] for direction in ("forward", "backward")]
+    lines = []
+    for n in sorted({row["n"] for row in report["rows"]}):
+        cells = []
+        for dtype, direction in cases:
+            own = select(report["rows"], n=n, dtype=dtype, implementation="sigattn", **{"pass": direction})
+            ratio = {row["causal"]: row["softmax_time_over_this"] for row in own}
+            cells.append(f"{ratio[False]:.2f} / {ratio[True]:.2f}")
+        lines.append([f"{n:,}", *cells])
+    setting = f"{config['num_heads']} heads of {config['head_dim']}, {config['threads']} threads"
+    head = ["n", *(f"{direction}, {dtype}" for dtype, direction in cases)]
+    return f"{table(head, lines)}\nSoftmax's time / ours, full / causal. {setting}; {provenance(report)}.\n"
+
+
+def error_table(report: Row) -> str:
+    """Return a table of the weights' mean relative error, and where it was measured."""
+    cases = [(dtype, name) for dtype in report["configuration"]["dtypes"] for name in IMPLEMENTATIONS]
+    lines = []
+    for n in sorted({row["n"] for row in report["rows"]}):
+        found = [select(report["rows"], n=n, dtype=dtype, implementation=name) for dtype, name in cases]
+        lines.append([f"{n:,}", *(f"{rows[0]['weights_mean']:.1e}" if rows else "" for rows in found)])
+    head = ["n", *(f"{dtype}, {LABELS[name]}" for dtype, name in cases)]
+    return f"{table(head, lines)}\nMean relative error of a weight. {provenance(report)}.\n"
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
+
+
+def provenance(report: Row) -> str:
+    """Return the device, versions, date and commit of a measurement."""
+    versions = report["versions"]
+    return f"{report['device']}, torch {versions['torch']}, {report['date'][:10]}, commit {report['commit'][:12]}"
+
+
+def write(folder: Path) -> None:
+    """Write all figures and tables into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    speed = json.loads((RESULTS / "cpu.json").read_text())
+    error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
+    figures = {"operator": draw_operator(), "speed": draw_speed(speed["rows"]), "error": draw_error(error["rows"])}
+    with matplotlib.rc_context({"svg.hashsalt": "sigattn"}):  # the same file at every run
+        for name, figure in figures.items():
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    (folder / "speed.md").write_text(speed_table(speed))
+    (folder / "error.md").write_text(error_table(error))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
