@@ -129,6 +129,30 @@ def test_a_model_within_another(tmp_path):
     assert torch.equal(loaded(ids[0]).last_hidden_state, model.encoder(ids[0]).last_hidden_state)
 
 
+def clip():
+    part = {**SMALL, "num_hidden_layers": 1}
+    text = {**part, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
+    vision = {**part, "image_size": 16, "patch_size": 4}
+    config = AutoConfig.for_model("clip", text_config=text, vision_config=vision, projection_dim=16)
+    return AutoModel.from_config(config).eval()
+
+
+def test_a_part_of_a_composite_model(tmp_path):
+    """Converted while the whole runs; the whole is loaded with one part sigmoid and the other softmax."""
+    model, inputs = clip(), {"input_ids": torch.randint(3, 50, (2, 9)), "pixel_values": torch.randn(2, 3, 16, 16)}
+    before = model(**inputs)
+    report = convert(model.text_model, [inputs] * 2, loss=lambda _, batch: model(**batch).logits_per_text.mean())
+    assert len(report.layers) == 1
+    after = model(**inputs)
+    assert torch.equal(after.image_embeds, before.image_embeds)
+    assert not torch.allclose(after.text_embeds, before.text_embeds)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**inputs).logits_per_text, after.logits_per_text)
+    with pytest.raises(ValueError, match="vision_model"):
+        sigmoid.check(loaded, **inputs)
+
+
 def test_the_example(monkeypatch, capsys, tmp_path):
     pytest.importorskip("accelerate")
     sizes = {"steps": 2, "finetune-steps": 1, "distil": 1, "layers": 1, "width": 32, "length": 32, "batch-size": 2}
@@ -158,11 +182,7 @@ class TestRefused:
         self.refused(Classifier(True), torch.randint(3, 50, (5, 2, 12)).unbind(), "and other attention.*pool")
 
     def test_layers_that_the_batches_do_not_reach(self):
-        part = {**SMALL, "num_hidden_layers": 1}
-        text = {**part, "vocab_size": 50, "max_position_embeddings": 32, "eos_token_id": 2}
-        vision = {**part, "image_size": 16, "patch_size": 4}
-        config = AutoConfig.for_model("clip", text_config=text, vision_config=vision, projection_dim=16)
-        model, ids = AutoModel.from_config(config), torch.randint(3, 50, (5, 2, 9))
+        model, ids = clip(), torch.randint(3, 50, (5, 2, 9))
         self.refused(
             model,
             ids.unbind(),
