@@ -63,7 +63,7 @@ def test_demo_resumes(tmp_path, capsys, monkeypatch):
     assert stop.value.code == 130
     said = capsys.readouterr().out
     assert "stopped after" in said
-    assert "sigattn demo --resume --run-folder" in said
+    assert "the same command with --resume" in said
     code, message = failure(arguments, capsys)
     assert code == 2
     assert "or name another folder (--resume, --run-folder)" in message

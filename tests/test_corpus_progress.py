@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from sigattn import cli
-from sigattn.cli.corpus import CorpusProgress
+from sigattn.cli.progress import CorpusProgress
 from sigattn.data.tokens import load_tokenizer, pack_corpus, train_tokenizer
 
 pytest.importorskip("tokenizers")
@@ -18,8 +18,8 @@ def test_numbers_are_shown(terminal, monkeypatch):
     monkeypatch.setattr(CorpusProgress, "REFRESH", 0.0)
     out = io.StringIO()
     with CorpusProgress(Console(file=out, force_terminal=terminal, width=100), "pack", limit=4000) as display:
-        display.update(1, 500)
-        display.update(1200, 3500)
+        display.show(1, 500)
+        display.show(1200, 3500)
     assert "1,200 documents, 3,500 tokens" in out.getvalue()
     assert ("pack" in out.getvalue()) == terminal  # the bar's title
 
@@ -28,7 +28,7 @@ def test_lines_are_few(monkeypatch):
     out = io.StringIO()
     with CorpusProgress(Console(file=out, force_terminal=False), "pack") as display:
         for count in range(1000):
-            display.update(count, 0)
+            display.show(count, 0)
     assert not out.getvalue().strip()  # ten seconds are not over
 
 

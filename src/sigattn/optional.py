@@ -17,7 +17,8 @@ def require(package: str, purpose: str, install: str) -> Any:
     """Import a package.
 
     Args:
-        package: its name. purpose: the feature that needs it, in the plural. install: argument of pip install.
+        package: its name, or a module in it. purpose: the feature that needs it, in the plural.
+        install: argument of pip install.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -25,9 +26,9 @@ def require(package: str, purpose: str, install: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        if error.name != package:
+        if error.name not in (package, package.partition(".")[0]):
             raise
-        raise MissingPackageError(f"{purpose} need {package}: pip install {install}") from error
+        raise MissingPackageError(f"{purpose} need {error.name}: pip install {install}") from error
 
 
 @contextlib.contextmanager

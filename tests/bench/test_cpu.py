@@ -75,6 +75,11 @@ def test_the_memory_of_a_plain_formula_is_measured():
     assert memory.measure_in_subprocess(NAIVE, 4096, 1, 64, "float32", False, 2)["extra_mib"] > 128
 
 
+def test_memory_in_bfloat16_is_not_hidden_by_a_conversion_of_the_inputs():
+    """At least one tile of weights, 4 MiB; inputs drawn in float32 first would leave 20 MiB free below the peak."""
+    assert memory.measure_in_subprocess(OURS, 4096, 8, 64, "bfloat16", False, 2)["extra_mib"] > 4
+
+
 def test_the_package_exports_every_benchmark():
     for name in sigattn.bench.__all__:
         assert getattr(sigattn.bench, name).__name__ == name

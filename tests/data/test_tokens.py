@@ -20,6 +20,7 @@ from sigattn.data.tokens import (
     tokenize_corpus,
     train_tokenizer,
 )
+from sigattn.optional import MissingPackageError
 
 pytest.importorskip("tokenizers")
 
@@ -123,7 +124,7 @@ def test_find_packed_tokenizer(stored, corpus, tmp_path):
 def test_parquet(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match="needs pyarrow: pip install"):
+    with pytest.raises(MissingPackageError, match="need pyarrow: pip install"):
         list(iter_documents(tmp_path))
     monkeypatch.undo()
     arrow = pytest.importorskip("pyarrow")

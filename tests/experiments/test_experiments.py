@@ -304,7 +304,7 @@ class TestCommand:
         assert (tmp_path / "smoke" / "index.html").exists()
 
     def test_all_skips_experiments_that_cannot_run(self, capsys, tmp_path, monkeypatch):
-        command = importlib.import_module("sigattn.cli.reproduce")
+        command = importlib.import_module("sigattn.cli.experiments")
         monkeypatch.setattr(command, "EXPERIMENTS", {name: find_experiment(name) for name in ("speech-bias", "flops")})
         cli.main(["reproduce", "--all", "--scale", "small", "--folder", str(tmp_path)])
         said = capsys.readouterr().out

@@ -16,11 +16,10 @@ from sigattn.models.vision import ViTConfig
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.ctc import CTC
-from sigattn.tasks.k_summation import KSummation
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.mae import MaskedAutoencoding
-from sigattn.tasks.pair_repeat import PairRepeat
 from sigattn.tasks.simclr import SimCLR
+from sigattn.tasks.synthetic import KSummation, PairRepeat
 from tests.models.test_models import MAE, VISION
 
 SMALL = replace(VISION, drop_path=0.0)

@@ -18,8 +18,7 @@ from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import count_spikes
-from sigattn.train.optimizer import make_optimizer, set_learning_rate
-from sigattn.train.schedule import learning_rate_factor
+from sigattn.train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from sigattn.train.trainer import Interrupted, NonFiniteLossError
 from sigattn.validation import SettingsError
 

@@ -19,7 +19,7 @@ from sigattn.bench import gpu
 from sigattn.bench.baselines import IMPLEMENTATIONS, error_line, reset_compiled
 from sigattn.bench.inputs import DTYPES, Options
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import print_path, print_rows
+from sigattn.bench.tables import print_rows
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
 _COLUMNS = {
@@ -63,7 +63,10 @@ class AccuracyBenchmark:
 
 
 def benchmark_accuracy(config: AccuracyBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results after each length, then the plot; return what was written.
+    """Measure the error of weights and outputs over n, b = -log n, of sigattn and its baselines, in each dtype.
+
+    Returns:
+        The content of the results file.
 
     Raises:
         BenchmarkError: without a GPU, unless kernels are interpreted.
@@ -78,7 +81,7 @@ def benchmark_accuracy(config: AccuracyBenchmark) -> dict[str, Any]:
         print_rows(f"{dtype}: error relative to float64, b = -log n", own, _COLUMNS)
     if config.plot:
         plot_errors(rows, config)
-    print_path(config.results)
+    print(f"results: {config.results}")
     return results.data
 
 
@@ -136,20 +139,12 @@ def measure(config: AccuracyBenchmark, n: int, dtype: str, absent: dict[str, str
 
 def plot_errors(rows: list[dict[str, Any]], config: AccuracyBenchmark) -> None:
     """Plot the mean relative error of the weights over n, a panel for each dtype."""
-    import matplotlib
+    from sigattn.bench.plots import new_figure, plot_implementations
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    panels = len(config.dtypes)
-    figure, (axes,) = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
+    figure, (axes,) = new_figure(1, len(config.dtypes))
     for axis, dtype in zip(axes, config.dtypes, strict=True):
-        for at, name in enumerate(IMPLEMENTATIONS):
-            own = [(r["n"], r["weights_mean"]) for r in rows if (r["dtype"], r["implementation"]) == (dtype, name)]
-            if own:
-                axis.plot(*zip(*own, strict=True), marker=".", color=f"C{at}", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="keys n", ylabel="mean relative error of P", title=dtype)
-        axis.grid(alpha=0.3)
+        own = [r for r in rows if r["dtype"] == dtype]
+        scales = {"xscale": "log", "yscale": "log"}
+        plot_implementations(axis, own, "weights_mean", ylabel="mean relative error of P", title=dtype, **scales)
         axis.legend(fontsize="small")
     figure.savefig(config.results / "accuracy.png", dpi=110)
-    plt.close(figure)

@@ -55,17 +55,11 @@ class CompiledKernel:
 
 
 def summarize(
-    compiled: Any,
-    log: str,
-    scores: float,
-    kernel: str,
-    architecture: int,
-    dtype: str,
-    head_dim: int,
-    causal: bool,
-    config: tuning.Config,
+    compiled: Any, log: str, scores: float, architecture: int, config: tuning.Config, **described: Any
 ) -> CompiledKernel:
     """Read the machine code of Triton's compiled kernel and ptxas's log; ``scores`` is the number per thread and tile.
+
+    described: the other fields that are not measured: kernel, dtype, head_dim and causal.
 
     Raises:
         RuntimeError: if no loop computes weights.
@@ -74,21 +68,18 @@ def summarize(
     bodies = machine_code.inner_loops(code)
     loops = sorted((hopper_model.loop_of(body, scores) for body in bodies), key=lambda loop: (loop.selects, loop.all))
     if not loops:
-        raise RuntimeError(f"no loop computes weights in {kernel} on sm_{architecture}, D = {head_dim}, {config}")
+        raise RuntimeError(f"no loop computes weights in {described} on sm_{architecture}, {config}")
     tensor = Counter(op.split(".")[0] for op, _ in code if op.startswith(hopper_model.TENSOR))
     shared = compiled.metadata.shared
     return CompiledKernel(
-        kernel,
-        architecture,
-        dtype,
-        head_dim,
-        causal,
-        config,
-        registers,
-        sum(op.startswith(("STL", "LDL")) for op, _ in code),
-        shared,
-        hopper_model.programs(architecture, registers, config.warps, shared),
-        machine_code.advisories_in(log),
-        ", ".join(tensor) or "none",
-        tuple(loops),
+        **described,
+        architecture=architecture,
+        config=config,
+        registers=registers,
+        spills=sum(op.startswith(("STL", "LDL")) for op, _ in code),
+        shared=shared,
+        programs=hopper_model.programs(architecture, registers, config.warps, shared),
+        advisories=machine_code.advisories_in(log),
+        tensor_instructions=", ".join(tensor) or "none",
+        loops=tuple(loops),
     )

@@ -17,7 +17,7 @@ import torch
 from sigattn.bench import baselines, memory, provenance
 from sigattn.bench.baselines import BACKWARD, COMPILED_NAIVE, CPU_IMPLEMENTATIONS, FORWARD, NAIVE, SDPA, Implementation
 from sigattn.bench.inputs import DTYPES, random_inputs
-from sigattn.bench.tables import print_path, print_rows
+from sigattn.bench.tables import print_rows
 from sigattn.bench.timing import time_calls
 from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
 
@@ -69,7 +69,10 @@ class CpuBenchmark:
 
 
 def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:
-    """Measure, print tables and write the results; return what was written.
+    """Compare sigattn with softmax SDPA and with naive and compiled naive sigmoid on the CPU: time, error, memory.
+
+    Returns:
+        The content of the results file.
 
     Raises:
         WrongResultError: if an implementation is wrong.
@@ -91,7 +94,7 @@ def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:
         print_rows("peak memory of forward and backward, beyond inputs and outputs", used, memory.COLUMNS)
     report = {**provenance.describe("cpu", asdict(config)), "rows": rows, "memory": used}
     provenance.write(config.results, report)
-    print_path(config.results)
+    print(f"results: {config.results}")
     return report
 
 

@@ -24,8 +24,8 @@ from sigattn.bench import reference
 from sigattn.bench.baselines import OURS, SDPA, compiled, error_line, reset_compiled
 from sigattn.bench.inputs import DTYPES
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import print_line, print_path, print_rows
-from sigattn.bench.timing import time_calls
+from sigattn.bench.tables import print_rows
+from sigattn.bench.timing import TimedBenchmark, time_calls
 from sigattn.flash import flash_attn_with_kvcache
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.kv_cache import KVCache
@@ -47,13 +47,12 @@ LENGTH_FIRST, HEADS_FIRST = "length first", "heads first"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeBenchmark:
+class DecodeBenchmark(TimedBenchmark):
     """Configuration of the decoding benchmark.
 
     Attributes:
         context_lengths: numbers of keys in the cache.
         batch_sizes: numbers of samples.
-        num_heads: query heads of the model.
         num_kv_heads: key and value heads of the model.
         head_dim: features of a head.
         dtypes: "float32", "bfloat16", "float16".
@@ -61,9 +60,6 @@ class DecodeBenchmark:
         threads: PyTorch's threads, on a CPU.
         flex: also time FlexAttention, on a GPU.
         prompt_lengths: prompts after which language models with sigmoid and with softmax generate a token.
-        rounds: how often each implementation is timed.
-        round_seconds: shortest time of a round.
-        resume: continue the results in the file instead of replacing them.
         results: where to write the results (JSON).
     """
 
@@ -77,36 +73,27 @@ class DecodeBenchmark:
     threads: int = 2
     flex: bool = True
     prompt_lengths: tuple[int, ...] = (64, 1024, 8192)
-    rounds: int = 7
-    round_seconds: float = 0.01
-    resume: bool = False
     results: Path = Path("runs/bench/decode.json")
 
     def __post_init__(self) -> None:
-        validation.check_at_least(
-            1,
-            self,
-            "context_lengths",
-            "batch_sizes",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "threads",
-            "prompt_lengths",
-            "rounds",
-        )
+        super().__post_init__()
+        counts = ("context_lengths", "batch_sizes", "num_kv_heads", "head_dim", "threads", "prompt_lengths")
+        validation.check_at_least(1, self, *counts)
         validation.check_positive(self, "max_gib")
         if self.num_heads % self.num_kv_heads:
             raise validation.SettingsError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
-        validation.check_not_negative(self, "round_seconds")
         validation.check_among(tuple(DTYPES), self, "dtypes")
         validation.check_not_empty(self, "context_lengths", "batch_sizes", "dtypes")
 
 
 def benchmark_decode(config: DecodeBenchmark) -> dict[str, Any]:
-    """Measure, write the results after each cache, print tables; return what was written."""
+    """Time one new token with a cache of 1k to 1M keys, compared with softmax and a copy: GB/s, on a GPU or a CPU.
+
+    Returns:
+        The content of the results file.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
@@ -124,11 +111,11 @@ def benchmark_decode(config: DecodeBenchmark) -> dict[str, Any]:
     for dtype in config.dtypes:
         print_rows(f"{dtype}: one token with a cache", [r for r in written["rows"] if r["dtype"] == dtype], _COLUMNS)
     for row in written["generation"]:
-        print_line(
+        print(
             f"{row['activation']}, prompt of {row['prompt_length']:,} tokens: {row['tokens_per_second']:.1f} tokens/s "
             f"({row['softmax_time_over_this']:.2f} × softmax)"
         )
-    print_path(config.results)
+    print(f"results: {config.results}")
     return written
 
 
@@ -291,17 +278,13 @@ def check(name: str, call: Callable[[], Tensor], inputs: CacheInputs) -> float:
     Raises:
         WrongResultError: if it exceeds the tolerance of the dtype, or is NaN.
     """
-    num_heads = inputs.query.shape[2]
-    group = num_heads // inputs.key.shape[2]
     with torch.no_grad():
         out = call()
     errors = []
-    for h in (0, num_heads - 1):
-        q = inputs.query[0, 0, h].double()
-        k, v = (t[0, :, h // group].double() for t in (inputs.key, inputs.value))
+    for h in (0, -1):  # of the queries, and of the keys that they see
+        q, k, v = inputs.query[0, 0, h].double(), inputs.key[0, :, h].double(), inputs.value[0, :, h].double()
         s = k @ q * q.shape[0] ** -0.5
-        p = s.softmax(0) if "softmax" in name else torch.sigmoid(s - math.log(len(k)))
-        expected = p @ v
+        expected = (s.softmax(0) if "softmax" in name else torch.sigmoid(s - math.log(len(k)))) @ v
         errors.append(((out[0, 0, h].double() - expected).abs().max() / expected.abs().max()).item())
     if not all(error <= reference.tolerance(out) for error in errors):  # max() may skip NaN
         raise reference.WrongResultError(

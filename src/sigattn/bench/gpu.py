@@ -27,14 +27,3 @@ def device() -> torch.device:
     if not kernels_run():
         raise BenchmarkError("this benchmark needs a GPU; to try it without one, at tiny sizes, set TRITON_INTERPRET=1")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def memory_bytes() -> float:
-    """Return the size of the GPU's memory, or 32 GB without one."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 32e9
-
-
-def free_memory() -> None:
-    """Return memory that PyTorch has cached to the GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

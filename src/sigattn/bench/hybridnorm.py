@@ -20,9 +20,9 @@ from sigattn.bench import baselines, gpu
 from sigattn.bench.baselines import FORWARD, IMPLEMENTATIONS, OURS, AttentionFunction
 from sigattn.bench.inputs import DTYPES, Inputs, random_inputs
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import print_path, print_rows
-from sigattn.bench.timing import time_calls
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
+from sigattn.bench.tables import print_rows
+from sigattn.bench.timing import TimedBenchmark, time_calls
+from sigattn.validation import check_among, check_at_least, check_not_empty
 
 NORMS = ("affine", "no affine")
 _COLUMNS = {
@@ -35,40 +35,35 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridNormBenchmark:
+class HybridNormBenchmark(TimedBenchmark):
     """Configuration of the hybrid-norm benchmark.
 
     Attributes:
         lengths: numbers of tokens n.
-        num_heads: heads of the one sequence.
         head_dim: features of a head.
         dtype: "bfloat16", "float16" or "float32".
-        rounds: how often each implementation is timed.
-        round_seconds: shortest time of a round.
         compiled: fuse the norm with torch.compile on a GPU, as in the paper; otherwise PyTorch's kernel computes it.
-        resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON).
     """
 
     lengths: tuple[int, ...] = (64, 256, 576, 1024, 2048, 4096, 5184, 8192, 10000, 12544, 16384, 32768, 60000)
-    num_heads: int = 12
     head_dim: int = 64
     dtype: str = "bfloat16"
-    rounds: int = 7
-    round_seconds: float = 0.01
     compiled: bool = True
-    resume: bool = False
     results: Path = Path("runs/bench/hybridnorm")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "lengths", "num_heads", "head_dim", "rounds")
-        check_not_negative(self, "round_seconds")
+        super().__post_init__()
+        check_at_least(1, self, "lengths", "head_dim")
         check_among(tuple(DTYPES), self, "dtype")
         check_not_empty(self, "lengths")
 
 
 def benchmark_hybridnorm(config: HybridNormBenchmark) -> dict[str, Any]:
-    """Measure, print a table, write the results after each length; return what was written.
+    """Find the length from which sigmoid attention followed by a LayerNorm is faster than softmax on this GPU.
+
+    Returns:
+        The content of the results file.
 
     Raises:
         BenchmarkError: without a GPU, unless kernels are interpreted.
@@ -81,7 +76,7 @@ def benchmark_hybridnorm(config: HybridNormBenchmark) -> dict[str, Any]:
         written = results.write(crossings=crossings)
     rows = [{**c, "other": other, **found} for c in crossings for other, found in c["over"].items()]
     print_rows("T*: the length from which sigmoid + LayerNorm is faster", rows, _COLUMNS)
-    print_path(config.results)
+    print(f"results: {config.results}")
     return written
 
 

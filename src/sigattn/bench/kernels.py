@@ -21,9 +21,9 @@ from sigattn.bench import baselines, gpu, subprocesses
 from sigattn.bench.baselines import BACKWARD, FORWARD, IMPLEMENTATIONS, OURS, TRAINING, ratio_to_fastest_softmax
 from sigattn.bench.inputs import DTYPES, Inputs, Options, random_inputs
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import mask_name, print_line, print_path, print_rows
-from sigattn.bench.timing import synchronize, time_calls, time_graphs
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_positive
+from sigattn.bench.tables import mask_name, print_rows
+from sigattn.bench.timing import TimedBenchmark, synchronize, time_calls, time_graphs
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_positive
 
 _COLUMNS = {
     "pass": ("pass", ""),
@@ -40,52 +40,45 @@ B = TypeVar("B")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelBenchmark:
+class KernelBenchmark(TimedBenchmark):
     """Configuration of the GPU kernel benchmark.
 
     Attributes:
         lengths: numbers of tokens n.
-        num_heads: heads of a sequence.
         head_dims: features of a head.
         batch_size: sequences; fewer where ``max_flops`` requires it.
         dtype: "bfloat16", "float16" or "float32".
         alibi: also measure with ALiBi, for the first head_dim.
         max_flops: FLOPs of the largest forward pass; bounds the batch, and so the time that a length takes.
-        rounds: how often each implementation is timed.
-        round_seconds: shortest time of a round.
         max_graph_length: tokens up to which forward and training are also timed as CUDA graphs, without launch time.
         baselines: names of the baselines compared with ours; empty for all.
         precompile: first compile and run each implementation in subprocesses; one that crashes or hangs is left out.
         max_seconds: when to stop; settings that were not reached are listed in the results.
         profile: also list the time of each of our kernels.
         plot: also draw plots.
-        resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON) and plots.
     """
 
     lengths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 78000)
-    num_heads: int = 12
     head_dims: tuple[int, ...] = (64, 128)
     batch_size: int = 32
     dtype: str = "bfloat16"
     alibi: bool = True
     max_flops: float = 1e13
     rounds: int = 5
-    round_seconds: float = 0.01
     max_graph_length: int = 2048
     baselines: tuple[str, ...] = ()
     precompile: bool = True
     max_seconds: float = 240.0
     profile: bool = True
     plot: bool = True
-    resume: bool = False
     results: Path = Path("runs/bench/kernels")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "lengths", "num_heads", "head_dims", "batch_size", "rounds")
+        super().__post_init__()
+        check_at_least(1, self, "lengths", "head_dims", "batch_size")
         check_at_least(0, self, "max_graph_length")
         check_positive(self, "max_flops", "max_seconds")
-        check_not_negative(self, "round_seconds")
         check_among(tuple(DTYPES), self, "dtype")
         check_among(tuple(IMPLEMENTATIONS), self, "baselines")
         check_not_empty(self, "lengths", "head_dims")
@@ -115,7 +108,10 @@ def _interleave(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
 
 
 def benchmark_kernels(config: KernelBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results after each setting, then plots; return what was written.
+    """Compare the GPU kernels with every installed baseline at lengths from 64 to 78k: TFLOP/s, errors, plots.
+
+    Returns:
+        The content of the results file.
 
     Raises:
         BenchmarkError: without a GPU, unless kernels are interpreted.
@@ -132,10 +128,10 @@ def benchmark_kernels(config: KernelBenchmark) -> dict[str, Any]:
         profile = results.data.get("profile") or (_profile(config) if config.profile else [])
         written = results.write(average_speed_up=speed_ups, profile=profile)
     for line in speed_ups:
-        print_line(f"{line}")
+        print(line)
     if config.plot:
         plot_speed(rows, config.results)
-    print_path(config.results)
+    print(f"results: {config.results}")
     return written
 
 
@@ -183,7 +179,8 @@ def make_inputs(config: KernelBenchmark, s: Setting) -> Inputs:
 def _unavailable(config: KernelBenchmark, name: str, s: Setting) -> str | None:
     """Return the reason why an implementation cannot run, or None."""
     matrix_bytes = 2 * batch_size_of(config, s) * config.num_heads * s.n**2
-    if IMPLEMENTATIONS[name].quadratic and matrix_bytes > gpu.memory_bytes() / 16:
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 32e9
+    if IMPLEMENTATIONS[name].quadratic and matrix_bytes > memory / 16:
         return "its matrix of weights would be too large"
     options = Options(0.0, s.causal, torch.ones(config.num_heads) if s.alibi else None)
     return IMPLEMENTATIONS[name].unavailable(gpu.device(), DTYPES[config.dtype], options)
@@ -202,7 +199,7 @@ def measure(
     absent: receives the reasons of those that are not timed. failed: known failures, with the reason.
     """
     baselines.reset_compiled()
-    gpu.free_memory()
+    torch.cuda.empty_cache()
     inputs, compared = make_inputs(config, s), {}
     for name in names(config):
         if reason := (failed or {}).get((name, s)) or _unavailable(config, name, s):
@@ -302,34 +299,18 @@ def _profile(config: KernelBenchmark) -> list[dict[str, Any]]:
 
 def plot_speed(rows: list[dict[str, Any]], folder: Path) -> None:
     """Plot TFLOP/s over n for each head size, mask and pass, as the paper does for the H100."""
-    import matplotlib
+    from sigattn.bench.plots import new_figure, plot_implementations
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    keys = sorted({(r["head_dim"], r["alibi"]) for r in rows})
-    for head_dim, alibi in keys:
+    for head_dim, alibi in sorted({(r["head_dim"], r["alibi"]) for r in rows}):
         here = [r for r in rows if (r["head_dim"], r["alibi"]) == (head_dim, alibi)]
         masks = sorted({r["causal"] for r in here})
-        figure, axes = plt.subplots(len(masks), 3, figsize=(15, 4 * len(masks)), squeeze=False, layout="constrained")
-        shown = [name for name in IMPLEMENTATIONS if any(r["implementation"] == name for r in here)]
+        figure, axes = new_figure(len(masks), 3)
         for row, causal in zip(axes, masks, strict=True):
             for axis, direction in zip(row, (FORWARD, BACKWARD, TRAINING), strict=True):
-                _plot(axis, [r for r in here if r["causal"] == causal and r["pass"] == direction], shown)
-                axis.set_title(f"{direction}, {mask_name(causal)}, D = {head_dim}")
+                own = [r for r in here if r["causal"] == causal and r["pass"] == direction]
+                title = f"{direction}, {mask_name(causal)}, D = {head_dim}"
+                plot_implementations(axis, own, "tflops", ylabel="TFLOP/s", title=title)
+                axis.set_xscale("log", base=2)
+                axis.set_ylim(bottom=0)
         axes[0][0].legend(fontsize="small")
         figure.savefig(folder / f"d{head_dim}{'_alibi' if alibi else ''}.png", dpi=110)
-        plt.close(figure)
-
-
-def _plot(axis: Any, rows: list[dict[str, Any]], shown: list[str]) -> None:
-    for at, name in enumerate(shown):
-        own = sorted((r["n"], r["tflops"]) for r in rows if r["implementation"] == name)
-        if own:
-            style = "-" if not IMPLEMENTATIONS[name].softmax else "--"
-            x, y = zip(*own, strict=True)
-            axis.plot(x, y, style, marker=".", color=f"C{at}", label=name, linewidth=2 if name == OURS else 1)
-    axis.set_xscale("log", base=2)
-    axis.set(xlabel="tokens n", ylabel="TFLOP/s")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)

@@ -51,8 +51,9 @@ def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal:
 
     def extra_bytes(length: int) -> int:
         """Run forward and backward; return the increase of the process's peak memory, less the outputs."""
-        *tensors, grad_out = torch.randn(4, 1, heads, length, head_dim).to(DTYPES[dtype]).unbind()
-        q, k, v = (t.clone().requires_grad_() for t in tensors)
+        # in the dtype itself: memory of a conversion would be reused, and missing in the increase of the peak
+        q, k, v, grad_out = (torch.randn(1, heads, length, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
         before = _peak_bytes()
         out = CPU_IMPLEMENTATIONS[name].call(q, k, v, Options(-math.log(length), causal))
         gradients = torch.autograd.grad(out, (q, k, v), grad_out)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,12 +22,12 @@ from sigattn.bench import baselines, gpu
 from sigattn.bench.baselines import FORWARD, IMPLEMENTATIONS, OURS, TRAINING, Implementation, ratio_to_fastest_softmax
 from sigattn.bench.inputs import DTYPES, Options, random_inputs
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import print_line, print_path, print_rows
-from sigattn.bench.timing import time_calls, time_graphs
+from sigattn.bench.tables import print_rows
+from sigattn.bench.timing import TimedBenchmark, time_calls, time_graphs
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
+from sigattn.validation import check_among, check_at_least, check_not_empty
 
 _COLUMNS = {
     "batch size": ("batch_size", "d"),
@@ -40,56 +41,49 @@ THROUGH_TRITON = f"{OURS}, launched through Triton"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverheadBenchmark:
+class OverheadBenchmark(TimedBenchmark):
     """Configuration of the overhead benchmark.
 
     Attributes:
         n: tokens of a sequence.
-        num_heads: heads of a sequence.
         head_dim: features of a head.
         batch_sizes: numbers of sequences.
         dtype: "bfloat16", "float16" or "float32".
-        rounds: how often each implementation is timed.
-        round_seconds: shortest time of a round.
-        resume: continue the results in the file instead of replacing them.
         results: where to write the results (JSON).
     """
 
     n: int = 196
-    num_heads: int = 12
     head_dim: int = 64
     batch_sizes: tuple[int, ...] = (1, 8, 64)
     dtype: str = "bfloat16"
-    rounds: int = 7
-    round_seconds: float = 0.01
-    resume: bool = False
     results: Path = Path("runs/bench/overhead.json")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "n", "num_heads", "head_dim", "batch_sizes", "rounds")
-        check_not_negative(self, "round_seconds")
+        super().__post_init__()
+        check_at_least(1, self, "n", "head_dim", "batch_sizes")
         check_among(tuple(DTYPES), self, "dtype")
         check_not_empty(self, "batch_sizes")
 
 
 def benchmark_overhead(config: OverheadBenchmark) -> dict[str, Any]:
-    """Measure, print a table, write the results after each batch size; return what was written."""
-    direct_launch = tuning.DIRECT_LAUNCH
+    """Measure the host time of a short call on this GPU.
+
+    Returns:
+        The content of the results file.
+    """
     with ResultsFile.of("overhead", config) as results:
-        try:
-            for batch_size in results.remaining(config.batch_sizes if gpu.kernels_run() else ()):
+        for batch_size in results.remaining(config.batch_sizes if gpu.kernels_run() else ()):
+            with mock.patch.object(tuning, "DIRECT_LAUNCH", True):  # each implementation sets its own
                 results.add(batch_size, measure(config, batch_size, results.data["absent"]))
-        finally:
-            tuning.DIRECT_LAUNCH = direct_launch
         written = results.write(host_times=host_times(config))
     if written["rows"]:
         print_rows("microseconds of a short call", written["rows"], _COLUMNS)
     for r in written["host_times"]:
-        print_line(
+        print(
             f"{r['pass']}: {r['cached_microseconds']:.1f} µs before a kernel starts, {r['first_microseconds']:.1f} at "
             f"the first call, {r['uncached_microseconds']:.1f} without the launch cache"
         )
-    print_path(config.results)
+    print(f"results: {config.results}")
     return written
 
 
@@ -106,15 +100,12 @@ class _NoOpKernel:
 @contextlib.contextmanager
 def _no_op_kernels() -> Iterator[None]:
     names = ("fwd_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel")
-    kernels = {name: getattr(launch, name) for name in names}
+    kernels: dict[str, Any] = {name: _NoOpKernel(getattr(launch, name)) for name in names}
     try:
-        for name, kernel in kernels.items():
-            setattr(launch, name, _NoOpKernel(kernel))
-        launch_cache.clear()
-        yield
+        with mock.patch.multiple(launch, **kernels):
+            launch_cache.clear()
+            yield
     finally:
-        for name, kernel in kernels.items():
-            setattr(launch, name, kernel)
         launch_cache.clear()  # its entries launch the no-ops
 
 

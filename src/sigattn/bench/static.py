@@ -13,18 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from sigattn.bench import machine_code, provenance, static_hopper
 from sigattn.bench.compiled_kernel import PARTS, CompiledKernel, summarize
-from sigattn.bench.tables import mask_name, print_path
+from sigattn.bench.tables import mask_name, print_table
 from sigattn.ops.triton import tma, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
+_CYCLES = ("special", "issue", "tensor", "time")
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -55,7 +52,10 @@ class StaticBenchmark:
 
 
 def benchmark_static(config: StaticBenchmark) -> list[dict[str, Any]]:
-    """Compile, print tables and write the results; return the rows.
+    """Compile the GPU kernels without a GPU, and report registers, spills and instructions per score.
+
+    Returns:
+        The rows.
 
     Raises:
         BenchmarkError: in Triton's interpreter, without Triton, or for an architecture that its ptxas does not know.
@@ -79,13 +79,11 @@ def benchmark_static(config: StaticBenchmark) -> list[dict[str, Any]]:
         if config.variants:
             kernels += [variant for d in config.head_dims for variant in _variants(d)]
     rows = [kernel.to_row() for kernel in kernels]
-    console = Console()
-    console.width = max(console.width, 126)  # the table has no columns to spare
     for architecture in config.architectures:
-        console.print(architecture_table(kernels, architecture))
+        print_architecture(kernels, architecture)
     if config.results is not None:
         provenance.write(config.results, {**provenance.describe("static", asdict(config)), "rows": rows})
-        print_path(config.results)
+        print(f"results: {config.results}")
     return rows
 
 
@@ -174,7 +172,8 @@ def compile_kernel(
             raise
         raise provenance.BenchmarkError(f"Triton's ptxas does not support architecture sm_{architecture}") from error
     scores = config.block_m * config.block_n / (32 * config.warps)
-    return summarize(compiled, log, scores, name, architecture, dtype, head_dim, causal, config)
+    described = {"kernel": name, "dtype": dtype, "head_dim": head_dim, "causal": causal}
+    return summarize(compiled, log, scores, architecture, config, **described)
 
 
 def _arguments(element: str, options: Options) -> dict[str, Any]:
@@ -238,31 +237,28 @@ def _signature(arguments: list[tuple[str, Any]]) -> tuple[dict[str, Any], dict[A
     return {name: type_of((at,), x) for at, (name, x) in enumerate(arguments)}, constants, attributes
 
 
-def architecture_table(kernels: list[CompiledKernel], architecture: int) -> Table:
-    """Return a table of one architecture's kernels, with instructions and cycles per score in the first loop."""
-    result = Table(
-        title=f"sm_{architecture}: instructions per score in the loop without masks, and their cycles on Hopper",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "per SM", "MUFU", "FMA", "all")
-    for column in (*columns, "special", "issue", "tensor", "time"):
-        result.add_column(column, justify="left" if column in ("kernel", "mask") else "right", no_wrap=True)
+def print_architecture(kernels: list[CompiledKernel], architecture: int) -> None:
+    """Print a table of one architecture's kernels, with instructions and cycles per score in the first loop."""
+    columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "per SM", "MUFU", "FMA", "all", *_CYCLES)
+    rows = []
     for r in (r for r in kernels if r.architecture == architecture):
         loop = r.loops[0]
         cycles = r.cycles(loop)
-        result.add_row(
-            r.kernel if r.dtype == "bfloat16" else f"{r.kernel} {r.dtype}",
-            str(r.head_dim),
-            mask_name(r.causal),
-            f"{r.config.block_m}×{r.config.block_n}",
-            str(r.registers),
-            f"{r.spills} ({loop.spills})" if loop.spills else str(r.spills),
-            str(r.shared // 1024),
-            "serial" if r.advisories else str(r.programs or "?"),
-            f"{loop.special:.2f}",
-            f"{loop.fma:.1f}",
-            f"{loop.all:.1f}",
-            *(f"{cycles[unit]:.3f}" if unit in cycles else "" for unit in ("special", "issue", "tensor", "time")),
+        rows.append(
+            (
+                r.kernel if r.dtype == "bfloat16" else f"{r.kernel} {r.dtype}",
+                str(r.head_dim),
+                mask_name(r.causal),
+                f"{r.config.block_m}×{r.config.block_n}",
+                str(r.registers),
+                f"{r.spills} ({loop.spills})" if loop.spills else str(r.spills),
+                str(r.shared // 1024),
+                "serial" if r.advisories else str(r.programs or "?"),
+                f"{loop.special:.2f}",
+                f"{loop.fma:.1f}",
+                f"{loop.all:.1f}",
+                *(f"{cycles[unit]:.3f}" if unit in cycles else "" for unit in _CYCLES),
+            )
         )
-    return result
+    title = f"sm_{architecture}: instructions per score in the loop without masks, and their cycles on Hopper"
+    print_table(columns, rows, title=title, right=columns[3:], min_width=126)  # it has no columns to spare

@@ -62,7 +62,8 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     shape = (ROWS, config.block) if kernel not in (tuning.DKDV, tuning.FUSED) else (config.block, ROWS)
     tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
     name = f"{kernel}, Gluon" + (", prefetch" if kernel == tuning.FWD and config.prefetch else "")
-    found = summarize(compiled, log, scores, name, 90, "bfloat16", head_dim, causal, tile)
+    described = {"kernel": name, "dtype": "bfloat16", "head_dim": head_dim, "causal": causal}
+    found = summarize(compiled, log, scores, 90, tile, **described)
     # tiles inside the border skip the branch of the loop that applies the mask: two instructions per score
     loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in found.loops]
     return replace(found, loops=tuple(loops))

@@ -5,9 +5,33 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from sigattn.validation import check_at_least, check_not_negative
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedBenchmark:
+    """Settings of the benchmarks that time calls and can be resumed.
+
+    Attributes:
+        num_heads: heads of a sequence.
+        rounds: how often each implementation is timed.
+        round_seconds: shortest time of a round.
+        resume: continue the results instead of replacing them.
+    """
+
+    num_heads: int = 12
+    rounds: int = 7
+    round_seconds: float = 0.01
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "num_heads", "rounds")
+        check_not_negative(self, "round_seconds")
 
 
 class Timing(NamedTuple):

@@ -65,7 +65,7 @@ class _TimeIsUpError(Exception):
 
 
 def benchmark_training(config: TrainingBenchmark) -> None:
-    """Train each model with both activations; print a line and write the results after each run."""
+    """Train language models and a ViT on this GPU with sigmoid and softmax: tokens per second, memory, loss."""
     jobs = {
         (name, activation): (recipe if activation == "sigmoid" else recipe.softmax(), data)
         for name, recipe, data in _jobs(config)

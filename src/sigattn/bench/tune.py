@@ -21,8 +21,8 @@ from sigattn import validation
 from sigattn.bench import gpu, provenance, reference, subprocesses
 from sigattn.bench.inputs import DTYPES, Inputs, random_inputs
 from sigattn.bench.results_file import ResultsFile
-from sigattn.bench.tables import mask_name, print_path, print_rows
-from sigattn.bench.timing import synchronize, time_calls
+from sigattn.bench.tables import mask_name, print_rows
+from sigattn.bench.timing import TimedBenchmark, synchronize, time_calls
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.problem import UNLIMITED, Problem
@@ -48,12 +48,11 @@ PASSES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneBenchmark:
+class TuneBenchmark(TimedBenchmark):
     """Configuration of the tuning benchmark.
 
     Attributes:
         lengths: numbers of tokens n.
-        num_heads: heads of a sequence.
         head_dims: features of a head.
         dtype: "bfloat16" or "float16".
         max_flops: FLOPs of a forward pass; determines the batch size.
@@ -61,10 +60,7 @@ class TuneBenchmark:
         warp_specialized: time the Hopper kernels (docs/speed.md) instead of tile shapes.
         variants: time one configuration of each approach instead of tile shapes: TMA, the Hopper kernels, the backward
             in one kernel.
-        rounds: how often each candidate is timed.
-        round_seconds: shortest time of a round.
         max_seconds: when to stop; cases that were not reached are listed in the results.
-        resume: continue the results in the folder instead of replacing them.
         results: folder for the results (JSON).
     """
 
@@ -79,13 +75,12 @@ class TuneBenchmark:
     rounds: int = 3
     round_seconds: float = 0.004
     max_seconds: float = 300.0
-    resume: bool = False
     results: Path = Path("runs/bench/tune")
 
     def __post_init__(self) -> None:
-        validation.check_at_least(1, self, "lengths", "num_heads", "head_dims", "max_candidates", "rounds")
+        super().__post_init__()
+        validation.check_at_least(1, self, "lengths", "head_dims", "max_candidates")
         validation.check_positive(self, "max_flops", "max_seconds")
-        validation.check_not_negative(self, "round_seconds")
         validation.check_among(("bfloat16", "float16"), self, "dtype")
         validation.check_not_empty(self, "lengths", "head_dims")
         if self.warp_specialized and self.variants:
@@ -102,7 +97,10 @@ class Case(NamedTuple):
 
 
 def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
-    """Measure, print tables, write the results after each case; return what was written.
+    """Time tile shapes of the GPU kernels on this GPU, compared with those in use.
+
+    Returns:
+        The content of the results file.
 
     Raises:
         BenchmarkError: without a GPU, unless kernels are interpreted.
@@ -130,7 +128,7 @@ def tune_kernels(config: TuneBenchmark) -> dict[str, Any]:
                 _print_fastest(rows, case)
         left_out = [case for cases in batches for case in cases if not results.has(case)]
         written = results.write(left_out_for_time=left_out)
-    print_path(config.results)
+    print(f"results: {config.results}")
     return written
 
 
@@ -274,18 +272,16 @@ def _tables_for(changed: str, candidate: Candidate, problem: Problem, inputs: In
         found: tuning.Config = before["kernel_config"](kernel, architecture, head_dim, itemsize)
         return found._replace(tma=True) if candidate == BOTH_TMA else found
 
-    special: list[str] = []
-    if isinstance(candidate, tuning.HopperConfig):
-        special = [changed]
-        tuning.HOPPER_CONFIGS = {**tuning.HOPPER_CONFIGS, changed: {problem.query.shape[-1]: candidate}}
-    elif candidate == BOTH_GLUON:
-        special = [tuning.DKDV, tuning.DQ]
+    special = [tuning.DKDV, tuning.DQ] if candidate == BOTH_GLUON else []
+    special += [changed] if isinstance(candidate, tuning.HopperConfig) else []
     if special and (reason := launch_hopper.unavailable(kernel_args.prepare(problem), inputs.grad_out)) is not None:
         raise provenance.BenchmarkError(f"the Hopper kernels cannot serve this problem: {reason}")
     atomic = changed == tuning.FUSED and isinstance(candidate, tuning.Config | tuning.HopperConfig)
-    tuning.kernel_config, tuning.WARP_SPECIALIZED, tuning.SHRINK_TILES = kernel_config, frozenset(special), False
-    tuning.ATOMIC_DQ_MIN_QUERIES = {kernel_args.architecture(problem.query.device): 0} if atomic else {}
     try:
+        tuning.kernel_config, tuning.WARP_SPECIALIZED, tuning.SHRINK_TILES = kernel_config, frozenset(special), False
+        tuning.ATOMIC_DQ_MIN_QUERIES = {kernel_args.architecture(problem.query.device): 0} if atomic else {}
+        if isinstance(candidate, tuning.HopperConfig):
+            tuning.HOPPER_CONFIGS = {**tuning.HOPPER_CONFIGS, changed: {problem.query.shape[-1]: candidate}}
         yield
     finally:
         for name, value in before.items():

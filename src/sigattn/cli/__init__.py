@@ -19,12 +19,10 @@ try:
     from sigattn.cli.convert import convert_run
     from sigattn.cli.corpus import make_tokenizer, pack_tokens
     from sigattn.cli.demo import train_demo
-    from sigattn.cli.ecosystem import export, lm_eval
-    from sigattn.cli.evaluate import evaluate, generate, probe
+    from sigattn.cli.evaluate import evaluate, export, generate, lm_eval, probe
+    from sigattn.cli.experiments import check_theory, compare_all, measure_norms, reproduce
     from sigattn.cli.parsing import bind, parse
-    from sigattn.cli.recipes import compare_all, list_recipes, measure_norms
-    from sigattn.cli.reproduce import reproduce
-    from sigattn.cli.theory import check_theory
+    from sigattn.cli.recipes import list_recipes
     from sigattn.cli.train import train_recipe
     from sigattn.convert import ConversionError
     from sigattn.data.dataset import DataError
@@ -35,7 +33,7 @@ try:
     from sigattn.recipes.registry import RecipeError
     from sigattn.train.checkpoint import CheckpointError
     from sigattn.train.folder_lock import FolderInUseError
-    from sigattn.train.trainer import NonFiniteLossError
+    from sigattn.train.trainer import Interrupted, NonFiniteLossError
     from sigattn.validation import SettingsError
 except ModuleNotFoundError as _missing:
     sys.exit(f"sigattn: the command line needs {_missing.name}: pip install 'sigattn[train]'")
@@ -58,7 +56,7 @@ def bench() -> None:
     """Run a benchmark of the attention on the CPU or GPU; sigattn bench --help lists them."""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., object]] = {
     "demo": train_demo,
     "recipes": list_recipes,
     "train": train,
@@ -104,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (*USAGE_ERRORS, *DATA_ERRORS) as error:
         print(f"sigattn: {_one_line(error)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, USAGE_ERRORS) else 1)
+    except Interrupted as stop:
+        print(f"\n{stop}\nTo resume: the same command with --resume")
+        sys.exit(128 + stop.signal)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 import tyro
 from rich.console import Console
 
+from sigattn.cli.progress import TrainingProgress
 from sigattn.cli.runs import read_run, write_run
-from sigattn.cli.train import TrainingDisplay
 from sigattn.convert import ConversionReport, convert
 from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.distributed.process_mesh import init_process_mesh
@@ -27,7 +27,6 @@ from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints
-from sigattn.train.trainer import Interrupted
 from sigattn.validation import SettingsError, check_at_least, check_positive
 
 # recipes whose task and data are those of a model folder without a run
@@ -86,22 +85,18 @@ def convert_run(options: ConvertConfig) -> None:
     recipe, rows = dataclasses.replace(recipe, model=model.config), []
     options.folder.mkdir(parents=True, exist_ok=True)
     report.save(options.folder / "conversion.json")
-    try:
-        if options.steps:
-            rows = _fine_tune(recipe, model, data, options, console)
-            last = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
-            stages[f"fine-tuned, {options.steps} steps"] = last
-        else:
-            write_run(options.folder, recipe, recipe.name, options)
-            saving.save(model, options.folder / "model")
-    except Interrupted as stop:
-        console.print(f"\n{stop}\nTo resume: the same command with --resume", highlight=False)
-        sys.exit(128 + stop.signal)
+    if options.steps:
+        rows = _fine_tune(recipe, model, data, options)
+        last = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
+        stages[f"fine-tuned, {options.steps} steps"] = last
+    else:
+        write_run(options.folder, recipe, recipe.name, options)
+        saving.save(model, options.folder / "model")
     (options.folder / "report.html").write_text(conversion_page.html_page(str(options.source), report, stages, rows))
     for name, values in stages.items():
-        console.print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items()), highlight=False)
+        print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
     for name in ("model", "report.html"):
-        console.print(f"{name}: {options.folder / name}", soft_wrap=True, highlight=False)
+        print(f"{name}: {options.folder / name}")
 
 
 def _read(options: ConvertConfig) -> tuple[Recipe, Path, ConvertConfig]:
@@ -185,13 +180,11 @@ def _convert(
         return model, report, {"softmax": before, "converted": evaluate()}
 
 
-def _fine_tune(
-    recipe: Recipe, model: Any, data: Data, options: ConvertConfig, console: Console
-) -> list[dict[str, Any]]:
+def _fine_tune(recipe: Recipe, model: Any, data: Data, options: ConvertConfig) -> list[dict[str, Any]]:
     """Train the converted model in the folder, and return the measurements of each step."""
     assert options.folder is not None
     folder = options.folder
-    with TrainingDisplay(console, recipe, True) as display:
+    with TrainingProgress(recipe.training.max_steps) as progress:
         loop.train(
             recipe.task,
             recipe.model,
@@ -200,7 +193,7 @@ def _fine_tune(
             folder,
             weights=model.state_dict(),
             resume=options.resume,
-            on_row=display.update,
+            on_row=functools.partial(progress.show, recipe.name),
             on_start=lambda _: write_run(folder, recipe, recipe.name, options),
         )
     return metrics.read_metrics(folder / "metrics.jsonl")

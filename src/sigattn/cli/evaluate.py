@@ -1,18 +1,21 @@
-"""Commands ``sigattn evaluate``, ``generate`` and ``probe``: use of a trained run."""
+"""Commands ``sigattn evaluate``, ``generate``, ``probe``, ``export`` and ``lm-eval``: use of a trained run."""
 
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
 
-from sigattn.cli.runs import load_language_model, read_run
+from sigattn.bench.tables import print_table
+from sigattn.cli.runs import TOKENIZER, load_language_model, read_run
 from sigattn.data.dataset import DataError
 from sigattn.data.digits import Digits
 from sigattn.data.images import ImageFolder
-from sigattn.data.tokens import END, load_tokenizer
+from sigattn.data.tokens import END
 from sigattn.experiments import datasets
 from sigattn.models import saving
 from sigattn.models.vision import ViT
@@ -63,8 +66,7 @@ def generate(
         stop: end after this character, or any text that is one token.
         seed: seed of sampling.
     """
-    model, path = load_language_model(folder)
-    tokenizer = None if path is None else load_tokenizer(path)
+    model, tokenizer, end = load_language_model(folder)
 
     def encode(text: str) -> list[int]:
         return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text).ids)
@@ -74,8 +76,7 @@ def generate(
     ends = encode(stop)
     if len(ends) > 1:
         raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")
-    if tokenizer is not None and (end := tokenizer.token_to_id(END)) is not None:
-        ends.append(end)
+    ends += [] if end is None else [end]
     try:
         (made,) = model.generate(
             [torch.tensor(encode(prompt), dtype=torch.int64)],
@@ -120,3 +121,59 @@ def probe(
         if path is not None:
             raise SettingsError("to fine-tune on a folder of images, train vit-supervised from the saved model")
         print(f"fine-tuned: top1 {fine_tune(model, digits[0], digits[1]):.4f}")
+
+
+def export(
+    folder: Annotated[Path, tyro.conf.Positional],
+    save: Annotated[Path, tyro.conf.Positional],
+    /,
+) -> None:
+    """Write a run's language model into a folder that transformers can load (AutoModelForCausalLM).
+
+    Args:
+        folder: folder of the run.
+        save: the folder to write.
+    """
+    model_integration: Any = importlib.import_module("sigattn.integrations.transformers.model")
+    model, tokenizer, end = load_language_model(folder)
+    path = None if tokenizer is None else folder / TOKENIZER
+    model_integration.export(model, save, path, None if end is None else END)
+    print(f"{save}: import sigattn.integrations.transformers.model, then AutoModelForCausalLM.from_pretrained")
+
+
+def lm_eval(
+    folder: Annotated[Path, tyro.conf.Positional],
+    /,
+    tasks: tuple[str, ...] = (),
+    include: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+) -> None:
+    """Evaluate a run's language model with lm-evaluation-harness, by default on the paper's nine tasks.
+
+    Args:
+        folder: folder of the run.
+        tasks: names of the harness's tasks. Default: ARC easy and challenge, HellaSwag, PIQA, SciQ, WinoGrande and
+            LAMBADA, and with one example TriviaQA and WebQuestions.
+        include: folder of further tasks (YAML). The harness runs the Python code that a task names with !function:
+            include only folders that you trust.
+        limit: number of samples of each task.
+        batch_size: number of sequences evaluated at a time.
+    """
+    check_at_least(1, {"limit": limit, "batch_size": batch_size})
+    harness: Any = importlib.import_module("sigattn.integrations.lm_eval")
+    model, tokenizer, end = load_language_model(folder)
+    try:
+        found = harness.evaluate(
+            harness.SigattnLM(model, tokenizer, batch_size, end or 0), tasks, include=include, limit=limit
+        )
+    except (ValueError, ConnectionError) as error:
+        raise SettingsError(" ".join(str(error).split())) from error
+    rows = []
+    for task, metrics in found.items():
+        for name, value in metrics.items():
+            if not name.endswith("_stderr"):
+                spread = metrics.get(f"{name}_stderr")
+                rows.append((task, name, f"{value:.4g}", "" if spread is None else f"{spread:.2g}"))
+    print_table(("task", "metric", "value", "± standard error"), rows)
+    (folder / "lm_eval.json").write_text(json.dumps(found, indent=2) + "\n")

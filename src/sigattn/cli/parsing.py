@@ -32,11 +32,11 @@ def parse(parser: Callable[[], Parsed]) -> Parsed:
     return parser()  # parse again to print the output that was suppressed in the first call
 
 
-def bind(command: Callable[..., None]) -> Callable[..., Any]:
+def bind(command: Callable[..., object]) -> Callable[..., Any]:
     """Return a function with the command's signature that returns the command bound to its arguments."""
 
     @functools.wraps(command)
-    def bound(*args: Any, **kwargs: Any) -> Callable[[], None]:
+    def bound(*args: Any, **kwargs: Any) -> Callable[[], object]:
         return functools.partial(command, *args, **kwargs)
 
     return bound

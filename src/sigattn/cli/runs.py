@@ -9,7 +9,7 @@ from typing import Any
 
 from sigattn.data.dataset import DataError
 from sigattn.data.hashing import file_sha256
-from sigattn.data.tokens import find_packed_tokenizer
+from sigattn.data.tokens import END, find_packed_tokenizer, load_tokenizer
 from sigattn.files import TEXT_OR_NONE, FileFormatError, add_path_to_errors, read_json_object
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
@@ -84,8 +84,8 @@ def _tokenizer(folder: Path, about: dict[str, Any]) -> Path | None:
     return tokenizer
 
 
-def load_language_model(folder: Path) -> tuple[LanguageModel, Path | None]:
-    """Return the language model of a run, and the path of its tokenizer (None for bytes).
+def load_language_model(folder: Path) -> tuple[LanguageModel, Any, int | None]:
+    """Return the language model of a run, its tokenizer (None for bytes), and the tokenizer's end token or None.
 
     Raises:
         DataError: if the folder holds no language model, or its tokenizer is missing or has changed.
@@ -94,4 +94,7 @@ def load_language_model(folder: Path) -> tuple[LanguageModel, Path | None]:
     model = saving.load(folder / "model")
     if not isinstance(model, LanguageModel):
         raise DataError(f"{folder} holds a {type(model).__name__} ({recipe.name}), no language model")
-    return model, tokenizer
+    if tokenizer is None:
+        return model, None, None
+    loaded = load_tokenizer(tokenizer)
+    return model, loaded, loaded.token_to_id(END)

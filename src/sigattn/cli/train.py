@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 from pathlib import Path
@@ -10,10 +11,9 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sigattn.cli.parsing import parse
+from sigattn.cli.progress import TrainingProgress
 from sigattn.cli.runs import write_run
 from sigattn.distributed.process_mesh import init_process_mesh, shutdown
 from sigattn.experiments import datasets
@@ -21,10 +21,7 @@ from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints
-from sigattn.train.trainer import Interrupted, Row
 from sigattn.validation import SettingsError, check_at_least
-
-STEPS_PER_LINE = 20  # steps between plain lines
 
 
 def train_recipe(arguments: list[str]) -> None:
@@ -74,36 +71,32 @@ def _options(recipe: Recipe, arguments: list[str]) -> Any:
 
 
 def _train(recipe: Recipe, name: str, options: Any) -> None:
-    folder, console = options.folder, Console()
-    first = init_process_mesh().is_main_process
+    folder = options.folder
+    is_main_process = init_process_mesh().is_main_process
     _check(recipe)
     if not options.resume:
         check_no_checkpoints(folder)  # before the data is read, which can take long
-    try:
-        data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
-        with TrainingDisplay(console, recipe, first) as display:
-            loop.train(
-                recipe.task,
-                recipe.model,
-                recipe.training,
-                data,
-                folder,
-                resume=options.resume,
-                on_row=display.update,
-                on_start=lambda _: write_run(folder, recipe, name, options),
-            )
-    except Interrupted as stop:
-        console.print(f"\n{stop}\nTo resume: the same command with --resume", highlight=False)
-        sys.exit(128 + stop.signal)
-    if first:
+    data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
+    with TrainingProgress(recipe.training.max_steps, quiet=not is_main_process) as progress:
+        loop.train(
+            recipe.task,
+            recipe.model,
+            recipe.training,
+            data,
+            folder,
+            resume=options.resume,
+            on_row=functools.partial(progress.show, recipe.name),
+            on_start=lambda _: write_run(folder, recipe, name, options),
+        )
+    if is_main_process:
         rows = metrics.read_metrics(folder / "metrics.jsonl")
         final = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
         spikes = {n: metrics.count_spikes([r[n] for r in rows], f) for n, f in (("gradient_norm", 3.0), ("loss", 1.2))}
-        console.print(", ".join(f"{k} {v:.4g}" for k, v in final.items()), highlight=False)
+        print(", ".join(f"{k} {v:.4g}" for k, v in final.items()))
         if summary := data.unreadable_summary():
-            console.print(summary, soft_wrap=True, highlight=False)
-        console.print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")
-        console.print(f"model: {folder / 'model'}", soft_wrap=True, highlight=False)
+            print(summary)
+        print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")
+        print(f"model: {folder / 'model'}")
 
 
 def _check(recipe: Recipe) -> None:
@@ -117,39 +110,3 @@ def _check(recipe: Recipe) -> None:
             recipe.task.build(recipe.model)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-
-
-class TrainingDisplay:
-    """Progress bar with the latest measurements; plain lines if the output is not a terminal."""
-
-    def __init__(self, console: Console, recipe: Recipe, first: bool) -> None:
-        self.console, self.steps, self.quiet = console, recipe.training.max_steps, not first
-        self.progress = Progress(
-            TextColumn(recipe.name),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-        )
-        self.task = self.progress.add_task("", total=self.steps)
-        self.held = ""
-
-    def __enter__(self) -> TrainingDisplay:
-        if self.console.is_terminal and not self.quiet:
-            self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def update(self, row: Row) -> None:
-        """Show the measurements of a step."""
-        held = [f"{k.removeprefix('validation_')} {v:.4g}" for k, v in row.items() if k.startswith("validation_")]
-        self.held = " ".join(held) or self.held
-        attention = f" attention {row['attention_norm']:,.1f}" if "attention_norm" in row else ""
-        text = f"loss {row['loss']:.4g} gradient {row['gradient_norm']:.3g}{attention} | {self.held}"
-        self.progress.update(self.task, completed=row["step"] + 1, description=text)
-        done = row["step"] + 1
-        if not self.console.is_terminal and (done % STEPS_PER_LINE == 0 or done in (1, self.steps)):
-            self.console.print(f"step {done} {text}", soft_wrap=True, highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import io
 import lzma
@@ -21,8 +22,9 @@ MAX_MEMBERS = 100_000
 _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
 
+@functools.cache
 def read_members(archive: Path, suffix: str) -> dict[str, bytes]:
-    """Return the contents of an archive's files whose names end in ``suffix``, by name.
+    """Return the contents of an archive's files whose names end in ``suffix``, by name; an archive is read only once.
 
     Raises:
         DataError: if the archive cannot be read, unpacks to more than ``MAX_BYTES`` (headers and other files

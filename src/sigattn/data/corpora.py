@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from sigattn.data.archives import read_members
 from sigattn.data.dataset import DataError
-from sigattn.data.speech import Utterance, read_recordings
+from sigattn.data.speech import Utterance
 from sigattn.data.unreadable import UnreadableFiles
 from sigattn.optional import require
 
@@ -107,7 +108,7 @@ def spoken_digits(
     """
     files: dict[Path, Path | bytes]
     if source.is_file():
-        archive, files = source, {Path(name): content for name, content in read_recordings(source).items()}
+        archive, files = source, {Path(name): content for name, content in read_members(source, ".wav").items()}
     else:
         archive, folder = None, source / "recordings" if (source / "recordings").is_dir() else source
         files = {path: path for path in sorted(folder.glob("*.wav"))}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigattn.data.dataset import Batch, Data, DataError, draw_samples, sample_generator
+from sigattn.data.dataset import Batch, Data, draw_samples, sample_generator
+from sigattn.optional import require
 
 
 class Digits(Data):
@@ -25,15 +26,11 @@ class Digits(Data):
         upscale: factor by which the images are enlarged.
 
     Raises:
-        DataError: if scikit-learn is missing.
+        MissingPackageError: if scikit-learn is missing.
     """
 
     def __init__(self, *, num_views: int = 1, labels: bool = True, strength: float = 1.0, upscale: int = 1) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ModuleNotFoundError as error:
-            raise DataError("the handwritten digits need scikit-learn: pip install 'sigattn[vision]'") from error
-        digits = load_digits()
+        digits = require("sklearn.datasets", "the handwritten digits", "'sigattn[vision]'").load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # (1797, 1, 8, 8) in -1 … 1
         if upscale > 1:
             images = F.interpolate(images, scale_factor=float(upscale), mode="bilinear", align_corners=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sigattn.data.dataset import DataError
+from sigattn.optional import require
 
 PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
 SUFFIXES = (*PLAIN_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
@@ -37,7 +37,8 @@ def iter_documents(path: Path) -> Iterator[str]:
     "text" of a row of a .parquet file, or a sample of a data set such as ``hf:allenai/c4:realnewslike``.
 
     Raises:
-        DataError: if there are no files, a file cannot be read, a text is not UTF-8, or pyarrow is missing.
+        DataError: if there are no files, a file cannot be read, or a text is not UTF-8.
+        MissingPackageError: if pyarrow or ``datasets`` is missing, and needed.
     """
     if is_streamed(path):
         yield from hub_documents(path)
@@ -79,11 +80,8 @@ def _text_of(line: str, location: str) -> str:
 
 
 def _parquet(file: Path) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ModuleNotFoundError as error:
-        raise DataError(f"reading {file} needs pyarrow: pip install 'sigattn[text]'") from error
-    import pyarrow
+    pyarrow = require("pyarrow", ".parquet files", "'sigattn[text]'")
+    from pyarrow import parquet
 
     try:
         table = parquet.ParquetFile(file)
@@ -109,18 +107,13 @@ def hub_documents(path: Path) -> Iterator[str]:
         path: for example ``hf:allenai/c4:realnewslike``; or ``hf:`` and a folder of .jsonl or .parquet files.
 
     Raises:
-        DataError: if the data set cannot be reached, has no such split or no "text", or ``datasets`` is missing.
+        DataError: if the data set cannot be reached, has no such split or no "text".
+        MissingPackageError: if ``datasets`` is missing.
     """
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise DataError(f"reading {path} needs Hugging Face's datasets: pip install 'sigattn[text]'") from error
+    datasets = require("datasets", "data sets of Hugging Face", "'sigattn[text]'")
     name, _, configuration = str(path).removeprefix(HUB).partition(":")
     try:
-        samples: Iterable[dict[str, Any]] = datasets.load_dataset(
-            name, configuration or None, split="train", streaming=True
-        )
-        for sample in samples:
+        for sample in datasets.load_dataset(name, configuration or None, split="train", streaming=True):
             if not isinstance(sample.get("text"), str):
                 raise DataError(f'the samples of {path} have no "text", but {", ".join(sample)}')
             yield sample["text"]

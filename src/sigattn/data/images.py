@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,9 +89,10 @@ class ImageFolder(Data):
         if not self.workers:
             yield from super().batches(first_step, size, seed, shard)
             return
-        steps = _Steps(self, first_step, size, seed, shard)
+        steps: Any = itertools.count(first_step)
+        dataset = _Steps(self, size, seed, shard)
         for batch, found in torch.utils.data.DataLoader(
-            steps, batch_size=None, num_workers=self.workers, prefetch_factor=2
+            dataset, batch_size=None, sampler=steps, num_workers=self.workers, prefetch_factor=2
         ):
             self.unreadable.merge(found)
             if isinstance(batch, DataError):
@@ -173,24 +175,19 @@ class ImageFolder(Data):
         return (stacked, torch.tensor(labels)) if self.labels else (stacked,)
 
 
-class _Steps(torch.utils.data.IterableDataset[tuple[Batch | DataError, dict[str, str]]]):
-    """Batches of the steps from ``first`` on, distributed over workers in turn, with newly found unreadable files."""
+class _Steps(torch.utils.data.Dataset[tuple[Batch | DataError, dict[str, str]]]):
+    """Batches by step, with the unreadable files that a worker process has found in it."""
 
-    def __init__(self, data: ImageFolder, first: int, size: int, seed: int, shard: tuple[int, int]) -> None:
-        self.data, self.first, self.size, self.seed, self.shard = data, first, size, seed, shard
+    def __init__(self, data: ImageFolder, size: int, seed: int, shard: tuple[int, int]) -> None:
+        self.data, self.size, self.seed, self.shard = data, size, seed, shard
 
-    def __iter__(self) -> Iterator[tuple[Batch | DataError, dict[str, str]]]:
-        found = self.data.unreadable = UnreadableFiles("image", self.data.unreadable.total)
-        info = torch.utils.data.get_worker_info()
-        step, stride = (self.first, 1) if info is None else (self.first + info.id, info.num_workers)
-        while True:
-            known = len(found)
-            try:
-                batch: Batch | DataError = self.data.batch(step, self.size, self.seed, self.shard)
-            except DataError as error:  # DataLoader would add the worker's traceback to the message
-                batch = error
-            yield batch, dict(list(found.errors.items())[known:])
-            step += stride
+    def __getitem__(self, step: int) -> tuple[Batch | DataError, dict[str, str]]:
+        known = len(self.data.unreadable)
+        try:
+            batch: Batch | DataError = self.data.batch(step, self.size, self.seed, self.shard)
+        except DataError as error:  # DataLoader would add the worker's traceback to the message
+            batch = error
+        return batch, dict(list(self.data.unreadable.errors.items())[known:])
 
 
 def _sharded(root: Path, split: str) -> list[ShardedImage]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sigattn.data import archives
+from sigattn.data.archives import read_members
 from sigattn.data.dataset import Batch, Data, DataError, PlaceholderBatch, sample_generator
 from sigattn.data.hashing import files_sha256
 from sigattn.data.speech_features import log_mel, spec_augment
@@ -72,7 +72,7 @@ class Speech(Data):
         self.unreadable: UnreadableFiles = (
             UnreadableFiles("recording", len(files)) if unreadable is None else unreadable
         )
-        self._archive, self._source = {} if archive is None else read_recordings(archive), archive
+        self._archive, self._source = {} if archive is None else read_members(archive, ".wav"), archive
         self._epochs: list[list[list[int]]] = []
         self._epochs_key: tuple[int, int] | None = None  # (size, seed) of _epochs
 
@@ -218,13 +218,3 @@ def _groups(order: Sequence[int], utterances: Sequence[Utterance], seconds: floa
             longest = utterances[i].seconds
         groups[-1].append(i)
     return groups
-
-
-@functools.cache
-def read_recordings(archive: Path) -> dict[str, bytes]:
-    """Return the recordings (.wav) of a .tar file, compressed or not, by name.
-
-    Raises:
-        DataError: if the archive cannot be read, or unpacks to more than ``archives.MAX_BYTES``.
-    """
-    return archives.read_members(archive, ".wav")

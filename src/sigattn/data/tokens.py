@@ -21,6 +21,7 @@ from sigattn.data.documents import iter_documents
 from sigattn.data.hashing import file_sha256
 from sigattn.data.text import TokenText
 from sigattn.files import FileFormatError, add_path_to_errors, read_json_object
+from sigattn.optional import require
 from sigattn.validation import SettingsError, check_at_least
 
 END = "<|end|>"  # between documents
@@ -31,9 +32,10 @@ def load_tokenizer(path: Path) -> Any:
     """Load a tokenizer saved as JSON by ``tokenizers``.
 
     Raises:
-        DataError: if the file cannot be read, or ``tokenizers`` is missing.
+        DataError: if the file cannot be read.
+        MissingPackageError: if ``tokenizers`` is missing.
     """
-    tokenizers = _tokenizers()
+    tokenizers = require("tokenizers", "vocabularies", "'sigattn[text]'")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
@@ -52,7 +54,7 @@ def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progre
     """
     check_at_least(MIN_VOCAB_SIZE, {"vocab_size": vocab_size})
     _check_save(save)
-    tokenizers = _tokenizers()
+    tokenizers = require("tokenizers", "vocabularies", "'sigattn[text]'")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -206,11 +208,3 @@ def _about(path: Path) -> dict[str, Any]:
     except (OSError, FileFormatError) as error:
         raise DataError(f"{path} was not written by sigattn pack, or by another version: {error}") from error
     return about
-
-
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise DataError("vocabularies need the package tokenizers: pip install 'sigattn[text]'") from error
-    return tokenizers

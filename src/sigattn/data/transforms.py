@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sigattn.data.dataset import DataError
 from sigattn.optional import explain_import_errors
 
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
@@ -19,13 +18,10 @@ def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Ca
     """Return torchvision's transform from a PIL image to a tensor, or to a list of tensors if there are views.
 
     Raises:
-        DataError: if torchvision is missing or cannot be imported.
+        MissingPackageError: if torchvision is missing or cannot be imported.
     """
-    try:
-        with explain_import_errors("vision"):
-            from torchvision.transforms import v2
-    except ImportError as error:
-        raise DataError(f"images of a folder: {error}") from error
+    with explain_import_errors("vision"):
+        from torchvision.transforms import v2
     finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
 
     def crop(pixels: int, low: float, *more: Any) -> Any:

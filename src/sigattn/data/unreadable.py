@@ -14,13 +14,11 @@ class UnreadableFiles:
     Args:
         kind: "image" or "recording".
         total: number of files of the data set.
-        max_fraction: largest tolerated fraction of unreadable files.
     """
 
-    def __init__(self, kind: str, total: int = 0, max_fraction: float = MAX_FRACTION) -> None:
+    def __init__(self, kind: str, total: int = 0) -> None:
         self.kind = kind
         self.total = total
-        self.max_fraction = max_fraction
         self.errors: dict[str, str] = {}  # by name
 
     def __len__(self) -> int:
@@ -30,7 +28,7 @@ class UnreadableFiles:
         """Record a file and print a line about it, unless it is recorded already.
 
         Raises:
-            DataError: if more than ``max_fraction`` of all files cannot be read.
+            DataError: if more than ``MAX_FRACTION`` of all files cannot be read.
         """
         if name not in self.errors:
             print(f"unreadable {self.kind} {name}: {error} ({len(self) + 1} so far)", flush=True)
@@ -40,10 +38,10 @@ class UnreadableFiles:
         """Add files that another process has reported.
 
         Raises:
-            DataError: if more than ``max_fraction`` of all files cannot be read.
+            DataError: if more than ``MAX_FRACTION`` of all files cannot be read.
         """
         self.errors |= errors
-        if errors and len(self) > self.max_fraction * self.total:
+        if errors and len(self) > MAX_FRACTION * self.total:
             name, error = next(reversed(self.errors.items()))
             raise DataError(f"{len(self)} of {self.total} {self.kind}s cannot be read, the last {name}: {error}")
 

@@ -24,9 +24,9 @@ from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.ctc import CTC
-from sigattn.tasks.k_summation import KSummation
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
+from sigattn.tasks.synthetic import KSummation
 from sigattn.validation import SettingsError
 
 LIBRISPEECH_SPLITS = ("dev-clean", "dev-other", "test-clean", "test-other")

@@ -54,7 +54,10 @@ def plot_band(
     **line: Any,
 ) -> None:
     """Plot a line through the means of the values at each x, and their range; ``line`` changes its style."""
-    _mean_and_range(axes, x, values, **{"color": colour, "label": label, "marker": "o", "ms": 3, **line})
+    style = {"color": colour, "label": label, "marker": "o", "ms": 3, "linewidth": 1.4, **line}
+    axes.plot(x, [statistics.mean(v) for v in values], **style)
+    low, high = [min(v) for v in values], [max(v) for v in values]
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def plot_metric(
@@ -69,23 +72,9 @@ def plot_metric(
     steps = min(len(rows) for rows in runs)
     smoothed = [moving_average([row[metric] for row in rows[:steps]], window) for rows in runs]
     every = max(1, steps // 150)  # more points could not be distinguished
-    _mean_and_range(
-        axes,
-        list(range(1, steps + 1))[::every],
-        list(zip(*smoothed, strict=True))[::every],
-        color=colour,
-        label=label,
-    )
+    plot_band(axes, range(1, steps + 1, every), list(zip(*smoothed, strict=True))[::every], label, colour, marker="")
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Return, for each value, the mean of the ``window`` values up to it."""
     return [statistics.mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
-
-
-def _mean_and_range(
-    axes: Any, x: Sequence[float] | Sequence[int], values: Sequence[Sequence[float]], **line: Any
-) -> None:
-    axes.plot(x, [statistics.mean(v) for v in values], **{"linewidth": 1.4, **line})
-    low, high = [min(v) for v in values], [max(v) for v in values]
-    axes.fill_between(x, low, high, color=line["color"], alpha=0.15, linewidth=0)

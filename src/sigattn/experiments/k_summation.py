@@ -32,7 +32,7 @@ from sigattn.nn import functional
 from sigattn.ops import reference
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
-from sigattn.tasks.k_summation import KSummation
+from sigattn.tasks.synthetic import KSummation
 
 ACTIVATIONS = ("softmax", "sigmoid")
 MAP_COLOURS = {"softmax": "Oranges", "sigmoid": "Blues"}

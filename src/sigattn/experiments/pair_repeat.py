@@ -16,7 +16,7 @@ from sigattn.data import synthetic
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.recipes.registry import find_recipe
-from sigattn.tasks.pair_repeat import PairRepeat
+from sigattn.tasks.synthetic import PairRepeat
 
 
 def measure_accuracy_over_lengths(setting: Setting) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,34 +38,24 @@ class Run:
     rows: Sequence[dict[str, Any]]
     sample: str
 
-    def last(self, key: str) -> float:
-        """Return the last measured value of a metric, which may not be measured at every step."""
-        return float(next(row[key] for row in reversed(self.rows) if key in row))
+    def values(self, key: str) -> list[float]:
+        """Return the values of a metric at the steps at which it was measured."""
+        return [row[key] for row in self.rows if key in row]
 
 
 TABLE: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("model", lambda run: run.name),
-    ("held-out bits per byte", lambda run: f"{run.last('validation_bits'):.3f}"),
-    ("training bits per byte", lambda run: f"{_mean_of_last(run, 'loss') / math.log(2):.3f}"),
-    ("output norm, first", lambda run: _number(run.rows[0]["attention_norm"])),
-    ("output norm, last", lambda run: _number(run.last("attention_norm"))),
-    ("largest gradient norm", lambda run: f"{max(row['gradient_norm'] for row in run.rows):.2f}"),
-    ("sequences per second", lambda run: f"{_median(run, 'samples_per_second'):,.0f}"),
+    ("held-out bits per byte", lambda run: f"{run.values('validation_bits')[-1]:.3f}"),
+    ("training bits per byte", lambda run: f"{statistics.mean(run.values('loss')[-20:]) / math.log(2):.3f}"),
+    ("output norm, first", lambda run: _number(run.values("attention_norm")[0])),
+    ("output norm, last", lambda run: _number(run.values("attention_norm")[-1])),
+    ("largest gradient norm", lambda run: f"{max(run.values('gradient_norm')):.2f}"),
+    ("sequences per second", lambda run: f"{statistics.median(run.values('samples_per_second')):,.0f}"),
 )
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
-
-
-def _mean_of_last(run: Run, key: str, count: int = 20) -> float:
-    values = [row[key] for row in run.rows[-count:]]
-    return float(sum(values) / len(values))
-
-
-def _median(run: Run, key: str) -> float:
-    values = sorted(row[key] for row in run.rows)
-    return float(values[len(values) // 2])
 
 
 def comparison_page(title: str, introduction: str, runs: Sequence[Run], facts: dict[str, Any]) -> str:

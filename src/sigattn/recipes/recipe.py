@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from sigattn.data.task import Task
 from sigattn.data.transforms import Augmentation
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.config import TransformerConfig
@@ -17,7 +18,6 @@ from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import ViTConfig
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.simclr import SimCLR
-from sigattn.tasks.task import Task
 from sigattn.train.config import TrainConfig
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from sigattn.models.sequence import SequenceModelConfig
 from sigattn.recipes.recipe import DataConfig, Recipe
-from sigattn.tasks.k_summation import KSummation
-from sigattn.tasks.pair_repeat import PairRepeat
+from sigattn.tasks.synthetic import KSummation, PairRepeat
 from sigattn.train.config import TrainConfig
 
 

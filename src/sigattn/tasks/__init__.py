@@ -1,14 +1,13 @@
 """Training objectives, one per module: each builds its module, computes its loss and evaluates its metrics."""
 
+from sigattn.data.task import Task
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.ctc import CTC
-from sigattn.tasks.k_summation import KSummation
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.mae import MaskedAutoencoding
-from sigattn.tasks.pair_repeat import PairRepeat
 from sigattn.tasks.simclr import SimCLR
-from sigattn.tasks.task import Task
+from sigattn.tasks.synthetic import KSummation, PairRepeat
 
 __all__ = [
     "BYOL",

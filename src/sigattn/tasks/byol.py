@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
+from sigattn.data.task import Task
 from sigattn.models.vision import ViTConfig
-from sigattn.tasks.projector import projector
-from sigattn.tasks.simclr import Projected
-from sigattn.tasks.task import Task
+from sigattn.tasks.simclr import Projected, projector
 from sigattn.validation import SettingsError, check_at_least
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
+from sigattn.data.task import Task
 from sigattn.models.vision import ViT, ViTConfig
-from sigattn.tasks.task import Task
 from sigattn.validation import check_not_negative, check_probability
 
 
@@ -59,14 +58,9 @@ class Classification(Task):
         )
         return share * first + (1 - share) * second
 
-    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        loss = first = among_five = count = 0.0
-        for images, labels in batches:
-            logits = module(images).float()
-            loss += F.cross_entropy(logits, labels, reduction="sum").item()
-            best = logits.topk(min(5, logits.shape[1]), -1).indices == labels[:, None]
-            first += best[:, 0].sum().item()
-            among_five += best.sum().item()
-            count += len(labels)
-        count = max(count, 1)
-        return {"loss": loss / count, "top1": first / count, "top5": among_five / count}
+    def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        images, labels = batch
+        logits = module(images).float()
+        best = logits.topk(min(5, logits.shape[1]), -1).indices == labels[:, None]
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        return {"loss": loss, "top1": best[:, 0].sum(), "top5": best.sum()}, len(labels)

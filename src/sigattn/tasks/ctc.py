@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sigattn.data.dataset import Batch
+from sigattn.data.task import Task
 from sigattn.models.speech import ALPHABET, SpeechModel, SpeechModelConfig, ctc_loss
 from sigattn.optional import require
-from sigattn.tasks.task import Task
 from sigattn.validation import SettingsError
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
+from sigattn.data.task import Task
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.nn.documents import Documents
-from sigattn.tasks.task import Task
 from sigattn.validation import SettingsError, check_at_least
 
 
@@ -62,16 +62,11 @@ class LanguageModelling(Task):
         return logits.flatten(0, 1).float(), targets.flatten()
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        total = correct = count = 0.0
-        for batch in batches:
-            logits, targets = self._predict(module, batch)
-            total += F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum").item()
-            correct += (logits.argmax(-1) == targets).sum().item()
-            count += (targets >= 0).sum().item()
-        loss = total / max(count, 1)
-        return {
-            "loss": loss,
-            "bits": loss / math.log(2),
-            "perplexity": math.exp(min(loss, 700)),
-            "accuracy": correct / max(count, 1),
-        }
+        found = super().evaluate(module, batches)
+        loss = found["loss"]
+        return {"loss": loss, "bits": loss / math.log(2), "perplexity": math.exp(min(loss, 700)), **found}
+
+    def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        logits, targets = self._predict(module, batch)
+        loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        return {"loss": loss, "accuracy": (logits.argmax(-1) == targets).sum()}, int((targets >= 0).sum())

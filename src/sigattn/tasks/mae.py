@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.data.dataset import Batch
+from sigattn.data.task import Task
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig, reconstruction_error
-from sigattn.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +12,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
+from sigattn.data.task import Task
 from sigattn.distributed.collectives import all_gather_rows
 from sigattn.models.vision import ViT, ViTConfig
-from sigattn.tasks.projector import projector
-from sigattn.tasks.task import Task
+from sigattn.tasks.batch_norm import SyncBatchNorm
 from sigattn.validation import check_at_least, check_positive
+
+
+def projector(widths: list[int]) -> nn.Sequential:
+    """Return an MLP of these widths with batch norm and ReLU between layers and a final batch norm without parameters.
+
+    This is the projector of MoCo v3 (Chen et al., 2021), from which the paper's recipes for SimCLR and BYOL come. Batch
+    norm is synchronised over all processes.
+    """
+    parts: list[nn.Module] = []
+    last = len(widths) - 2
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        parts.append(nn.Linear(inputs, outputs, bias=False))
+        parts.append(SyncBatchNorm(outputs, affine=i < last))
+        if i < last:
+            parts.append(nn.ReLU())
+    return nn.Sequential(*parts)
 
 
 class Projected(nn.Module):
@@ -83,12 +100,8 @@ class SimCLR(Task):
         logits = (z @ all_views.T / self.temperature).scatter(1, own[:, None], -torch.inf)
         return logits, torch.cat([index + total, index])
 
-    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        loss = correct = count = 0.0
-        for batch in batches:
-            # not gathered: every process evaluates the same batches
-            logits, targets = self._similarities(module, batch, lambda rows: (rows, 0))
-            loss += F.cross_entropy(logits, targets, reduction="sum").item()
-            correct += (logits.argmax(-1) == targets).sum().item()
-            count += len(targets)
-        return {"loss": loss / max(count, 1), "retrieval": correct / max(count, 1)}
+    def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        # not gathered: every process evaluates the same batches
+        logits, targets = self._similarities(module, batch, lambda rows: (rows, 0))
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        return {"loss": loss, "retrieval": (logits.argmax(-1) == targets).sum()}, len(targets)

@@ -5,14 +5,13 @@ from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_ra
 from sigattn.train.folder_lock import FolderInUseError
 from sigattn.train.loop import evaluate, train
 from sigattn.train.metrics import count_spikes, read_metrics
-from sigattn.train.trainer import Interrupted, NonFiniteLossError, Objective
+from sigattn.train.trainer import Interrupted, NonFiniteLossError
 
 __all__ = [
     "CheckpointError",
     "FolderInUseError",
     "Interrupted",
     "NonFiniteLossError",
-    "Objective",
     "TrainConfig",
     "count_spikes",
     "epochs_to_steps",

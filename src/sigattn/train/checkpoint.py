@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.optim import Optimizer
 
+from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.files import FileFormatError, read_json_object
 from sigattn.train.checkpoint_reader import CheckpointPlanner, CheckpointReader
 from sigattn.validation import SettingsError
@@ -41,6 +41,7 @@ def save(
     optimizer: Optimizer,
     step: int,
     settings: dict[str, Any],
+    processes: ProcessMesh,
     *,
     average: nn.Module | None = None,
     keep_checkpoints: int = 2,
@@ -57,26 +58,27 @@ def save(
     """
     final = folder / f"step-{step:08d}"
     unfinished = final.with_name(final.name + UNFINISHED)
-    if _is_main_process():
+    if processes.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
         unfinished.mkdir()
         about = {"format": FORMAT, "step": step, "settings": settings}
         (unfinished / "about.json").write_text(json.dumps(about, sort_keys=True) + "\n")
-    _barrier()
+    processes.barrier()
     try:
         with _ignore_warnings():
-            write_shards(_state(module, optimizer, average), checkpoint_id=unfinished, no_dist=not _distributed())
+            state = _state(module, optimizer, average)
+            write_shards(state, checkpoint_id=unfinished, no_dist=processes.world_size == 1)
     except CheckpointException as error:
         raise CheckpointError(f"cannot write the checkpoint {unfinished}: {_reason(error)}") from error
-    _barrier()
-    if _is_main_process():
+    processes.barrier()
+    if processes.is_main_process:
         if final.exists():  # the run was resumed from an older checkpoint and has reached this step again
             _remove(final)
         os.replace(unfinished, final)
         for older in list_checkpoints(folder)[:-keep_checkpoints]:
             _remove(older)
-    _barrier()
+    processes.barrier()
     return final
 
 
@@ -96,7 +98,13 @@ def check_no_checkpoints(folder: Path) -> None:
 
 
 def load(
-    path: Path, module: nn.Module, optimizer: Optimizer, settings: dict[str, Any], *, average: nn.Module | None = None
+    path: Path,
+    module: nn.Module,
+    optimizer: Optimizer,
+    settings: dict[str, Any],
+    processes: ProcessMesh,
+    *,
+    average: nn.Module | None = None,
 ) -> int:
     """Load a checkpoint into a module and an optimiser that were built like those that were saved.
 
@@ -119,9 +127,8 @@ def load(
     state = _state(module, optimizer, average)
     try:
         with _ignore_warnings():
-            read_shards(
-                state, storage_reader=CheckpointReader(path), planner=CheckpointPlanner(), no_dist=not _distributed()
-            )
+            reader, planner = CheckpointReader(path), CheckpointPlanner()
+            read_shards(state, storage_reader=reader, planner=planner, no_dist=processes.world_size == 1)
     except CheckpointException as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({_reason(error)})") from error
     with _ignore_warnings():
@@ -172,19 +179,6 @@ def _remove(path: Path) -> None:
     old = path.with_name(path.name + OLD)
     os.replace(path, old)
     shutil.rmtree(old)
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _is_main_process() -> bool:
-    return not _distributed() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if _distributed():
-        dist.barrier()
 
 
 @contextmanager

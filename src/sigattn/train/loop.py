@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.data.dataset import Data
+from sigattn.data.task import Task
 from sigattn.distributed import sharding
 from sigattn.distributed.process_mesh import ProcessMesh, init_process_mesh
 from sigattn.models import saving
@@ -21,11 +22,11 @@ from sigattn.train.folder_lock import FolderInUseError, lock_folder
 from sigattn.train.identity import settings_to_resume
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import MetricsLog
-from sigattn.train.trainer import Objective, Row, Trainer
+from sigattn.train.trainer import Row, Trainer
 
 
 def train(
-    task: Objective,
+    task: Task,
     model: Any,
     config: TrainConfig,
     data: Data,
@@ -101,7 +102,7 @@ def _lock_on_main_process(folder: Path, processes: ProcessMesh) -> Iterator[None
         yield
 
 
-def evaluate(task: Objective, model: Any, config: TrainConfig, data: Data, folder: Path) -> dict[str, float]:
+def evaluate(task: Task, model: Any, config: TrainConfig, data: Data, folder: Path) -> dict[str, float]:
     """Return the metrics of a run on the held-out data; arguments as in ``train``.
 
     The model in ``folder/model`` is evaluated if it is the whole trained module, else (before training has ended, or

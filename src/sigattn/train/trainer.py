@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sigattn.data.dataset import Batch, Data, PlaceholderBatch
+from sigattn.data.task import Task
 from sigattn.distributed import sharding
 from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.distributed.sequence_sharding import SequenceSharding
@@ -27,31 +28,10 @@ from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig
 from sigattn.train.interrupt import StopRequest
 from sigattn.train.metrics import MetricsLog
-from sigattn.train.optimizer import make_optimizer, set_learning_rate
-from sigattn.train.schedule import learning_rate_factor
+from sigattn.train.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from sigattn.validation import SettingsError
 
 Row = dict[str, Any]
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """Protocol of a task, a dataclass (implemented by ``sigattn.tasks.task``, which this module does not import)."""
-
-    def build(self, model: Any) -> nn.Module:
-        """Build the module that is trained, from the configuration of a model."""
-
-    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss of a batch."""
-
-    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return metrics over held-out batches."""
-
-    def backbone(self, module: nn.Module) -> nn.Module:
-        """Return the model within the trained module."""
-
-    def after_step(self, module: nn.Module, samples: int) -> None:
-        """Update state that is not trained by gradients; called after each update."""
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)
@@ -80,7 +60,7 @@ class Trainer:
         checkpoints: folder of the checkpoints.
     """
 
-    task: Objective
+    task: Task
     config: TrainConfig
     data: Data
     processes: ProcessMesh
@@ -92,7 +72,7 @@ class Trainer:
     @classmethod
     def build(
         cls,
-        task: Objective,
+        task: Task,
         model: Any,
         config: TrainConfig,
         data: Data,
@@ -135,7 +115,7 @@ class Trainer:
         if not found:
             return 0
         path = found[-1]
-        done = checkpoint.load(path, self.module, self.optimizer, settings, average=self.average)
+        done = checkpoint.load(path, self.module, self.optimizer, settings, self.processes, average=self.average)
         if not self._is_finite():
             raise checkpoint.CheckpointError(f"{path} holds weights that are not finite: delete it to use an older one")
         return done
@@ -171,6 +151,7 @@ class Trainer:
                     self.optimizer,
                     done,
                     settings,
+                    self.processes,
                     average=self.average,
                     keep_checkpoints=config.keep_checkpoints,
                 )

@@ -1,20 +1,22 @@
-"""Command ``sigattn reproduce``: the paper's experiments."""
+"""Commands ``sigattn reproduce``, ``norms``, ``compare`` and ``theory``: the paper's experiments and statements."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from sigattn.bench import provenance
-from sigattn.experiments import pages
+from sigattn.bench.tables import print_table
+from sigattn.experiments import attention_norms, compare, pages, theory_report
 from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
+from sigattn.theory.statements import Statement
 from sigattn.validation import check_at_least
 
 
@@ -49,17 +51,16 @@ def reproduce(
         judge: judge the data of the pages in this folder again and rewrite them; nothing is run.
         longer: factor of the training steps of scales "smoke" and "small", for findings that may change with training.
     """
-    console = Console()
     if judge is not None:
-        console.print(pages.count_verdicts(pages.judge_again(judge)), soft_wrap=True, highlight=False)
+        print(pages.count_verdicts(pages.judge_again(judge)))
         return
     if list or (name is None and not all):
-        _print_experiments(console)
+        _print_experiments()
         return
     check_at_least(1, {"seeds": seeds, "workers": workers, "longer": longer})
     results = folder / (scale if longer == 1 else f"{scale}-{longer}x")
     for experiment in EXPERIMENTS.values() if all else (find_experiment(name or ""),):
-        console.print(f"{experiment.name}: {experiment.title} ({experiment.source})", highlight=False)
+        print(f"{experiment.name}: {experiment.title} ({experiment.source})", flush=True)
         start = time.perf_counter()
         own = results / experiment.name
         own.mkdir(parents=True, exist_ok=True)
@@ -71,29 +72,55 @@ def reproduce(
         except ExperimentError as error:
             if not all:
                 raise
-            console.print(f"  left out: {error}", soft_wrap=True, highlight=False)
+            print(f"  left out: {error}", flush=True)
             continue
         about = provenance.describe("reproduce", {"scale": scale, "seeds": seeds})
         page = pages.write_page(own, experiment, setting, result, about)
         for finding in page.findings:
-            line = f"  {finding['verdict']}: {finding['claim']} ({finding['evidence']})"
-            console.print(line, soft_wrap=True, highlight=False)
-        console.print(
-            f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", soft_wrap=True, highlight=False
-        )
+            print(f"  {finding['verdict']}: {finding['claim']} ({finding['evidence']})")
+        print(f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", flush=True)
     written = pages.read_pages(results)
-    console.print(
-        f"{pages.write_index(results, written)}: {pages.count_verdicts(written)}", soft_wrap=True, highlight=False
-    )
+    print(f"{pages.write_index(results, written)}: {pages.count_verdicts(written)}")
 
 
-def _print_experiments(console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("experiment", "title", "in the paper", *SCALES, "hardware for paper"):
-        table.add_column(column)
+def _print_experiments() -> None:
+    rows = []
     for e in EXPERIMENTS.values():
         minutes = (e.minutes.get(s) for s in SCALES)
-        table.add_row(
-            e.name, e.title, e.source, *("not known" if m is None else f"{m:g} min" for m in minutes), e.hardware
+        times = ("not known" if m is None else f"{m:g} min" for m in minutes)
+        rows.append([e.name, e.title, e.source, *times, e.hardware])
+    print_table(("experiment", "title", "in the paper", *SCALES, "hardware for paper"), rows)
+
+
+def measure_norms(options: attention_norms.AttentionNormsConfig) -> None:
+    """Measure the norm of attention outputs at initialisation for each position and bias (a minute on 2 cores)."""
+    found = attention_norms.measure_attention_norms(options, lambda *_: None)
+    kinds = tuple(attention_norms.KINDS)
+    rows = [[p, *(f"{found[p, kind]:,.0f}" for kind in kinds)] for p in attention_norms.POSITIONS]
+    title = "Attention output norm at initialisation, mean over layers"
+    print_table(("position", *kinds), rows, title=title, right=kinds)
+
+
+def compare_all(options: compare.ComparisonConfig) -> None:
+    """Compare sigmoid with softmax on every task, three seeds each (under an hour on 2 cores), in one table."""
+    print(compare.compare_activations(options, lambda line: print(line, flush=True)))
+
+
+def check_theory(options: theory_report.TheoryConfig) -> None:
+    """Check every statement of the paper's theory that can be checked by computation (1 to 2 minutes on 2 cores)."""
+    console = Console()
+
+    def show(s: Statement) -> None:
+        colour = {"holds": "green", "fails": "red"}.get(s.verdict, "yellow")
+        console.print(
+            f"[{colour}]{s.verdict}[/{colour}]  [bold]{escape(s.claim)}[/bold]  ({s.where}; {s.cases:,} cases)"
         )
-    console.print(table)
+        if s.note:
+            console.print(escape(s.note), style="dim", highlight=False)
+
+    found = theory_report.check_statements(options, show)
+    counts = Counter(s.verdict for s in found)
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    print(f"{len(found)} statements: {summary}")
+    if options.report is not None:
+        print(f"report: {options.report}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,15 +30,22 @@ class Task(ABC):
         """Return the loss of a batch, a scalar."""
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the metrics over held-out batches, by name; the default is ``loss``, averaged over the samples.
+        """Return the metrics over held-out batches, by name: the sums of ``measure``, divided by the counts.
 
         The caller puts the module in evaluation mode and disables gradients.
         """
-        total = count = 0.0
+        totals: dict[str, float] = defaultdict(float)
+        total = 0.0
         for batch in batches:
-            total += self.loss(module, batch).item() * len(batch[0])
-            count += len(batch[0])
-        return {"loss": total / max(count, 1)}
+            sums, count = self.measure(module, batch)
+            total += count
+            for name, value in sums.items():
+                totals[name] += value.item()
+        return {name: value / max(total, 1) for name, value in totals.items()}
+
+    def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """Return the sums of the metrics over a batch, by default ``loss`` of its samples, and the number of terms."""
+        return {"loss": self.loss(module, batch) * len(batch[0])}, len(batch[0])
 
     def backbone(self, module: nn.Module) -> nn.Module:
         """Return the model without the objective's additional layers: the part that is saved after training."""
