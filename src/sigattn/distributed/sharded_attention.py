@@ -96,7 +96,7 @@ def context_parallel_attention(
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
     slopes = two_sided_slopes(alibi_slopes)
     exchange = Exchange(sharding, group, strategy, backend)
-    out: Tensor = ShardedAttention.apply(query, key, value, bias_tensor(bias, query, 4), slopes, options, exchange)
+    out: Tensor = ShardedAttention.apply(query, key, value, bias_tensor(bias, query), slopes, options, exchange)
     return out
 
 

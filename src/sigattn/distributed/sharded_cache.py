@@ -15,7 +15,9 @@ from sigattn.distributed import collectives
 from sigattn.flash import options
 from sigattn.flash import validation as flash_validation
 from sigattn.ops import validation
-from sigattn.ops.kvcache import KV_CACHE, check_cache_bounds, checked_kvcache_attention
+from sigattn.ops.kvcache import KV_CACHE, check_cache_bounds
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import KVCacheProblem
 
 _NAME = "sharded_cache_attention"
 
@@ -76,11 +78,12 @@ def sharded_cache_attention(
         for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
             _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     ends = cache_seqlens + new - start  # end of each sample, relative to this process's first position
-    out = checked_kvcache_attention(
+    problem = canonical(
+        KVCacheProblem,
         q,
         k_cache,
         v_cache,
-        ends.clamp(0, capacity),
+        seqlens=ends.clamp(0, capacity),
         bias=options.operator_bias(sigmoid_bias),
         query_ends=ends,
         is_causal=causal,
@@ -88,8 +91,8 @@ def sharded_cache_attention(
         window=window,
         alibi_slopes=alibi_slopes,
         softcap=softcap,
-        backend=backend,
-    ).to(torch.promote_types(q.dtype, torch.float32))
+    )
+    out = KV_CACHE(problem, backend).to(torch.promote_types(q.dtype, torch.float32))
     collectives.record_sent(out)
     dist.all_reduce(out, group=mesh.get_group())
     return out.to(q.dtype)

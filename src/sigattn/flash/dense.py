@@ -6,11 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from sigattn.flash import chunks, options
+from sigattn.flash import chunks
+from sigattn.flash.options import Options, refuse
 from sigattn.flash.validation import packed_together
 from sigattn.ops import block_mask, validation
-from sigattn.ops.attention import DENSE, canonical
+from sigattn.ops.attention import DENSE
 from sigattn.ops.autocast import cast_operands
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem
+
+_NAME = "flash_attn_func"
 
 
 def flash_attn_func(
@@ -60,10 +65,12 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True, sigmoid_bias="-log n").shape
     torch.Size([2, 128, 4, 64])
     """
-    return attend(
-        "flash_attn_func", q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sigmoid_bias, sigmoid_precision, backend, attn_mask,
+    refuse(_NAME, return_attn_probs)
+    given = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sigmoid_bias,
+        sigmoid_precision, backend,
     )  # fmt: skip
+    return attend(q, k, v, given, attn_mask)
 
 
 def flash_attn_qkvpacked_func(
@@ -113,63 +120,24 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
-def attend(
-    name: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: bool,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    deterministic: bool,
-    return_attn_probs: bool,
-    sigmoid_bias: Any,
-    sigmoid_precision: str | None,
-    backend: str | None,
-    attn_mask: Any = None,
-    *,
-    attention_chunk: int = 0,
-) -> Tensor:
+def attend(q: Any, k: Any, v: Any, given: Options, attn_mask: Any, attention_chunk: int = 0) -> Tensor:
     """Return the attention of a batch, for the functions of several versions of flash-attn.
 
     Args:
-        name: name of the function, for error messages.
+        q, k, v, attn_mask: as in ``flash_attn_func``. given: the options of the call.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of N · M entries.
-        The rest is as in ``flash_attn_func``.
     """
-    options.refuse(name, return_attn_probs)
-    softcap = validation.softcap(name, softcap)
-    validation.operands(name, validation.ROWS_FIRST, q=q, k=k, v=v)
+    validation.operands(_NAME, validation.ROWS_FIRST, q=q, k=k, v=v)
     (batch, n, heads, _), m = q.shape, k.shape[1]
-    dropout_p, softmax_scale, window = options.check(
-        name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend, DENSE.backends
-    )
+    options = given.checked(_NAME, q, batch, DENSE.backends)
     query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
     blocks = None
     if block_mask.is_block_mask(attn_mask):
-        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, name)
+        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, _NAME)
     if attn_mask is not None:
-        validation.mask(name, attn_mask, q, (batch, heads, n, m))
+        validation.mask(_NAME, attn_mask, q, (batch, heads, n, m))
     if attention_chunk:
         attn_mask = chunks.combined(chunks.dense(n, m, attention_chunk, q.device), attn_mask)
-    problem = canonical(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        causal,
-        softmax_scale,
-        None if isinstance(sigmoid_bias, str) else options.operator_bias(sigmoid_bias),
-        window,
-        alibi_slopes,
-        query_offset=m - n,
-        precision=sigmoid_precision,
-        deterministic=deterministic,
-        softcap=softcap,
-        blocks=blocks,
-    )
-    return DENSE(problem, backend).transpose(1, 2).contiguous()
+    options |= block_mask.fields(blocks)
+    problem = canonical(Problem, query, key, value, attn_mask=attn_mask, query_offset=m - n, **options)
+    return DENSE(problem, given.backend).transpose(1, 2).contiguous()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sigattn.flash import chunks, options, packing
+from sigattn.flash import chunks, packing
 from sigattn.flash import validation as flash_validation
+from sigattn.flash.options import Options
+from sigattn.flash.packing import Tokens
+from sigattn.flash.rotary import Rotary
 from sigattn.ops import validation
-from sigattn.ops.kvcache import (
-    KV_CACHE,
-    append_to_cache,
-    check_cache_bounds,
-    checked_kvcache_attention,
-    fast_path,
-    lengths_of_samples,
-)
+from sigattn.ops.kvcache import KV_CACHE, append_to_cache, check_cache_bounds, fast_path, lengths_of_samples
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import KVCacheProblem
 
 _NAME = "flash_attn_with_kvcache"
 
@@ -99,18 +97,51 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, sigmoid_bias=-6.9).shape
     torch.Size([2, 1, 4, 64])
     """
-    special = (rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sigmoid_precision)
-    plain = window_size == (-1, -1) and not (softcap or num_splits or return_softmax_lse or backend)
-    plain = plain and attn_mask is None
-    if plain and all(x is None for x in special):
-        out = fast_path(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias)
+    special = (
+        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sigmoid_precision, backend,
+        attn_mask,
+    )  # fmt: skip
+    if not (softcap or num_splits or return_softmax_lse) and all(x is None for x in special):
+        out = fast_path(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias, window_size)
         if out is not None:
             return out
+    refuse(return_softmax_lse)
+    given = Options(
+        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sigmoid_bias, sigmoid_precision, backend
+    )
     return attend(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
-        sigmoid_bias, sigmoid_precision, backend, attn_mask,
+        q, k_cache, v_cache, k, v, given, Rotary(rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens,
+        cache_batch_idx, cache_leftpad, block_table, num_splits, attn_mask,
     )  # fmt: skip
+
+
+class Packing(NamedTuple):
+    """Packed new queries and keys, which flash-attn 3 allows; None where they are padded."""
+
+    cu_seqlens_q: Any = None
+    max_seqlen_q: Any = None
+    cu_seqlens_k_new: Any = None
+
+    def tokens(self, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> tuple[Tokens | None, Tokens | None]:
+        """Return the tokens of q (total_q, Hq, D) and of k (total_new, Hkv, D), None for those that are padded."""
+        of_q = of_k = None
+        if self.cu_seqlens_q is not None:
+            of_q = packing.tokens(_NAME, "q", q, "cu_seqlens_q", self.cu_seqlens_q)
+        if self.cu_seqlens_k_new is not None:
+            flash_validation.new_keys(_NAME, k_cache, v_cache, k, v)
+            of_k = packing.tokens(_NAME, "k", k, "cu_seqlens_k_new", self.cu_seqlens_k_new, whole=True)
+        return of_q, of_k
+
+    def longest(self, counts: Tensor) -> int:
+        """Return the length to which queries are padded, given the number of each sample's."""
+        if self.max_seqlen_q is None:
+            raise ValueError(f"{_NAME}: cu_seqlens_q needs max_seqlen_q, the length of the longest sequence")
+        longest = validation.count(_NAME, "max_seqlen_q", self.max_seqlen_q)
+        reads_values = counts.device.type == "cpu" and not torch.compiler.is_compiling()
+        if reads_values and len(counts) and counts.max() > longest:
+            message = f"max_seqlen_q is {longest}, but cu_seqlens_q has a sequence of {int(counts.max())}"
+            raise ValueError(f"{_NAME}: {message}")
+        return longest
 
 
 def attend(
@@ -119,127 +150,71 @@ def attend(
     v_cache: Any,
     k: Any,
     v: Any,
-    rotary_cos: Any,
-    rotary_sin: Any,
+    given: Options,
+    rotary: Rotary,
     cache_seqlens: Any,
     cache_batch_idx: Any,
     cache_leftpad: Any,
     block_table: Any,
-    softmax_scale: Any,
-    causal: bool,
-    window_size: Any,
-    softcap: Any,
-    rotary_interleaved: bool,
-    alibi_slopes: Any,
     num_splits: Any,
-    return_softmax_lse: bool,
-    sigmoid_bias: Any,
-    sigmoid_precision: str | None,
-    backend: str | None,
-    attn_mask: Any = None,
+    attn_mask: Any,
     *,
-    cu_seqlens_q: Any = None,
-    max_seqlen_q: Any = None,
-    cu_seqlens_k_new: Any = None,
-    rotary_seqlens: Any = None,
+    packed: Packing | None = None,
     attention_chunk: int = 0,
 ) -> Tensor:
     """Return the attention of new queries against a cache, for the functions of several versions of flash-attn.
 
     Args:
-        cu_seqlens_q, max_seqlen_q: (B + 1,) integers and the longest length: q is then packed, (total_q, Hq, D).
-        cu_seqlens_k_new: (B + 1,) integers: k and v are then packed, (total_new, Hkv, ·).
-        rotary_seqlens: (B,), rotary position of each sample's first new query and key; None for cache_seqlens.
+        given: the options of the call. rotary: its rotary tables. packed: None if queries and keys are padded.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · N · capacity entries
             unless N is 1.
         The rest is as in ``flash_attn_with_kvcache``.
     """
-    _refuse(return_softmax_lse)
-    softcap = validation.softcap(_NAME, softcap)
-    query_tokens = new_tokens = None
-    if cu_seqlens_q is not None:
-        query_tokens = packing.tokens(_NAME, "q", q, "cu_seqlens_q", cu_seqlens_q)
-        q = query_tokens.padded(q, _longest(max_seqlen_q, query_tokens))
-    if cu_seqlens_k_new is not None:
-        flash_validation.new_keys(_NAME, q, k_cache, v_cache, k, v)
-        new_tokens = packing.tokens(_NAME, "k", k, "cu_seqlens_k_new", cu_seqlens_k_new, whole=True)
+    _check_bias(given.sigmoid_bias)
+    of_q, of_k = (None, None) if packed is None else packed.tokens(q, k_cache, v_cache, k, v)
+    if packed is not None and of_q is not None:
+        q = of_q.padded(q, packed.longest(of_q.counts))
+    if of_k is not None:
         k, v = k.unsqueeze(1), v.unsqueeze(1)  # (total_new, 1, Hkv, ·)
-    batched = (k, v) if new_tokens is None else (None, None)
-    flash_validation.cache(_NAME, q, k_cache, v_cache, batched[0], batched[1], cache_batch_idx, block_table)
+    new_k, new_v = (k, v) if of_k is None else (None, None)
+    table = flash_validation.cache(_NAME, q, k_cache, v_cache, new_k, new_v, cache_batch_idx, block_table)
     batch, n, heads, _ = q.shape
-    validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
-    _, softmax_scale, window = options.numbers(_NAME, 0.0, softmax_scale, window_size)
-    _check_bias(sigmoid_bias, q)
-    if alibi_slopes is not None:
-        validation.slopes(_NAME, alibi_slopes, q, batch, heads, two_sided=False)
-    num_splits = validation.count(_NAME, "num_splits", num_splits)
-    if attention_chunk and attn_mask is not None:
-        raise ValueError(f"{_NAME}: attention_chunk with attn_mask is not supported: combine both into attn_mask")
+    options = given.checked(_NAME, q, batch, KV_CACHE.backends, queries=n)
+    options["num_splits"] = validation.count(_NAME, "num_splits", num_splits)
     if attn_mask is not None:
+        if attention_chunk:
+            raise ValueError(f"{_NAME}: attention_chunk with attn_mask is not supported: combine both into attn_mask")
         validation.mask(_NAME, attn_mask, q, (batch, heads, n, None), "(B, Hq, N, K)")
-    validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v, sigmoid_bias, alibi_slopes, attn_mask)
-    table = block_table if cache_batch_idx is None else cache_batch_idx.unsqueeze(1)
-    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    lengths = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, q, capacity if k is None else None)
-    for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary_seqlens)):
+    validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v, given.sigmoid_bias, given.alibi_slopes, attn_mask)
+    for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary.seqlens)):
         if t is not None:
             validation.integers(_NAME, argument, t, (batch,), "(B,)", q.device)
-    for tokens in (query_tokens, new_tokens):
-        if tokens is not None and len(tokens.counts) != batch:
-            raise ValueError(
-                f"{_NAME}: cu_seqlens_q and cu_seqlens_k_new must have as many sequences as there are samples ({batch})"
-            )
-    new = new_tokens.counts if new_tokens is not None else 0 if k is None else k.shape[1]
+    if any(tokens is not None and len(tokens.counts) != batch for tokens in (of_q, of_k)):
+        message = f"cu_seqlens_q and cu_seqlens_k_new must have as many sequences as there are samples ({batch})"
+        raise ValueError(f"{_NAME}: {message}")
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    lengths = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, q, capacity if k is None else None)
+    stops = lengths + (of_k.counts if of_k is not None else 0 if k is None else k.shape[1])
     check_cache_bounds(_NAME, lengths, None, None, len(k_cache), capacity)
-    check_cache_bounds(_NAME, lengths + new, cache_leftpad, table, len(k_cache), capacity, "cache_leftpad")
-    if rotary_cos is not None or rotary_sin is not None:
-        flash_validation.rotary(_NAME, rotary_cos, rotary_sin, q, k)
-        same = not causal and window in (None, (-1, -1)) and not attention_chunk
-        starts = lengths if rotary_seqlens is None else rotary_seqlens
-        query_positions = _positions(starts, n, query_tokens, same=same)
-        key_positions = _positions(starts, k.shape[1], new_tokens, packed=True)
-        _check_rotary_positions(rotary_cos, query_positions, key_positions)
-        q = _rotated(q, query_positions, rotary_cos, rotary_sin, rotary_interleaved)
-        k = _rotated(k, key_positions, rotary_cos, rotary_sin, rotary_interleaved)
+    check_cache_bounds(_NAME, stops, cache_leftpad, table, len(k_cache), capacity, "cache_leftpad")
+    if rotary.cos is not None or rotary.sin is not None:
+        same = not given.causal and options["window"] in (None, (-1, -1)) and not attention_chunk
+        q, k = rotary.rotate(q, k, lengths, of_q, of_k, same=same)
     if k is not None:
-        _append(k_cache, v_cache, k, v, lengths, table, new_tokens)
-    lengths = lengths if k is None else lengths + new
-    ends = None if query_tokens is None else lengths - query_tokens.counts + n
+        _append(k_cache, v_cache, k, v, lengths, table, of_k)
+    ends = None if of_q is None else stops - of_q.counts + n
     if attention_chunk and n == 1:  # the keys before the chunk need not be read
-        cache_leftpad = chunks.start(lengths, cache_leftpad, attention_chunk)
+        cache_leftpad = chunks.start(stops, cache_leftpad, attention_chunk)
     elif attention_chunk:
-        last = lengths if ends is None else ends
-        attn_mask = chunks.cached(lengths, cache_leftpad, last, n, capacity, attention_chunk)
-    out = checked_kvcache_attention(
-        q,
-        k_cache,
-        v_cache,
-        lengths,
-        bias=options.operator_bias(sigmoid_bias),
-        left_padding=cache_leftpad,
-        block_table=table,
-        query_ends=ends,
-        attn_mask=attn_mask,
-        is_causal=causal,
-        scale=softmax_scale,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        num_splits=num_splits,
-        backend=backend,
-        precision=sigmoid_precision,
-    )
-    return out if query_tokens is None else query_tokens.packed(out)
+        last = stops if ends is None else ends
+        attn_mask = chunks.cached(stops, cache_leftpad, last, n, capacity, attention_chunk)
+    options |= {"seqlens": stops, "left_padding": cache_leftpad, "block_table": table, "query_ends": ends}
+    out = KV_CACHE(canonical(KVCacheProblem, q, k_cache, v_cache, attn_mask=attn_mask, **options), given.backend)
+    return out if of_q is None else of_q.packed(out)
 
 
 def _append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    table: Tensor | None,
-    tokens: packing.Tokens | None,
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, tokens: Tokens | None
 ) -> None:
     """Append k and v to the cache; packed tokens (total, 1, Hkv, ·) are written as samples of one token each."""
     if tokens is not None:
@@ -248,71 +223,15 @@ def _append(
     append_to_cache(k_cache, v_cache, k, v, lengths, table)
 
 
-def _longest(max_seqlen_q: Any, query_tokens: packing.Tokens) -> int:
-    if max_seqlen_q is None:
-        raise ValueError(f"{_NAME}: cu_seqlens_q needs max_seqlen_q, the length of the longest sequence")
-    longest = validation.count(_NAME, "max_seqlen_q", max_seqlen_q)
-    counts = query_tokens.counts
-    if counts.device.type == "cpu" and not torch.compiler.is_compiling() and len(counts) and counts.max() > longest:
-        raise ValueError(f"{_NAME}: max_seqlen_q is {longest}, but cu_seqlens_q has a sequence of {int(counts.max())}")
-    return longest
-
-
-def _check_rotary_positions(cos: Tensor, *positions: Tensor) -> None:
-    if cos.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    for p in positions:
-        if p.numel() and (int(p.min()) < 0 or int(p.max()) >= len(cos)):
-            raise ValueError(
-                f"{_NAME}: rotary_cos does not contain the positions {int(p.min())} … {int(p.max())}; "
-                f"got {validation.describe(rotary_cos=cos)}"
-            )
-
-
-def _refuse(return_softmax_lse: bool) -> None:
+def refuse(return_softmax_lse: bool) -> None:
+    """Raise ValueError if the log-sum-exp is requested."""
     if return_softmax_lse:
         raise ValueError(f"{_NAME}: return_softmax_lse=True is not supported: a sigmoid has no log-sum-exp")
 
 
-def _check_bias(bias: Any, q: Tensor) -> None:
+def _check_bias(bias: Any) -> None:
     if bias is None or isinstance(bias, str):
         raise TypeError(
             f"{_NAME}: sigmoid_bias must be the number or tensor that the model was trained with (such as -log of its "
             f"training length); got {bias!r}. -log of the current length would change as the cache grows"
         )
-    batch, n, heads, _ = q.shape
-    if isinstance(bias, Tensor) and bias.dim() == 3:
-        flash_validation.bias(_NAME, bias[..., 0], q, batch)
-        if bias.shape[2] not in (1, n):
-            raise ValueError(
-                f"{_NAME}: a sigmoid_bias of three dimensions must be (B or 1, Hq or 1, N or 1) = ({batch} or 1, "
-                f"{heads} or 1, {n} or 1); got {validation.describe(sigmoid_bias=bias)}"
-            )
-        return
-    flash_validation.bias(_NAME, bias, q, batch)
-
-
-def _positions(
-    starts: Tensor, count: int, tokens: packing.Tokens | None, *, same: bool = False, packed: bool = False
-) -> Tensor:  # (B, count), or (total, 1) if packed
-    """Return the positions of new queries or keys: consecutive ones, or the first one for all if ``same``."""
-    if packed and tokens is not None:
-        return (starts.long()[tokens.sample] + tokens.offset)[:, None]
-    steps = torch.arange(count, device=starts.device)
-    if same:
-        steps = torch.zeros_like(steps)
-    if tokens is None:
-        return starts.long()[:, None] + steps
-    return starts.long()[:, None] + torch.minimum(steps, tokens.counts[:, None] - 1).clamp(min=0)
-
-
-def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return x (B, N, H, D) with its first features rotated in pairs by the angles of positions (B, N)."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (t[positions].unsqueeze(2).to(wide) for t in (cos, sin))  # (B, N, 1, rotary_dim / 2)
-    rotary_dim = 2 * cos.shape[-1]
-    head, rest = x[..., :rotary_dim].to(wide), x[..., rotary_dim:]
-    a, b = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
-    pair = (a * cos - b * sin, a * sin + b * cos)
-    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat((rotated.to(x.dtype), rest), -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,45 +13,60 @@ from sigattn.ops import validation
 LOG_LENGTH = "-log n"
 
 
-def refuse(name: str, return_attn_probs: bool) -> None:
-    """Raise for arguments of flash-attn that this library does not support."""
+class Options(NamedTuple):
+    """Options of a call, as they were passed."""
+
+    dropout_p: Any
+    softmax_scale: Any
+    causal: bool
+    window_size: Any
+    softcap: Any
+    alibi_slopes: Any
+    deterministic: bool
+    sigmoid_bias: Any
+    sigmoid_precision: str | None
+    backend: str | None
+
+    def checked(
+        self, caller: str, q: Tensor, batch: int, backends: Iterable[str], queries: int | None = None
+    ) -> dict[str, Any]:
+        """Return the options as arguments of ``ops.operands.canonical``; raise unless they fit q.
+
+        batch: number of samples or sequences. queries: number of entries of a bias along queries; None if it has none.
+        """
+        if isinstance(self.dropout_p, bool) or isinstance(self.softmax_scale, bool):
+            raise TypeError(
+                f"{caller}: dropout_p and softmax_scale must be numbers, got {self.dropout_p!r} and "
+                f"{self.softmax_scale!r}; flash-attn 3's order (q, k, v, softmax_scale, causal, …) is that of "
+                "sigattn.flash.v3"
+            )
+        dropout_p, scale, window = validation.numbers(caller, self.dropout_p, self.softmax_scale, self.window_size)
+        validation.choice(caller, "backend", self.backend, tuple(backends))
+        if self.alibi_slopes is not None:
+            validation.slopes(caller, self.alibi_slopes, q, batch, q.shape[-2], two_sided=False)
+        is_rule = isinstance(self.sigmoid_bias, str) and self.sigmoid_bias == LOG_LENGTH
+        if not is_rule:
+            flash_validation.bias(caller, self.sigmoid_bias, q, batch, queries)
+        return {
+            "dropout_p": dropout_p,
+            "scale": scale,
+            "is_causal": self.causal,
+            "window": window,
+            "softcap": validation.softcap(caller, self.softcap),
+            "alibi_slopes": self.alibi_slopes,
+            "deterministic": self.deterministic,
+            "bias": None if is_rule else operator_bias(self.sigmoid_bias),
+            "precision": self.sigmoid_precision,
+        }
+
+
+def refuse(caller: str, return_attn_probs: bool) -> None:
+    """Raise ValueError if the weights or their row sums are requested."""
     if return_attn_probs:
         raise ValueError(
-            f"{name}: return_attn_probs=True is not supported: a sigmoid has no log-sum-exp, and the weights are never "
-            "stored; see sigattn.attention_statistics"
+            f"{caller}: return_attn_probs=True is not supported: a sigmoid has no log-sum-exp, and the weights are "
+            "never stored; see sigattn.attention_statistics"
         )
-
-
-def check(
-    name: str,
-    q: Tensor,
-    batch: int,
-    dropout_p: Any,
-    scale: Any,
-    window: Any,
-    slopes: Any,
-    bias: Any,
-    backend: Any,
-    backends: Iterable[str],
-) -> tuple[float, float | None, tuple[int, int] | None]:
-    """Raise unless the optional arguments fit q; return dropout_p, scale and window as ``numbers`` does."""
-    validation.choice(name, "backend", backend, tuple(backends))
-    given = numbers(name, dropout_p, scale, window)
-    if not (isinstance(bias, str) and bias == LOG_LENGTH):
-        flash_validation.bias(name, bias, q, batch)
-    if slopes is not None:
-        validation.slopes(name, slopes, q, batch, q.shape[-2], two_sided=False)
-    return given
-
-
-def numbers(name: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, float | None, tuple[int, int] | None]:
-    """Return dropout_p, softmax_scale and window_size as Python numbers; raise for anything else."""
-    if isinstance(dropout_p, bool) or isinstance(scale, bool):
-        raise TypeError(
-            f"{name}: dropout_p and softmax_scale must be numbers, got {dropout_p!r} and {scale!r}; flash-attn 3's "
-            "order (q, k, v, softmax_scale, causal, …) is that of sigattn.flash.v3"
-        )
-    return validation.numbers(name, dropout_p, scale, window)
 
 
 def operator_bias(bias: float | Tensor) -> float | Tensor:

@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from sigattn.flash import dense, kvcache, varlen
+from sigattn.flash.options import Options, refuse
+from sigattn.flash.rotary import Rotary
 from sigattn.flash.validation import packed_together
 from sigattn.ops import scalars, validation
 
@@ -72,11 +74,11 @@ def flash_attn_func(
     _check_order(name, softmax_scale, causal)
     _refuse(name, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _check_hints(name, num_splits, pack_gqa, sm_margin)
-    return dense.attend(
-        name, q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs,
-        sigmoid_bias, sigmoid_precision, backend, attn_mask,
-        attention_chunk=validation.count(name, "attention_chunk", attention_chunk),
-    )  # fmt: skip
+    refuse(name, return_attn_probs)
+    given = Options(
+        0.0, softmax_scale, causal, window_size, softcap, None, deterministic, sigmoid_bias, sigmoid_precision, backend
+    )
+    return dense.attend(q, k, v, given, attn_mask, validation.count(name, "attention_chunk", attention_chunk))
 
 
 def flash_attn_qkvpacked_func(
@@ -168,12 +170,15 @@ def flash_attn_varlen_func(
     _check_order(name, softmax_scale, causal)
     _refuse(name, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _check_hints(name, num_splits, pack_gqa, sm_margin)
+    refuse(name, return_attn_probs)
+    given = Options(
+        0.0, softmax_scale, causal, window_size, softcap, None, deterministic, sigmoid_bias, sigmoid_precision, backend
+    )
+    cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    chunk = validation.count(name, "attention_chunk", attention_chunk)
     return varlen.attend(
-        name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
-        softcap, None, deterministic, return_attn_probs, None, sigmoid_bias, sigmoid_precision, backend, attn_mask,
-        seqused_q=seqused_q, seqused_k=seqused_k,
-        attention_chunk=validation.count(name, "attention_chunk", attention_chunk),
-    )  # fmt: skip
+        q, k, v, cu_seqlens, longest, given, attn_mask, seqused=(seqused_q, seqused_k), attention_chunk=chunk
+    )
 
 
 def flash_attn_with_kvcache(
@@ -248,11 +253,14 @@ def flash_attn_with_kvcache(
             page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits,
             return_softmax_lse, sigmoid_bias, sigmoid_precision, backend, attn_mask,
         )  # fmt: skip
+    kvcache.refuse(return_softmax_lse)
+    given = Options(
+        0.0, softmax_scale, causal, window_size, softcap, None, False, sigmoid_bias, sigmoid_precision, backend
+    )
     return kvcache.attend(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-        softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
-        sigmoid_bias, sigmoid_precision, backend, attn_mask, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, attention_chunk=chunk,
+        q, k_cache, v_cache, k, v, given, Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
+        cache_seqlens, cache_batch_idx, cache_leftpad, page_table, num_splits, attn_mask,
+        packed=kvcache.Packing(cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new), attention_chunk=chunk,
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from sigattn.ops.validation import wrong
 CACHE_NAMES = ("q", "k_cache", "v_cache", "k", "v", "block_table")
 
 
-def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch_idx: Any, table: Any) -> None:
-    """Raise unless q (B, N, Hq, D), the cache, the new keys and values, and the indices of the cache fit together."""
+def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch_idx: Any, table: Any) -> Any:
+    """Return the table of pages, None if sample b has cache b; raise unless q (B, N, Hq, D) and the cache fit."""
     if batch_idx is not None and table is not None:
         wrong(caller, ValueError, "cache_batch_idx and block_table exclude each other: pass one of them",
               cache_batch_idx=batch_idx, block_table=table)  # fmt: skip
@@ -23,9 +23,10 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
         validation.integers(caller, "cache_batch_idx", batch_idx, shape, "(B,)", device)
         table = batch_idx.unsqueeze(1)
     validation.cache(caller, CACHE_NAMES, q, k_cache, v_cache, k, v, table)
+    return table
 
 
-def new_keys(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
+def new_keys(caller: str, k_cache: Any, v_cache: Any, k: Any, v: Any) -> None:
     """Raise unless k (total_new, Hkv, D) and v (total_new, Hkv, Dv) fit the cache."""
     if k is None or v is None:
         wrong(caller, ValueError, "cu_seqlens_k_new holds the offsets of k and v: pass both", k=k, v=v)
@@ -74,8 +75,8 @@ def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int)
     return t.unbind(-3)
 
 
-def bias(caller: str, b: Any, q: Tensor, batch: int) -> None:
-    """Raise unless b is a number or a tensor (), (B,) or (B or 1, Hq or 1)."""
+def bias(caller: str, b: Any, q: Tensor, batch: int, queries: int | None = None) -> None:
+    """Raise unless b is a number or a tensor (), (B,), (B or 1, Hq or 1) or, with ``queries``, one for each query."""
     heads = q.shape[-2]
     if isinstance(b, str):
         wrong(caller, TypeError, 'sigmoid_bias must be a number, "-log n" or a tensor', sigmoid_bias=b)
@@ -84,8 +85,10 @@ def bias(caller: str, b: Any, q: Tensor, batch: int) -> None:
         return
     if not b.is_floating_point():
         wrong(caller, TypeError, "sigmoid_bias must be floating point", sigmoid_bias=b)
-    broadcasts = b.dim() == 2 and b.shape[0] in (1, batch) and b.shape[1] in (1, heads)
+    full = (batch, heads) if queries is None or b.dim() < 3 else (batch, heads, queries)
+    broadcasts = b.dim() == len(full) and validation.broadcasts(b.shape, full)
     if b.dim() and tuple(b.shape) != (batch,) and not broadcasts:
         message = f"sigmoid_bias must be (), (B,) = ({batch},) or (B or 1, Hq or 1) = ({batch} or 1, {heads} or 1)"
-        wrong(caller, ValueError, message, sigmoid_bias=b)
+        per_query = "" if queries is None else f" or (B or 1, Hq or 1, N or 1) = (…, {queries} or 1)"
+        wrong(caller, ValueError, message + per_query, sigmoid_bias=b)
     validation.same_device(caller, "sigmoid_bias", b, q)

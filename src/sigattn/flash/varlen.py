@@ -6,11 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from sigattn.flash import chunks, options, packing
+from sigattn.flash import chunks, packing
+from sigattn.flash.options import Options, refuse
 from sigattn.flash.validation import packed_together
 from sigattn.ops import validation
 from sigattn.ops.autocast import cast_operands
-from sigattn.ops.varlen import VARLEN, checked_varlen_attention, mask_target
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import VarlenProblem
+from sigattn.ops.varlen import VARLEN, mask_target
+
+_NAME = "flash_attn_varlen_func"
 
 
 def flash_attn_varlen_func(
@@ -70,11 +75,13 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, k, v, starts, starts, 7, 7, causal=True, sigmoid_bias="-log n").shape
     torch.Size([10, 4, 64])
     """
-    return attend(
-        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
-        sigmoid_bias, sigmoid_precision, backend, attn_mask,
+    refuse(_NAME, return_attn_probs)
+    given = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sigmoid_bias,
+        sigmoid_precision, backend,
     )  # fmt: skip
+    cu_seqlens, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return attend(q, k, v, cu_seqlens, longest, given, attn_mask, block_table=block_table)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -132,98 +139,63 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def attend(
-    name: str,
     q: Any,
     k: Any,
     v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: bool,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    deterministic: bool,
-    return_attn_probs: bool,
-    block_table: Any,
-    sigmoid_bias: Any,
-    sigmoid_precision: str | None,
-    backend: str | None,
-    attn_mask: Any = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
+    cu_seqlens: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    given: Options,
+    attn_mask: Any,
+    *,
+    block_table: Any = None,
+    seqused: tuple[Any, Any] = (None, None),
     attention_chunk: int = 0,
 ) -> Tensor:
     """Return the attention of packed sequences, for the functions of several versions of flash-attn.
 
     Args:
-        name: name of the function, for error messages.
-        seqused_q, seqused_k: (B,) integers, number of rows of each sequence that are used, from its first; None for
-            all. The output of other rows is 0.
+        q, k, v, attn_mask, block_table: as in ``flash_attn_varlen_func``. given: the options of the call.
+        cu_seqlens, longest: cu_seqlens_q and cu_seqlens_k, max_seqlen_q and max_seqlen_k.
+        seqused: (B,) integers for queries and for keys, number of rows of each sequence that are used, from its first;
+            None for all. The output of other rows is 0.
         attention_chunk: c > 0: a query sees only keys of its own chunk of c, by a mask of B · max_seqlen_q ·
             max_seqlen_k entries.
-        The rest is as in ``flash_attn_varlen_func``.
     """
-    options.refuse(name, return_attn_probs)
-    softcap = validation.softcap(name, softcap)
+    starts_q, starts_k = cu_seqlens
     if block_table is not None:
-        k, v, cu_seqlens_k = _from_pages(name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, block_table)
-    validation.operands(name, validation.PACKED, q=q, k=k, v=v)
-    validation.sequence_offsets(name, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    max_seqlen_q = validation.count(name, "max_seqlen_q", max_seqlen_q)
-    max_seqlen_k = validation.count(name, "max_seqlen_k", max_seqlen_k)
-    batch = len(cu_seqlens_q) - 1
-    dropout_p, softmax_scale, window = options.check(
-        name, q, batch, dropout_p, softmax_scale, window_size, alibi_slopes, sigmoid_bias, backend, VARLEN.backends
-    )
+        k, v, starts_k = _from_pages(q, k, v, starts_q, starts_k, longest[1], block_table)
+    validation.operands(_NAME, validation.PACKED, q=q, k=k, v=v)
+    validation.sequence_offsets(_NAME, q, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+    max_q, max_k = (validation.count(_NAME, f"max_seqlen_{x}", n) for x, n in zip("qk", longest, strict=True))
+    batch = len(starts_q) - 1
+    options = given.checked(_NAME, q, batch, VARLEN.backends)
     if attn_mask is not None:
-        validation.mask(name, attn_mask, q, mask_target(batch, q.shape[1], max_seqlen_q, max_seqlen_k))
+        validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k))
     q, k, v = cast_operands(q, k, v)
     order = None
-    for which, used, cu_seqlens in (("seqused_q", seqused_q, cu_seqlens_q), ("seqused_k", seqused_k, cu_seqlens_k)):
-        packing.check_used(name, which, used, cu_seqlens)
-    if seqused_q is not None:
-        order, cu_seqlens_q = packing.used_first(cu_seqlens_q, seqused_q, len(q))
+    used_q, used_k = seqused
+    packing.check_used(_NAME, "seqused_q", used_q, starts_q)
+    packing.check_used(_NAME, "seqused_k", used_k, starts_k)
+    if used_q is not None:
+        order, starts_q = packing.used_first(starts_q, used_q, len(q))
         q = q.index_select(0, order)
-    if seqused_k is not None:
-        used_keys, cu_seqlens_k = packing.used_first(cu_seqlens_k, seqused_k, len(k))
-        k, v = (t.index_select(0, used_keys) for t in (k, v))
+    if used_k is not None:
+        used_rows, starts_k = packing.used_first(starts_k, used_k, len(k))
+        k, v = (t.index_select(0, used_rows) for t in (k, v))
     if attention_chunk:
-        chunk_mask = chunks.packed(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), attention_chunk)
-        attn_mask = chunks.combined(chunk_mask, attn_mask)
-    out = checked_varlen_attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale=softmax_scale,
-        window=window,
-        is_causal=causal,
-        bias=None if isinstance(sigmoid_bias, str) else options.operator_bias(sigmoid_bias),
-        attn_mask=attn_mask,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        backend=backend,
-        precision=sigmoid_precision,
-        deterministic=deterministic,
-    )
+        attn_mask = chunks.combined(chunks.packed(starts_q, starts_k, (max_q, max_k), attention_chunk), attn_mask)
+    options |= {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    out = VARLEN(canonical(VarlenProblem, q, k, v, attn_mask=attn_mask, **options), given.backend)
     return out if order is None else packing.restore(out, order)
 
 
 def _from_pages(
-    name: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_k: Any, table: Any
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_k: Any, table: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys and values of concatenated sequences, gathered from pages, and their cu_seqlens."""
-    validation.sequence_offsets(name, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    packing.check_pages(name, q, k, v, table, cu_seqlens_k.diff())
-    longest = validation.count(name, "max_seqlen_k", max_seqlen_k)
+    validation.sequence_offsets(_NAME, q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    packing.check_pages(_NAME, q, k, v, table, cu_seqlens_k.diff())
+    longest = validation.count(_NAME, "max_seqlen_k", max_seqlen_k)
     rows = packing.rows_of_pages(cu_seqlens_k, table, k.shape[1], longest)
     k, v = (t.flatten(0, 1).index_select(0, rows) for t in (k, v))
     return k, v, cu_seqlens_k.clamp(max=len(rows))

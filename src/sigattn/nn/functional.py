@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from sigattn.nn.documents import Documents
 from sigattn.ops import reference
-from sigattn.ops.attention import canonical, sigmoid_attention
+from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.autocast import cast_operands, without_autocast
 from sigattn.ops.kvcache import sigmoid_kvcache_attention
+from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 from sigattn.ops.varlen import sigmoid_varlen_attention
@@ -136,7 +137,6 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> 
 
 def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
-    all_in_window = query.shape[2] == 1 and (p.window is None or p.window >= key.shape[2] - 1)
     out = sigmoid_kvcache_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -145,7 +145,7 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) ->
         left_padding=p.left_padding,
         is_causal=p.causal,
         enable_gqa=True,
-        window=None if all_in_window else p.window_sides,
+        window=p.window_sides,
         alibi_slopes=p.alibi_slopes,
     )
     return out.transpose(1, 2)
@@ -186,10 +186,11 @@ def make_problem(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Prob
     """Return the operator's canonical form of the call, in autocast's dtype if autocast is on."""
     query, key, value = cast_operands(query, key, value)
     return canonical(
+        Problem,
         query,
         key,
         value,
-        None if p.documents is None else p.documents.mask,
+        attn_mask=None if p.documents is None else p.documents.mask,
         dropout_p=p.dropout,
         is_causal=p.causal,
         bias=p.bias,

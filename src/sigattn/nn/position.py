@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sigattn.flash.rotary import rotate_pairs
 from sigattn.shapes import Float, Int
 
 
@@ -49,9 +50,7 @@ class RotaryEmbedding(nn.Module):
         if positions is None:
             positions = torch.arange(offset, offset + x.shape[2], device=x.device)
         angles = (positions.float()[..., None] * self.frequencies).unsqueeze(-3)  # (B?, 1, length, head_dim / 2)
-        cos, sin = angles.cos(), angles.sin()
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+        return rotate_pairs(x, angles.cos(), angles.sin(), interleaved=False)
 
 
 def _frequencies(like: Tensor, base: float) -> Tensor:

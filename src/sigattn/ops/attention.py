@@ -15,18 +15,16 @@ from sigattn.ops import (
     onnx,
     reference,
     scalars,
-    settings,
     triton,
     validation,
     vmap,
 )
 from sigattn.ops.autocast import cast_operands, without_autocast
-from sigattn.ops.block_mask import Blocks
 from sigattn.ops.cpu import blocked, short
 from sigattn.ops.custom_ops import Backend, Operator
-from sigattn.ops.operands import at_least, bias_tensor, combine_window, new_seed, two_sided_slopes
-from sigattn.ops.problem import Problem, new_output
-from sigattn.ops.varlen import checked_varlen_attention
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem, VarlenProblem, new_output
+from sigattn.ops.varlen import VARLEN
 
 _NAME = "sigmoid_attention"
 _BIAS_ADVICE = (
@@ -146,8 +144,9 @@ def sigmoid_attention(
     if nested.is_nested(query, key, value):
         nested.refuse(attn_mask, key_lengths, query_offset)
         return _on_nested(
-            query, key, value, dropout_p, is_causal, scale, enable_gqa, bias, window, alibi_slopes, softcap, backend
-        )
+            query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
+            window=window, alibi_slopes=alibi_slopes, softcap=softcap, backend=backend,
+        )  # fmt: skip
     shape = None
     if broadcasting.is_needed(query, key, value, enable_gqa):
         batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
@@ -159,20 +158,21 @@ def sigmoid_attention(
     )
     validation.choice(_NAME, "backend", backend, BACKENDS)
     problem = canonical(
+        Problem,
         query,
         key,
         value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        bias,
-        window,
-        alibi_slopes,
-        key_lengths,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        bias=bias,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        key_lengths=key_lengths,
         query_offset=scalars.integer(_NAME, "query_offset", query_offset),
         softcap=validation.softcap(_NAME, softcap),
-        blocks=blocks,
+        **block_mask.fields(blocks),
     )
     out = _on_reference(problem) if backend == "reference" else DENSE(problem, backend)
     return out if shape is None else out.reshape(shape)
@@ -209,28 +209,15 @@ def validate_options(
 
 
 def _on_nested(
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    bias: float | Tensor | None,
-    window: tuple[int, int] | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-    backend: str | None,
+    query: Any, key: Any, value: Any, *, enable_gqa: bool, bias: Any, alibi_slopes: Any, backend: Any, **options: Any
 ) -> Tensor:
     """Compute the attention of nested tensors; arguments as in ``sigmoid_attention``."""
     nested.check(query, key, value)
     validation.choice(_NAME, "backend", backend, BACKENDS)
     if nested.has_ragged_batch(query):
-        out = sigmoid_attention(
-            query.values(), key.values(), value.values(), None, dropout_p, is_causal, scale, enable_gqa,
-            bias=bias, window=window, alibi_slopes=alibi_slopes, softcap=softcap, backend=backend,
-        )  # fmt: skip
-        return nested.like_transposed(query, out)
+        values = (t.values() for t in (query, key, value))
+        options |= {"enable_gqa": enable_gqa, "bias": bias, "alibi_slopes": alibi_slopes, "backend": backend}
+        return nested.like_transposed(query, sigmoid_attention(*values, **options))
     if backend == "reference":
         raise ValueError(f'{_NAME}: backend="reference" does not support nested tensors: unbind() them')
     packed = nested.pack(query, key, value)
@@ -241,72 +228,17 @@ def _on_nested(
         validation.bias(_NAME, bias, packed.query, (batch, heads, 1, 1))
     if alibi_slopes is not None:
         validation.slopes(_NAME, alibi_slopes, packed.query, batch, heads)
-    dropout_p, scale, window = validation.numbers(_NAME, dropout_p, scale, window)
-    needs_positions = is_causal or window not in (None, (-1, -1)) or alibi_slopes is not None
+    numbers = validation.numbers(_NAME, *(options[name] for name in ("dropout_p", "scale", "window")))
+    options |= zip(("dropout_p", "scale", "window"), numbers, strict=True)
+    options["softcap"] = validation.softcap(_NAME, options["softcap"])
+    needs_positions = options["is_causal"] or options["window"] not in (None, (-1, -1)) or alibi_slopes is not None
     if needs_positions and not nested.has_equal_lengths(query, key):
         raise ValueError(
             f"{_NAME}: is_causal, window and alibi_slopes need nested query and key of the same lengths: make both "
             "with the same offsets tensor, or use sigmoid_varlen_attention, which aligns their ends"
         )
-    out = checked_varlen_attention(
-        *packed,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        bias=bias,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        softcap=validation.softcap(_NAME, softcap),
-        backend=backend,
-    )
-    return nested.like(query, out)
-
-
-def canonical(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    bias: float | Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    *,
-    query_offset: int = 0,
-    precision: str | None = None,
-    deterministic: bool = False,
-    softcap: float = 0.0,
-    blocks: Blocks | None = None,
-) -> Problem:
-    """Bring checked arguments to the canonical form of the backends.
-
-    Defaults that depend on a size (scale, bias) stay None and are computed inside the op, where sizes are numbers, so
-    that a graph compiled for any length does not specialise on one.
-    """
-    left, right = combine_window(window, is_causal)
-    return Problem(
-        query,
-        key,
-        value,
-        bias_tensor(bias, query, 4),
-        None if attn_mask is None else at_least(attn_mask, 4),
-        two_sided_slopes(alibi_slopes),
-        key_lengths,
-        new_seed(dropout_p, query.device),
-        None if blocks is None else blocks.table,
-        None if blocks is None else blocks.tiles,
-        scale,
-        left,
-        right,
-        dropout_p,
-        query_offset,
-        settings.is_fast(precision),
-        deterministic or torch.are_deterministic_algorithms_enabled(),
-        softcap,
-    )
+    problem = canonical(VarlenProblem, **packed._asdict(), bias=bias, alibi_slopes=alibi_slopes, **options)
+    return nested.like(query, VARLEN(problem, backend))
 
 
 def _on_reference(problem: Problem) -> Tensor:

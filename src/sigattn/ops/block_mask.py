@@ -69,6 +69,11 @@ def runs(visible: Tensor, size: int, start: int, stop: int) -> Iterator[tuple[in
             begin = None
 
 
+def fields(blocks: Blocks | None) -> dict[str, Any]:
+    """Return the fields of a ``Problem`` that hold blocks."""
+    return {} if blocks is None else {"mask_table": blocks.table, "mask_tiles": blocks.tiles}
+
+
 def is_block_mask(mask: Any) -> bool:
     """Return True for a ``BlockMask``, without importing FlexAttention."""
     module = sys.modules.get("torch.nn.attention.flex_attention")

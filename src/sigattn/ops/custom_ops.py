@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from sigattn.ops import autograd, flops, vmap
 from sigattn.ops.autocast import is_autocast_enabled, without_autocast
 from sigattn.ops.gradients import Gradients, NeedsGrad
-from sigattn.ops.problem import KVCacheProblem, Problem, VarlenProblem
+from sigattn.ops.problem import P
 
 _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep symbolic are SymInt
     "Tensor": "Tensor",
@@ -34,7 +34,6 @@ _NUM_GRADIENTS = len(NeedsGrad._fields)  # of the leading tensors of a problem
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 library: torch.library.Library = torch.library.Library("sigattn", "DEF")
-P = TypeVar("P", bound=Problem | VarlenProblem | KVCacheProblem)
 
 
 def new_contiguous(query: Tensor, width: int) -> Tensor:

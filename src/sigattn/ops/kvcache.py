@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops import autograd, scalars, settings, triton, validation
+from sigattn.ops import autograd, scalars, triton, validation
 from sigattn.ops.autocast import cast_operands
 from sigattn.ops.cpu import decode
 from sigattn.ops.cpu import kvcache as cpu_kvcache
 from sigattn.ops.custom_ops import Backend, Operator, can_bypass_dispatcher, library
-from sigattn.ops.operands import at_least, bias_tensor, combine_window, two_sided_slopes
-from sigattn.ops.problem import KVCacheProblem
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem
 
 _NAME = "sigmoid_kvcache_attention"
 _NO_GRADIENT = (
@@ -192,9 +192,9 @@ def sigmoid_kvcache_attention(
     """
     if key is None:
         query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
-    unusual = left_padding, block_table, attn_mask, window, alibi_slopes, backend
+    unusual = left_padding, block_table, attn_mask, alibi_slopes, backend
     if all(x is None for x in unusual) and softcap == num_splits == 0:
-        out = fast_path(query, key_cache, value_cache, key, value, cache_seqlens, scale, bias, enable_gqa)
+        out = fast_path(query, key_cache, value_cache, key, value, cache_seqlens, scale, bias, window, enable_gqa)
         if out is not None:
             return out
     names = ("query", "key_cache", "value_cache", "key", "value", "block_table")
@@ -219,11 +219,12 @@ def sigmoid_kvcache_attention(
         check_cache_bounds(_NAME, new_seqlens, left_padding, block_table, pages, capacity)
         append_to_cache(key_cache, value_cache, key, value, seqlens, block_table)
         seqlens = new_seqlens
-    return checked_kvcache_attention(
+    problem = canonical(
+        KVCacheProblem,
         query,
         key_cache,
         value_cache,
-        seqlens,
+        seqlens=seqlens,
         bias=bias,
         left_padding=left_padding,
         block_table=block_table,
@@ -234,8 +235,8 @@ def sigmoid_kvcache_attention(
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         num_splits=num_splits,
-        backend=backend,
     )
+    return KV_CACHE(problem, backend)
 
 
 def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, default: int | None) -> Tensor:  # (B,)
@@ -251,60 +252,17 @@ def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, defa
     return lengths
 
 
-def checked_kvcache_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    seqlens: Tensor,
-    *,
-    bias: float | Tensor,
-    left_padding: Tensor | None = None,
-    block_table: Tensor | None = None,
-    query_ends: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 0,
-    backend: str | None = None,
-    precision: str | None = None,
-) -> Tensor:
-    """Compute ``sigmoid_kvcache_attention`` of checked arguments, the new keys and values having been appended.
-
-    Args:
-        query, key_cache, …: as in ``sigmoid_kvcache_attention``.
-        seqlens: (B,), one past the position of each sample's last key.
-        query_ends: (B,), one past the position of each sample's last query; None for ``seqlens``.
-        precision: "accurate" or "fast"; None for the process-wide setting.
-    """
-    left, right = combine_window(window, is_causal)
-    b = bias_tensor(bias, query, 4)
-    assert b is not None
-    problem = KVCacheProblem(
-        query,
-        key_cache,
-        value_cache,
-        seqlens,
-        b[..., 0] if b.dim() else b,
-        None if attn_mask is None else at_least(attn_mask, 4),
-        two_sided_slopes(alibi_slopes),
-        left_padding,
-        block_table,
-        query_ends,
-        scale,
-        left,
-        right,
-        settings.is_fast(precision),
-        softcap,
-        num_splits,
-    )
-    return KV_CACHE(problem, backend)
-
-
 def fast_path(
-    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, seqlens: Any, scale: Any, bias: Any, enable_gqa: bool = True
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    seqlens: Any,
+    scale: Any,
+    bias: Any,
+    window: Any,
+    enable_gqa: bool = True,
 ) -> Tensor | None:  # (B, 1, Hq, Dv)
     """Compute one token against few keys, the same number for each sample, on a CPU.
 
@@ -334,13 +292,17 @@ def fast_path(
     old = capacity if seqlens is None and k is None else seqlens
     if type(old) is not int or not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
         return None
-    stop = old + (0 if k is None else 1)
-    if not (old >= 0 and 0 < stop <= capacity) or stop * key_heads * width > decode.FEW:
+    start, stop = 0, old + (0 if k is None else 1)
+    if window is not None and window != (-1, -1):
+        if type(window) is not tuple or [type(side) for side in window] != [int, int] or min(window) < -1:
+            return None
+        start = 0 if window[0] == UNLIMITED else max(stop - 1 - window[0], 0)  # there are no keys after the query
+    if not (old >= 0 and 0 < stop <= capacity) or (stop - start) * key_heads * width > decode.FEW:
         return None
     if k is not None:
         k_cache[:, old:stop], v_cache[:, old:stop] = k, v
-    if stop < capacity:
-        k_cache, v_cache = k_cache[:, :stop], v_cache[:, :stop]
+    if stop - start < capacity:
+        k_cache, v_cache = k_cache[:, start:stop], v_cache[:, start:stop]
     return decode.attend(q, k_cache, v_cache, bias, width**-0.5 if scale is None else scale)
 
 

@@ -7,7 +7,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.ops.problem import UNLIMITED
+from sigattn.ops import settings
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, P
+
+
+def canonical(
+    kind: type[P],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    bias: float | Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+    **fields: Any,
+) -> P:
+    """Bring checked arguments of an operator to the canonical form of its backends.
+
+    Defaults that depend on a size (scale, bias) stay None and are computed inside the op, where sizes are numbers, so
+    that a graph compiled for any length does not specialise on one.
+
+    Args:
+        kind: class of the operator's problems.
+        query, key, value, …: as in the operators.
+        precision: "accurate" or "fast"; None for the process-wide setting.
+        deterministic: if True, gradients repeat bitwise.
+        fields: fields of ``kind`` that are the same in the operator's arguments and in its problems.
+    """
+    left, right = combine_window(window, is_causal)
+    if kind is not KVCacheProblem:  # has neither dropout nor a gradient
+        fields["seed"] = new_seed(dropout_p, query.device)
+        fields["dropout_p"] = dropout_p
+        fields["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
+    return kind(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias_tensor(bias, query),  # type: ignore[arg-type]  # KVCacheProblem requires a bias
+        attn_mask=None if attn_mask is None else at_least(attn_mask, 4),
+        alibi_slopes=two_sided_slopes(alibi_slopes),
+        left=left,
+        right=right,
+        fast=settings.is_fast(precision),
+        **fields,
+    )
 
 
 def combine_window(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
@@ -23,21 +71,17 @@ def new_seed(dropout_p: float, device: torch.device) -> Tensor | None:
     return torch.randint(1 << 62, (), dtype=torch.int64, device=device) if dropout_p else None
 
 
-def bias_tensor(bias: Any, query: Tensor, dimensions: int) -> Tensor | None:
-    """Return the bias as an operand of an op.
+def bias_tensor(bias: Any, query: Tensor) -> Tensor | None:
+    """Return the bias as an operand of an op, with at least four dimensions if it is a tensor.
 
-    Args:
-        bias: None, a tensor, or a number, which becomes a 0-d tensor on the CPU, so that backends read it without
-            synchronising.
-        query: the query. In a graph compiled for a device other than the CPU, a number becomes a tensor on the query's
-            device, because a CUDA graph would replay the number it was recorded with; in float32, or the query's dtype
-            if that is wider.
-        dimensions: number of dimensions of that tensor, and least number of dimensions of a tensor that is passed.
+    A number becomes a 0-d tensor on the CPU, so that backends read it without synchronising. In a graph compiled for
+    another device it becomes a tensor on the query's device, because a CUDA graph would replay the number it was
+    recorded with; in float32, or the query's dtype if that is wider.
     """
     if bias is None:
         return None
     if isinstance(bias, Tensor):
-        return at_least(bias, dimensions)
+        return at_least(bias, 4)
     if not isinstance(bias, (float, int, torch.SymFloat, torch.SymInt)):  # another library's number
         bias = float(bias)
     if not torch.compiler.is_compiling():
@@ -46,7 +90,7 @@ def bias_tensor(bias: Any, query: Tensor, dimensions: int) -> Tensor | None:
     if query.device.type == "cpu":
         return torch.zeros((), dtype=torch.float64, device="cpu") + bias
     dtype = torch.promote_types(query.dtype, torch.float32)
-    return torch.zeros((1,) * dimensions, dtype=dtype, device=query.device) + bias
+    return torch.zeros((1, 1, 1, 1), dtype=dtype, device=query.device) + bias
 
 
 def at_least(t: Tensor, dimensions: int) -> Tensor:

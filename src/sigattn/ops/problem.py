@@ -7,7 +7,7 @@ slope or two). ``Problem`` has one form for each, so that backends do not distin
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ class VarlenProblem(NamedTuple):
 
     Attributes:
         query: (Tq, Hq, D). key: (Tk, Hkv, D). value: (Tk, Hkv, Dv).
-        bias: (B or 1, Hq or 1); or 0-d on the CPU (a number); or None for -log of each sequence's number of keys.
+        bias: (B or 1, Hq or 1, 1, 1); or 0-d on the CPU (a number); or None for -log of each sequence's number of keys.
         attn_mask: 4-D and broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k): bool or floating point as in
             ``Problem``; entry [s, h, i, j] belongs to query i and key j within sequence s. Or None.
         alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
@@ -197,9 +197,7 @@ class VarlenProblem(NamedTuple):
 
         query, key = heads_first(self.query, query_rows), heads_first(self.key, key_rows)
         n, m = query.shape[2], key.shape[2]
-        bias = self.bias
-        if bias is not None and bias.dim():
-            bias = self.of_sequence(bias, index)[..., None, None]
+        bias = self.bias if self.bias is None or not self.bias.dim() else self.of_sequence(self.bias, index)
         return Problem(
             query,
             key,
@@ -243,7 +241,7 @@ class KVCacheProblem(NamedTuple):
     Attributes:
         query: (B, N, Hq, D). key: (P, page, Hkv, D). value: (P, page, Hkv, Dv).
         seqlens: (B,) integers, one past the index of each sample's last key.
-        bias: 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1).
+        bias: 0-d on the CPU (a number), or (B or 1, Hq or 1, N or 1, 1).
         attn_mask: (B or 1, Hq or 1, N or 1, K), bool or floating point as in ``Problem``, for the last K keys of each
             sample; earlier keys are not masked. Or None.
         alibi_slopes: (B or 1, Hq, 2), as in ``Problem``; or None.
@@ -282,6 +280,9 @@ class KVCacheProblem(NamedTuple):
     def capacity(self) -> int:
         """Largest number of keys of a sample."""
         return self.key.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
+
+
+P = TypeVar("P", bound=Problem | VarlenProblem | KVCacheProblem)
 
 
 def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import mask, reference, validation
-from sigattn.ops.attention import canonical, check_key_lengths, validate_operands, validate_options
+from sigattn.ops.attention import check_key_lengths, validate_operands, validate_options
 from sigattn.ops.autocast import without_autocast
+from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
 
 _NAME = "attention_statistics"
@@ -82,6 +83,7 @@ def attention_statistics(
     if query.shape[2] == 0:
         raise ValueError(f"{_NAME}: there must be at least one query; got {validation.describe(query=query, key=key)}")
     problem = canonical(
+        Problem,
         query,
         key,
         value,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigattn.ops import settings, triton, validation
+from sigattn.ops import triton, validation
 from sigattn.ops.autocast import cast_operands
 from sigattn.ops.cpu import blocked
 from sigattn.ops.cpu import varlen as cpu_varlen
 from sigattn.ops.custom_ops import Backend, Operator
-from sigattn.ops.operands import at_least, bias_tensor, combine_window, new_seed, two_sided_slopes
+from sigattn.ops.operands import canonical
 from sigattn.ops.problem import VarlenProblem
 
 _NAME = "sigmoid_varlen_attention"
@@ -138,14 +138,15 @@ def sigmoid_varlen_attention(
         validation.slopes(_NAME, alibi_slopes, query, batch, heads)
     dropout_p, scale, window = validation.numbers(_NAME, dropout_p, scale, window)
     validation.choice(_NAME, "backend", backend, tuple(VARLEN.backends))
-    return checked_varlen_attention(
+    problem = canonical(
+        VarlenProblem,
         query,
         key,
         value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
+        cu_seqlens_q=cu_seq_q,
+        cu_seqlens_k=cu_seq_k,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
         scale=scale,
         window=window,
         is_causal=is_causal,
@@ -154,63 +155,10 @@ def sigmoid_varlen_attention(
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         softcap=validation.softcap(_NAME, softcap),
-        backend=backend,
     )
+    return VARLEN(problem, backend)
 
 
 def mask_target(batch: int, heads: int, max_q: int, max_k: int) -> tuple[int | None, ...]:
     """Return the shape that a mask broadcasts to; None for a symbolic length, which the op checks."""
     return (batch, heads, *(n if isinstance(n, int) else None for n in (max_q, max_k)))
-
-
-def checked_varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    is_causal: bool = False,
-    bias: float | Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    softcap: float = 0.0,
-    backend: str | None = None,
-    precision: str | None = None,
-    deterministic: bool = False,
-) -> Tensor:
-    """Compute ``sigmoid_varlen_attention`` of checked arguments.
-
-    Args:
-        query, key, value, …: as in ``sigmoid_varlen_attention``.
-        precision: "accurate" or "fast"; None for the process-wide setting.
-        deterministic: if True, gradients repeat bitwise.
-    """
-    left, right = combine_window(window, is_causal)
-    b = bias_tensor(bias, query, 4)
-    problem = VarlenProblem(
-        query,
-        key,
-        value,
-        b if b is None or not b.dim() else b[..., 0, 0],
-        None if attn_mask is None else at_least(attn_mask, 4),
-        two_sided_slopes(alibi_slopes),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        new_seed(dropout_p, query.device),
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        left,
-        right,
-        dropout_p,
-        settings.is_fast(precision),
-        deterministic or torch.are_deterministic_algorithms_enabled(),
-        softcap,
-    )
-    return VARLEN(problem, backend)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops import reference
-from sigattn.ops.attention import canonical
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Head:
     def __call__(self, x: Tensor) -> Tensor:  # (n, d) → (n, e)
         """Return φ(X), computed by the reference operator, which supports forward-mode and second derivatives."""
         q, k, v = (t[None, None] for t in (x @ self.query, x @ self.key, x @ self.value))  # (1, 1, n, ·)
-        problem = canonical(q, k, v, scale=self.scale_value, bias=self.bias_value(len(x)))
+        problem = canonical(Problem, q, k, v, scale=self.scale_value, bias=self.bias_value(len(x)))
         out = reference.attention(problem, self.activation)[0, 0]
         return F.layer_norm(out, out.shape[-1:]) if self.hybrid_norm else out
 

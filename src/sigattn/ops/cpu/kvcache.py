@@ -66,12 +66,11 @@ def _of(t: Tensor, samples: slice) -> Tensor:
 def _dense(p: KVCacheProblem, b: int, first: int, length: int, end: int) -> Problem:
     """Return a sample as a problem without a cache."""
     key, value = (_keys(p, cache, b, first, length).transpose(0, 1).unsqueeze(0) for cache in (p.key, p.value))
-    bias = p.bias if p.bias.dim() == 0 else _of(p.bias, slice(b, b + 1)).unsqueeze(-1)
     return Problem(
         p.query[b : b + 1].transpose(1, 2),
         key,
         value,
-        bias,
+        p.bias if p.bias.dim() == 0 else _of(p.bias, slice(b, b + 1)),
         _mask_of(p, b, length - first),
         alibi_slopes=None if p.alibi_slopes is None else _of(p.alibi_slopes, slice(b, b + 1)),
         scale=p.scale,
@@ -102,7 +101,7 @@ def _one_query(p: KVCacheProblem, samples: slice, first: int, length: int, posit
         return t.expand(batch, p.query.shape[2]).reshape(-1, group, 1).to(wide)
 
     wide = torch.promote_types(p.query.dtype, torch.float32)
-    bias = p.bias.item() if p.bias.dim() == 0 else by_key_head(_of(p.bias, samples)[..., 0])
+    bias = p.bias.item() if p.bias.dim() == 0 else by_key_head(_of(p.bias, samples)[..., 0, 0])
     slopes = None if p.alibi_slopes is None else by_key_head(_of(p.alibi_slopes, samples)[..., 0])
     query = p.query[samples].reshape(batch * p.key.shape[2], group, -1)  # (H, R, D)
     total = query.new_zeros(*query.shape[:2], p.value.shape[3], dtype=wide)

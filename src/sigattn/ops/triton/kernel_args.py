@@ -206,8 +206,7 @@ def tf32_is_allowed() -> bool:
 def _bias(p: Problem | VarlenProblem, shape: Shape) -> tuple[Bias, tuple[int, int], str]:
     """Return the bias, its strides along samples and heads, and ``Options.BIAS``."""
     if p.bias is not None and p.bias.dim():
-        full = p.bias[..., None, None] if shape.packed else p.bias  # (B, Hq) or (B, Hq, N, 1)
-        b, h, n, _ = full.expand(shape.batch, shape.heads, 1 if shape.packed else shape.n, 1).stride()
+        b, h, n, _ = p.bias.expand(shape.batch, shape.heads, 1 if shape.packed else shape.n, 1).stride()
         bias, kind = tensor_bias(p.bias, p.query.dtype, 0 if shape.packed else n)
         return bias, (b, h) if kind == "tensor" else (0, 0), kind
     if p.bias is not None:

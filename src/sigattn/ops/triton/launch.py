@@ -202,6 +202,7 @@ def _summed(launch: Launch, per_row: Tensor, like: Tensor) -> Tensor:
     p = launch.problem
     if isinstance(p, VarlenProblem):
         per_row = p.sum_rows(per_row)  # (T, Hq, …) → (B, Hq, …)
+        per_row = per_row if per_row.dim() == 3 else per_row[..., None, None]
     elif per_row.dim() == 4:
         per_row = per_row.sum(1)
     else:

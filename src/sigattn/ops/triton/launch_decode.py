@@ -125,4 +125,4 @@ def _bias(p: KVCacheProblem) -> tuple[Bias, tuple[int, ...], str]:
     tensor = p.bias.to(p.query.device)
     bias, kind = kernel_args.tensor_bias(tensor, p.query.dtype, 0)
     batch, n, heads, _ = p.query.shape
-    return bias, tensor.expand(batch, heads, n).stride() if kind == "tensor" else (0, 0, 0), kind
+    return bias, tensor[..., 0].expand(batch, heads, n).stride() if kind == "tensor" else (0, 0, 0), kind
