@@ -330,7 +330,7 @@ def test_compile_opcheck_and_unsupported_derivatives(backend):
         q.detach(),
         k.detach(),
         v.detach(),
-        torch.randn(2, 1, device=device),
+        torch.randn(2, 1, 1, 1, device=device),
         torch.randn(1, 2, 7, 1, device=device),
         torch.rand(1, 2, 2, device=device),
         starts,

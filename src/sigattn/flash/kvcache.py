@@ -194,8 +194,10 @@ def attend(
         raise ValueError(f"{_NAME}: {message}")
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     lengths = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, q, capacity if k is None else None)
-    stops = lengths + (of_k.counts if of_k is not None else 0 if k is None else k.shape[1])
-    check_cache_bounds(_NAME, lengths, None, None, len(k_cache), capacity)
+    stops = lengths
+    if k is not None:
+        check_cache_bounds(_NAME, lengths, None, None, len(k_cache), capacity)
+        stops = lengths + (k.shape[1] if of_k is None else of_k.counts)
     check_cache_bounds(_NAME, stops, cache_leftpad, table, len(k_cache), capacity, "cache_leftpad")
     if rotary.cos is not None or rotary.sin is not None:
         same = not given.causal and options["window"] in (None, (-1, -1)) and not attention_chunk

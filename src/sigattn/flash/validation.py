@@ -89,6 +89,7 @@ def bias(caller: str, b: Any, q: Tensor, batch: int, queries: int | None = None)
     broadcasts = b.dim() == len(full) and validation.broadcasts(b.shape, full)
     if b.dim() and tuple(b.shape) != (batch,) and not broadcasts:
         message = f"sigmoid_bias must be (), (B,) = ({batch},) or (B or 1, Hq or 1) = ({batch} or 1, {heads} or 1)"
-        per_query = "" if queries is None else f" or (B or 1, Hq or 1, N or 1) = (…, {queries} or 1)"
-        wrong(caller, ValueError, message + per_query, sigmoid_bias=b)
+        if queries is not None:
+            message += f" or (B or 1, Hq or 1, N or 1) = ({batch} or 1, {heads} or 1, {queries} or 1)"
+        wrong(caller, ValueError, message, sigmoid_bias=b)
     validation.same_device(caller, "sigmoid_bias", b, q)

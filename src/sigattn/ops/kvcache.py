@@ -190,13 +190,13 @@ def sigmoid_kvcache_attention(
     >>> sigmoid_kvcache_attention(query, key_cache, value_cache, key, value, bias=-6.9, cache_seqlens=lengths).shape
     torch.Size([2, 1, 4, 64])
     """
-    if key is None:
-        query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
-    unusual = left_padding, block_table, attn_mask, alibi_slopes, backend
-    if all(x is None for x in unusual) and softcap == num_splits == 0:
+    plain = left_padding is block_table is attn_mask is alibi_slopes is backend is None and softcap == num_splits == 0
+    if plain and (key is not None or not torch.is_autocast_enabled("cpu")):
         out = fast_path(query, key_cache, value_cache, key, value, cache_seqlens, scale, bias, window, enable_gqa)
         if out is not None:
             return out
+    if key is None:
+        query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
     names = ("query", "key_cache", "value_cache", "key", "value", "block_table")
     validation.cache(_NAME, names, query, key_cache, value_cache, key, value, block_table, enable_gqa=enable_gqa)
     (batch, n, heads, _), pages = query.shape, len(key_cache)

@@ -29,24 +29,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
     sample = num_keys * key_heads * width
     keep_memory_warm()
     together = FEW // sample if sample <= COPIED or (can_fold_heads(key) and can_fold_heads(value)) else 1
-    if batch <= together:
-        return _attend(query, key, value, bias, scale)
-    out = query.new_empty(batch, 1, query.shape[2], value.shape[3])
-    for start in range(0, batch, together):
-        part = slice(start, start + together)
-        out[part] = _attend(query[part], key[part], value[part], bias, scale)
-    return out
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor:
-    batch, _, key_heads, width = key.shape
+    if batch > together:
+        parts = (part.split(together) for part in (query, key, value))
+        return torch.cat([attend(*part, bias, scale) for part in zip(*parts, strict=True)])
     heads = batch * key_heads
     q, k, v = query.reshape(heads, -1, width), _by_head(key, heads), _by_head(value, heads)
-    if q.dtype not in _ONE:
+    dtype = query.dtype
+    if dtype not in _ONE:
         q, k, v = q.float(), k.float(), v.float()
     weights = torch.baddbmm(_ONE[q.dtype], q, k.mT, beta=bias, alpha=scale).sigmoid_()  # (H, R, M)
-    out = torch.bmm(weights, v).view(batch, 1, -1, value.shape[3])
-    return out if out.dtype is query.dtype else out.to(query.dtype)
+    out = torch.bmm(weights, v).view(batch, 1, query.shape[2], -1)
+    return out if out.dtype is dtype else out.to(dtype)
 
 
 def can_fold_heads(t: Tensor) -> bool:
@@ -55,7 +48,8 @@ def can_fold_heads(t: Tensor) -> bool:
 
 
 def _by_head(t: Tensor, heads: int) -> Tensor:  # (B, M, H, E) → (B · H, M, E)
-    batch, num_keys, _, width = t.shape
-    if batch == 1 or can_fold_heads(t):
-        return t.as_strided((heads, num_keys, width), (t.stride(2), t.stride(1), t.stride(3)))
+    batch, num_keys, key_heads, width = t.shape
+    of_sample, of_key, of_head, of_feature = t.stride()
+    if batch == 1 or of_sample == key_heads * of_head:
+        return t.as_strided((heads, num_keys, width), (of_head, of_key, of_feature))
     return t.transpose(1, 2).reshape(heads, num_keys, width)
