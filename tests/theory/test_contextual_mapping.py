@@ -54,17 +54,14 @@ def test_mapping_is_contextual(d, n, inverse_delta):
 
 def test_batched_and_single_inputs_agree(monkeypatch):
     m = ContextualMapping(d=1, n=3, inverse_delta=9)
-    assert m.fits_int64
+    ((given, shifted),) = m.batches()
+    single = [m.selective_shifts(l) for l in m.all_inputs()]
+    assert [list(l) for l in zip(*(x.tolist() for x in given), strict=True)] == [list(l) for l in m.all_inputs()]
+    assert [list(l) for l in zip(*(x.tolist() for x in shifted), strict=True)] == single
     batched = Verification.of(m)
-    monkeypatch.setattr(ContextualMapping, "fits_int64", False)
+    cases = list(zip(m.all_inputs(), single, strict=True))
+    monkeypatch.setattr(ContextualMapping, "batches", lambda self: cases)
     assert Verification.of(m) == batched
-    shifted = []
-    for l in m.all_inputs():
-        l = list(l)
-        for i in range(m.grid):
-            l = m.selective_shift(l, i)
-        shifted.append(l)
-    assert m.all_selectively_shifted() == shifted
 
 
 def test_printed_closed_form_agrees_up_to_three_tokens():
@@ -91,7 +88,7 @@ def test_too_small_c_is_not_contextual():
     assert 1 < least <= m.proof_c
     worse = ContextualMapping(d=1, n=2, inverse_delta=6, c=least - 1)
     assert not worse.verify().is_contextual_mapping
-    final = [x for l in worse.all_selectively_shifted() for x in worse.global_shift(l)]
+    final = [x for l in worse.all_inputs() for x in worse.global_shift(worse.selective_shifts(l))]
     assert len(set(final)) < len(final)
 
 

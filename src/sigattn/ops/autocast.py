@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+_supports_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
 def is_autocast_enabled(device_type: str) -> bool:
     """Return True if autocast is enabled for a device type; False for devices that do not support it."""
     if torch.compiler.is_compiling():  # torch.compile of PyTorch 2.11 cannot trace is_autocast_available
         return device_type != "meta" and torch.is_autocast_enabled(device_type)
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _supports_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def cast_operands(*operands: Any) -> tuple[Any, ...]:

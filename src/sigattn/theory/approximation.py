@@ -196,10 +196,7 @@ class UniversalApproximator(nn.Module):
         for indices in sequences:
             x = _double([tokens[i] for i in indices])  # (n, d)
             value = self.target((x + 0.5) / m.inverse_delta) * m.inverse_delta  # at the centre of the cell
-            final = list(indices)
-            for i in range(m.grid):
-                final = m.selective_shift(final, i)
-            final = m.global_shift(final)
+            final = m.global_shift(m.selective_shifts(indices))
             for before, number, token, token_value in zip(indices, final, x, value, strict=True):
                 shifted = token.clone()
                 shifted[0] += number - before

@@ -26,26 +26,24 @@ from torch import Tensor
 Column = Sequence[int]
 
 
-def heaviside_twice(x: int) -> int:
-    """Return 2 H(x), which is 0, 1 or 2. (H(0) = 1/2 in the definition of modified sigmoid attention.)"""
-    return (x > 0) + (x >= 0)
+def sign(x: Any) -> Any:
+    """Return -1, 0 or 1, the sign of an integer or elementwise of an integer tensor."""
+    return x.sign() if isinstance(x, Tensor) else (x > 0) - (x < 0)
 
 
-def modified_attention(l: Sequence[int], b_q_twice: int, b_k_twice: int) -> list[int]:
+def modified_attention(l: Sequence[Any], b_q_twice: int, b_k_twice: int) -> list[Any]:
     """Return the first row of 4 ψ̃(X; b_q, b_k): 2 · Σ_k l_k · 2H((l_k - b_q)(l_j - b_k)) for each j.
 
     This is the definition of the modified sigmoid self-attention layer with q = k = v = u and o = e₀: row k of the
     weight matrix belongs to the value that is summed, column j to the token that is updated. Biases are given doubled,
-    so that half units are integers.
+    so that half units are integers. H(0) = 1/2, so that 2H is 1 plus the sign, and the weights are an outer product of
+    signs plus one.
+
+    Args:
+        l: n integers, or n integer tensors with one entry per input.
     """
-    return [2 * sum(v * heaviside_twice((2 * v - b_q_twice) * (2 * w - b_k_twice)) for v in l) for w in l]
-
-
-def _batched_attention(l: Tensor, b_q_twice: int, b_k_twice: int) -> Tensor:
-    """Return ``modified_attention`` of a batch of sequences, (inputs, n)."""
-    rows, columns = (2 * l - b_q_twice).sign(), (2 * l - b_k_twice).sign()
-    # Σ_k l_k (rows_k columns_j + 1): the weights 2H = sign + 1 are an outer product (inputs, n, n) plus one
-    return 2 * ((l * rows).sum(1, keepdim=True) * columns + l.sum(1, keepdim=True))
+    signed, total = sum(v * sign(2 * v - b_q_twice) for v in l), sum(l)
+    return [2 * (signed * sign(2 * w - b_k_twice) + total) for w in l]
 
 
 class ContextualMapping:
@@ -93,30 +91,25 @@ class ContextualMapping:
         """Return the index uᵀx of a token, in units of δ."""
         return sum(x * self.inverse_delta**row for row, x in enumerate(column))
 
-    def selective_shift(self, l: Sequence[int], i: int) -> list[int]:
+    def selective_shift(self, l: Sequence[Any], i: int) -> list[Any]:
         """Apply Ψ⁽ⁱ⁾: four heads of modified attention, times c/2, with the δ that Eq. "selective shift" misses."""
         low, high = 2 * i - 1, 2 * i + 1  # twice (i ∓ 1/2)
-        heads = zip(
-            modified_attention(l, 0, low),
-            modified_attention(l, 0, high),
-            modified_attention(l, high, high),
-            modified_attention(l, high, low),
-            strict=True,
-        )
-        result = []
-        for x, (a, b, e, f) in zip(l, heads, strict=True):
-            update, rest = divmod(self.c * (a - b - e + f), 8)
-            assert not rest, "the heads must sum to whole units"
-            result.append(x + update)
-        return result
+        heads = (modified_attention(l, *b) for b in ((0, low), (0, high), (high, high), (high, low)))
+        return [x + self.c * (a - b - e + f) // 8 for x, a, b, e, f in zip(l, *heads, strict=True)]
 
-    def global_shift(self, l: Sequence[int]) -> list[int]:
+    def selective_shifts(self, l: Sequence[Any]) -> list[Any]:
+        """Apply all selective shifts in order."""
+        for i in range(self.first_layer, self.grid):
+            l = self.selective_shift(l, i)
+        return list(l)
+
+    def global_shift(self, l: Sequence[Any]) -> list[Any]:
         """Apply Ψ̄: one head with b_q = (c^n + 1/2) δ and b_k = 0, times c^(n+1)."""
-        head = modified_attention(l, 2 * self.c**self.n + 1, 0)
         result = []
-        for x, update in zip(l, head, strict=True):
-            whole, rest = divmod(self.c ** (self.n + 1) * update, 4)
-            result.append(x + whole if not rest else x + update)  # half units arise only from an index 0, equal to b_k
+        for x, head in zip(l, modified_attention(l, 2 * self.c**self.n + 1, 0), strict=True):
+            update = self.c ** (self.n + 1) * head
+            is_half = (update % 4 != 0) * 1  # half units arise only from an index 0, equal to b_k, and are not divided
+            result.append(x + is_half * update + (1 - is_half) * (update // 4))
         return result
 
     def apply(self, columns: Sequence[Column]) -> list[list[int]]:
@@ -132,10 +125,7 @@ class ContextualMapping:
         before = [self.index(x) for x in columns]
         if len(set(before)) < self.n:
             raise ValueError(f"ContextualMapping: tokens must all differ, got {columns}")
-        l = before
-        for i in range(self.first_layer, self.grid):
-            l = self.selective_shift(l, i)
-        l = self.global_shift(l)
+        l = self.global_shift(self.selective_shifts(before))
         return [[x[0] + after - b, *x[1:]] for x, b, after in zip(columns, before, l, strict=True)]
 
     # -- the formula ------------------------------------------------------------------------------------------------
@@ -178,42 +168,20 @@ class ContextualMapping:
         """Iterate over every set of n different indices, each in ascending order."""
         return itertools.combinations(range(self.grid), self.n)
 
-    @property
-    def fits_int64(self) -> bool:
-        """True if all results and intermediate sums fit in 64 bits, so that all inputs can be computed in one batch."""
-        return 8 * self.n * (self.c + 1) ** (2 * self.n + 2) < 2**62
+    def batches(self) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Iterate over the inputs, before and after the selective shifts: n integers each, or n tensors of many inputs.
 
-    def all_selectively_shifted(self) -> list[list[int]]:
-        """Return l̃ of every input, computed layer by layer from the definition of the attention."""
-        if 8 * self.n * (self.c + 1) ** (self.n + 2) < 2**62:
-            shifted: list[list[int]] = self.batched_selective_shifts(self.all_inputs_tensor()).tolist()
-            return shifted
-        result = []
-        for given in self.all_inputs():
-            l = list(given)
-            for i in range(self.first_layer, self.grid):
-                l = self.selective_shift(l, i)
-            result.append(l)
-        return result
-
-    # The same layers for all inputs in one batch of 64-bit integers; l is (inputs, n).
-
-    def all_inputs_tensor(self) -> Tensor:
-        """Return every input as one tensor, (inputs, n)."""
-        return torch.tensor(list(self.all_inputs()), dtype=torch.int64)
-
-    def batched_selective_shifts(self, l: Tensor) -> Tensor:
-        """Apply all selective shifts in order."""
-        for i in range(self.first_layer, self.grid):
-            low, high = 2 * i - 1, 2 * i + 1
-            heads = _batched_attention(l, 0, low) - _batched_attention(l, 0, high)
-            heads = heads - _batched_attention(l, high, high) + _batched_attention(l, high, low)
-            l = l + self.c * heads // 8
-        return l
-
-    def batched_global_shift(self, l: Tensor) -> Tensor:
-        """Apply the global shift; valid only if no index is 0."""
-        return l + self.c ** (self.n + 1) * (_batched_attention(l, 2 * self.c**self.n + 1, 0) // 4)
+        All inputs are one batch of 64-bit tensors where all sums fit.
+        """
+        if 8 * self.n * (self.c + 1) ** (self.n + 2) >= 2**62:
+            yield from ((list(l), self.selective_shifts(l)) for l in self.all_inputs())
+            return
+        given = list(torch.tensor(list(self.all_inputs()), dtype=torch.int64).unbind(1))
+        shifted = self.selective_shifts(given)
+        if 8 * self.n * (self.c + 1) ** (2 * self.n + 2) < 2**62:  # of the global shift too
+            yield given, shifted
+        else:
+            yield from zip(*(torch.stack(columns, 1).tolist() for columns in (given, shifted)), strict=True)
 
     def verify(self, limit: int = 50_000) -> Verification:
         """Check the statements of App. C on every quantised input.
@@ -234,11 +202,7 @@ class ContextualMapping:
 
     def is_contextual(self) -> bool:
         """Return True if all tokens of all inputs end with different numbers."""
-        if self.fits_int64:
-            l = self.batched_selective_shifts(self.all_inputs_tensor())
-            if (l > 0).all():
-                return len(self.batched_global_shift(l).unique()) == l.numel()
-        final = [x for l in self.all_selectively_shifted() for x in self.global_shift(l)]
+        final = [x for _, l in self.batches() for x in _numbers(self.global_shift(l))]
         return len(set(final)) == len(final)
 
     def smallest_c(self) -> int:
@@ -281,20 +245,17 @@ class Verification:
     def of(cls, m: ContextualMapping) -> Verification:
         """Check every statement on every input of mapping m."""
         result = cls(m.inputs)
-        if m.fits_int64:
-            batches = [m.all_inputs_tensor()]
-            batches.append(m.batched_selective_shifts(batches[-1]))
-            batches.append(m.batched_global_shift(batches[-1]))
-            result._check(m, *(batch.unbind(1) for batch in batches))
-            shifted, final = (batch.tolist() for batch in batches[1:])
-        else:
-            shifted = m.all_selectively_shifted()
-            final = [m.global_shift(l) for l in shifted]
-            for case in zip(m.all_inputs(), shifted, final, strict=True):
-                result._check(m, *case)
-        result._count_distinct(cls.ONE_TO_ONE, [l[-1] for l in shifted])
-        numbers = [x for l in shifted for x in l]
-        result._count_distinct(cls.BETWEEN, [x for l in final for x in l])
+        last: list[int] = []
+        numbers: list[int] = []
+        final: list[int] = []
+        for given, shifted in m.batches():
+            after = m.global_shift(shifted)
+            result._check(m, given, shifted, after)
+            last += _numbers(shifted[-1:])
+            numbers += _numbers(shifted)
+            final += _numbers(after)
+        result._count_distinct(cls.ONE_TO_ONE, last)
+        result._count_distinct(cls.BETWEEN, final)
         # the largest difference over all pairs of inputs is that between the smallest and the largest index
         result._count(cls.AS_PRINTED, max(numbers) - min(numbers) < m.c**m.n)
         return result
@@ -332,6 +293,11 @@ class Verification:
     def is_contextual_mapping(self) -> bool:
         """True if both conditions of the definition, (i) and (ii), hold."""
         return not (self.failed[self.WITHIN] or self.failed[self.BETWEEN])
+
+
+def _numbers(l: Iterable[Any]) -> list[int]:
+    """Return the numbers of integers or of integer tensors."""
+    return [number for x in l for number in (x.tolist() if isinstance(x, Tensor) else (x,))]
 
 
 def _all(conditions: Iterable[Any]) -> Any:

@@ -125,10 +125,7 @@ def _tokens_agree(d: int, n: int, inverse_delta: int) -> int:
     for indices in (tuple(range(n)), tuple(range(m.grid - n, m.grid))):
         tokens = [[i // inverse_delta**row % inverse_delta for row in range(d)] for i in indices]
         assert [m.index(t) for t in tokens] == list(indices)
-        l = list(indices)
-        for i in range(m.grid):
-            l = m.selective_shift(l, i)
-        assert [m.index(t) for t in m.apply(tokens)] == m.global_shift(l)
+        assert [m.index(t) for t in m.apply(tokens)] == m.global_shift(m.selective_shifts(indices))
     return 2
 
 
