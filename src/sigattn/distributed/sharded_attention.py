@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from sigattn.distributed.sequence_sharding import SequenceSharding, infer_sequence_sharding
 from sigattn.distributed.strategies import Exchange, ShardedAttention, Strategy
 from sigattn.ops import validation
-from sigattn.ops.attention import DENSE, validate_operands, validate_options
+from sigattn.ops.attention import DENSE, validate
 from sigattn.ops.autocast import cast_operands
-from sigattn.ops.operands import bias_tensor, combine_window, two_sided_slopes
-from sigattn.ops.problem import log_length_bias
-from sigattn.ops.settings import is_fast
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem, log_length_bias
 
 _NAME = "context_parallel_attention"
 
@@ -72,31 +71,34 @@ def context_parallel_attention(
         RuntimeError: if another process has ended, or the group's timeout has expired.
     """
     query, key, value = cast_operands(query, key, value)
-    validate_operands(_NAME, query, key, value, enable_gqa)
+    operands = {"query": query, "key": key, "value": value}
+    _, scale, window, softcap = validate(
+        _NAME, operands, enable_gqa, None, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
+    )
     _check_exchange(query, key, bias, mesh, strategy)
     group = mesh.get_group()
     sharding = infer_sequence_sharding(query.shape[2], length, group, is_causal if balanced is None else balanced)
-    whole = key.new_empty(()).expand(*key.shape[:2], sharding.length, key.shape[3])  # only its shape is checked
-    _, scale, window = validate_options(_NAME, query, whole, None, 0.0, bias, window, alibi_slopes, key_lengths, scale)
     validation.choice(_NAME, "backend", backend, tuple(DENSE.backends))
-    left, right = combine_window(window, is_causal)
-    options = {
-        "key_lengths": key_lengths,
-        "scale": scale,
-        "left": left,
-        "right": right,
-        "fast": is_fast(None),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "softcap": validation.softcap(_NAME, softcap),
-    }
     if bias is None:
         bias = log_length_bias(sharding.length)
         if key_lengths is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
-    slopes = two_sided_slopes(alibi_slopes)
+    problem = canonical(
+        Problem,
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        scale=scale,
+        bias=bias,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        key_lengths=key_lengths,
+        softcap=softcap,
+    )
     exchange = Exchange(sharding, group, strategy, backend)
-    out: Tensor = ShardedAttention.apply(query, key, value, bias_tensor(bias, query), slopes, options, exchange)
+    out: Tensor = ShardedAttention.apply(query, key, value, problem.bias, problem.alibi_slopes, problem, exchange)
     return out
 
 

@@ -83,10 +83,14 @@ class Exchange(NamedTuple):
                 parts = transfer.wait()
 
 
+_SAVED = ("query", "key", "value", "bias", "alibi_slopes")
+_NO_TENSORS: dict[str, Any] = dict.fromkeys(_SAVED)
+
+
 class ShardedAttention(torch.autograd.Function):
     """Attention of the local queries (B, Hq, n, D) to the keys and values (B, Hkv, n, ·) of all processes.
 
-    ``options`` are further fields of ``Problem``; bias and slopes are its tensors.
+    The tensors are those of the problem, which has the options.
     """
 
     @staticmethod
@@ -97,23 +101,23 @@ class ShardedAttention(torch.autograd.Function):
         value: Tensor,
         bias: Tensor,
         slopes: Tensor | None,
-        options: dict[str, Any],
+        problem: Problem,
         exchange: Exchange,
     ) -> Tensor:
         """Return the output, (B, Hq, n, Dv)."""
         ctx.save_for_backward(query, key, value, bias, slopes)
-        ctx.options, ctx.exchange = options, exchange
+        ctx.options, ctx.exchange = problem._replace(**_NO_TENSORS), exchange
         with torch.autocast(query.device.type, enabled=False):
-            return _forward(exchange, Problem(query, key, value, bias, alibi_slopes=slopes, **options)).to(query.dtype)
+            return _forward(exchange, problem).to(query.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         """Return the gradients of the tensors."""
-        query, key, value, bias, slopes = tensors = ctx.saved_tensors
-        problem = Problem(query, key, value, bias, alibi_slopes=slopes, **ctx.options)
+        tensors = ctx.saved_tensors
+        problem = ctx.options._replace(**dict(zip(_SAVED, tensors, strict=True)))
         needs = NeedsGrad(bias=ctx.needs_input_grad[3], alibi_slopes=ctx.needs_input_grad[4])
-        with torch.autocast(query.device.type, enabled=False):
+        with torch.autocast(grad_out.device.type, enabled=False):
             g = _backward(ctx.exchange, problem, grad_out, needs)
         sums = (g.query, g.key, g.value, g.bias, g.alibi_slopes)
         return (*(None if s is None else s.to(t.dtype) for s, t in zip(sums, tensors, strict=True)), None, None)
@@ -170,7 +174,7 @@ def _backward(exchange: Exchange, problem: Problem, grad_out: Tensor, needs: Nee
 def _add_output(exchange: Exchange, out: Tensor, problem: Problem, query_rank: int, key_rank: int) -> None:
     """Add to out (B, Hq, n, Dv) the output of one process's queries with another's keys."""
     for part, rows, _ in _visible_parts(exchange, problem, query_rank, key_rank):
-        out[:, :, rows] += DENSE.backend_for(part, exchange.backend).forward(part)
+        out[:, :, rows] += DENSE.backends[DENSE.choose(part, exchange.backend)].forward(part)
 
 
 def _add_gradients(
@@ -184,7 +188,7 @@ def _add_gradients(
 ) -> None:
     """Add to sums the gradients of one process's queries with another's keys."""
     for part, rows, columns in _visible_parts(exchange, problem, query_rank, key_rank):
-        g = DENSE.backend_for(part, exchange.backend).backward(part, grad_out[:, :, rows], needs)
+        g = DENSE.backends[DENSE.choose(part, exchange.backend)].backward(part, grad_out[:, :, rows], needs)
         for total, gradient in (
             (_rows(sums.query, rows), g.query),
             (_rows(sums.key, columns), g.key),

@@ -72,9 +72,16 @@ def tokens(caller: str, name: str, t: Any, which: str, cu_seqlens: Any, *, whole
             raise ValueError(
                 f"{caller}: {which} must begin at 0, never decrease and {ends} {len(t)}; got {starts.tolist()}"
             )
-    rows = torch.arange(len(t), device=starts.device)
-    sample = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp(max=max(len(starts) - 2, 0))
-    return Tokens(sample, rows - starts[sample], starts.diff(), starts)
+    _, sample, offset = _locate(starts, len(t))
+    return Tokens(sample, offset, starts.diff(), starts)
+
+
+def _locate(starts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:  # each (total,)
+    """Return whether each row belongs to a sequence, its sequence (else the last), and its index in that."""
+    rows = torch.arange(total, device=starts.device)
+    sequence = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
+    known = sequence.clamp(max=max(len(starts) - 2, 0))
+    return sequence < len(starts) - 1, known, rows - starts[known]
 
 
 def check_used(caller: str, name: str, used: Any, cu_seqlens: Tensor) -> None:
@@ -103,12 +110,10 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
     """
     starts = cu_seqlens.long()
     lengths = torch.minimum(used.long(), starts.diff()).clamp(min=0)
-    rows = torch.arange(total, device=starts.device)
     if len(lengths) == 0:
-        return rows, starts
-    sequence = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
-    known = sequence.clamp(max=len(lengths) - 1)
-    is_used = (sequence < len(lengths)) & (rows - starts[known] < lengths[known])
+        return torch.arange(total, device=starts.device), starts
+    exists, sequence, offset = _locate(starts, total)
+    is_used = exists & (offset < lengths[sequence])
     order = torch.argsort((~is_used).to(torch.uint8), stable=True)
     return order, cumulative(lengths)
 
@@ -145,9 +150,6 @@ def rows_of_pages(cu_seqlens: Tensor, table: Tensor, page_size: int, longest: in
     total = int(starts[-1]) if reads_values else batch * longest
     if batch == 0 or table.shape[1] == 0:
         return torch.zeros(total, dtype=torch.int64, device=starts.device)
-    rows = torch.arange(total, device=starts.device)
-    sequence = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
-    known = sequence.clamp(max=batch - 1)
-    offset = rows - starts[known]
-    page = table.long()[known, (offset // page_size).clamp(max=table.shape[1] - 1)]
-    return torch.where(sequence < batch, page * page_size + offset % page_size, 0)
+    exists, sequence, offset = _locate(starts, total)
+    page = table.long()[sequence, (offset // page_size).clamp(max=table.shape[1] - 1)]
+    return torch.where(exists, page * page_size + offset % page_size, 0)

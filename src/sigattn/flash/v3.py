@@ -71,9 +71,7 @@ def flash_attn_func(
     torch.Size([2, 128, 4, 64])
     """
     name = "flash_attn_func"
-    _check_order(name, softmax_scale, causal)
-    _refuse(name, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _check_hints(name, num_splits, pack_gqa, sm_margin)
+    _check(name, softmax_scale, causal, num_splits, pack_gqa, sm_margin, qv, q_descale, k_descale, v_descale)
     refuse(name, return_attn_probs)
     given = Options(
         0.0, softmax_scale, causal, window_size, softcap, None, deterministic, sigmoid_bias, sigmoid_precision, backend
@@ -167,9 +165,7 @@ def flash_attn_varlen_func(
         ValueError, TypeError: as in ``flash_attn_func``.
     """
     name = "flash_attn_varlen_func"
-    _check_order(name, softmax_scale, causal)
-    _refuse(name, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _check_hints(name, num_splits, pack_gqa, sm_margin)
+    _check(name, softmax_scale, causal, num_splits, pack_gqa, sm_margin, qv, q_descale, k_descale, v_descale)
     refuse(name, return_attn_probs)
     given = Options(
         0.0, softmax_scale, causal, window_size, softcap, None, deterministic, sigmoid_bias, sigmoid_precision, backend
@@ -243,9 +239,7 @@ def flash_attn_with_kvcache(
             not supported.
     """
     name = "flash_attn_with_kvcache"
-    _check_order(name, softmax_scale, causal)
-    _refuse(name, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _check_hints(name, num_splits, pack_gqa, sm_margin)
+    _check(name, softmax_scale, causal, num_splits, pack_gqa, sm_margin, qv, q_descale, k_descale, v_descale)
     chunk = validation.count(name, "attention_chunk", attention_chunk)
     if cu_seqlens_q is None and cu_seqlens_k_new is None and rotary_seqlens is None and not chunk:
         return kvcache.flash_attn_with_kvcache(
@@ -264,25 +258,21 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
-def _check_order(name: str, softmax_scale: Any, causal: Any) -> None:
-    """Raise if the arguments seem to be in flash-attn 2's order, which has dropout_p before softmax_scale."""
+def _check(
+    name: str, softmax_scale: Any, causal: Any, num_splits: Any, pack_gqa: Any, sm_margin: Any, qv: Any, *descale: Any
+) -> None:
+    """Raise if arguments seem to be in flash-attn 2's order, with dropout_p before softmax_scale, or do not apply."""
     if isinstance(softmax_scale, bool) or not isinstance(causal, bool):
         raise TypeError(
             f"{name}: softmax_scale must be a number and causal a bool, got {softmax_scale!r} and {causal!r}; "
             "flash-attn 2's order (…, dropout_p, softmax_scale, causal, …) is that of sigattn.flash"
         )
-
-
-def _refuse(name: str, **unsupported: Any) -> None:
-    reasons = {"qv": "concatenate it to q, and v to k"}
-    for argument, value in unsupported.items():
+    if qv is not None:
+        raise ValueError(f"{name}: qv must be None: concatenate it to q, and v to k")
+    for argument, value in zip(("q_descale", "k_descale", "v_descale"), descale, strict=True):
         if value is not None:
-            reason = reasons.get(argument, "float8 is not supported")
-            raise ValueError(f"{name}: {argument} must be None: {reason}")
-
-
-def _check_hints(name: str, num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
-    for argument, value in (("num_splits", num_splits), ("sm_margin", sm_margin)):
-        validation.count(name, argument, value)
+            raise ValueError(f"{name}: {argument} must be None: float8 is not supported")
+    validation.count(name, "num_splits", num_splits)
+    validation.count(name, "sm_margin", sm_margin)
     if pack_gqa is not None and not isinstance(pack_gqa, bool):
         raise TypeError(f"{name}: pack_gqa must be a bool or None, got {pack_gqa!r}")

@@ -122,6 +122,20 @@ class TransformerConfig:
             rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads, head_dim=self.head_dim
         )
 
+    def make_position(
+        self, kind: str, kinds: tuple[str, ...], alibi_sides: str = "causal"
+    ) -> RotaryEmbedding | Alibi | None:
+        """Create the position encoding of an attention layer; return None if positions are added to the input.
+
+        Raises:
+            ValueError: if ``kind`` is none of the kinds that the model has.
+        """
+        if kind not in kinds:
+            raise ValueError(f"position must be one of {', '.join(map(repr, kinds))}, got {kind!r}")
+        if kind == "rope":
+            return RotaryEmbedding(self.head_dim)
+        return Alibi(self.num_heads, alibi_sides) if kind == "alibi" else None
+
     def make_attention(
         self, position: RotaryEmbedding | Alibi | None, *, causal: bool, max_seq_len: int | None
     ) -> Attention:

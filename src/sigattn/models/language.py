@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import FeedForward
-from sigattn.nn.initialization import Initialization, initialize
+from sigattn.nn.initialization import Initialization
 from sigattn.nn.kv_cache import KVCache
 from sigattn.nn.norm import Norm, make_norm
-from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
+from sigattn.nn.position import SinusoidalEmbedding
 from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
@@ -62,15 +62,8 @@ class LanguageModelConfig(TransformerConfig):
         Raises:
             ValueError: for options that exclude each other.
         """
-        encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
-            "rope": lambda: RotaryEmbedding(self.head_dim),
-            "alibi": lambda: Alibi(self.num_heads),
-            "sincos": lambda: None,
-            "none": lambda: None,
-        }
-        if self.position not in encodings:
-            raise ValueError(f"position must be one of {', '.join(map(repr, encodings))}, got {self.position!r}")
-        return self.make_transformer_block(layer, encodings[self.position](), causal=True, max_seq_len=self.max_seq_len)
+        position = self.make_position(self.position, get_args(Position))
+        return self.make_transformer_block(layer, position, causal=True, max_seq_len=self.max_seq_len)
 
 
 class LanguageModel(Transformer):
@@ -91,10 +84,6 @@ class LanguageModel(Transformer):
             None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         )
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters."""
-        initialize(self, self.config.initialization)
 
     def forward(
         self,
@@ -170,12 +159,8 @@ class LanguageModel(Transformer):
         Args:
             prompts: (B, N), or a list of prompts of any lengths, (N,) each.
             max_new_tokens: largest number of tokens to add to each prompt.
-            temperature: divisor of the logits; 0 for greedy decoding.
-            top_k: number of most probable tokens to sample from; None for all.
-            top_p: probability of the smallest set of most probable tokens to sample from; None for all.
-            num_beams: number of beams; above 1 beam search, which needs temperature=0.
-            length_penalty: beam search divides log-probabilities by this power of the length.
-            stop_tokens: tokens that end a sequence.
+            temperature, top_k, top_p, num_beams, length_penalty, stop_tokens: as in ``SamplingConfig``; beam search
+                needs temperature=0.
             generator: random number generator for sampling.
 
         Returns:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,8 @@ from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.cape import Cape
 from sigattn.nn.conformer import ConformerBlock
-from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
-from sigattn.nn.position import Alibi, RotaryEmbedding, SinusoidalEmbedding
+from sigattn.nn.position import SinusoidalEmbedding
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
 from sigattn.validation import SettingsError, check_among, check_at_least, check_positive, check_probability
@@ -88,14 +86,7 @@ class SpeechModelConfig(TransformerConfig):
         Raises:
             ValueError: for options that exclude each other.
         """
-        encodings: dict[str, Callable[[], RotaryEmbedding | Alibi | None]] = {
-            "rope": lambda: RotaryEmbedding(self.head_dim),
-            "alibi": lambda: Alibi(self.num_heads, "split"),
-            **dict.fromkeys(("cape", "sincos", "none"), lambda: None),
-        }
-        if self.position not in encodings:
-            raise ValueError(f"position must be one of {', '.join(map(repr, encodings))}, got {self.position!r}")
-        position = encodings[self.position]()
+        position = self.make_position(self.position, get_args(Position), "split")
         if self.block_kind == "transformer":
             return self.make_transformer_block(layer, position, causal=False, max_seq_len=None)
         if self.block_kind != "conformer":
@@ -138,10 +129,6 @@ class SpeechModel(Transformer):
         self.norm: nn.Module = make_norm("none" if c.block_kind == "conformer" else c.norm, c.embed_dim)
         self.output: nn.Linear = nn.Linear(c.embed_dim, c.vocab_size)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters."""
-        initialize(self, self.config.initialization)
 
     def forward(
         self, frames: Float[Tensor, "batch length num_mel_bins"], lengths: Int[Tensor, " batch"] | None = None

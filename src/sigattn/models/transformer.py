@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sigattn.nn.attention import Attention, Record
+from sigattn.nn.initialization import initialize
 from sigattn.ops.statistics import AttentionStatistics
 
 
@@ -53,6 +54,10 @@ class Transformer(nn.Module):
 
     checkpoint_activations = False
     config: Any
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters."""
+        initialize(self, self.config.initialization)
 
     def extra_repr(self) -> str:
         """Return the settings of the configuration that differ from the default ones."""

@@ -7,7 +7,7 @@ element-wise activations materialise their weights; Performer is linear in the l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.autocast import cast_operands, without_autocast
 from sigattn.ops.kvcache import sigmoid_kvcache_attention
-from sigattn.ops.operands import canonical
-from sigattn.ops.problem import Problem
+from sigattn.ops.operands import canonical, combine_window, two_sided_slopes
+from sigattn.ops.problem import Problem, alibi, band
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 from sigattn.ops.varlen import sigmoid_varlen_attention
 
@@ -57,6 +57,11 @@ class MaskSpec(NamedTuple):
         """Window as a pair, (before, after), as the operator takes it."""
         return None if self.window is None else (self.window, self.window)
 
+    def operator_options(self) -> dict[str, Any]:
+        """Return the options that all operators share."""
+        sides = self.window_sides
+        return {"is_causal": self.causal, "bias": self.bias, "window": sides, "alibi_slopes": self.alibi_slopes}
+
 
 # type of ``attend`` and of replacements of it in ``Attention.attention_fn``
 AttentionFn = Callable[[Activation, Tensor, Tensor, Tensor, MaskSpec], Tensor]
@@ -86,13 +91,10 @@ def statistics(
         key.detach(),
         value.detach(),
         None if p.documents is None else p.documents.mask,
-        is_causal=p.causal,
         enable_gqa=True,
-        bias=p.bias.detach() if isinstance(p.bias, Tensor) else p.bias,
-        window=p.window_sides,
-        alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
         activation=activation,
+        **p.operator_options(),
     )
 
 
@@ -125,29 +127,18 @@ def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> 
         value,
         None if p.documents is None else p.documents.mask,
         dropout_p=p.dropout,
-        is_causal=p.causal,
         enable_gqa=True,
-        bias=p.bias,
-        window=p.window_sides,
         query_offset=p.query_offset,
-        alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
+        **p.operator_options(),
     )
 
 
 def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
-    out = sigmoid_kvcache_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        bias=p.bias,
-        left_padding=p.left_padding,
-        is_causal=p.causal,
-        enable_gqa=True,
-        window=p.window_sides,
-        alibi_slopes=p.alibi_slopes,
-    )
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options = p.operator_options()
+    out = sigmoid_kvcache_attention(q, k, v, left_padding=p.left_padding, enable_gqa=True, **options)
     return out.transpose(1, 2)
 
 
@@ -155,20 +146,9 @@ def _sigmoid_of_documents(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec
     """Attend within each document by the kernels for packed sequences, which skip pairs of documents."""
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in cast_operands(query, key, value))  # (B · N, H, D)
+    starts, options = documents.cu_seqlens, p.operator_options()
     out = sigmoid_varlen_attention(  # (B · N, Hq, D)
-        q,
-        k,
-        v,
-        documents.cu_seqlens,
-        documents.cu_seqlens,
-        length,
-        length,
-        window=p.window_sides,
-        enable_gqa=True,
-        is_causal=p.causal,
-        bias=p.bias,
-        alibi_slopes=p.alibi_slopes,
-        dropout_p=p.dropout,
+        q, k, v, starts, starts, length, length, enable_gqa=True, dropout_p=p.dropout, **options
     )
     return out.unflatten(0, (batch, length)).transpose(1, 2)
 
@@ -192,12 +172,9 @@ def make_problem(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Prob
         value,
         attn_mask=None if p.documents is None else p.documents.mask,
         dropout_p=p.dropout,
-        is_causal=p.causal,
-        bias=p.bias,
-        window=p.window_sides,
-        alibi_slopes=p.alibi_slopes,
         key_lengths=p.key_lengths,
         query_offset=p.query_offset,
+        **p.operator_options(),
     )
 
 
@@ -219,23 +196,19 @@ def _softmax_mask(query: Tensor, key: Tensor, p: MaskSpec) -> Tensor | None:
     plain = all(x is None for x in (p.window, p.key_lengths, p.alibi_slopes, p.documents, p.left_padding))
     if plain and not (p.causal and p.query_offset):
         return None
-    i = torch.arange(p.query_offset, p.query_offset + query.shape[2], device=query.device).unsqueeze(1)
+    rows, columns = (p.query_offset, p.query_offset + query.shape[2]), (0, key.shape[2])
+    seen = band(*combine_window(p.window_sides, p.causal), rows, columns, query.device)
     j = torch.arange(key.shape[2], device=query.device)
-    seen = (j <= i) if p.causal else torch.ones_like(j <= i)
-    if p.window is not None:
-        seen = seen & ((i - j).abs() <= p.window)
     if p.key_lengths is not None:
         seen = seen & (j < p.key_lengths.view(-1, 1, 1, 1).to(j.device))
     if p.left_padding is not None:
         seen = seen & (j >= p.left_padding[:, None, None, None].to(j.device))
     if p.documents is not None:
         seen = seen & p.documents.mask
-    if p.alibi_slopes is None:
+    slopes = two_sided_slopes(p.alibi_slopes)
+    if slopes is None:
         return seen
-    slopes = p.alibi_slopes if p.alibi_slopes.dim() == 3 else p.alibi_slopes.view(1, -1, 1).expand(1, -1, 2)
-    before, after = slopes.unflatten(-1, (2, 1, 1)).unbind(2)  # (1, Hq, 1, 1)
-    penalty = torch.where(j < i, before, after) * (i - j).abs()
-    return (-penalty).masked_fill(~seen, -torch.inf).to(query.dtype)
+    return alibi(slopes, rows, columns, slopes.dtype).masked_fill(~seen, -torch.inf).to(query.dtype)
 
 
 _ATTEND: dict[str, Callable[[str, Tensor, Tensor, Tensor, MaskSpec], Tensor]] = {

@@ -9,7 +9,30 @@ from sigattn.flash.rotary import rotate_pairs
 from sigattn.shapes import Float, Int
 
 
-class RotaryEmbedding(nn.Module):
+class Wavelengths(nn.Module):
+    """Base class of encodings by sines and cosines, of the frequencies base^(-2i / dim) for i = 0 … dim / 2 - 1."""
+
+    frequencies: Tensor
+
+    def __init__(self, name: str, dim: int, base: float) -> None:
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"{type(self).__name__} pairs the features, so {name} must be even, got {dim}")
+        self.base = base
+        self.register_buffer("frequencies", torch.empty(dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute the frequencies."""
+        i = torch.arange(len(self.frequencies), device=self.frequencies.device, dtype=torch.float32)
+        self.frequencies.copy_(self.base ** (-i / len(i)))
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"{2 * len(self.frequencies)}, base={self.base:g}"
+
+
+class RotaryEmbedding(Wavelengths):
     """RoPE: rotate each pair of a head's features by an angle that grows with the position (Su et al., 2021).
 
     Features i and i + head_dim / 2 are a pair (the layout of Llama), rotated by position · base^(-2i / head_dim).
@@ -22,23 +45,8 @@ class RotaryEmbedding(nn.Module):
         ValueError: if head_dim is odd.
     """
 
-    frequencies: Tensor
-
     def __init__(self, head_dim: int, base: float = 10_000.0) -> None:
-        super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"RotaryEmbedding rotates pairs of features, so head_dim must be even, got {head_dim}")
-        self.base = base
-        self.register_buffer("frequencies", torch.empty(head_dim // 2), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Compute the frequencies."""
-        self.frequencies.copy_(_frequencies(self.frequencies, self.base))
-
-    def extra_repr(self) -> str:
-        """Return the settings."""
-        return f"{2 * len(self.frequencies)}, base={self.base:g}"
+        super().__init__("head_dim", head_dim, base)
 
     def forward(
         self,
@@ -51,12 +59,6 @@ class RotaryEmbedding(nn.Module):
             positions = torch.arange(offset, offset + x.shape[2], device=x.device)
         angles = (positions.float()[..., None] * self.frequencies).unsqueeze(-3)  # (B?, 1, length, head_dim / 2)
         return rotate_pairs(x, angles.cos(), angles.sin(), interleaved=False)
-
-
-def _frequencies(like: Tensor, base: float) -> Tensor:
-    """Return base^(-2i / d) for i = 0 … d/2 - 1, where d/2 is the length of ``like``."""
-    i = torch.arange(len(like), device=like.device, dtype=torch.float32)
-    return base ** (-i / len(like))
 
 
 def alibi_slopes(num_heads: int) -> Tensor:  # (num_heads,)
@@ -135,7 +137,7 @@ class Alibi(nn.Module):
         return self.slopes
 
 
-class SinusoidalEmbedding(nn.Module):
+class SinusoidalEmbedding(Wavelengths):
     """Fixed sines and cosines of Vaswani et al. (2017), added to the input.
 
     Args:
@@ -146,25 +148,8 @@ class SinusoidalEmbedding(nn.Module):
         ValueError: if embed_dim is odd.
     """
 
-    frequencies: Tensor
-
     def __init__(self, embed_dim: int, base: float = 10_000.0) -> None:
-        super().__init__()
-        if embed_dim % 2:
-            raise ValueError(
-                f"SinusoidalEmbedding pairs sines with cosines, so embed_dim must be even, got {embed_dim}"
-            )
-        self.base = base
-        self.register_buffer("frequencies", torch.empty(embed_dim // 2), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Compute the frequencies."""
-        self.frequencies.copy_(_frequencies(self.frequencies, self.base))
-
-    def extra_repr(self) -> str:
-        """Return the settings."""
-        return f"{2 * len(self.frequencies)}, base={self.base:g}"
+        super().__init__("embed_dim", embed_dim, base)
 
     def forward(
         self,

@@ -152,9 +152,9 @@ def sigmoid_attention(
         batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
         query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
         enable_gqa = True
-    validate_operands(_NAME, query, key, value, enable_gqa)
-    dropout_p, scale, window = validate_options(
-        _NAME, query, key, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale
+    operands = {"query": query, "key": key, "value": value}
+    dropout_p, scale, window, softcap = validate(
+        _NAME, operands, enable_gqa, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
     validation.choice(_NAME, "backend", backend, BACKENDS)
     problem = canonical(
@@ -171,22 +171,17 @@ def sigmoid_attention(
         alibi_slopes=alibi_slopes,
         key_lengths=key_lengths,
         query_offset=scalars.integer(_NAME, "query_offset", query_offset),
-        softcap=validation.softcap(_NAME, softcap),
+        softcap=softcap,
         **block_mask.fields(blocks),
     )
     out = _on_reference(problem) if backend == "reference" else DENSE(problem, backend)
     return out if shape is None else out.reshape(shape)
 
 
-def validate_operands(caller: str, query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
-    """Raise unless query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv) fit together."""
-    validation.operands(caller, validation.HEADS_FIRST, enable_gqa=enable_gqa, query=query, key=key, value=value)
-
-
-def validate_options(
+def validate(
     caller: str,
-    query: Tensor,
-    key: Tensor,
+    operands: dict[str, Any],
+    enable_gqa: bool,
     attn_mask: Any,
     dropout_p: Any,
     bias: Any,
@@ -194,8 +189,15 @@ def validate_options(
     alibi_slopes: Any,
     key_lengths: Any,
     scale: Any,
-) -> tuple[float, float | None, tuple[int, int] | None]:
-    """Raise unless the optional arguments fit the operands; return dropout_p, scale and window as Python's numbers."""
+    softcap: Any,
+) -> tuple[float, float | None, tuple[int, int] | None, float]:
+    """Raise unless query, key, value and options fit together; return the numbers as Python's own.
+
+    Returns:
+        dropout_p, scale, window and softcap.
+    """
+    validation.operands(caller, validation.HEADS_FIRST, enable_gqa=enable_gqa, **operands)
+    query, key, _ = operands.values()
     batch, heads, n, _ = query.shape
     if attn_mask is not None:
         validation.mask(caller, attn_mask, query, (batch, heads, n, key.shape[2]), key=key)
@@ -205,7 +207,7 @@ def validate_options(
         validation.slopes(caller, alibi_slopes, query, batch, heads)
     if key_lengths is not None:
         validation.integers(caller, "key_lengths", key_lengths, (batch,), "(B,)")
-    return validation.numbers(caller, dropout_p, scale, window)
+    return *validation.numbers(caller, dropout_p, scale, window), validation.softcap(caller, softcap)
 
 
 def _on_nested(
@@ -238,7 +240,7 @@ def _on_nested(
             "with the same offsets tensor, or use sigmoid_varlen_attention, which aligns their ends"
         )
     problem = canonical(VarlenProblem, **packed._asdict(), bias=bias, alibi_slopes=alibi_slopes, **options)
-    return nested.like(query, VARLEN(problem, backend))
+    return nested.like_transposed(query, VARLEN(problem, backend)).transpose(1, 2)
 
 
 def _on_reference(problem: Problem) -> Tensor:

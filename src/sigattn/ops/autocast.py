@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 _supports_autocast = functools.cache(torch.amp.is_autocast_available)
 
 

@@ -107,12 +107,8 @@ def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
     if enable_gqa:
         for name, count in (("key", of_key), ("value", of_value)):
             if heads != count and (not count or heads % count):
-                validation.wrong(
-                    _NAME,
-                    ValueError,
-                    f"the {heads} query heads are not a multiple of the {count} {name} heads",
-                    **given,
-                )
+                message = f"the {heads} query heads are not a multiple of the {count} {name} heads"
+                validation.wrong(_NAME, ValueError, message, **given)
         return heads
     several = [count for count in (heads, of_key, of_value) if count != 1]
     if any(count != several[0] for count in several):
@@ -145,9 +141,8 @@ def _expanded(
         return t
     if not validation.broadcasts(t.shape, target[-rank:]):
         names = ", ".join(("…", "Hq", "N", "M" if name == "attn_mask" else "1")[-rank:])
-        validation.wrong(
-            _NAME, ValueError, f"{name} does not broadcast to ({names}) = {tuple(target[-rank:])}", **given, **{name: t}
-        )
+        message = f"{name} does not broadcast to ({names}) = {tuple(target[-rank:])}"
+        validation.wrong(_NAME, ValueError, message, **given, **{name: t})
     t = t[(None,) * (len(target) - t.dim())]
     alike = all(size == 1 for size in t.shape[: len(lead)])
     return _one_batch(t, (1,) * len(lead) if alike else lead)
@@ -158,18 +153,11 @@ def _slopes(slopes: Any, lead: Sequence[int], heads: int, given: dict[str, Tenso
         return slopes
     shape, ones = tuple(slopes.shape), (1,) * len(lead)
     if shape not in {(heads,), (*lead, heads), (*lead, heads, 2), (*ones, heads, 2)}:
-        validation.wrong(
-            _NAME,
-            ValueError,
-            "alibi_slopes must be (Hq,), (…, Hq) or (…, Hq, 2), with the leading dimensions of the output",
-            **given,
-            alibi_slopes=slopes,
-        )
+        message = "alibi_slopes must be (Hq,), (…, Hq) or (…, Hq, 2), with the leading dimensions of the output"
+        validation.wrong(_NAME, ValueError, message, **given, alibi_slopes=slopes)
     if shape == (heads,):
         return slopes
-    if shape == (*lead, heads):
-        return slopes.reshape(-1, heads)
-    return slopes.reshape(-1, heads, 2)
+    return slopes.reshape(-1, heads) if shape == (*lead, heads) else slopes.reshape(-1, heads, 2)
 
 
 def _lengths(lengths: Any, lead: Sequence[int], given: dict[str, Tensor]) -> Any:  # (B,)

@@ -160,10 +160,6 @@ class Operator(Generic[P]):
             raise ValueError(f"{self.function}: backend {backend!r} does not support this call: {reason}")
         return backend
 
-    def backend_for(self, problem: P, backend: str | None) -> Backend[P]:
-        """Return the backend that ``choose`` chooses, to call it without autograd and checks of values."""
-        return self.backends[self.choose(problem, backend)]
-
     def _compute(self, problem: P, backend: Backend[P]) -> Tensor:
         self.check(problem)
         if not is_autocast_enabled(problem.query.device.type):

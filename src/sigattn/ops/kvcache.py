@@ -190,7 +190,8 @@ def sigmoid_kvcache_attention(
     >>> sigmoid_kvcache_attention(query, key_cache, value_cache, key, value, bias=-6.9, cache_seqlens=lengths).shape
     torch.Size([2, 1, 4, 64])
     """
-    plain = left_padding is block_table is attn_mask is alibi_slopes is backend is None and softcap == num_splits == 0
+    plain = left_padding is block_table is attn_mask is alibi_slopes is None and backend is None
+    plain = plain and softcap == num_splits == 0
     if plain and (key is not None or not torch.is_autocast_enabled("cpu")):
         out = fast_path(query, key_cache, value_cache, key, value, cache_seqlens, scale, bias, window, enable_gqa)
         if out is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +11,10 @@ from torch import Tensor
 _NAME = "sigmoid_attention"
 
 
-class Resolved(NamedTuple):
-    """Masking arguments of ``sigmoid_attention`` with a plain tensor as mask."""
-
-    attn_mask: Tensor | None
-    is_causal: bool
-    window: tuple[int, int] | None
-
-
-def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, *, query_offset: Any = 0) -> Resolved:
-    """Return the masking arguments, a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced by its meaning.
+def resolve(
+    attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, *, query_offset: Any = 0
+) -> tuple[Tensor | None, bool, tuple[int, int] | None]:
+    """Return attn_mask, is_causal and window, with a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced.
 
     It becomes ``is_causal``, a window or a bool mask. Its attributes define it; its memory is uninitialised.
 
@@ -28,15 +22,14 @@ def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, 
         ValueError: a ``CausalBias`` created for other lengths, or with a ``query_offset``.
         TypeError: another Tensor subclass with operations of its own.
     """
-    given = Resolved(attn_mask, is_causal, window)
     if attn_mask is None or type(attn_mask) is Tensor or not isinstance(attn_mask, Tensor):
-        return given
+        return attn_mask, is_causal, window
     kind = _causal_bias()
     if kind is None or not isinstance(attn_mask, kind):
         refuse_subclass(_NAME, "attn_mask", attn_mask)
-        return given
+        return attn_mask, is_causal, window
     if min(getattr(t, "ndim", 0) for t in (query, key)) < 2:
-        return given._replace(attn_mask=None)  # later checks of query and key raise
+        return None, is_causal, window  # later checks of query and key raise
     if query_offset:
         raise ValueError(f"{_NAME}: attn_mask is a CausalBias, which aligns queries and keys itself, with query_offset")
     n, m = query.shape[-2], key.shape[-2]
@@ -47,11 +40,10 @@ def resolve(attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, 
         )
     offset = m - n if attn_mask.variant.name == "LOWER_RIGHT" else 0
     if offset == 0:
-        return given._replace(attn_mask=None, is_causal=True)
+        return None, True, window
     if offset > 0 and window is None:
-        return given._replace(attn_mask=None, window=(-1, offset))
-    visible = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(offset)
-    return given._replace(attn_mask=visible)
+        return None, is_causal, (-1, offset)
+    return torch.ones(n, m, dtype=torch.bool, device=query.device).tril(offset), is_causal, window
 
 
 def _causal_bias() -> Any:

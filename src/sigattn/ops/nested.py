@@ -120,11 +120,6 @@ def _longest(t: Any) -> int:
     return int(t._get_max_seqlen())
 
 
-def like(query: Any, values: Tensor) -> Tensor:
-    """Return values (total_q, Hq, Dv) as a nested tensor (B, Hq, ragged length, Dv) with the query's offsets."""
-    return like_transposed(query, values).transpose(1, 2)
-
-
 def like_transposed(query: Any, values: Tensor) -> Tensor:
     """Return values (total_q, …) as a nested tensor (B, ragged length, …) with the query's offsets."""
     out: Tensor = torch.nested.nested_tensor_from_jagged(

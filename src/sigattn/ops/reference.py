@@ -19,14 +19,9 @@ from torch.nn import functional as F
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import Problem, alibi, band
 
-
-def _softmax(logits: Tensor) -> Tensor:
-    return torch.softmax(logits, dim=-1)
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
-    "softmax": _softmax,
+    "softmax": lambda s: torch.softmax(s, dim=-1),
     "relu": torch.relu,
     "relu2": lambda s: torch.relu(s).square(),
     "gelu": F.gelu,

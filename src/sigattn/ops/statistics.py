@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import mask, reference, validation
-from sigattn.ops.attention import check_key_lengths, validate_operands, validate_options
+from sigattn.ops.attention import check_key_lengths, validate
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
@@ -74,11 +74,10 @@ def attention_statistics(
     torch.Size([2, 4])
     """
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
-    validate_operands(_NAME, query, key, value, enable_gqa)
-    _, scale, window = validate_options(
-        _NAME, query, key, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale
+    operands = {"query": query, "key": key, "value": value}
+    _, scale, window, softcap = validate(
+        _NAME, operands, enable_gqa, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
-    softcap = validation.softcap(_NAME, softcap)
     validation.choice(_NAME, "activation", activation, tuple(reference.ACTIVATIONS))
     if query.shape[2] == 0:
         raise ValueError(f"{_NAME}: there must be at least one query; got {validation.describe(query=query, key=key)}")

@@ -30,8 +30,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
     keep_memory_warm()
     together = FEW // sample if sample <= COPIED or (can_fold_heads(key) and can_fold_heads(value)) else 1
     if batch > together:
-        parts = (part.split(together) for part in (query, key, value))
-        return torch.cat([attend(*part, bias, scale) for part in zip(*parts, strict=True)])
+        parts = zip(*(t.split(together) for t in (query, key, value)), strict=True)
+        return torch.cat([attend(q, k, v, bias, scale) for q, k, v in parts])
     heads = batch * key_heads
     q, k, v = query.reshape(heads, -1, width), _by_head(key, heads), _by_head(value, heads)
     dtype = query.dtype

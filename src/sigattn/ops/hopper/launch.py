@@ -24,11 +24,8 @@ def unavailable(prepared: Launch, grad_out: Tensor | None = None) -> str | None:
         return "they require a number as bias, and no window but the causal one"
     if o.SOFTCAP or o.BLOCK_Q:
         return "they do not support softcap or a BlockMask"
-    if (
-        p.query.dtype not in (torch.float16, torch.bfloat16)
-        or s.d != s.dv
-        or s.d not in tuning.HOPPER_CONFIGS[tuning.FWD]
-    ):
+    is_half = p.query.dtype in (torch.float16, torch.bfloat16)
+    if not is_half or s.d != s.dv or s.d not in tuning.HOPPER_CONFIGS[tuning.FWD]:
         return "they require 16 bits and heads of 64 or 128 for queries, keys and values"
     if not (s.n and s.m) or p.query_offset < 0:
         return "they do not support problems without queries or keys, or negative query offsets"

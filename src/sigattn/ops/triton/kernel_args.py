@@ -58,16 +58,19 @@ class Launch:
     def config(self, kernel: str, *, mask_gradient: bool = False) -> tuning.Config:
         """Return the tile shape of a kernel, small enough for its options."""
         o, itemsize = self.options, self.problem.query.element_size()
-        own = architecture(self.problem.query.device)
+        own, mask = architecture(self.problem.query.device), self.problem.attn_mask
         config = tuning.kernel_config(kernel, own, max(o.D, o.DV), itemsize)
         if o.MASK != "none" or o.SLOPES or o.BLOCK_Q or o.SOFTCAP or o.DROPOUT:
             for _ in range(1 + mask_gradient):
                 config = tuning.WITH_OPTIONS.get((kernel, config), config)
-        if self.problem.attn_mask is None or not own:
+        if mask is None or not own:
             return config
-        mask = self.problem.attn_mask.element_size()
-        operands = fitting.Operands(o.BLOCK_D, o.BLOCK_DV, itemsize, mask, mask_gradient)
-        return fitting.fit(kernel, config, operands, own)
+        return fitting.fit(kernel, config, operand_sizes(o, itemsize, mask, mask_gradient), own)
+
+
+def operand_sizes(o: Options, itemsize: int, mask: Tensor | None, mask_gradient: bool = False) -> fitting.Operands:
+    """Return the sizes that decide how much shared memory a kernel takes."""
+    return fitting.Operands(o.BLOCK_D, o.BLOCK_DV, itemsize, 0 if mask is None else mask.element_size(), mask_gradient)
 
 
 def architecture(device: torch.device) -> int:

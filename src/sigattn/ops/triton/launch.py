@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from sigattn.ops.gradients import Gradients, NeedsGrad
@@ -50,10 +51,6 @@ def _run(kernel: Any, launch: Launch, name: str, programs: Callable[[Config], in
         launch.launches.append(fitting.launch_fitting(kernel.__name__, kind, config, run))
 
 
-def _tiles(length: int, block: int) -> int:
-    return -(-length // block)
-
-
 def forward(problem: Problem | VarlenProblem) -> Tensor:
     """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv), where rows that belong to no sequence are 0."""
     key = launch_cache.cache_key(problem)
@@ -78,7 +75,7 @@ def _forward(launch: Launch) -> Tensor:
         fwd_kernel,
         launch,
         tuning.FWD,
-        lambda config: _tiles(s.n, config.block_m) * s.batch * s.heads,
+        lambda config: triton.cdiv(s.n, config.block_m) * s.batch * s.heads,
         out=out,
         o_strides=s.strides(out),
     )
@@ -154,7 +151,7 @@ def _dkdv(launch: Launch, needs_grad: NeedsGrad, query: Tensor | None) -> tuple[
             bwd_dkdv_kernel,
             launch,
             tuning.DKDV,
-            lambda config: _tiles(s.m, config.block_n) * s.batch * s.kv_heads,
+            lambda config: triton.cdiv(s.m, config.block_n) * s.batch * s.kv_heads,
             grad_query=q,
             grad_key=k,
             grad_value=v,
@@ -182,7 +179,7 @@ def _dq(launch: Launch, needs_grad: NeedsGrad) -> tuple[Tensor | None, Tensor | 
         bwd_dq_kernel,
         launch,
         tuning.DQ,
-        lambda config: _tiles(s.n, config.block_m) * s.batch * s.heads,
+        lambda config: triton.cdiv(s.n, config.block_m) * s.batch * s.heads,
         grad_query=query,
         grad_bias=bias,
         grad_slopes=slopes,

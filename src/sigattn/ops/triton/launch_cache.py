@@ -160,19 +160,11 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a is b or a == b)
 
 
-class OutputSpec(NamedTuple):
-    """Size, strides and dtype of an output."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class CachedCall(NamedTuple):
-    """Launches and outputs of a call."""
+    """Launches of a call, and size, strides and dtype of its outputs."""
 
     launches: list[CachedLaunch]
-    outputs: dict[str, OutputSpec]
+    outputs: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
 
     def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the kernels on other tensors with the same key and return the outputs."""
@@ -241,7 +233,7 @@ def store(
         return
     if len(_cache) >= _MAX_ENTRIES:
         _cache.clear()
-    _cache[key] = CachedCall(cached, {name: OutputSpec(t.shape, t.stride(), t.dtype) for name, t in new.items()})
+    _cache[key] = CachedCall(cached, {name: (t.shape, t.stride(), t.dtype) for name, t in new.items()})
 
 
 _UNKNOWN = TensorRef("", None)

@@ -28,8 +28,7 @@ def forward(problem: KVCacheProblem) -> Tensor:
     config = tuning.decode_config(max(d, dv), p.query.element_size(), n * (heads // kv_heads))
     options, device = given["OPT"], p.query.device
     if architecture := kernel_args.architecture(device):
-        mask = 0 if p.attn_mask is None else p.attn_mask.element_size()
-        operands = fitting.Operands(options.BLOCK_D, options.BLOCK_DV, p.query.element_size(), mask, False)
+        operands = kernel_args.operand_sizes(options, p.query.element_size(), p.attn_mask)
         config = fitting.fit(tuning.DECODE, config, operands, architecture)
     kind = (device, options, p.query.dtype, None if p.attn_mask is None else p.attn_mask.dtype)
     return fitting.launch_fitting(decode_kernel.__name__, kind, config, lambda c: _run(p, given, out, c))
