@@ -89,7 +89,7 @@ def total_grad_norm(module: nn.Module, processes: ProcessMesh) -> Tensor:
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float, norm: Tensor) -> None:
-    """Scale the gradient, whose norm is ``norm``, down to a norm of ``largest``."""
+    """Scale the gradient, whose norm is ``norm``, down to a norm of ``max_norm``."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     if not any(isinstance(g, DTensor) for g in gradients):
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)

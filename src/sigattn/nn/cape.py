@@ -15,7 +15,36 @@ from torch import Tensor, nn
 from sigattn.shapes import Float
 
 
-class Cape(nn.Module):
+class _Augmented(nn.Module):
+    """Base class: the sizes of the augmentation.
+
+    Raises:
+        ValueError: if embed_dim is odd, or an augmentation is out of its range.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, embed_dim: int, max_global_shift: float, max_local_shift: float, max_scale: float) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if embed_dim % 2:
+            raise ValueError(f"{name} pairs sines with cosines, so embed_dim must be even, got {embed_dim}")
+        if max_global_shift < 0 or not 0 <= max_local_shift <= 0.5 or max_scale < 1:
+            raise ValueError(
+                f"{name}: max_global_shift must be at least 0, max_local_shift within 0 … 0.5 (so that positions stay "
+                f"in order) and max_scale at least 1, got {max_global_shift}, {max_local_shift}, {max_scale}"
+            )
+        self.max_global_shift: float = max_global_shift
+        self.max_local_shift: float = max_local_shift
+        self.max_scale: float = max_scale
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        names = ("max_global_shift", "max_local_shift", "max_scale")
+        return ", ".join(f"{name}={getattr(self, name):g}" for name in names)
+
+
+class Cape(_Augmented):
     """CAPE along time, added to the input.
 
     Feature 2k is cos(ω_k t), feature 2k + 1 is sin(ω_k t), with ω_k = frequency_scale · 10000^(-2k / embed_dim) and t
@@ -34,14 +63,6 @@ class Cape(nn.Module):
         ValueError: if embed_dim is odd, or an augmentation is out of its range.
     """
 
-    frequency_scale: float
-    max_global_shift: float
-    max_local_shift: float
-    max_scale: float
-    step: float
-
-    frequencies: Tensor
-
     def __init__(
         self,
         embed_dim: int,
@@ -52,10 +73,9 @@ class Cape(nn.Module):
         max_local_shift: float = 0.5,
         max_scale: float = 2.0,
     ) -> None:
-        super().__init__()
-        _check("Cape", embed_dim, max_global_shift, max_local_shift, max_scale)
-        self.step, self.frequency_scale = step, frequency_scale
-        self.max_global_shift, self.max_local_shift, self.max_scale = max_global_shift, max_local_shift, max_scale
+        super().__init__(embed_dim, max_global_shift, max_local_shift, max_scale)
+        self.step: float = step
+        self.frequency_scale: float = frequency_scale
         self.register_buffer("frequencies", torch.empty(embed_dim // 2), persistent=False)
         self.reset_parameters()
 
@@ -67,7 +87,7 @@ class Cape(nn.Module):
     def extra_repr(self) -> str:
         """Return the settings."""
         size = 2 * len(self.frequencies)
-        return f"{size}, step={self.step:g}, frequency_scale={self.frequency_scale:g}, {_augmentation(self)}"
+        return f"{size}, step={self.step:g}, frequency_scale={self.frequency_scale:g}, {super().extra_repr()}"
 
     def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:
         """Add the encoding."""
@@ -81,7 +101,7 @@ class Cape(nn.Module):
         return x + _waves(time * self.frequencies).to(x.dtype)
 
 
-class ImageCape(nn.Module):
+class ImageCape(_Augmented):
     """CAPE of an image's patches, whose coordinates run from -1 to 1, added to the input.
 
     Feature 2k is cos(π ω_k · (x, y)), feature 2k + 1 the sine, with ω_k = 10^(4k / embed_dim) (cos k, sin k).
@@ -97,13 +117,6 @@ class ImageCape(nn.Module):
         ValueError: if embed_dim is odd, or an augmentation is out of its range.
     """
 
-    columns: int
-    max_global_shift: float
-    max_local_shift: float
-    max_scale: float
-    rows: int
-
-    frequencies: Tensor
     coordinates: Tensor
 
     def __init__(
@@ -116,10 +129,9 @@ class ImageCape(nn.Module):
         max_local_shift: float = 0.5,
         max_scale: float = 1.4,
     ) -> None:
-        super().__init__()
-        _check("ImageCape", embed_dim, max_global_shift, max_local_shift, max_scale)
-        self.rows, self.columns = rows, columns
-        self.max_global_shift, self.max_local_shift, self.max_scale = max_global_shift, max_local_shift, max_scale
+        super().__init__(embed_dim, max_global_shift, max_local_shift, max_scale)
+        self.rows: int = rows
+        self.columns: int = columns
         self.register_buffer("frequencies", torch.empty(2, embed_dim // 2), persistent=False)
         self.register_buffer("coordinates", torch.empty(rows * columns, 2), persistent=False)
         self.reset_parameters()
@@ -129,18 +141,16 @@ class ImageCape(nn.Module):
         device = self.frequencies.device
         k = torch.arange(self.frequencies.shape[1], device=device, dtype=torch.float32)
         self.frequencies.copy_(10.0 ** (2 * k / len(k)) * torch.stack([k.cos(), k.sin()]) * math.pi)
-        sides = [torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device) for n in self.grid]
+        sides = [
+            torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device)
+            for n in (self.rows, self.columns)
+        ]
         y, x = torch.meshgrid(*sides, indexing="ij")
         self.coordinates.copy_(torch.stack([x, y], -1).flatten(0, 1))
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Numbers of rows and columns."""
-        return self.rows, self.columns
-
     def extra_repr(self) -> str:
         """Return the settings."""
-        return f"{2 * self.frequencies.shape[1]}, rows={self.rows}, columns={self.columns}, {_augmentation(self)}"
+        return f"{2 * self.frequencies.shape[1]}, rows={self.rows}, columns={self.columns}, {super().extra_repr()}"
 
     def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:
         """Add the encoding to patches in row-major order."""
@@ -153,24 +163,9 @@ class ImageCape(nn.Module):
         return x + _waves(xy @ self.frequencies).to(x.dtype)
 
 
-def _augmentation(layer: Cape | ImageCape) -> str:
-    names = ("max_global_shift", "max_local_shift", "max_scale")
-    return ", ".join(f"{name}={getattr(layer, name):g}" for name in names)
-
-
 def _waves(angles: Tensor) -> Tensor:  # (B, length, embed_dim / 2) → (B, length, embed_dim)
     return torch.stack([angles.cos(), angles.sin()], -1).flatten(-2)
 
 
 def _uniform(shape: tuple[int, ...], limit: float, device: torch.device) -> Tensor:
     return (2 * torch.rand(shape, device=device) - 1) * limit
-
-
-def _check(name: str, embed_dim: int, global_shift: float, local_shift: float, scale: float) -> None:
-    if embed_dim % 2:
-        raise ValueError(f"{name} pairs sines with cosines, so embed_dim must be even, got {embed_dim}")
-    if global_shift < 0 or not 0 <= local_shift <= 0.5 or scale < 1:
-        raise ValueError(
-            f"{name}: max_global_shift must be at least 0, max_local_shift within 0 … 0.5 (so that positions stay in "
-            f"order) and max_scale at least 1, got {global_shift}, {local_shift}, {scale}"
-        )

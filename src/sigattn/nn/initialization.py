@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -48,18 +49,14 @@ def _fan_in(weight: Tensor) -> None:
     nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
 
 
-def _trunc_normal(weight: Tensor) -> None:
-    nn.init.trunc_normal_(weight, std=0.02)
-
-
 def _moco_v3(weight: Tensor) -> None:
     limit = (6 / (len(weight) + weight[0].numel())) ** 0.5
     nn.init.uniform_(weight, -limit, limit)
 
 
-_KINDS: dict[str, Callable[[Tensor], None]] = {
+_KINDS: dict[str, Callable[[Tensor], object]] = {
     "fan_in": _fan_in,
-    "trunc_normal": _trunc_normal,
+    "trunc_normal": functools.partial(nn.init.trunc_normal_, std=0.02),
     "moco_v3": _moco_v3,
 }
 

@@ -13,7 +13,7 @@ _NAME = "sigmoid_attention"
 
 def resolve(
     attn_mask: Any, is_causal: bool, window: Any, query: Any, key: Any, *, query_offset: Any = 0
-) -> tuple[Tensor | None, bool, tuple[int, int] | None]:
+) -> tuple[Any, bool, Any]:
     """Return attn_mask, is_causal and window, with a ``CausalBias`` for query (…, N, D) and key (…, M, D) replaced.
 
     It becomes ``is_causal``, a window or a bool mask. Its attributes define it; its memory is uninitialised.

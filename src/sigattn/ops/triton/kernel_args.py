@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,18 +97,11 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         sequences, query_offset = Sequences(lengths, None, None), p.query_offset
     bias, bias_strides, bias_kind = _bias(p, shape)
     blocks = p.blocks if isinstance(p, Problem) else None
-    arguments: dict[str, Any] = {
-        "query": p.query,
-        "key": p.key,
-        "value": p.value,
-        "q_strides": shape.strides(p.query),
-        "k_strides": shape.strides(p.key),
-        "v_strides": shape.strides(p.value),
+    arguments = common_arguments(p, shape.strides, shape.batch, heads) | {
         "bias": bias,
         "bias_b": bias_strides[0],
         "bias_h": bias_strides[1],
         "mask": mask_arg(p.attn_mask, shape.batch, shape.heads, shape.n, shape.m),
-        "alibi": alibi_arg(p.alibi_slopes, shape.batch, shape.heads),
         "blocks": None,
         "sequences": sequences,
         "seed": p.seed,
@@ -116,8 +110,6 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         "len_k": shape.m,
         "heads": heads,
         "query_offset": query_offset,
-        "left": p.left,
-        "right": p.right,
         "scales": scales(p, p.keep_scale),
     }
     options = common_options(p)._replace(
@@ -135,6 +127,24 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         arguments["blocks"] = Blocks(table, strides[0], strides[1], strides[2], tiles)
         options = options._replace(BLOCK_Q=blocks.size[0], BLOCK_K=blocks.size[1])
     return Launch(p, shape, arguments, options)
+
+
+def common_arguments(
+    p: Problem | VarlenProblem | KVCacheProblem, strides: Callable[[Tensor], Strides], batch: int, heads: int
+) -> dict[str, Any]:
+    """Return the arguments that are the same for dense and packed problems and those with a cache."""
+    slopes = p.alibi_slopes
+    return {
+        "query": p.query,
+        "key": p.key,
+        "value": p.value,
+        "q_strides": strides(p.query),
+        "k_strides": strides(p.key),
+        "v_strides": strides(p.value),
+        "alibi": None if slopes is None else Alibi(slopes, *slopes.expand(batch, heads, 2).stride()),
+        "left": p.left,
+        "right": p.right,
+    }
 
 
 def common_options(p: Problem | VarlenProblem | KVCacheProblem) -> Options:
@@ -244,11 +254,6 @@ def mask_arg(mask: Tensor | None, *size: int) -> Mask | None:
     if mask is None:
         return None
     return Mask(mask.view(torch.uint8) if mask.dtype is torch.bool else mask, *mask.expand(size).stride())
-
-
-def alibi_arg(slopes: Tensor | None, batch: int, heads: int) -> Alibi | None:
-    """Return the kernels' argument for ALiBi's slopes."""
-    return None if slopes is None else Alibi(slopes, *slopes.expand(batch, heads, 2).stride())
 
 
 def scales(p: Problem | VarlenProblem | KVCacheProblem, out: float = 1.0) -> Scales:

@@ -80,13 +80,7 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         QUERY_ENDS=p.query_ends is not None,
         TABLE=p.block_table is not None,
     )
-    return {
-        "query": p.query,
-        "key": p.key,
-        "value": p.value,
-        "q_strides": _strides(p.query),
-        "k_strides": _strides(p.key),
-        "v_strides": _strides(p.value),
+    return kernel_args.common_arguments(p, _strides, batch, heads) | {
         "seqlens": p.seqlens,
         "query_ends": p.query_ends,
         "left_padding": p.left_padding,
@@ -98,14 +92,11 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         "bias_n": strides[2],
         "mask": kernel_args.mask_arg(p.attn_mask, batch, heads, n, mask_keys),
         "mask_keys": mask_keys,
-        "alibi": kernel_args.alibi_arg(p.alibi_slopes, batch, heads),
         "n": n,
         "kv_heads": kv_heads,
         "pages": pages,
         "page_size": page_size,
         "table_width": 1 if p.block_table is None else p.block_table.shape[1],
-        "left": p.left,
-        "right": p.right,
         "scales": kernel_args.scales(p),
         "OPT": options,
     }
