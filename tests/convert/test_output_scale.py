@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from sigattn.convert.output_scale import OutputScaleFit
 from sigattn.convert.row_statistics import row_outputs
 from sigattn.nn import OutputScaleBias, VisibleKeysLinearBias, sigmoidify
-from sigattn.ops.attention import canonical
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem
 
 H, D = 3, 5
 
@@ -69,7 +70,7 @@ def test_outputs_in_blocks_of_rows(causal, monkeypatch):
     monkeypatch.setattr("sigattn.convert.row_statistics._BLOCK_BYTES", 4000)
     q, k, v = torch.randn(2, 4, 9, D), torch.randn(2, 2, 9, D), torch.randn(2, 2, 9, D + 1)
     b = torch.randn(2, 4, 9)
-    problem = canonical(q, k, v, None, is_causal=causal)
+    problem = canonical(Problem, q, k, v, is_causal=causal)
     sigmoid, softmax = row_outputs(problem, b)
     torch.testing.assert_close(softmax, F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True))
     logits = q.double() @ k.double().repeat_interleave(2, 1).mT / D**0.5 + b.double().unsqueeze(-1)

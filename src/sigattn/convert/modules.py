@@ -30,7 +30,8 @@ from sigattn.nn.conversion.softmax_calls import Finding, listed
 from sigattn.nn.conversion.visible_keys import is_visible
 from sigattn.nn.fitted_bias import OutputScaleBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
-from sigattn.ops.attention import canonical
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem
 
 
 class ModuleAdapter:
@@ -120,7 +121,7 @@ class _Observer(CallObserver):
             )
         if mask is not None and mask.is_floating_point():
             mask = mask.masked_fill(~is_visible(mask), -torch.inf)
-        problem = canonical(query, key, value, mask, is_causal=is_causal, scale=scale, window=window)
+        problem = canonical(Problem, query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, window=window)
         return self.attend(AttentionCall(self.name, problem, softmax, sigmoid))
 
 

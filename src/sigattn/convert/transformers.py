@@ -17,7 +17,7 @@ from sigattn.nn.conversion.convert import find_softmax
 from sigattn.nn.conversion.softmax_calls import listed
 from sigattn.nn.conversion.visible_keys import evaluate_bias, is_visible
 from sigattn.ops import reference
-from sigattn.ops.attention import canonical
+from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
 
 _BLOCK_BYTES = 8 << 20  # bytes of the logits of one block of rows
@@ -62,7 +62,14 @@ class TransformersAdapter:
             if mask is not None and mask.is_floating_point():
                 mask = mask.masked_fill(~is_visible(mask), -torch.inf)
             problem = canonical(
-                call.query, call.key, call.value, mask, is_causal=call.causal, scale=call.scale, softcap=call.softcap
+                Problem,
+                call.query,
+                call.key,
+                call.value,
+                attn_mask=mask,
+                is_causal=call.causal,
+                scale=call.scale,
+                softcap=call.softcap,
             )
 
             def sigmoid(bias: AttentionBias) -> Tensor:
