@@ -11,7 +11,9 @@ import matplotlib.figure
 
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting
+from sigattn.experiments.run_file import Trainings, write_run_file
 from sigattn.recipes.recipe import Recipe
+from sigattn.train import metrics
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Claim:
         text: the statement in our words. name, baseline: names of the two variants.
         relation: the metric of ``name`` is the "same" as, "higher" or "lower" than that of ``baseline``.
         tolerance: for "same", the largest difference that does not matter; for the others, the smallest that would
-            (``Difference``).
+            (``Difference``). metric: "gradient_spikes", or "" for the metric of the ablation.
     """
 
     text: str
@@ -30,6 +32,7 @@ class Claim:
     relation: Literal["same", "higher", "lower"]
     baseline: str
     tolerance: float = 0.0
+    metric: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Ablation:
         metric: metric of the task, at the end of training. label: the metric in words.
         claims: statements to check; one whose variants were not trained is skipped.
         smoke: the variants of the smallest scale; None for all.
-        curves: if True, plot losses and attention norms over the steps, instead of the metric of each seed.
+        curves: plot losses and this measurement over the steps; "" to plot the metric of each seed.
+        paper: for experiments that cannot run at the paper's scale, the recipe of all variants (or the trainings), the
+            name of the data and the command that evaluates a run; a run file is written instead (``write_run_file``).
     """
 
     base: Callable[[Setting], Recipe]
@@ -50,22 +55,47 @@ class Ablation:
     label: str
     claims: Sequence[Claim]
     smoke: tuple[str, ...] | None = None
-    curves: bool = False
+    curves: str = ""
+    paper: tuple[str | Trainings, str, str] | None = None
 
     def __call__(self, setting: Setting) -> Result:
-        """Train all variants and compare their metrics."""
+        """Train all variants and compare their metrics.
+
+        Raises:
+            ExperimentError: at the paper's scale, if there is a run file for it.
+        """
+        if setting.scale == "paper" and self.paper is not None:
+            trainings, data, then = self.paper
+            if isinstance(trainings, str):
+                trainings = {name: (trainings, changes) for name, changes in self.variants.items()}
+            raise write_run_file(setting, trainings, data, then)
         outcomes = train_changes(setting, self.base(setting), self.variants, self.smoke)
         values = {name: [o.final[self.metric] for o in found] for name, found in outcomes.items()}
         return Result(
             ("variant", self.label),
             [(name, intervals.mean_std(values[name])) for name in values],
-            [{"variant": name, self.metric: values[name]} for name in values],
-            plot_training(outcomes) if self.curves else plot_seeds(values, self.label),
+            [
+                {"variant": n, self.metric: values[n], "gradient_spikes": _spikes(found)}
+                for n, found in outcomes.items()
+            ],
+            plot_training(outcomes, self.curves) if self.curves else plot_seeds(values, self.label),
         )
 
     def judge(self, data: Sequence[Row], _: Scale) -> list[Finding]:
         """Return the findings of the claims whose variants were trained."""
-        return check_claims(self.claims, {row["variant"]: row[self.metric] for row in data})
+        return [
+            finding
+            for claim in self.claims
+            for finding in check_claims(
+                [claim],
+                {row["variant"]: row[claim.metric or self.metric] for row in data if claim.metric in ("", *row)},
+            )
+        ]
+
+
+def _spikes(outcomes: Sequence[sweep.Outcome]) -> list[float]:
+    """Return the number of spikes of each run's gradient norm."""
+    return [float(metrics.count_spikes([row["gradient_norm"] for row in o.rows], 3.0)) for o in outcomes]
 
 
 def make_experiment(
@@ -114,14 +144,17 @@ def plot_seeds(values: dict[str, list[float]], label: str) -> matplotlib.figure.
     return figure
 
 
-def plot_training(outcomes: dict[str, list[sweep.Outcome]]) -> matplotlib.figure.Figure:
-    """Plot losses and attention norms over the steps."""
+MEASUREMENTS = {"attention_norm": "‖P V‖", "gradient_norm": "gradient norm"}
+
+
+def plot_training(outcomes: dict[str, list[sweep.Outcome]], measurement: str) -> matplotlib.figure.Figure:
+    """Plot losses and a measurement over the steps."""
     figure, axes = drawing.axes_grid(2, width=5.4, height=4.0)
     for name, colour in drawing.variant_colours(outcomes).items():
         runs = [o.rows for o in outcomes[name]]
         drawing.plot_metric(axes[0], runs, "loss", name, colour, window=10)
-        drawing.plot_metric(axes[1], runs, "attention_norm", name, colour)
+        drawing.plot_metric(axes[1], runs, measurement, name, colour)
     axes[0].set(xlabel="step", ylabel="training loss, nats")
-    axes[1].set(xlabel="step", ylabel="‖P V‖", yscale="log")
+    axes[1].set(xlabel="step", ylabel=MEASUREMENTS[measurement], yscale="log")
     drawing.band_legend(axes[0])
     return figure

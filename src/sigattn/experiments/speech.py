@@ -1,11 +1,6 @@
-"""Speech recognition: bias kinds and positions, depth, post-norm, conformer and hybrid-norm (App. ASR).
+"""Tables of speech recognition (App. ASR): errors by length and gradient spikes of variants of the speech model.
 
-    sigattn reproduce speech-bias --speech FSDD.tar.gz      (--scale paper: 8 GPUs of 80 GB, LibriSpeech, TED-LIUM v3)
-    sigattn reproduce speech-structure --speech FSDD.tar.gz
-
-Expected: with b = -log n of each sample, sigmoid matches softmax with every position; -log of the longest sample of a
-batch is equally good; without a bias it may match too, but gradients spike; hybrid-norm needs no bias; post-norm is
-worse than softmax; a conformer with a learned b = -10 fails on longer recordings.
+The tables are in ``speech_tables``.
 """
 
 from __future__ import annotations
@@ -21,57 +16,19 @@ from sigattn.data.corpora import spoken_digits
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.experiments import ablation, drawing, intervals, sweep
 from sigattn.experiments.ablation import Claim
-from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.run_file import Trainings, write_run_file
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.ctc import CTC
 from sigattn.train import metrics
 
-SOFTMAX: dict[str, Any] = {"activation": "softmax", "qk_norm": "none"}
-BIASES: dict[str, dict[str, Any]] = {
-    "softmax, RoPE": {**SOFTMAX, "position": "rope"},
-    "sigmoid, RoPE, b = -log n": {"position": "rope"},
-    "sigmoid, RoPE, b = -log of the batch's longest": {"position": "rope", "attention_bias": "log_batch"},
-    "sigmoid, RoPE, b = 0": {"position": "rope", "attention_bias": 0.0},
-    "sigmoid, RoPE, b = -10, learned": {"position": "rope", "attention_bias": -10.0, "learn_bias": "layer"},
-    "softmax, ALiBi": {**SOFTMAX, "position": "alibi"},
-    "sigmoid, ALiBi, b = -log n": {"position": "alibi"},
-    "softmax, CAPE": {**SOFTMAX, "position": "cape"},
-    "sigmoid, CAPE, b = -log n": {"position": "cape"},
-}
-STRUCTURES: dict[str, dict[str, Any]] = {
-    "softmax, 1 layer": {**SOFTMAX, "num_layers": 1},
-    "sigmoid, 1 layer": {"num_layers": 1},
-    "softmax, 3 layers": {**SOFTMAX, "num_layers": 3},
-    "sigmoid, 3 layers": {"num_layers": 3},
-    "sigmoid, hybrid-norm, no QK-norm, b = 0": {
-        "norm_placement": "hybrid_attention",
-        "qk_norm": "none",
-        "attention_bias": 0.0,
-    },
-    "softmax, post-norm": {**SOFTMAX, "norm_placement": "post"},
-    "sigmoid, post-norm": {"norm_placement": "post"},
-    "softmax, conformer": {**SOFTMAX, "block_kind": "conformer"},
-    "sigmoid, conformer": {"block_kind": "conformer"},
-    "sigmoid, conformer, b = -10, learned": {"block_kind": "conformer", "attention_bias": -10.0, "learn_bias": "layer"},
-}
 DIGITS = (2, 4, 7, 14)  # largest number of digits of the strings of each bucket; training strings have up to 7
-TOLERANCE = 4.0  # points of CER, about a tenth of the error
 
 
 def base(setting: Setting) -> Recipe:
-    """Return the recipe of a transformer on strings of spoken digits.
-
-    Raises:
-        ExperimentError: at the paper's scale.
-    """
-    if setting.scale == "paper":
-        raise ExperimentError(
-            "at the paper's scale these are models of 255M parameters on LibriSpeech: run sigattn train asr-ls960 "
-            "--data LIBRISPEECH (or asr-ls100-12, -24, -36, -post, asr-conformer-ls960, asr-ls960-hybrid), and "
-            "sigattn evaluate RUN --data TEDLIUM for the errors by duration"
-        )
+    """Return the recipe of a transformer on strings of spoken digits."""
     recipe = find_recipe("asr-ls960-tiny").with_transformer(position="rope")
     return sweep.shortened(recipe, setting.steps(4, 400), setting.scaled(4, 20, None))
 
@@ -83,15 +40,31 @@ class SpeechTable:
     Attributes:
         variants, claims: see ``Ablation``. smoke: the variants of the smallest scale.
         longer: claims about the longest strings, which do not occur in training.
+        spikes: claims about the number of spikes of the gradient norm.
+        curves: if True, plot losses and gradient norms over the steps, instead of the errors by length.
+        paper: recipe of all variants at the paper's scale, or the trainings themselves.
     """
 
     variants: dict[str, dict[str, Any]]
     claims: Sequence[Claim]
     smoke: tuple[str, ...]
     longer: Sequence[Claim] = ()
+    spikes: Sequence[Claim] = ()
+    curves: bool = False
+    paper: str | Trainings = "asr-ls960"
 
     def __call__(self, setting: Setting) -> Result:
-        """Train all variants and evaluate them on strings of every length."""
+        """Train all variants and evaluate them on strings of every length.
+
+        Raises:
+            ExperimentError: at the paper's scale, with the name of a run file.
+        """
+        if setting.scale == "paper":
+            trainings = self.paper
+            if isinstance(trainings, str):
+                trainings = {name: (trainings, changes) for name, changes in self.variants.items()}
+            then = "sigattn evaluate RUN --data LIBRISPEECH (errors by split), or TEDLIUM (by duration)"
+            raise write_run_file(setting, trainings, "LIBRISPEECH", then)
         recipe = base(setting)
         outcomes = ablation.train_changes(setting, recipe, self.variants, self.smoke)
         parts = strings_by_length(setting, recipe)
@@ -113,17 +86,20 @@ class SpeechTable:
             characters = intervals.mean_std([run.final["cer"] for run in runs])
             rows.append((name, words, characters, *cells, f"{spikes:.0f}"))
         columns = ("variant", "WER %", "CER %", *(f"CER %, {part}" for part in parts), "gradient spikes")
-        return Result(columns, rows, data, _figure(data, list(parts), list(outcomes)))
+        figure = _plot_curves(outcomes) if self.curves else _figure(data, list(parts), list(outcomes))
+        return Result(columns, rows, data, figure)
 
     def judge(self, data: Sequence[Row], _: Scale) -> list[Finding]:
         """Compare the mean CER over the groups of lengths that occur in training, and the CER of the longest group."""
         *trained, longest = dict.fromkeys(row["part"] for row in data)
-        at_trained, at_longest = {}, {}
+        at_trained, at_longest, spikes = {}, {}, {}
         for name in dict.fromkeys(row["variant"] for row in data):
             errors = [select(data, "cer", variant=name, part=part) for part in trained]
             at_trained[name] = [statistics.mean(of_seed) for of_seed in zip(*errors, strict=True)]
             at_longest[name] = select(data, "cer", variant=name, part=longest)
-        return ablation.check_claims(self.claims, at_trained) + ablation.check_claims(self.longer, at_longest)
+            spikes[name] = [float(n) for n in select(data, "gradient_spikes", variant=name, part=longest)]
+        checked = ((self.claims, at_trained), (self.longer, at_longest), (self.spikes, spikes))
+        return [finding for claims, values in checked for finding in ablation.check_claims(claims, values)]
 
 
 def strings_by_length(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
@@ -151,86 +127,29 @@ def _figure(data: list[dict[str, Any]], parts: list[str], names: Sequence[str]) 
     return figure
 
 
-def _experiment(name: str, title: str, source: str, table: SpeechTable, minutes: float) -> Experiment:
+def _plot_curves(outcomes: dict[str, list[sweep.Outcome]]) -> Any:
+    figure, axes = drawing.axes_grid(2, width=6.0, height=4.6)
+    for name, colour in drawing.variant_colours(outcomes).items():
+        runs = [outcome.rows for outcome in outcomes[name]]
+        for axis, metric in zip(axes, ("loss", "gradient_norm"), strict=True):
+            drawing.plot_metric(axis, runs, metric, name, colour)
+    axes[0].set(xlabel="step", ylabel="training loss")
+    axes[1].set(xlabel="step", ylabel="gradient norm", yscale="log")
+    drawing.band_legend(axes[1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def speech_experiment(name: str, title: str, source: str, table: SpeechTable) -> Experiment:
+    """Return the experiment that runs a table and judges its claims (``Experiment``)."""
     return Experiment(
         name,
         title,
         source,
         table,
         table.judge,
-        {"smoke": 0.2, "small": minutes, "paper": None},
+        {"smoke": 0.2, "small": 8.0, "paper": None},
         "8 GPUs of 80 GB",
         "strings of spoken digits (FSDD) instead of LibriSpeech, 2 layers of 64, 400 steps of 20 s, not converged, "
         "so character errors are compared rather than word errors; strings of 8 to 14 digits replace TED-LIUM's "
         "longer talks",
     )
-
-
-def _matches(position: str) -> Claim:
-    return Claim(
-        f"With {position} and b = -log n, sigmoid matches softmax.",
-        f"sigmoid, {position}, b = -log n",
-        "same",
-        f"softmax, {position}",
-        TOLERANCE,
-    )
-
-
-RULED = "sigmoid, RoPE, b = -log n"
-BIAS = _experiment(
-    "speech-bias",
-    "Speech recognition: biases and positions, by length",
-    'Tables "asr-results", "asr-results-ext", App. ASR',
-    SpeechTable(
-        BIASES,
-        (
-            *(_matches(position) for position in ("RoPE", "ALiBi", "CAPE")),
-            Claim(
-                "-log of the batch's longest sample is as good as each sample's own.",
-                "sigmoid, RoPE, b = -log of the batch's longest",
-                "same",
-                RULED,
-                TOLERANCE,
-            ),
-            Claim(
-                "Without a bias sigmoid can still match.", "sigmoid, RoPE, b = 0", "same", "softmax, RoPE", TOLERANCE
-            ),
-        ),
-        smoke=("softmax, RoPE", RULED, "sigmoid, RoPE, b = -log of the batch's longest"),
-        longer=(
-            Claim(
-                "On longer recordings, -log n with RoPE still matches softmax.",
-                RULED,
-                "same",
-                "softmax, RoPE",
-                TOLERANCE,
-            ),
-        ),
-    ),
-    8.0,
-)
-STRUCTURE = _experiment(
-    "speech-structure",
-    "Speech recognition: depth, post-norm, hybrid-norm, conformer",
-    'Tables "asr-pre-100h", "asr-post-100h", "asr-conformer", "asr-results-ext", App. ASR',
-    SpeechTable(
-        STRUCTURES,
-        (
-            Claim("A shallow model matches softmax.", "sigmoid, 1 layer", "same", "softmax, 1 layer", TOLERANCE),
-            Claim("So does a deeper one.", "sigmoid, 3 layers", "same", "softmax, 3 layers", TOLERANCE),
-            Claim("With post-norm, sigmoid is worse.", "sigmoid, post-norm", "higher", "softmax, post-norm"),
-            Claim("A conformer with -log n matches.", "sigmoid, conformer", "same", "softmax, conformer", TOLERANCE),
-        ),
-        smoke=("softmax, 1 layer", "sigmoid, 1 layer", "sigmoid, conformer, b = -10, learned"),
-        longer=(
-            Claim(
-                "A conformer with a learned b = -10 fails on longer recordings, where -log n does not.",
-                "sigmoid, conformer, b = -10, learned",
-                "higher",
-                "sigmoid, conformer",
-            ),
-        ),
-    ),
-    8.0,
-)
-EXPERIMENTS = (BIAS, STRUCTURE)

@@ -1,0 +1,94 @@
+"""Run files of the paper's tables: every command parses to the intended settings, and every variant trains."""
+
+import importlib
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sigattn.experiments import language_ablations, speech_tables, vision_ablations
+from sigattn.experiments.experiment import ExperimentError, Setting
+from sigattn.experiments.registry import EXPERIMENTS
+from sigattn.models.language import LanguageModel
+from sigattn.models.speech import SpeechModel
+from sigattn.recipes.registry import find_recipe
+
+TRAIN = importlib.import_module("sigattn.cli.train")  # the package has a function of this name
+pytestmark = pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*Deprec")
+TABLES = {e.name: e for m in (language_ablations, speech_tables, vision_ablations) for e in m.EXPERIMENTS}
+SPEECH = (speech_tables.STABILITY, speech_tables.HYBRIDS, speech_tables.POSTS, speech_tables.STRUCTURES)
+LANGUAGE = (language_ablations.NORMS, language_ablations.LONG_NORMS, language_ablations.STABILITY)
+
+
+def trainings(experiment):
+    """Return the trainings of an experiment at the paper's scale, None if it runs there itself."""
+    study = experiment.run
+    paper = study.paper[0] if isinstance(study.paper, tuple) else study.paper
+    return {name: (paper, changes) for name, changes in study.variants.items()} if isinstance(paper, str) else paper
+
+
+@pytest.mark.parametrize("name", [name for name, e in TABLES.items() if trainings(e) is not None])
+def test_commands_parse_to_the_settings(name, tmp_path):
+    """Of all commands, those with a flag and value that no command before them has."""
+    with pytest.raises(ExperimentError, match="run sigattn train with the lines of"):
+        EXPERIMENTS[name].run(Setting("paper", 2, tmp_path))
+    lines = [line for line in (tmp_path / "runs.sh").read_text().splitlines() if not line.startswith("#")]
+    expected = [pair for _ in range(2) for pair in trainings(EXPERIMENTS[name]).values()]
+    assert len(lines) == len(set(lines)) == len(expected)
+    known = set()
+    for i, (line, (recipe, changes)) in enumerate(zip(lines, expected, strict=True)):
+        if set(changes.items()) <= known:
+            continue
+        known |= set(changes.items())
+        program, command, recipe_name, *arguments = shlex.split(line)
+        assert (program, command, recipe_name) == ("sigattn", "train", recipe)
+        options = TRAIN._options(find_recipe(recipe), arguments)
+        model = {k: v for k, v in changes.items() if not k.startswith("training.")}
+        assert options.model == find_recipe(recipe).with_transformer(**model).model
+        assert options.training.seed == i // (len(lines) // 2)
+        assert options.training.batch_size == changes.get(
+            "training.batch_size", find_recipe(recipe).training.batch_size
+        )
+
+
+@pytest.mark.parametrize("variants", SPEECH, ids=["stability", "hybrid", "post", "structure"])
+def test_speech_variants_train(variants):
+    small = {"embed_dim": 16, "num_heads": 2, "num_mel_bins": 8, "num_layers": 1, "conformer_kernel_size": 5}
+    for changes in variants.values():
+        config = find_recipe("asr-ls960-tiny").with_transformer(**{**changes, **small}).model
+        check_gradients(SpeechModel(config), torch.randn(2, 40, 8), torch.tensor([40, 31]),
+                        torch.tensor([[3, 4], [5, 6]]), torch.tensor([2, 1]))  # fmt: skip
+
+
+@pytest.mark.parametrize("variants", LANGUAGE, ids=["2k", "4k", "stability"])
+def test_language_variants_train(variants):
+    for changes in variants.values():
+        config = find_recipe("lm-1b-2k-tiny").with_transformer(**changes).model
+        config = replace(config, embed_dim=16, num_heads=2, num_layers=1, max_seq_len=12)
+        tokens = torch.randint(256, (2, 13))
+        check_gradients(LanguageModel(config), tokens[:, :-1], tokens[:, 1:])
+
+
+def check_gradients(model, *batch):
+    model.loss(*batch).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_all_rows_of_the_papers_language_table():
+    """Table "lm_norm_ablations": 8 rows at 2,048 tokens and 8 at 4,096."""
+    for table in (language_ablations.NORMS, language_ablations.LONG_NORMS):
+        configs = {find_recipe("lm-1b-2k").with_transformer(**changes).model for changes in table.values()}
+        assert len(configs) == len(table) == 8
+
+
+def test_every_claim_names_variants_and_the_smallest_scale_checks_one():
+    for experiment in TABLES.values():
+        study = experiment.run
+        claims = [*study.claims, *getattr(study, "longer", ()), *getattr(study, "spikes", ())]
+        assert all({claim.name, claim.baseline} <= study.variants.keys() for claim in claims)
+        smoke = set(study.smoke or study.variants)
+        assert smoke <= study.variants.keys()
+        assert any({claim.name, claim.baseline} <= smoke for claim in claims)
