@@ -1,10 +1,11 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; error.svg and error.md from
-results/accuracy/accuracy.json.
+results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from sigattn.experiments.drawing import COLOUR_OF, COLOURS, axes_grid
+from sigattn.experiments.drawing import COLOUR_OF, OTHER_COLOURS, axes_grid
+from sigattn.experiments.intervals import welch
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path(__file__).parent.parent / "docs/figures"
-IMPLEMENTATIONS = {"sigattn": COLOUR_OF["sigmoid"], "naive sigmoid": COLOURS[2]}
+IMPLEMENTATIONS = {"sigattn": COLOUR_OF["sigmoid"], "naive sigmoid": OTHER_COLOURS[1]}
+LOWER_IS_BETTER = ("bits", "wer")
 LABELS = {"sigattn": "sigattn", "naive sigmoid": "plain formula"}
 Row = dict[str, Any]
 
@@ -94,6 +97,25 @@ def draw_error(rows: list[Row]) -> Figure:
     return figure
 
 
+def draw_quality(runs: list[Row]) -> Figure:
+    """Draw the difference of sigmoid from softmax on each task, in per cent of softmax's mean, with its interval."""
+    figure, (axes,) = axes_grid(1, width=7.4, height=3.6)
+    entries = list(dict.fromkeys(run["entry"] for run in runs))
+    for at, entry in enumerate(entries):
+        softmax, sigmoid = (
+            [r["value"] for r in select(runs, entry=entry, activation=a)] for a in ("softmax", "sigmoid")
+        )
+        difference, mean = welch(softmax, sigmoid), statistics.mean(softmax)
+        better = -1 if select(runs, entry=entry)[0]["measure"] in LOWER_IS_BETTER else 1
+        delta, margin = 100 * better * difference.delta / mean, 100 * difference.margin / mean
+        axes.errorbar(delta, at, xerr=margin, fmt="o", ms=4, capsize=3, color=COLOUR_OF["sigmoid"])
+    axes.axvline(0, color=COLOUR_OF["softmax"], lw=1.2)
+    axes.set_yticks(range(len(entries)), entries)
+    axes.invert_yaxis()
+    axes.set_xlabel("sigmoid better than softmax by, % of softmax's value")
+    return figure
+
+
 def select(rows: list[Row], **values: object) -> list[Row]:
     """Return the rows with these values, in their order."""
     return [row for row in rows if all(row[name] == value for name, value in values.items())]
@@ -143,7 +165,13 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     speed = json.loads((RESULTS / "cpu.json").read_text())
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
-    figures = {"operator": draw_operator(), "speed": draw_speed(speed["rows"]), "error": draw_error(error["rows"])}
+    pairs = json.loads((RESULTS / "compare/results.json").read_text())
+    figures = {
+        "operator": draw_operator(),
+        "speed": draw_speed(speed["rows"]),
+        "error": draw_error(error["rows"]),
+        "quality": draw_quality(pairs),
+    }
     with matplotlib.rc_context({"svg.hashsalt": "sigattn"}):  # the same file at every run
         for name, figure in figures.items():
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

@@ -37,6 +37,9 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!sigattn\.(?!ops\.)).*")]
 
 html_theme = "furo"
+html_favicon = "_static/favicon.svg"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
