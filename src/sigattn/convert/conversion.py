@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @torch.no_grad()
 def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None) -> ConversionReport:
-    """Turn a model's softmax attention into sigmoid attention with a fitted, learnable bias, in place.
+    """Turn a model's softmax attention into sigmoid attention with a fitted bias and output scale, in place.
 
     The model is run on the batches, in evaluation mode and without gradient, while statistics of its attention logits
     are collected: memory is linear in the length, and there is no second copy of the model. A quarter of the batches is
@@ -40,8 +40,8 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
             ``F.scaled_dot_product_attention``: models of this library, timm, torchvision, and ``nn.Transformer``; or
             that is, or contains, models of transformers that use its attention interface.
         batches: a few batches, such as those of training: each a tensor, a sequence of positional arguments, or a
-            mapping of keyword arguments of the model; with ``loss``, anything that it takes. Five or more, so that one
-            can be held out.
+            mapping of keyword arguments of the model; with ``loss``, anything that it takes. Two or more, so that one
+            can be held out; eight of some thousand tokens are enough.
         loss: function from model and batch to a scalar, which also runs the model. None runs ``model(batch)``; its loss
             is then the output's attribute ``loss``, if there is one.
 
