@@ -24,6 +24,7 @@ LEFT_OUT = {
     ),
     "sigattn.nn.functional",
     *(f"sigattn.nn.conversion.{name}" for name in ("multihead", "sigmoid_layer", "visible_keys")),
+    "sigattn.integrations.transformers.interface",
     "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",
     "sigattn.ops.statistics",

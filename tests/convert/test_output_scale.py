@@ -27,9 +27,11 @@ def formula(bias, output):
     output = output.double()
     norm = output.norm(dim=-1)
     scales = []
-    for h, w in enumerate(bias.direction.double().view(H, D)):
+    for h, w in enumerate(bias.row_scale.direction.double().view(H, D)):
         direction = output[:, h] / norm[:, h, :, None]
-        scales.append(bias.gain[h].double() + bias.power[h].double() * norm[:, h].log() + direction @ w)
+        scales.append(
+            bias.row_scale.gain[h].double() + bias.row_scale.power[h].double() * norm[:, h].log() + direction @ w
+        )
     return torch.stack(scales, 1).clamp(-3, 3).exp().unsqueeze(-1)
 
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers import conversion  # noqa: E402
 from sigattn.nn.bias import LearnableBias  # noqa: E402
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias  # noqa: E402
+from sigattn.nn.fitted_bias import OutputScaleBias, VisibleKeysLinearBias  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -36,12 +36,14 @@ DECODERS = ("llama", "qwen3", "gemma3_text")
 
 
 def formula(module, query, key, value, attention_mask, scaling, **_):
-    """σ(scale · Q Kᵀ + c + a · log visible) V in float64, with the parameters of the layer."""
+    """r · σ(scale · Q Kᵀ + c + a · log visible) V in float64, with the parameters of the layer."""
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).double() for t in (key, value))
-    constant, slope = (p.double().view(-1, 1, 1) for p in module.sigmoid_bias.parameters())
+    constant, slope, gain, power, direction = (p.double().view(4, -1, 1) for p in module.sigmoid_bias.parameters())
     b = constant + slope * seen.sum(-1, keepdim=True).clamp(min=1).double().log()
     out = (torch.sigmoid(query.double() @ key.mT * scaling + b) * seen) @ value
+    norm = (out.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+    out = out * torch.exp((gain + power * norm.log() + out / norm @ direction).clamp(-3, 3))
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
@@ -60,9 +62,10 @@ def softmax_model(kind="llama"):
 
 def converted(kind="llama"):
     model = softmax_model(kind)
-    biases = {name: VisibleKeysLinearBias(4) for name in conversion.attention_layers(model)}
+    biases = {name: OutputScaleBias(4, 8) for name in conversion.attention_layers(model)}
     for bias in biases.values():
-        torch.nn.init.normal_(bias.constant, std=0.5)
+        for parameter in bias.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
         torch.nn.init.normal_(bias.slope, -0.7, 0.2)
     conversion.swap(model, biases)
     return model
@@ -121,6 +124,7 @@ def test_generation(kind):
     assert torch.equal(ours.generate(**inputs, **beams), theirs.generate(**inputs, **beams, use_cache=False))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_compiled():
     ours = converted()
     inputs = {"input_ids": inputs_of()["input_ids"], "use_cache": False}
@@ -134,7 +138,7 @@ class TestSaved:
     def test_the_configuration(self, tmp_path):
         converted().save_pretrained(tmp_path)
         saved = json.loads((tmp_path / "config.json").read_text())
-        entry = {"kind": "VisibleKeysLinearBias", "num_heads": 4}
+        entry = {"kind": "OutputScaleBias", "num_heads": 4, "head_dim": 8}
         assert saved["sigmoid_bias"] == {f"layers.{i}.self_attn": entry for i in range(2)}
         assert (saved["attn_implementation"], saved["model_type"]) == ("sigmoid", "llama")
 
@@ -195,6 +199,7 @@ class TestSaved:
             bias = other.model.layers[1].self_attn.sigmoid_bias
             assert bias.constant.tolist() == [0.0] * 4
             assert bias.slope.tolist() == [-1.0] * 4
+            assert not any(p.any() for p in bias.row_scale.parameters())
 
     def test_initialised_again(self, tmp_path):
         """init_weights, which some methods of transformers call, leaves fitted and loaded biases as they are."""

@@ -63,9 +63,9 @@ class OutputScaleFit:
             strength = _RIDGE + _PRIOR_ROWS / max(self.rows, 1)
             ridge = products.diagonal(dim1=1, dim2=2) * strength + torch.finfo(torch.float32).tiny
             solution[:, used] = torch.linalg.solve(products + torch.diag_embed(ridge), targets)
-        fitted.gain.copy_(solution[:, 0])
-        fitted.power.copy_(solution[:, 1])
-        fitted.direction.copy_(solution[:, _POWER:].flatten())
+        fitted.row_scale.gain.copy_(solution[:, 0])
+        fitted.row_scale.power.copy_(solution[:, 1])
+        fitted.row_scale.direction.copy_(solution[:, _POWER:].flatten())
         return fitted
 
 

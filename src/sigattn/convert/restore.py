@@ -46,10 +46,9 @@ def _parameters(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the parameters of the bias of each layer, by the layer's name."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
-        path, _, parameter = key.rpartition(".")
-        layer, _, attribute = path.rpartition(".")
-        if attribute in _ATTRIBUTES:
-            found.setdefault(layer, {})[parameter] = value
+        parts = key.split(".")
+        for i in (i for i, part in enumerate(parts[:-1]) if part in _ATTRIBUTES):
+            found.setdefault(".".join(parts[:i]), {})[".".join(parts[i + 1 :])] = value
     return found
 
 
@@ -60,7 +59,7 @@ def _bias(parameters: Mapping[str, Tensor]) -> AttentionBias:
         ConversionError: if no bias of ``sigattn.nn.fitted_bias`` has them.
     """
     num_heads = len(parameters.get("constant", ()))
-    sizes = {"num_heads": num_heads, "head_dim": len(parameters.get("direction", ())) // max(num_heads, 1)}
+    sizes = {"num_heads": num_heads, "head_dim": len(parameters.get("row_scale.direction", ())) // max(num_heads, 1)}
     for kind in FITTED.values():
         bias = kind(**{name: sizes[name] for name in inspect.signature(kind).parameters})
         if {n: t.shape for n, t in bias.state_dict().items()} == {n: t.shape for n, t in parameters.items()}:

@@ -62,12 +62,10 @@ class VisibleKeysLinearBias(AttentionBias):
         return self.constant.view(-1, 1, 1) + self.slope.view(-1, 1, 1) * log_visible
 
 
-class OutputScaleBias(VisibleKeysLinearBias):
-    """Bias of c + a · log(visible keys), and a learned scale of each row o of the attention's output.
+class RowScale(nn.Module):
+    """Learned scale of each row o of an attention's output, exp(g + β · log‖o‖ + w · o/‖o‖), limited to 1/20 … 20.
 
-    The scale of a head is exp(g + β · log‖o‖ + w · o/‖o‖), limited to 1/20 … 20: β = 0 leaves norms as they are, and
-    β = -1 replaces them by exp(g + w · o/‖o‖). It starts as 1. A query's scale depends on its own output only, so that
-    decoding with a KV cache is exact.
+    β = 0 leaves norms as they are, and β = -1 replaces them by exp(g + w · o/‖o‖). It starts as 1.
 
     Args:
         num_heads: number of query heads.
@@ -78,24 +76,18 @@ class OutputScaleBias(VisibleKeysLinearBias):
     """
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
-        super().__init__(num_heads)
-        self.head_dim: int = head_dim
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, head_dim
         self.gain: nn.Parameter = nn.Parameter(torch.zeros(num_heads))
         self.power: nn.Parameter = nn.Parameter(torch.zeros(num_heads))
         self.direction: nn.Parameter = nn.Parameter(torch.zeros(num_heads * head_dim))
 
     def reset_parameters(self) -> None:
-        """Set the bias to -log of the visible keys, and the scale to 1."""
-        super().reset_parameters()
-        for name in ("gain", "power", "direction"):
-            if name in self._parameters:  # not yet within the base class's constructor
-                nn.init.zeros_(self.get_parameter(name))
+        """Set the scale to 1."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
-    def extra_repr(self) -> str:
-        """Return the settings."""
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
-
-    def output_scale(self, output: Tensor) -> Tensor:
+    def forward(self, output: Tensor) -> Tensor:
         """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
         output = output.to(torch.promote_types(self.gain.dtype, torch.float32))
         square = output.square().sum(-1, keepdim=True) + EPS  # differentiable at a row of zeros
@@ -103,6 +95,35 @@ class OutputScaleBias(VisibleKeysLinearBias):
         exponent = self.gain.view(-1, 1, 1) + 0.5 * self.power.view(-1, 1, 1) * square.log()
         exponent = exponent + projection * square.rsqrt()
         return exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
+
+
+class OutputScaleBias(VisibleKeysLinearBias):
+    """Bias of c + a · log(visible keys), and a learned scale of each row of the attention's output.
+
+    A query's scale depends on its own output only, so that decoding with a KV cache is exact.
+
+    Args:
+        num_heads: number of query heads.
+        head_dim: number of features of a value.
+
+    Attributes:
+        row_scale: the scale. (A module of its own, because a module's offloaded parameters are present during its call
+            only.)
+    """
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__(num_heads)
+        self.head_dim: int = head_dim
+        self.row_scale: RowScale = RowScale(num_heads, head_dim)
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+    def output_scale(self, output: Tensor) -> Tensor:
+        """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
+        scale: Tensor = self.row_scale(output)
+        return scale
 
 
 # the kinds that configurations name; each keeps its arguments, JSON values, as attributes of the same names

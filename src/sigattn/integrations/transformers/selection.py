@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sigattn.integrations.transformers import learned_bias
 from sigattn.integrations.transformers.check import fixed_choices, unsupported_layers
 from sigattn.integrations.transformers.saving import NAME
-from sigattn.nn.fitted_bias import FITTED
+from sigattn.nn import fitted_bias
 
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
 
@@ -100,7 +100,7 @@ def _initialize_weights(own: Any) -> Any:
     """Give learned biases that a checkpoint lacks their initial values, instead of leaving their memory as it is."""
 
     def wrapped(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if type(module) in FITTED.values() and not getattr(module, "_is_hf_initialized", False):
+        if type(module).__module__ == fitted_bias.__name__ and not getattr(module, "_is_hf_initialized", False):
             module.reset_parameters()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
         own(self, module, *args, **kwargs)
 
