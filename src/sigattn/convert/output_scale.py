@@ -41,8 +41,8 @@ class OutputScaleFit:
 
     def update(self, output: Tensor, softmax: Tensor, counted: Tensor) -> None:
         """Add rows: the sigmoid's and softmax's outputs, (B, Hq, N, Dv), and True for the rows that count."""
-        x, square = _features(output)
-        alpha = (output * softmax).sum(-1) / square
+        x, norm = _features(output)
+        alpha = (output * softmax).sum(-1) / norm.square()
         target = alpha.clamp(min=EPS).log().clamp(-_MAX_LOG_TARGET, _MAX_LOG_TARGET).unsqueeze(-1)
         weight = (softmax.square().sum(-1) * counted).unsqueeze(-1)
         x, weighted = (t.transpose(0, 1).flatten(1, 2) for t in (x, x * weight))  # (Hq, rows, features)
@@ -117,6 +117,6 @@ def _outputs(call: AttentionCall, biases: Mapping[str, AttentionBias]) -> tuple[
 
 
 def _features(output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1, log‖o‖ and o/‖o‖ of each row, (B, Hq, N, Dv + 2), and ‖o‖², (B, Hq, N)."""
-    square = output.square().sum(-1, keepdim=True) + EPS
-    return torch.cat([torch.ones_like(square), 0.5 * square.log(), output * square.rsqrt()], -1), square.squeeze(-1)
+    """Return 1, log‖o‖ and o/‖o‖ of each row, (B, Hq, N, Dv + 2), and ‖o‖, (B, Hq, N)."""
+    norm = torch.linalg.vector_norm(output, dim=-1, keepdim=True) + EPS
+    return torch.cat([torch.ones_like(norm), norm.log(), output / norm], -1), norm.squeeze(-1)

@@ -6,6 +6,7 @@ from sigattn.experiments import (
     bias_rules,
     causal_bias,
     closed_form,
+    conversion,
     dropped_keys,
     k_summation,
     language_ablations,
@@ -34,6 +35,7 @@ _MODULES = (
     sigma_accuracy,
     bias_rules,
     causal_bias,
+    conversion,
     dropped_keys,
 )
 EXPERIMENTS: dict[str, Experiment] = {e.name: e for module in _MODULES for e in module.EXPERIMENTS}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sigattn.nn.bias import AttentionBias
 
 MAX_LOG_SCALE = 3.0  # bound of |log scale| of ``OutputScaleBias``, e³ ≈ 20
-EPS = 1e-12  # added to the square of a row's norm
+EPS = 1e-6  # added to a row's norm
 
 
 class VisibleKeysLinearBias(AttentionBias):
@@ -90,10 +90,9 @@ class RowScale(nn.Module):
     def forward(self, output: Tensor) -> Tensor:
         """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
         output = output.to(torch.promote_types(self.gain.dtype, torch.float32))
-        square = output.square().sum(-1, keepdim=True) + EPS  # differentiable at a row of zeros
+        norm = torch.linalg.vector_norm(output, dim=-1, keepdim=True) + EPS  # differentiable at a row of zeros
         projection = output @ self.direction.view(self.num_heads, self.head_dim, 1)
-        exponent = self.gain.view(-1, 1, 1) + 0.5 * self.power.view(-1, 1, 1) * square.log()
-        exponent = exponent + projection * square.rsqrt()
+        exponent = self.gain.view(-1, 1, 1) + self.power.view(-1, 1, 1) * norm.log() + projection / norm
         return exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
 
 

@@ -1,0 +1,340 @@
+"""Beyond the paper: conversion of trained softmax models to sigmoid attention (``sigattn.convert``).
+
+    sigattn reproduce conversion --data tinyshakespeare.txt
+
+Language models of bytes with RoPE and with ALiBi, a ViT on handwritten digits and a speech model on tones are trained
+with softmax. Each is then trained further by up to 10 % of its steps: with softmax, and as a sigmoid model from three
+starts: b = -log n, the fitted bias and output scale of ``convert``, and the same with distillation, in which half of
+the loss is the divergence of the outputs from those of the softmax model that was converted.
+
+Expected: without calibration the converted model starts with a ruined loss; with it within a few percent of softmax.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.convert import ConversionReport, convert
+from sigattn.data.dataset import Data
+from sigattn.experiments import cache, datasets, drawing, intervals, sweep, tones
+from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.models.language import LanguageModelConfig
+from sigattn.nn import functional
+from sigattn.nn.attention import Attention
+from sigattn.nn.bias import BatchLengthBias
+from sigattn.ops import reference
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import find_recipe
+from sigattn.tasks.language import LanguageModelling
+from sigattn.train import workers
+
+SOFTMAX, LENGTH, FITTED, DISTILLED = "softmax", "sigmoid, -log n", "sigmoid, fitted", "sigmoid, fitted and distilled"
+STARTS = (SOFTMAX, LENGTH, FITTED, DISTILLED)
+LANGUAGE = ("RoPE", "ALiBi")
+FAMILIES = (*LANGUAGE, "ViT", "speech")
+FRACTIONS = (0.0, 0.01, 0.03, 0.1)  # of the steps of the softmax model
+BATCHES = 4  # of a conversion
+MAP = 48  # positions in the maps of the attention
+
+
+def recipe_of(family: str, setting: Setting) -> Recipe:
+    """Return the recipe of a family's softmax model."""
+    steps = setting.steps(8, 600, 6000)
+    if family == "ViT":
+        return sweep.shortened(find_recipe("vit-supervised-tiny").softmax(), steps, setting.scaled(8, 64, 128))
+    if family == "speech":
+        return sweep.shortened(find_recipe("asr-ls960-tiny").softmax(), steps, setting.scaled(2, 8, 20))
+    model = LanguageModelConfig(
+        activation="softmax",
+        position="rope" if family == "RoPE" else "alibi",
+        num_layers=setting.scaled(2, 3, 6),
+        embed_dim=setting.scaled(32, 96, 384),
+        max_seq_len=setting.scaled(32, 128, 512),
+    )
+    recipe = replace(find_recipe("lm-85m-2k-tiny"), name=f"lm-{family}", model=model, task=LanguageModelling())
+    return sweep.shortened(recipe, steps, 16, learning_rate=2e-3, weight_decay=0.1)
+
+
+def train_and_convert(recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
+    """Train a softmax model; return the held-out losses of every start by step, and measurements of the conversion."""
+    data = datasets.load_dataset(recipe, data_path)
+    torch.manual_seed(recipe.training.seed)
+    model = recipe.task.build(recipe.model)
+    steps, rate = recipe.training.max_steps, recipe.training.learning_rate
+    _train(model, recipe, data, range(steps), functools.partial(_one_cycle, rate, steps))
+    starts = {SOFTMAX: model, LENGTH: _with_log_n(model), FITTED: copy.deepcopy(model)}
+    batches = [_batch(recipe, data, -1 - i) for i in range(BATCHES)]
+    report = convert(starts[FITTED], batches, loss=recipe.task.loss)
+    starts[DISTILLED] = copy.deepcopy(starts[FITTED])
+    maps = [_attention_map(starts[kind], batches[0]) for kind in (SOFTMAX, FITTED)]
+    twin = copy.deepcopy(model).eval()
+    losses: dict[str, dict[int, float]] = {}
+    for name, start in starts.items():
+        losses[name] = {0: _evaluate(start, recipe, data)}
+        done = 0
+        for fraction in FRACTIONS[1:]:
+            until = max(done + 1, round(fraction * steps))
+            optimizer_steps = range(steps + done, steps + until)
+            _train(start, recipe, data, optimizer_steps, lambda _: rate / 4, twin if name == DISTILLED else None)
+            losses[name][until], done = _evaluate(start, recipe, data), until
+    return {"losses": losses, "layers": _layers(report), "maps": maps}
+
+
+def _train(
+    model: nn.Module,
+    recipe: Recipe,
+    data: Data,
+    steps: range,
+    rate_of: Callable[[int], float],
+    twin: nn.Module | None = None,
+) -> None:
+    """Train a model by AdamW; with a twin, half of the loss is the divergence of the outputs from the twin's."""
+    training = recipe.training
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": training.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas)
+    model.train()
+    for step in steps:
+        batch = _batch(recipe, data, step)
+        loss = recipe.task.loss(model, batch)
+        if twin is not None:
+            loss = (loss + _divergence(_log_probabilities(twin, batch), _log_probabilities(model, batch))) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(step)
+        optimizer.step()
+    model.eval()
+
+
+def _one_cycle(rate: float, steps: int, step: int) -> float:
+    """Return the learning rate: a warm-up over a tenth of the steps, then a linear decay to a tenth."""
+    warmup = max(1, steps // 10)
+    return rate * min((step + 1) / warmup, 0.1 + 0.9 * (steps - step) / max(1, steps - warmup))
+
+
+def _batch(recipe: Recipe, data: Data, step: int) -> Any:
+    """Return the training batch of a step; negative steps are other batches than those of the training."""
+    step = step if step >= 0 else 10 * recipe.training.max_steps - step
+    return data.batch(step, recipe.training.batch_size, recipe.training.seed)
+
+
+def _inputs(batch: Any) -> tuple[Tensor, ...]:
+    return tuple(batch[:2]) if len(batch) == 4 else tuple(batch[:1])  # speech: frames and lengths
+
+
+def _log_probabilities(model: nn.Module, batch: Any) -> Tensor:
+    out = model(*_inputs(batch))
+    return (out if isinstance(out, Tensor) else out[0]).float().log_softmax(-1)
+
+
+def _divergence(target: Tensor, found: Tensor) -> Tensor:
+    """Return the mean Kullback-Leibler divergence of two models' outputs; the target's has no gradient."""
+    target, found = target.detach().flatten(0, -2), found.flatten(0, -2)
+    return F.kl_div(found, target, reduction="batchmean", log_target=True)
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, recipe: Recipe, data: Data) -> float:
+    model.eval()
+    return recipe.task.evaluate(model, data.validation(recipe.training.eval_batch_size))["loss"]
+
+
+def _with_log_n(model: nn.Module) -> nn.Module:
+    """Return a copy whose attention is sigmoid with b = -log n."""
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.activation, layer.attention_bias = "sigmoid", BatchLengthBias()
+    return model
+
+
+def _layers(report: ConversionReport) -> list[dict[str, Any]]:
+    return [
+        {"r2": [head.r2 for head in layer.heads], "error": layer.error, "error_log_n": layer.error_log_n}
+        for layer in report.layers
+    ]
+
+
+@torch.no_grad()
+def _attention_map(model: nn.Module, batch: Any) -> list[list[float]]:
+    """Return the weights of the first sample and head in the last layer, times the scale of the output."""
+    layer = [m for m in model.modules() if isinstance(m, Attention)][-1]
+    found: list[Tensor] = []
+
+    def record(activation: Any, query: Tensor, key: Tensor, value: Tensor, spec: Any) -> Tensor:
+        out = functional.attend(activation, query, key, value, spec)
+        weights = reference.attention_weights(functional.make_problem(query, key, value, spec), activation)
+        scale = None if layer.attention_bias is None else layer.attention_bias.output_scale(out)
+        found.append((weights if scale is None else weights * scale)[0, 0, :MAP, :MAP])
+        return out
+
+    layer.attention_fn = record
+    try:
+        model(*_inputs(batch))
+    finally:
+        layer.attention_fn = functional.attend
+    return [[round(float(w), 4) for w in row] for row in found[0]]
+
+
+def _job(path: Path, settings: dict[str, Any], recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
+    found: dict[str, Any] = cache.memoize(path, settings, lambda: train_and_convert(recipe, data_path))
+    return found
+
+
+def _job_alone(*call: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return _job(*call)
+
+
+def compare_starts(setting: Setting) -> Result:
+    """Train and convert every family with every seed, and train on from every start."""
+    names = setting.scaled(("RoPE",), FAMILIES, FAMILIES)
+    recordings = tones.write_tones(setting.folder / "tones") if "speech" in names else None
+    calls = {}
+    for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
+        for family in names:
+            recipe = recipe_of(family, setting).with_training(seed=seed)
+            data_path = setting.data if family in LANGUAGE else recordings if family == "speech" else None
+            fingerprint = datasets.load_dataset(recipe, data_path).fingerprint
+            setting.fingerprints[family] = fingerprint
+            settings = {"recipe": repr(recipe), "data": fingerprint, "fractions": FRACTIONS, "batches": BATCHES}
+            calls[family, seed] = (setting.folder / "runs" / f"{family}_{seed}.json", settings, recipe, data_path)
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    if setting.scale == "smoke":  # starting two further processes takes longer than the training
+        found = {job: _job(*call) for job, call in calls.items()}
+    else:
+        alone = {job: functools.partial(_job_alone, *call) for job, call in calls.items()}
+        for job, found[job] in workers.run_in_workers(alone, setting.workers):
+            first = {name: next(iter(losses.values())) for name, losses in found[job]["losses"].items()}
+            setting.log(f"{job[0]}, seed {job[1]}: " + ", ".join(f"{n} {v:.3f}" for n, v in first.items()))
+    data = [
+        {"family": family, "seed": seed, "start": start, "fraction": fraction, "steps": int(step), "loss": loss}
+        for (family, seed), value in sorted(found.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
+        for start in STARTS
+        for fraction, (step, loss) in zip(FRACTIONS, value["losses"][start].items(), strict=True)
+    ]
+    return Result(("model", "start", *(f"after {f:.0%}" for f in FRACTIONS)), _rows(data), data, _figure(data, found))
+
+
+def _rows(data: Sequence[Row]) -> list[tuple[str, ...]]:
+    families = dict.fromkeys(row["family"] for row in data)
+    return [
+        (f, s, *(intervals.mean_std(select(data, "loss", family=f, start=s, fraction=x)) for x in FRACTIONS))
+        for f in families
+        for s in STARTS
+    ]
+
+
+def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -> Any:
+    """Draw the losses over the steps of each family, and below them, of the first: fit by layer, and maps."""
+    families = list(dict.fromkeys(row["family"] for row in data))
+    figure, axes = drawing.axes_grid(4, 2, width=3.4, height=3.0)
+    for axis, family in zip(axes, families, strict=False):
+        for start, colour in drawing.variant_colours(STARTS).items():
+            steps = sorted({row["steps"] for row in data if row["family"] == family})
+            losses = [select(data, "loss", family=family, start=start, steps=s) for s in steps]
+            drawing.plot_band(axis, steps, losses, start, colour)
+        axis.set(title=family, xlabel="further step", ylabel="held-out loss", yscale="log")
+    drawing.band_legend(axes[0])
+    for axis in axes[len(families) : 4]:
+        axis.set_axis_off()
+    first = families[0]
+    layers = [found[job]["layers"] for job in found if job[0] == first]
+    by_layer = list(zip(*layers, strict=True))
+    index = list(range(len(by_layer)))
+    for key, label in (("error_log_n", LENGTH), ("error", FITTED)):
+        colour = drawing.variant_colours(STARTS)[label]
+        drawing.plot_band(axes[4], index, [[layer[key] for layer in of] for of in by_layer], label, colour)
+    axes[4].set(title=f"{first}: error of the output", xlabel="layer", ylabel="relative error", yscale="log")
+    axes[4].set_xticks(index)
+    drawing.band_legend(axes[4])
+    for position, of in enumerate(by_layer):
+        values = [r2 for layer in of for r2 in layer["r2"]]
+        axes[5].plot([position] * len(values), values, "o", ms=3, color=drawing.COLOUR_OF["sigmoid"])
+    axes[5].set(title=f"{first}: fit of each head", xlabel="layer", ylabel="R² of -log Σ exp")
+    axes[5].set_xticks(index)
+    maps = found[first, min(seed for family, seed in found if family == first)]["maps"]
+    for axis, weights, title in zip(axes[6:], maps, ("softmax", "converted"), strict=True):
+        axis.imshow(torch.tensor(weights).clamp(min=1e-3).log10().tolist(), vmin=-3, vmax=0, cmap="viridis")
+        axis.grid(visible=False)
+        axis.set(title=f"{first}, last layer: {title}", xlabel="key", ylabel="query")
+    return figure
+
+
+def judge_starts(data: Sequence[Row], _: Scale) -> list[Finding]:
+    """Compare the starts at once and after further training, by the relative difference of held-out losses per seed."""
+    families = list(dict.fromkeys(row["family"] for row in data))
+    language = [f for f in families if f in LANGUAGE]
+
+    def excess(family: str, start: str, fraction: float, other: str = SOFTMAX) -> intervals.Difference:
+        one, two = (select(data, "loss", family=family, start=s, fraction=fraction) for s in (start, other))
+        relative = [a / b - 1 for a, b in zip(one, two, strict=True)]
+        return intervals.welch([0.0] * len(relative), relative)
+
+    def finding(claim: str, of: dict[str, intervals.Difference], tolerance: float) -> Finding:
+        verdict = intervals.verdict_all([d.verdict_not_above(tolerance) for d in of.values()])
+        return Finding(claim, verdict, _evidence(of, f"tolerance {tolerance:g}"))
+
+    last = FRACTIONS[-1]
+    better = {f: -excess(f, FITTED, 0.0, LENGTH) for f in families}
+    kept = {f: -excess(f, FITTED, last, LENGTH) for f in families}
+    return [
+        finding(
+            "A fitted language model is at most 5 % worse than softmax without any training.",
+            {f: excess(f, FITTED, 0.0) for f in language},
+            0.05,
+        ),
+        *(
+            finding(
+                f"After {last:.0%} of the steps, {name} is within 1 % of softmax trained on equally.",
+                {f: excess(f, start, last) for f in families},
+                0.01,
+            )
+            for name, start in (("the fitted model", FITTED), ("the fitted and distilled model", DISTILLED))
+        ),
+        Finding(
+            "The fit lowers the loss of the converted model below that of b = -log n.",
+            intervals.verdict_all([d.verdict_positive() for d in better.values()]),
+            _evidence(better),
+        ),
+        Finding(
+            f"After {last:.0%} of the steps it still does.",
+            intervals.verdict_all([d.verdict_positive() for d in kept.values()]),
+            _evidence(kept),
+        ),
+    ]
+
+
+def _evidence(differences: dict[str, intervals.Difference], more: str = "") -> str:
+    told = ", ".join(f"{family} {difference}" for family, difference in differences.items())
+    mean = statistics.mean(d.delta for d in differences.values())
+    return "; ".join(filter(None, (f"relative difference of the losses: {told}; mean {mean:+.3g}", more)))
+
+
+EXPERIMENTS = (
+    Experiment(
+        "conversion",
+        "Beyond the paper: softmax models converted to sigmoid attention, and trained further",
+        "Sect. 3, softmax as a sigmoid with b = -log of the denominator",
+        compare_starts,
+        judge_starts,
+        {"smoke": 0.2, "small": 8.0, "paper": None},
+        "1 GPU",
+        "language models of 3 layers of 96, 128 bytes; ViT on digits and speech on tones of 2 layers of 64; 600 steps",
+        kind="beyond",
+    ),
+)
