@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 
 class TrainingProgress(Progress):
@@ -21,9 +22,9 @@ class TrainingProgress(Progress):
 
     def __init__(self, steps: int, *, quiet: bool = False) -> None:
         console = Console()
-        columns = (TextColumn("{task.fields[title]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        disable = quiet or not console.is_terminal
-        super().__init__(*columns, TextColumn("{task.description}"), console=console, disable=disable)
+        columns = (TextColumn("{task.fields[title]}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
+        text = TextColumn("{task.description}", table_column=Column())  # wraps in a narrow terminal, unlike the others
+        super().__init__(*columns, text, console=console, disable=quiet or not console.is_terminal)
         self.steps = steps
         self.validation: dict[str, str] = {}  # by title
 
