@@ -25,7 +25,7 @@ from sigattn.distributed import collectives
 from sigattn.distributed.sequence_sharding import SequenceSharding
 from sigattn.ops.attention import DENSE
 from sigattn.ops.gradients import Gradients, NeedsGrad
-from sigattn.ops.problem import Problem
+from sigattn.ops.problem import Problem, select_rows
 
 Strategy = Literal["ring", "gather", "reduce"]
 
@@ -190,10 +190,10 @@ def _add_gradients(
     for part, rows, columns in _visible_parts(exchange, problem, query_rank, key_rank):
         g = DENSE.backends[DENSE.choose(part, exchange.backend)].backward(part, grad_out[:, :, rows], needs)
         for total, gradient in (
-            (_rows(sums.query, rows), g.query),
-            (_rows(sums.key, columns), g.key),
-            (_rows(sums.value, columns), g.value),
-            (_rows(sums.bias, rows), g.bias),
+            (select_rows(sums.query, rows), g.query),
+            (select_rows(sums.key, columns), g.key),
+            (select_rows(sums.value, columns), g.value),
+            (select_rows(sums.bias, rows), g.bias),
             (sums.alibi_slopes, g.alibi_slopes),
         ):
             if total is not None and gradient is not None:
@@ -211,16 +211,11 @@ def _visible_parts(
             query=problem.query[:, :, rows],
             key=problem.key[:, :, columns],
             value=problem.value[:, :, columns],
-            bias=_rows(problem.bias, rows),
+            bias=select_rows(problem.bias, rows),
             key_lengths=lengths,
             query_offset=q.start - k.start,
         )
         yield part, rows, columns
-
-
-def _rows(t: Tensor | None, rows: slice) -> Tensor | None:
-    """Return rows of a tensor (B, H, n, E); a tensor that is broadcast over n is returned whole."""
-    return t if t is None or t.dim() < 4 or t.shape[2] == 1 else t[:, :, rows]
 
 
 def _zeros(t: Tensor, width: int | None = None) -> Tensor:

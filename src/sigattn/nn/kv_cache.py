@@ -11,7 +11,7 @@ class KVCache:
 
     Args:
         capacity: length of the longest sequence.
-        first: (B,) integers, the first position of each sample whose prompt is padded on the left; None if all are 0.
+        left_padding: (B,) integers, first position of each sample whose prompt is padded on the left; None for 0.
 
     Attributes:
         length: number of positions filled, padding included.

@@ -37,9 +37,9 @@ def check_key_lengths(problem: Problem) -> None:
     """Raise ValueError unless key_lengths lie in 0…M; not on an accelerator, where reading them would synchronise."""
     lengths, m = problem.key_lengths, problem.key.shape[2]
     if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
-        least, most = lengths.aminmax()
-        if least < 0 or most > m:
-            raise ValueError(f"{_NAME}: key_lengths must lie in 0…{m} (key has {m} keys), got {lengths.tolist()}")
+        values = lengths.tolist()
+        if min(values) < 0 or max(values) > m:
+            raise ValueError(f"{_NAME}: key_lengths must lie in 0…{m} (key has {m} keys), got {values}")
 
 
 DENSE: Operator[Problem] = Operator(

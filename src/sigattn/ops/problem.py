@@ -127,16 +127,18 @@ class Problem(NamedTuple):
     def rows(self, start: int, stop: int) -> Problem:
         """Return the problem restricted to the queries start … stop - 1; it must not have a ``BlockMask``."""
         assert self.mask_table is None
-
-        def cut(t: Tensor | None) -> Tensor | None:
-            return t if t is None or t.dim() < 4 or t.shape[2] == 1 else t[:, :, start:stop]
-
+        rows = slice(start, stop)
         return self._replace(
-            query=self.query[:, :, start:stop],
-            bias=cut(self.bias),
-            attn_mask=cut(self.attn_mask),
+            query=self.query[:, :, rows],
+            bias=select_rows(self.bias, rows),
+            attn_mask=select_rows(self.attn_mask, rows),
             query_offset=self.query_offset + start,
         )
+
+
+def select_rows(t: Tensor | None, rows: slice) -> Tensor | None:
+    """Return rows of a tensor (B, H, N, E); a tensor that is broadcast over N is returned whole."""
+    return t if t is None or t.dim() < 4 or t.shape[2] == 1 else t[:, :, rows]
 
 
 class VarlenProblem(NamedTuple):

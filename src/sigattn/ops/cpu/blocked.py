@@ -50,7 +50,7 @@ def _forward_unmasked_head(group: Group, out: Tensor) -> None:  # out: (nb, nh, 
     for query, head_out in zip(products.query[0], out[0, 0], strict=True):  # (N, E), (N, Dv)
         for i, stop in group.short_blocks(Span(0, group.num_queries), long_side=group.num_keys):
             total: Tensor | None = None
-            first, last = group.column_range(Span(i, stop))
+            first, last = group.visible_range(Span(i, stop), 0)
             for j in range(first, last, group.long_side):
                 end = min(j + group.long_side, last)
                 p = linear(query[i:stop], key[j:end], "sigmoid")  # (R, C)

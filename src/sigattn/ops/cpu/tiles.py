@@ -137,19 +137,15 @@ class Group:
 
     # -- ranges and blocks of queries and keys --------------------------------------------------------------------
 
-    def row_range(self, columns: Span) -> Span:
-        """Return the range of queries to which any of these keys is visible."""
-        left, right, first = self.problem.left, self.problem.right, self.problem.query_offset
-        start = 0 if right == UNLIMITED else columns.start - right - first
-        stop = self.num_queries if left == UNLIMITED else columns.stop + left - first
-        return Span(max(start, 0), min(stop, self.num_queries))
-
-    def column_range(self, rows: Span) -> Span:
-        """Return the range of keys visible to any of these queries."""
-        left, right, first = self.problem.left, self.problem.right, self.problem.query_offset
-        start = 0 if left == UNLIMITED else rows.start + first - left
-        stop = self.num_keys if right == UNLIMITED else rows.stop + first + right
-        return Span(max(start, 0), min(stop, self.num_keys))
+    def visible_range(self, span: Span, dimension: int) -> Span:
+        """Return the keys that any of these queries sees (dimension 0), or the queries that see any of the keys (1)."""
+        p, (before, after) = self.problem, (self.problem.left, self.problem.right)
+        shift, length = p.query_offset, self.num_keys
+        if dimension == 1:
+            before, after, shift, length = after, before, -shift, self.num_queries
+        start = 0 if before == UNLIMITED else span.start + shift - before
+        stop = length if after == UNLIMITED else span.stop + shift + after
+        return Span(max(start, 0), min(stop, length))
 
     def short_blocks(self, span: Span, long_side: int, dimension: int = 0) -> Iterator[Span]:
         """Yield the blocks of the outer loop, of such a size that a block times ``long_side`` fills a tile.
@@ -168,17 +164,18 @@ class Group:
 
     def columns_of(self, rows: Span) -> Iterator[Span]:
         """Yield the blocks of keys visible to these queries, the inner loop of the forward pass."""
-        return self._inner(rows, self.column_range(rows), 0)
+        return self._inner(rows, 0)
 
     def rows_of(self, columns: Span) -> Iterator[Span]:
         """Yield the blocks of queries to which these keys are visible, the inner loop of the backward pass."""
-        return self._inner(columns, self.row_range(columns), 1)
+        return self._inner(columns, 1)
 
-    def _inner(self, outer: Span, span: Span, dimension: int) -> Iterator[Span]:
-        """Split a range of the inner axis into long blocks, without blocks of the mask that are hidden.
+    def _inner(self, outer: Span, dimension: int) -> Iterator[Span]:
+        """Split the visible range of the inner axis into long blocks, without blocks of the mask that are hidden.
 
         dimension: dimension of the outer axis in the table of blocks.
         """
+        span = self.visible_range(outer, dimension)
         if self.blocks is None:
             yield from spans(*span, self.long_side)
             return
