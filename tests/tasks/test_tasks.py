@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from sigattn.data import synthetic
+from sigattn.data.dataset import DataError
 from sigattn.data.speech import CharTokenizer
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.sequence import SequenceModelConfig
@@ -57,6 +58,13 @@ def test_documents_are_independent():
     torch.testing.assert_close(task.loss(model, (tokens, targets)), nats / 7)
     with torch.no_grad():
         assert task.evaluate(model, [(tokens, targets)])["loss"] == pytest.approx(nats.item() / 7, rel=1e-5)
+
+
+def test_held_out_data_without_batches_is_an_error():
+    task = LanguageModelling()
+    model = task.build(LanguageModelConfig(embed_dim=16, num_layers=1, num_heads=2, max_seq_len=8))
+    with pytest.raises(DataError, match="no batches"):
+        task.evaluate(model, [])
 
 
 class TestClassification:

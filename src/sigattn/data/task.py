@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sigattn.data.dataset import Batch
+from sigattn.data.dataset import Batch, DataError
 
 
 class Task(ABC):
@@ -33,6 +33,9 @@ class Task(ABC):
         """Return the metrics over held-out batches, by name: the sums of ``measure``, divided by the counts.
 
         The caller puts the module in evaluation mode and disables gradients.
+
+        Raises:
+            DataError: if there are no batches.
         """
         totals: dict[str, float] = defaultdict(float)
         total = 0.0
@@ -41,6 +44,8 @@ class Task(ABC):
             total += count
             for name, value in sums.items():
                 totals[name] += value.item()
+        if not totals:
+            raise DataError("the held-out data has no batches, so that nothing can be measured: hold out more data")
         return {name: value / max(total, 1) for name, value in totals.items()}
 
     def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
