@@ -69,6 +69,13 @@ def test_no_batches():
         convert(model, [])
 
 
+@pytest.mark.parametrize("batches", [{"tokens": torch.zeros(2, 4)}, "text"])
+def test_a_single_mapping_is_no_list_of_batches(batches):
+    model, _ = model_and_batches()
+    with pytest.raises(TypeError, match="iterable of batches"):
+        convert(model, batches)
+
+
 def report_of(error, loss=1.0):
     heads = (HeadReport(0.5, -1.0, -0.5), HeadReport(float("nan"), -2.0, -0.5))
     return ConversionReport((LayerReport("a.b", heads, 1.25, error),), 1.0, 2.0, loss, 3, 1, True)

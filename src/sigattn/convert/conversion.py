@@ -46,6 +46,7 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
             is then the output's attribute ``loss``, if there is one.
 
     Raises:
+        TypeError: if model is no module, or batches cannot be iterated or is a single mapping.
         ConversionError: a ValueError, if there are no batches, a batch does not run, an attention cannot be converted
             or is not reached by the batches, there is none, it is sigmoid already, or statistics or losses are not
             finite.
@@ -55,6 +56,7 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
     >>> [layer.name for layer in report.layers]
     ['layers.0.self_attn', 'layers.1.self_attn']
     """
+    _check_types(model, batches)
     batches = list(batches)
     if not batches:
         raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
@@ -95,6 +97,16 @@ def _adapter(model: nn.Module, run: Callable[[], object]) -> Adapter:
         if contains_transformers_model(model):
             return TransformersAdapter(model, run)
     return ModuleAdapter(model, run)
+
+
+def _check_types(model: object, batches: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert: model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"convert: batches must be an iterable of batches, got {type(batches).__name__}; pass a single batch as "
+            "[batch]"
+        )
 
 
 def _answer_by(biases: Mapping[str, AttentionBias]) -> Attend:
