@@ -12,6 +12,7 @@ from sigattn.data.documents import hub_documents, iter_documents
 from sigattn.data.stream import StreamedText
 from sigattn.data.tokens import END, pack_corpus, train_tokenizer
 from sigattn.experiments import datasets
+from sigattn.optional import MissingPackageError
 from sigattn.recipes.registry import find_recipe
 
 pytest.importorskip("datasets")
@@ -100,5 +101,5 @@ def test_unreadable_data_sets_raise(hub, tmp_path, monkeypatch):
     with pytest.raises(DataError, match='no "text", but content'):
         list(hub_documents(datasets.Path(hub)))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'sigattn\[text\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'sigattn\[text\]'"):
         list(hub_documents(datasets.Path(hub)))
