@@ -31,8 +31,8 @@ from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
 
-# the code of speech-stability with other variants, which test_run_files.py trains
-SAME_CODE = {"speech-hybrid", "speech-post"}
+# the code of speech-structure with other variants, which test_run_files.py trains
+SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post"}
 
 
 @pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")

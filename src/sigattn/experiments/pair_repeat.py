@@ -27,13 +27,14 @@ def measure_accuracy_over_lengths(setting: Setting) -> Result:
     variants = {"sigmoid": recipe, "softmax": recipe.softmax(), "mlp": recipe.with_transformer(kind="mlp")}
     outcomes = sweep.train_variants(setting, variants)
     lengths = setting.scaled((5, 14), tuple(range(5, 23)), tuple(range(5, 23)))
+    samples = setting.scaled(64, 1024, 1024)
     data = []
     for name, runs in outcomes.items():
         for run in runs:
             model = run.load_model()
             for length in lengths:
                 with torch.no_grad():
-                    metrics = PairRepeat().evaluate(model, synthetic.PairRepeat().of_length(length, 1024))
+                    metrics = PairRepeat().evaluate(model, synthetic.PairRepeat().of_length(length, samples))
                 data.append({"model": name, "seed": run.seed, "length": length, "accuracy": metrics["accuracy"]})
     figure, (axis,) = drawing.axes_grid(1, width=6.0, height=4.0)
     for name in variants:
