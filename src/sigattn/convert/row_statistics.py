@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ class RowStatistics(NamedTuple):
 
 def row_statistics(problem: Problem) -> RowStatistics:
     """Return the statistics of a call's rows, computed in blocks of rows in float32 or better."""
-    n, step = problem.query.shape[2], _rows_of_a_block(problem)
-    parts = [_of_rows(problem.rows(i, min(i + step, n))) for i in range(0, n, step)]
+    n = problem.query.shape[2]
+    parts = [_of_rows(problem.rows(i, stop)) for i, stop in row_blocks(problem)]
     lse, visible = (torch.cat(part, -1) for part in zip(*parts, strict=True))
     counted = visible > 0
     if problem.key_lengths is not None and n == problem.key.shape[2]:  # self-attention: rows of padding do not count
@@ -49,8 +50,7 @@ def row_outputs(problem: Problem, bias: Tensor) -> tuple[Tensor, Tensor]:
 
     Computed in blocks of rows, in float32 or better; a row without visible keys is 0.
     """
-    n, step = problem.query.shape[2], _rows_of_a_block(problem)
-    parts = [_outputs(problem.rows(i, min(i + step, n)), bias[:, :, i : i + step]) for i in range(0, n, step)]
+    parts = [_outputs(problem.rows(i, stop), bias[:, :, i:stop]) for i, stop in row_blocks(problem)]
     sigmoid, softmax = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     return sigmoid, softmax
 
@@ -62,6 +62,9 @@ def _outputs(problem: Problem, bias: Tensor) -> tuple[Tensor, Tensor]:
     return reference.combine(problem, sigmoid), reference.combine(problem, softmax)
 
 
-def _rows_of_a_block(problem: Problem) -> int:
-    batch, heads, _, _ = problem.query.shape
-    return max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
+def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Yield the first row and the end of each block of rows, so that the logits of a block fit ``_BLOCK_BYTES``."""
+    batch, heads, n, _ = problem.query.shape
+    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
+    for start in range(0, n, step):
+        yield start, min(start + step, n)

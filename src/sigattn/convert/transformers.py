@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.convert.row_statistics import row_blocks
 from sigattn.integrations.transformers import conversion
 from sigattn.integrations.transformers.interface import Call
 from sigattn.nn.bias import AttentionBias
@@ -19,8 +20,6 @@ from sigattn.nn.conversion.visible_keys import evaluate_bias, is_visible
 from sigattn.ops import reference
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
-
-_BLOCK_BYTES = 8 << 20  # bytes of the logits of one block of rows
 
 
 class TransformersAdapter:
@@ -118,6 +117,4 @@ def _softmax(problem: Problem) -> Tensor:
             scale=p.scale,
             enable_gqa=p.query.shape[1] != p.key.shape[1],
         )
-    batch, heads, n, _ = p.query.shape
-    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * p.key.shape[2]))
-    return torch.cat([reference.attention(p.rows(i, min(i + step, n)), "softmax") for i in range(0, n, step)], 2)
+    return torch.cat([reference.attention(p.rows(i, stop), "softmax") for i, stop in row_blocks(p)], 2)

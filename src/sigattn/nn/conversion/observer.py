@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 from sigattn.nn.bias import AttentionBias
 
 
-class CallObserver:
+class CallObserver(ABC):
     """Receiver of a layer's attention calls; it takes the place of the layer's bias while the layer is observed."""
 
+    @abstractmethod
     def answer(
         self,
         query: Tensor,
@@ -32,4 +34,3 @@ class CallObserver:
             mask, is_causal, window, scale: as in ``sigmoid_attention``.
             softmax: computes the result with softmax. sigmoid: computes it with sigmoid attention of this bias.
         """
-        raise NotImplementedError
