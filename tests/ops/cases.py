@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from sigattn.ops.cpu import short, tiles
+from sigattn.ops.cpu import saved_weights, short, tiles
 from sigattn.ops.triton import tuning
 
 # what PyTorch's own compiler and export say of themselves, and cannot be helped from here
@@ -207,17 +207,20 @@ PATHS = {
         (tiles, "TILE_BYTES"): 1024,
     },
 }
+# The default backend on a CPU, which saves the weights of short sequences: of all problems here
+SAVED_PATHS = {f"saved, {name}": {**settings, (saved_weights, "MOST"): 10**6} for name, settings in PATHS.items()}
 
 
 def ways(backend):
-    """Return the names of the code paths of a backend."""
-    return {"blocked": list(PATHS), "triton": list(KERNEL_PATHS)}.get(backend, ["as users meet it"])
+    """Return the names of the code paths of a backend; None is the default backend."""
+    paths = {"blocked": PATHS, "triton": KERNEL_PATHS, None: SAVED_PATHS}
+    return list(paths.get(backend, ["as users meet it"]))
 
 
 @contextlib.contextmanager
 def path(name):
     """Make the blocked backend take one code path."""
-    settings = {**PATHS, **KERNEL_PATHS}[name]
+    settings = {**PATHS, **KERNEL_PATHS, **SAVED_PATHS}[name]
     before = {(module, key): getattr(module, key) for module, key in settings}
     try:
         for (module, key), value in settings.items():

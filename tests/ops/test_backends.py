@@ -62,7 +62,7 @@ class TestProbe:
     def test_it_is_used_where_it_is_right(self):
         if matmul.fused_unavailable(torch.device("cpu"), torch.float32) is not None:
             pytest.skip("no oneDNN here")
-        q = torch.empty(1, 1, 512, 64)
+        q = torch.empty(1, 1, 1024, 64)
         assert tiles.arithmetic(Problem(q, q, q)) == (torch.float32, matmul.Fused)
 
     @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_tiles_stay_within_their_memory(right, query_heads, dtype):
 
 
 class TestThePlainestCalls:
-    """Short self-attention without gradients takes a fast path on a CPU, with the same results."""
+    """Short self-attention takes a fast path on a CPU, with the same results."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("causal", [True, False])
@@ -127,6 +127,7 @@ class TestThePlainestCalls:
         q = torch.randn(1, 2, 64, 8)
         monkeypatch.setattr("sigattn.ops.attention.canonical", None)
         assert sigmoid_attention(q, q, q).shape == q.shape
-        for changed in (q.requires_grad_(), q.detach().double(), torch.nn.Parameter(q)):
+        assert sigmoid_attention(q.requires_grad_(), q, q).requires_grad
+        for changed in (q.detach().double(), torch.nn.Parameter(q)):
             with pytest.raises(TypeError, match="NoneType"):
                 sigmoid_attention(changed, changed, changed)

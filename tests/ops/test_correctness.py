@@ -13,7 +13,7 @@ from tests.ops.cases import Case, cases, device_of, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
 
 EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "60"))
-WAYS = [(b, p) for b in BACKENDS for p in ways(b)]
+WAYS = [(b, p) for b in (*BACKENDS, None) for p in ways(b)]
 
 fuzz = settings(
     max_examples=EXAMPLES,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sigattn.bench.provenance import BenchmarkError
     from sigattn.bench.reference import WrongResultError
     from sigattn.bench.static import StaticBenchmark, benchmark_static
+    from sigattn.bench.steps import StepsBenchmark, benchmark_steps
     from sigattn.bench.training import TrainingBenchmark, benchmark_training
     from sigattn.bench.tune import TuneBenchmark, tune_kernels
 
@@ -29,6 +30,7 @@ __all__ = [
     "KernelBenchmark",
     "OverheadBenchmark",
     "StaticBenchmark",
+    "StepsBenchmark",
     "TrainingBenchmark",
     "TuneBenchmark",
     "WrongResultError",
@@ -39,6 +41,7 @@ __all__ = [
     "benchmark_kernels",
     "benchmark_overhead",
     "benchmark_static",
+    "benchmark_steps",
     "benchmark_training",
     "tune_kernels",
 ]
@@ -53,6 +56,7 @@ if not TYPE_CHECKING:  # imported at first use, because each benchmark needs oth
         "KernelBenchmark": "kernels",
         "OverheadBenchmark": "overhead",
         "StaticBenchmark": "static",
+        "StepsBenchmark": "steps",
         "TrainingBenchmark": "training",
         "TuneBenchmark": "tune",
         "WrongResultError": "reference",

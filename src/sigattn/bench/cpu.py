@@ -15,7 +15,16 @@ from typing import Any
 import torch
 
 from sigattn.bench import baselines, memory, provenance
-from sigattn.bench.baselines import BACKWARD, COMPILED_NAIVE, CPU_IMPLEMENTATIONS, FORWARD, NAIVE, SDPA, Implementation
+from sigattn.bench.baselines import (
+    BACKWARD,
+    COMPILED_NAIVE,
+    CPU_IMPLEMENTATIONS,
+    FORWARD,
+    NAIVE,
+    SDPA,
+    TRAINING,
+    Implementation,
+)
 from sigattn.bench.inputs import DTYPES, random_inputs
 from sigattn.bench.tables import print_rows
 from sigattn.bench.timing import time_calls
@@ -29,6 +38,7 @@ _COLUMNS = {
     "ms": ("median_ms", ".3f"),
     "× softmax": ("softmax_time_over_this", ".2f"),
     "× naive": ("naive_time_over_this", ".2f"),
+    "× compiled": ("compiled_time_over_this", ".2f"),
     "error": ("relative_error", ".1e"),
 }
 
@@ -112,7 +122,7 @@ def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict
     baselines.reset_compiled()  # each problem is compiled for its own sizes, as a user's would be
     shape = (1, config.num_heads, n, config.head_dim)
     inputs = random_inputs(*shape, DTYPES[dtype], torch.device("cpu"), causal=causal, contiguous=True)
-    passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}}
+    passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
     errors = {}
     for name, implementation in implementations(config, n).items():
         calls, errors[name] = baselines.checked_passes(implementation, inputs)
@@ -129,7 +139,8 @@ def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict
             "median_ms": seconds * 1e3,
             "softmax_time_over_this": ratios[SDPA],
             "naive_time_over_this": ratios.get(NAIVE),
-            "relative_error": errors[name][direction == BACKWARD],
+            "compiled_time_over_this": ratios.get(COMPILED_NAIVE),
+            "relative_error": errors[name][direction != FORWARD],
         }
         for direction, calls in passes.items()
         for name, seconds, ratios in time_calls(calls, rounds)

@@ -14,6 +14,7 @@ BENCHMARKS: dict[str, Callable[..., object]] = {
     "decode": bench.benchmark_decode,
     "hybridnorm": bench.benchmark_hybridnorm,
     "overhead": bench.benchmark_overhead,
+    "steps": bench.benchmark_steps,
     "tune": bench.tune_kernels,
     "training": bench.benchmark_training,
 }

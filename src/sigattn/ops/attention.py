@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from sigattn.ops import (
     vmap,
 )
 from sigattn.ops.autocast import cast_operands, without_autocast
-from sigattn.ops.cpu import blocked, short
+from sigattn.ops.cpu import blocked, saved_weights, short
 from sigattn.ops.custom_ops import Backend, Operator
 from sigattn.ops.operands import canonical
-from sigattn.ops.problem import Problem, VarlenProblem, new_output
+from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem, new_output
 from sigattn.ops.varlen import VARLEN
 
 _NAME = "sigmoid_attention"
@@ -137,7 +138,7 @@ def sigmoid_attention(
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key, query_offset=query_offset)
     unusual = attn_mask, blocks, window, alibi_slopes, key_lengths, backend
     if all(x is None for x in unusual) and dropout_p == softcap == query_offset == 0 and not isinstance(bias, Tensor):
-        out = short.fast_path(query, key, value, is_causal, scale, bias)
+        out = _fast_path(query, key, value, is_causal, scale, bias)
         if out is not None:
             return out
     query, key, value = cast_operands(query, key, value)
@@ -174,8 +175,36 @@ def sigmoid_attention(
         softcap=softcap,
         **block_mask.fields(blocks),
     )
-    out = _on_reference(problem) if backend == "reference" else DENSE(problem, backend)
+    if backend == "reference":
+        out = _on_reference(problem)
+    elif backend is None and _is_differentiated(problem) and saved_weights.apply_to(problem):
+        check_key_lengths(problem)
+        out = saved_weights.attention(problem)
+    else:
+        out = DENSE(problem, backend)
     return out if shape is None else out.reshape(shape)
+
+
+def _fast_path(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, bias: float | None
+) -> Tensor | None:
+    """Return the attention of plain tensors on a CPU without validation, or None if this does not apply."""
+    if not short.is_plain_self_attention(query, key, value, scale, bias):
+        return None
+    n, d = query.shape[2:]
+    b, s, right = (
+        -math.log(n) if bias is None else bias,
+        d**-0.5 if scale is None else scale,
+        0 if is_causal else UNLIMITED,
+    )
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return saved_weights.self_attention(query, key, value, b, s, right)
+    return short.fast_path(query, key, value, b, s, right)
+
+
+def _is_differentiated(problem: Problem) -> bool:
+    tensors = (t for t in problem[: DENSE.num_tensors] if isinstance(t, Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def validate(

@@ -205,14 +205,16 @@ def _no_gradient(like: Tensor) -> Tensor:
 
 def can_bypass_dispatcher(tensors: Sequence[Any]) -> bool:
     """Return True if the op can be bypassed (saves 4 µs): no tracing, dispatch mode, transform or gradient active."""
+    present = [t for t in tensors if t is not None]
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in present)) and not is_intercepted(present)
+
+
+def is_intercepted(tensors: Sequence[Any]) -> bool:
+    """Return True if a tensor is a subclass or has no data, or a tracer, dispatch mode or transform is active."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
+        return True
     if torch._C._is_tracing():  # torch.jit.trace would record the sizes that the kernels read
-        return False
-    records = torch.is_grad_enabled()
-    for t in tensors:
-        if t is None:
-            continue
-        if (type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta or (records and t.requires_grad):
-            return False
-    return torch._C._len_torch_dispatch_stack() == 0
+        return True
+    if any((type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta for t in tensors):
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0

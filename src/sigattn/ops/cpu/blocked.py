@@ -8,6 +8,8 @@ outside the window are skipped.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,18 +24,22 @@ def unavailable(_: Problem | VarlenProblem) -> None:
     """Support every problem; always returns None."""
 
 
-def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
-    """Return the output of sigmoid attention."""
+def forward(problem: Problem, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)
+    """Return the output of sigmoid attention; append the weights of each tile to ``saved``, for ``backward``."""
     if (dtype := short.plan(problem)) is not None:
-        return short.forward(problem, dtype)
+        return short.forward(problem, dtype, saved)
     query, value = problem.query, problem.value
     out = query.new_empty(*query.shape[:3], value.shape[-1])
     if not value.shape[2]:
         out.zero_()
     elif out.numel():
-        for group in groups(problem):
-            forward_group = _forward_unmasked_head if group.bare else _forward_group
-            forward_group(group, group.heads_of(out))
+        for group in groups(problem, keep_tiles=saved is not None):
+            if saved is not None:
+                _forward_saving(group, group.heads_of(out), saved)
+            elif group.bare:
+                _forward_unmasked_head(group, group.heads_of(out))
+            else:
+                _forward_group(group, group.heads_of(out))
     return out
 
 
@@ -84,17 +90,44 @@ def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, 
         out[..., rows.slice, :] = group.split_heads(total, rows, transposed=False)
 
 
-def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def _forward_saving(group: Group, out: Tensor, saved: list[Tensor]) -> None:  # out: (nb, nh, rep, N, Dv)
+    """Compute ``_forward_group`` in the tiles of ``_backward_group``, and append their weights to ``saved``."""
+    totals = torch.zeros_like(
+        group.query[..., :1].expand(*group.query.shape[:3], out.shape[-1]), dtype=group.accumulator
+    )
+    for columns in group.short_blocks(Span(0, group.num_keys), long_side=group.num_queries, dimension=1):
+        for rows in group.rows_of(columns):
+            p = group.tile(rows, columns, transposed=True)  # (G, C, rep·R)
+            saved.append(p)
+            dropped = group.dropped(rows, columns)
+            if dropped is not None:
+                p = p.clone()
+                group.split_heads(p, rows, transposed=True).masked_fill_(dropped, 0)
+            part = group.products.combine_transposed(p, group.value[:, columns.slice])  # (G, rep·R, Dv)
+            totals[:, :, rows.slice] += part.view(len(part), group.repeat, rows.size, -1)
+    if group.problem.seed is not None:
+        totals *= group.problem.keep_scale
+    out.copy_(totals.view(out.shape))
+
+
+def backward(
+    problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad, saved: Sequence[Tensor] | None = None
+) -> Gradients:
     """Return the gradients in ``needs_grad``, by the table of App. F with corrections (docs/paper-notes.md).
 
-    grad_out: (B, Hq, N, Dv).
+    Args:
+        problem: as passed to ``forward``.
+        grad_out: (B, Hq, N, Dv).
+        needs_grad: the gradients to compute.
+        saved: what ``forward`` has saved; None computes the weights again.
     """
     if (dtype := short.plan(problem)) is not None:
-        return short.backward(problem, dtype, grad_out, needs_grad)
+        return short.backward(problem, dtype, grad_out, needs_grad, saved)
     sums = GradientSums(problem, needs_grad)
+    weights = None if saved is None else iter(saved)
     if grad_out.numel() and problem.key.shape[2]:
         for group in groups(problem):
-            _backward_group(group, group.queries_of(grad_out), sums)
+            _backward_group(group, group.queries_of(grad_out), sums, weights)
     return sums.result(problem)
 
 
@@ -132,7 +165,9 @@ class GradientSums:
         )
 
 
-def _backward_group(group: Group, grad_out: Tensor, sums: GradientSums) -> None:  # grad_out: (G, rep, N, Dv)
+def _backward_group(
+    group: Group, grad_out: Tensor, sums: GradientSums, saved: Iterator[Tensor] | None
+) -> None:  # grad_out: (G, rep, N, Dv)
     if group.problem.seed is not None:
         grad_out = grad_out * group.problem.keep_scale
     grad_query = torch.zeros_like(group.query, dtype=group.accumulator) if sums.query is not None else None
@@ -140,7 +175,8 @@ def _backward_group(group: Group, grad_out: Tensor, sums: GradientSums) -> None:
         grad_key: Tensor | None = None
         grad_value: Tensor | None = None
         for rows in group.rows_of(columns):
-            p, grad_logits = _backward_tile(group, grad_out, rows, columns, sums)  # each (G, C, rep·R)
+            p = group.tile(rows, columns, transposed=True) if saved is None else next(saved)  # (G, C, rep·R)
+            p, grad_logits = _backward_tile(group, p, grad_out, rows, columns, sums)
             if sums.value is not None:
                 part = group.products.combine(p, fold(grad_out, rows.slice))  # dV = Pᵀ dO: (G, C, Dv)
                 grad_value = part if grad_value is None else grad_value.to(group.accumulator).add_(part)
@@ -158,10 +194,9 @@ def _backward_group(group: Group, grad_out: Tensor, sums: GradientSums) -> None:
 
 
 def _backward_tile(
-    group: Group, grad_out: Tensor, rows: Span, columns: Span, sums: GradientSums
-) -> tuple[Tensor, Tensor]:
+    group: Group, p: Tensor, grad_out: Tensor, rows: Span, columns: Span, sums: GradientSums
+) -> tuple[Tensor, Tensor]:  # p: (G, C, rep·R)
     """Return the weights (after dropout, unscaled) and the gradient of scale · Q Kᵀ of one tile, both transposed."""
-    p = group.tile(rows, columns, transposed=True)  # (G, C, rep·R)
     if sums.only_value and group.problem.seed is None:
         return p, p
     d = group.products.outer(group.value[:, columns.slice], fold(grad_out, rows.slice))  # dPᵀ = V dOᵀ
@@ -171,6 +206,7 @@ def _backward_tile(
     else:
         group.split_heads(d, rows, transposed=True).masked_fill_(dropped, 0)
         torch.ops.aten.sigmoid_backward.grad_input(d, p, grad_input=d)
+        p = p.clone()  # it may be saved for another backward pass
         group.split_heads(p, rows, transposed=True).masked_fill_(dropped, 0)
     _add_small_gradients(group, group.split_heads(d, rows, transposed=True), rows, columns, sums)
     if isinstance(group.products, Capped):  # bias, mask and slopes are added after the cap

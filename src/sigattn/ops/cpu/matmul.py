@@ -27,8 +27,28 @@ def fold(t: Tensor, rows: slice) -> Tensor:
     return t[:, :, rows].reshape(t.shape[0], -1, t.shape[-1])
 
 
+class Scratch:
+    """Memory of two tiles that is used again for every tile, because writing to newly allocated memory is slower."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def tile(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """Return an uninitialised tile in the memory of that name; the previous tile there is overwritten."""
+        size, buffer = math.prod(shape), self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype is not like.dtype:
+            buffer = self._buffers[name] = like.new_empty(size)
+        return buffer[:size].view(shape)
+
+
 class Products:
-    """Batched products of PyTorch, on any device and in any dtype, with a separate in-place sigmoid."""
+    """Batched products of PyTorch, on any device and in any dtype, with a separate in-place sigmoid.
+
+    Attributes:
+        scratch: memory of the results with the shape of a tile; None for new memory.
+    """
+
+    scratch: Scratch | None = None
 
     def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float) -> None:
         """Store query (G, rep, N, D), key (G, M, D), bias (a number, or (G, rep, N, 1)) and scale."""
@@ -42,17 +62,19 @@ class Products:
         q, k = fold(self.query, rows), self.key[:, columns]
         b = fold(self.bias, rows) if self.bias.dim() == 4 else self.bias
         if transposed:
-            return torch.baddbmm(b.mT, k, q.mT, alpha=self.scale)
-        return torch.baddbmm(b, q, k.mT, alpha=self.scale)
+            q, k, b = k, q, b.mT
+        return torch.baddbmm(b, q, k.mT, alpha=self.scale, out=self._tile("logits", q, k))
 
     def weights(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
         """Return the weights σ(scale · Q Kᵀ + b): (G, rep·R, C), or (G, C, rep·R) if transposed."""
         return self.logits(rows, columns, transposed).sigmoid_()
 
-    @staticmethod
-    def outer(a: Tensor, b: Tensor) -> Tensor:
+    def outer(self, a: Tensor, b: Tensor, name: str = "outer") -> Tensor:
         """Return the product a bᵀ: (G, R, E), (G, C, E) → (G, R, C)."""
-        return torch.bmm(a, b.mT)
+        return torch.bmm(a, b.mT, out=self._tile(name, a, b))
+
+    def _tile(self, name: str, a: Tensor, b: Tensor) -> Tensor | None:  # (G, R, C)
+        return None if self.scratch is None else self.scratch.tile(name, a, len(a), a.shape[1], b.shape[1])
 
     @staticmethod
     def combine(p: Tensor, v: Tensor) -> Tensor:
@@ -107,7 +129,7 @@ class Extended(Products):
 
     def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:
         q, k = fold(self.query, rows), self.key[:, columns]
-        return self.outer(k, q) if transposed else self.outer(q, k)
+        return self.outer(k, q, "logits") if transposed else self.outer(q, k, "logits")
 
 
 def _parts(bias: float | Tensor, dtype: torch.dtype, count: int) -> Sequence[Tensor | float]:
@@ -140,8 +162,7 @@ class Fused(Extended):
         q, k = fold(self.query, rows)[0], self.key[0, columns]
         return (linear(k, q, "sigmoid") if transposed else linear(q, k, "sigmoid")).unsqueeze(0)
 
-    @staticmethod
-    def outer(a: Tensor, b: Tensor) -> Tensor:
+    def outer(self, a: Tensor, b: Tensor, name: str = "outer") -> Tensor:
         return linear(a[0], b[0], "none").unsqueeze(0)
 
     @staticmethod

@@ -7,7 +7,7 @@ operations other than the products and the sigmoid. A window, and thus causal at
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sigattn.ops.cpu.matmul import Fused, fused_unavailable, keep_memory_warm
-from sigattn.ops.cpu.tiles import FUSED_FROM, TILE_BYTES, WIDE_UP_TO, arithmetic
+from sigattn.ops.cpu.tiles import FUSED_FROM, TILE_BYTES, WIDE_UP_TO, arithmetic, heads_together
 from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem
+
+WHOLE_UP_TO = 540**2  # weights per head; with more, tiles outside a window are skipped
 
 
 class Operands(NamedTuple):
@@ -29,11 +31,16 @@ class Operands(NamedTuple):
     bias: Tensor  # (1, 1, 1) or (G, R, 1)
     beta: float  # factor of the bias: a number b is passed as b · 1, so that it is not rounded to the dtype
     scale: float
+    length: int  # N, of which R is a multiple
+    left: int  # the window
+    right: int
 
-    def part(self, group: slice) -> Operands:
-        """Return the operands of some of the samples and key heads."""
-        bias = self.bias if len(self.bias) == 1 else self.bias[group]
-        return self._replace(query=self.query[group], key=self.key[group], value=self.value[group], bias=bias)
+    def groups(self, size: int) -> Iterator[tuple[Operands, slice]]:
+        """Yield the operands of ``size`` samples and key heads at a time, and their indices."""
+        for start in range(0, len(self.query), size):
+            g = slice(start, start + size)
+            bias = self.bias if len(self.bias) == 1 else self.bias[g]
+            yield Operands(self.query[g], self.key[g], self.value[g], bias, *self[4:]), g
 
 
 def plan(problem: Problem) -> torch.dtype | None:
@@ -55,64 +62,83 @@ def plan(problem: Problem) -> torch.dtype | None:
     if dtype is torch.bfloat16 and p.bias is not None and p.bias.dim():
         return None  # a tensor would be rounded to bfloat16 before the product
     fits = heads // key_heads * n * m * dtype.itemsize <= TILE_BYTES
+    if (p.left != UNLIMITED or p.right != UNLIMITED) and n * m > WHOLE_UP_TO:
+        return None  # skipping tiles is faster
     return dtype if fits and products is not Fused else None
 
 
-def fast_path(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, bias: float | None
-) -> Tensor | None:
-    """Return the self-attention of short plain tensors, or None if this fast path does not apply (saves 25 µs).
+def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: float | None) -> bool:
+    """Return True for tensors on a CPU that are neither traced nor intercepted, of one shape (B, H, N, D) and dtype.
 
-    It does not apply to calls that are differentiated, traced, transformed or intercepted by a dispatch mode, nor to
-    invalid arguments, for which the general path raises.
+    Calls with such arguments need no validation; other arguments, also invalid ones, take the general path.
     """
     tensors = (query, key, value)
     if torch.compiler.is_compiling() or torch._C._is_tracing() or not all(type(t) is Tensor for t in tensors):
-        return None
+        return False
     if any(t.is_nested or t.layout is not torch.strided or t.device.type != "cpu" for t in tensors):
-        return None
+        return False
     dtype, shape = query.dtype, query.shape
     if len(shape) != 4 or not (shape == key.shape == value.shape) or not (dtype is key.dtype is value.dtype):
-        return None
-    batch, heads, n, d = shape
-    fits = batch * heads * n * n * dtype.itemsize <= TILE_BYTES and n * n < FUSED_FROM.get(dtype, 0) and query.numel()
-    if not fits or (dtype is not torch.float32 and (n * n <= WIDE_UP_TO or fused_unavailable(query.device, dtype))):
-        return None
+        return False
+    n = shape[2]
+    if not query.numel() or (
+        dtype is not torch.float32 and (n * n <= WIDE_UP_TO or fused_unavailable(query.device, dtype))
+    ):
+        return False
     if (scale is not None and not (type(scale) is float and scale == scale)) or (
         bias is not None and type(bias) is not float
     ):
-        return None
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return None
+        return False
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
-        return None
-    if forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu"):
+        return False
+    return not (forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu"))
+
+
+def self_attention_operands(
+    query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float, right: int
+) -> Operands:
+    """Return the operands of plain self-attention, each (B, H, N, D)."""
+    n, d = query.shape[2:]
+    q, k, v = query.reshape(-1, n, d), key.reshape(-1, n, d), value.reshape(-1, n, d)
+    return Operands(q, k, v, _one(query.dtype), bias, scale, n, UNLIMITED, right)
+
+
+def fast_path(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float, right: int) -> Tensor | None:
+    """Return plain self-attention that is not differentiated, (B, H, N, D), or None if it does not fit a tile.
+
+    Without validation and dispatch, a call takes 25 µs less.
+    """
+    batch, heads, n, _ = query.shape
+    if batch * heads * n * n * query.itemsize > TILE_BYTES or n * n >= FUSED_FROM.get(query.dtype, 0):
         return None
     keep_memory_warm()
-    q, k, v = (t.reshape(batch * heads, n, d) for t in tensors)
-    b, alpha = -math.log(n) if bias is None else bias, d**-0.5 if scale is None else scale
-    weights = torch.baddbmm(_one(dtype), q, k.mT, beta=b, alpha=alpha).sigmoid_()  # (B · H, N, N)
-    if is_causal:
-        weights.tril_()
-    return torch.bmm(weights, v).view(shape)
+    return compute(self_attention_operands(query, key, value, bias, scale, right)).view(query.shape)
 
 
-def forward(problem: Problem, dtype: torch.dtype) -> Tensor:  # (B, Hq, N, Dv)
-    """Return the output of sigmoid attention, computed in ``dtype``."""
-    p = problem
-    outs = [torch.bmm(_weights(o, p), o.value) for o in _parts(_operands(p, dtype))]
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return _to_dtype(out, p.query.dtype).view(*p.query.shape[:3], -1)
+def formula(o: Operands) -> Tensor:  # (G, R, Dv)
+    """Return the output in operations that autograd and ``torch.compile`` differentiate themselves."""
+    weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale).sigmoid_()
+    if o.right != UNLIMITED:
+        weights = weights.tril(o.right)
+    return torch.bmm(weights, o.value)
 
 
-def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
-    """Return the gradients in ``needs_grad``, computed in ``dtype``."""
-    p = problem
-    o = _operands(p, dtype)
-    grad = _to_dtype(grad_out, dtype).reshape(*o.query.shape[:2], grad_out.shape[-1])  # (G, R, Dv)
-    size = _group_size(o)
-    parts = [_backward(o, g, p, needs_grad) for o, g in zip(_parts(o), grad.split(size), strict=True)]
-    query, key, value, bias = parts[0] if len(parts) == 1 else map(_cat, zip(*parts, strict=True))
+def forward(problem: Problem, dtype: torch.dtype, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)
+    """Return the output of sigmoid attention, computed in ``dtype``; append the weights to ``saved``."""
+    return _to_dtype(compute(_operands(problem, dtype), saved), problem.query.dtype).view(*problem.query.shape[:3], -1)
+
+
+def backward(
+    problem: Problem,
+    dtype: torch.dtype,
+    grad_out: Tensor,
+    needs_grad: NeedsGrad,
+    saved: Sequence[Tensor] | None = None,
+) -> Gradients:
+    """Return the gradients in ``needs_grad``, computed in ``dtype``, from the weights that ``forward`` has saved."""
+    p, o = problem, _operands(problem, dtype)
+    grad_out = _to_dtype(grad_out, dtype).reshape(*o.query.shape[:2], grad_out.shape[-1])  # (G, R, Dv)
+    query, key, value, bias = differentiate(o, grad_out, needs_grad, saved)
     return Gradients(
         _restore(query, p.query),
         _restore(key, p.key),
@@ -121,6 +147,74 @@ def backward(problem: Problem, dtype: torch.dtype, grad_out: Tensor, needs_grad:
         None,
         None,
     )
+
+
+def compute(o: Operands, saved: list[Tensor] | None = None) -> Tensor:  # (G, R, Dv)
+    """Return the output; append the weights of each group of heads to ``saved``."""
+    size = _group_size(o)
+    if size >= len(o.query):
+        weights = _weights(o)
+        if saved is not None:
+            saved.append(weights)
+        return torch.bmm(weights, o.value)
+    buffer = None if saved is not None else o.query.new_empty(size, o.query.shape[1], o.key.shape[1])
+    out = o.query.new_empty(*o.query.shape[:2], o.value.shape[-1])
+    for part, group in o.groups(size):
+        weights = _weights(part, buffer)
+        torch.bmm(weights, part.value, out=out[group])
+        if saved is not None:
+            saved.append(weights)
+    return out
+
+
+def differentiate(
+    o: Operands, grad_out: Tensor, needs_grad: NeedsGrad, saved: Sequence[Tensor] | None = None
+) -> tuple[Tensor | None, ...]:  # grad_out: (G, R, Dv)
+    """Return the gradients of query, key and value, and for each query (G, R) that of the bias; None if not needed."""
+    size = _group_size(o)
+    if size >= len(o.query):
+        return _differentiate(o, grad_out, needs_grad, _weights(o) if saved is None else saved[0])
+    keep_memory_warm()
+    gradients = [torch.empty_like(t) if needed else None for t, needed in zip(o[:3], needs_grad[:3], strict=True)]
+    gradients.append(_new_wide(o.query[..., 0]) if needs_grad.bias else None)
+    buffers = [o.query.new_empty(size, o.query.shape[1], o.key.shape[1]) for _ in range(2 if saved is None else 1)]
+    for i, (part, group) in enumerate(o.groups(size)):
+        weights = _weights(part, buffers[1]) if saved is None else saved[i]
+        query, key, value, bias = (None if t is None else t[group] for t in gradients)
+        d = buffers[0][: len(weights)]
+        _differentiate(part, grad_out[group], needs_grad, weights, query, key, value, bias, d)
+    return tuple(gradients)
+
+
+def _differentiate(
+    o: Operands,
+    grad_out: Tensor,
+    needs_grad: NeedsGrad,
+    weights: Tensor,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    bias: Tensor | None = None,
+    d: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of one group of heads, written into the given tensors; d is a buffer like the weights."""
+    if needs_grad.value:
+        value = torch.bmm(weights.mT, grad_out, out=value)
+    if needs_grad.query or needs_grad.key or needs_grad.bias:
+        d = torch.bmm(grad_out, o.value.mT, out=d)
+        torch.ops.aten.sigmoid_backward.grad_input(d, weights, grad_input=d)  # dS = dP ∘ P ∘ (1 − P), in one pass
+        zero = _one(d.dtype)  # beta = 0: not read
+        if needs_grad.query:
+            query = torch.baddbmm(zero, d, o.key, beta=0, alpha=o.scale, out=query)
+        if needs_grad.key:
+            key = torch.baddbmm(zero, d.mT, o.query, beta=0, alpha=o.scale, out=key)
+        if needs_grad.bias:
+            bias = torch.sum(d, -1, dtype=torch.promote_types(d.dtype, torch.float32), out=bias)
+    return query, key, value, bias
+
+
+def _new_wide(like: Tensor) -> Tensor:
+    return torch.empty_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def _to_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,6 +237,9 @@ def _operands(p: Problem, dtype: torch.dtype) -> Operands:
         bias,
         beta,
         p.scale_value,
+        p.query.shape[2],
+        p.left,
+        p.right,
     )
 
 
@@ -153,44 +250,25 @@ def _one(dtype: torch.dtype) -> Tensor:
 
 
 def _group_size(o: Operands) -> int:
-    """Return the number of key heads whose weights fit into a tile."""
-    return max(1, TILE_BYTES // o.query.element_size() // (o.query.shape[1] * o.key.shape[1]))
+    """Return the number of samples and key heads that are computed at a time, in groups of nearly the same size."""
+    most = max(1, TILE_BYTES // o.query.element_size() // (o.query.shape[1] * o.key.shape[1]))
+    return heads_together(len(o.query), most)
 
 
-def _parts(o: Operands) -> list[Operands]:
-    size = _group_size(o)
-    return [o] if size >= len(o.query) else [o.part(slice(g, g + size)) for g in range(0, len(o.query), size)]
-
-
-def _weights(o: Operands, p: Problem) -> Tensor:  # (G, R, M)
-    weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale).sigmoid_()
-    if p.left == UNLIMITED and p.right == UNLIMITED:
+def _weights(o: Operands, buffer: Tensor | None = None) -> Tensor:  # (G, R, M)
+    if buffer is None:
+        weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale).sigmoid_()
+    else:
+        weights = buffer[: len(o.query)]
+        torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale, out=weights).sigmoid_()
+    if o.left == UNLIMITED and o.right == UNLIMITED:
         return weights
-    by_head = weights.view(-1, p.query.shape[2], weights.shape[2])  # (query heads, N, M)
-    if p.right != UNLIMITED:
-        by_head.tril_(p.right)
-    if p.left != UNLIMITED:
-        by_head.triu_(-p.left)
+    by_head = weights.view(-1, o.length, weights.shape[2])  # (query heads, N, M)
+    if o.right != UNLIMITED:
+        by_head.tril_(o.right)
+    if o.left != UNLIMITED:
+        by_head.triu_(-o.left)
     return weights
-
-
-def _backward(o: Operands, grad: Tensor, p: Problem, needs_grad: NeedsGrad) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value and, for each query, bias; None if not needed."""
-    weights = _weights(o, p)  # (G, R, M)
-    value = torch.bmm(weights.mT, grad) if needs_grad.value else None
-    if not (needs_grad.query or needs_grad.key or needs_grad.bias):
-        return None, None, value, None
-    d = torch.bmm(grad, o.value.mT)
-    torch.ops.aten.sigmoid_backward.grad_input(d, weights, grad_input=d)  # dS = dP ∘ P ∘ (1 − P), in one pass
-    zero = _one(d.dtype)  # beta = 0: not read
-    query = torch.baddbmm(zero, d, o.key, beta=0, alpha=o.scale) if needs_grad.query else None
-    key = torch.baddbmm(zero, d.mT, o.query, beta=0, alpha=o.scale) if needs_grad.key else None
-    bias = d.sum(-1, dtype=torch.promote_types(d.dtype, torch.float32)) if needs_grad.bias else None
-    return query, key, value, bias
-
-
-def _cat(parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    return None if parts[0] is None else torch.cat([t for t in parts if t is not None])
 
 
 def _restore(t: Tensor | None, like: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ queries, keys.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.block_mask import HIDDEN, Blocks, runs
-from sigattn.ops.cpu.matmul import Capped, Extended, Fused, Products, fused_unavailable, keep_memory_warm
+from sigattn.ops.cpu.matmul import Capped, Extended, Fused, Products, Scratch, fused_unavailable, keep_memory_warm
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import UNLIMITED, Problem, alibi, distances
 
@@ -24,8 +25,28 @@ from sigattn.ops.problem import UNLIMITED, Problem, alibi, distances
 TILE_BYTES = 4 << 20
 LONG_SIDE = 4096
 WINDOWED_SIDE = 512
+SHORT_SIDE = 256  # least number of queries (keys, in the backward pass) in a tile of several heads
+WINDOWED_SHORT_SIDE = 128
 WIDE_UP_TO = 24**2  # weights per head up to which bfloat16 gains nothing over float32
-FUSED_FROM = {torch.float32: 320**2, torch.bfloat16: 640**2}  # weights per head; below, a batched product is faster
+
+
+def _is_zen_5() -> bool:
+    """Return True on AMD processors from Zen 5 on.
+
+    There, oneDNN's products are up to twice as fast as MKL's, because they use AVX-512 where MKL's use AVX2; on Zen 4
+    they are equally fast (docs/log.md).
+    """
+    processor = torch.cpu.get_capabilities()
+    return bool(processor.get("sse4a") and processor.get("avx_vnni"))
+
+
+# weights per head from which fused products, of one head at a time, are faster than batched ones; and with a window,
+# of which smaller tiles skip more, times this factor
+FUSED_FROM, WINDOWED_FACTOR = (
+    ({torch.float32: 320**2, torch.bfloat16: 640**2}, 1)
+    if _is_zen_5()
+    else ({torch.float32: 900**2, torch.bfloat16: 1100**2}, 4)
+)
 
 
 class Span(NamedTuple):
@@ -49,6 +70,29 @@ def spans(start: int, stop: int, size: int) -> Iterator[Span]:
         yield Span(s, min(s + size, stop))
 
 
+def evenly(length: int, most: int, multiple: int = 1) -> int:
+    """Return the size of nearly equal pieces of ``most`` at most, rounded up to a multiple."""
+    size = -(-length // -(-length // most)) if length else 1
+    return -(-size // multiple) * multiple
+
+
+def heads_together(heads: int, most: int) -> int:
+    """Return how many of the heads to compute at a time: ``most`` at most, or twice as many with as many threads.
+
+    A product computes each head on one thread, so that other numbers than multiples of the threads leave some idle.
+    """
+    threads = _num_threads()
+    if threads > 2 * most:
+        return min(heads, most)
+    return min(heads, evenly(heads, max(most - most % threads, threads), threads))
+
+
+@functools.cache
+def _num_threads() -> int:
+    """Return the number of threads at the first call, so that a backward pass has the groups of its forward pass."""
+    return torch.get_num_threads()
+
+
 class Group:
     """Group of heads of a problem: the operands of their products, and the masks of their tiles.
 
@@ -57,7 +101,15 @@ class Group:
         num_keys: number of keys to process, less than M if ``key_lengths`` are.
     """
 
-    def __init__(self, problem: Problem, batch: Span, heads: Span, dtype: torch.dtype, products: type[Products]):
+    def __init__(
+        self,
+        problem: Problem,
+        batch: Span,
+        heads: Span,
+        dtype: torch.dtype,
+        products: type[Products],
+        scratch: Scratch | None = None,
+    ) -> None:
         self.problem = problem
         self.batch = batch
         self.heads = heads
@@ -84,9 +136,8 @@ class Group:
             bias = self.heads_of(bias).to(self.accumulator)
             bias = bias.expand(*self.shape, self.num_queries, 1).flatten(0, 1)
         operands = self.query, self.key, bias, problem.scale_value
-        self.products: Capped | Fused | Products = (
-            Capped(*operands, problem.softcap) if problem.softcap else products(*operands)
-        )
+        self.products: Products = Capped(*operands, problem.softcap) if problem.softcap else products(*operands)
+        self.products.scratch = scratch
 
     def _count_keys(self) -> tuple[int, bool]:
         """Return the number of keys to process, and True if a sample of the group may have fewer keys."""
@@ -156,10 +207,12 @@ class Group:
         size = max(1, weights // max(1, min(long_side, LONG_SIDE)))
         if self.problem.left != UNLIMITED or self.problem.right != UNLIMITED:
             # twice as large at most: larger blocks make products faster, smaller ones waste less at the window's edges
-            size = min(WINDOWED_SIDE, 2 * size)
+            size = min(WINDOWED_SIDE, 2 * size) if isinstance(self.products, Fused) else min(WINDOWED_SHORT_SIDE, size)
         if self.blocks is not None:  # must divide the block size of the mask
             size = min(size, self.blocks.size[dimension])
             size = next(s for s in range(size, 0, -1) if self.blocks.size[dimension] % s == 0)
+        elif not isinstance(self.products, Fused):
+            size = evenly(span.size, size, 32 if size >= 128 else 1)  # products of other sizes are slower
         return spans(*span, size)
 
     def columns_of(self, rows: Span) -> Iterator[Span]:
@@ -286,19 +339,24 @@ class Group:
         return distances(self._positions(rows), columns, self.dtype, self.problem.query.device)
 
 
-def groups(problem: Problem) -> Iterator[Group]:
-    """Split a problem into groups: single heads with the fused product, else as many heads as fit into a tile."""
+def groups(problem: Problem, *, keep_tiles: bool = False) -> Iterator[Group]:
+    """Split a problem into groups: single heads with the fused product, else as many heads as fit into a tile.
+
+    keep_tiles: if True, a tile is not overwritten by the next one.
+    """
     (batch, _, n, _), (_, heads, m, _) = problem.query.shape, problem.key.shape
     dtype, products = arithmetic(problem)
     keep_memory_warm()
     nb = nh = 1
     if products is not Fused:
-        per_head = min(n, LONG_SIDE) * min(m, LONG_SIDE) * (problem.query.shape[1] // heads)
+        side = WINDOWED_SHORT_SIDE if problem.left != UNLIMITED or problem.right != UNLIMITED else SHORT_SIDE
+        per_head = min(n, side) * min(m, LONG_SIDE) * (problem.query.shape[1] // heads)
         together = max(1, TILE_BYTES // dtype.itemsize // max(per_head, 1))
-        nb, nh = (min(together // heads, batch), heads) if together >= heads else (1, together)
+        nb, nh = (min(together // heads, batch), heads) if together >= heads else (1, heads_together(heads, together))
+    scratch = None if keep_tiles else Scratch()
     for b in spans(0, batch, nb):
         for h in spans(0, heads, nh):
-            yield Group(problem, b, h, dtype, products)
+            yield Group(problem, b, h, dtype, products, scratch)
 
 
 def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
@@ -315,9 +373,12 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
     if query.device.type != "cpu" or not query.shape[-1] or per_head <= WIDE_UP_TO or problem.softcap:
         return wide, Products
     additive = problem.alibi_slopes is not None or (mask is not None and mask.is_floating_point())
+    factor = 1 if problem.left == UNLIMITED and problem.right == UNLIMITED else WINDOWED_FACTOR
     dtype = torch.bfloat16 if query.dtype is torch.bfloat16 and not additive else wide
-    if (dtype is wide and per_head < FUSED_FROM.get(wide, 0)) or fused_unavailable(query.device, dtype) is not None:
+    if (dtype is wide and per_head < factor * FUSED_FROM.get(wide, 0)) or fused_unavailable(
+        query.device, dtype
+    ) is not None:
         return wide, Products
-    if per_head >= FUSED_FROM[dtype]:
+    if per_head >= factor * FUSED_FROM[dtype]:
         return dtype, Fused
     return dtype, Extended if dtype is torch.bfloat16 else Products

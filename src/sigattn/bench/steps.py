@@ -1,0 +1,160 @@
+"""``sigattn bench steps``: whole training steps on a CPU, with sigmoid attention and with softmax.
+
+A step is the forward pass, the loss, the backward pass and the optimizer's update of a small language model, ViT or
+speech model on random data. The softmax twin differs in the attention only. Use the ratios: the twins run in turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sigattn.bench import baselines, provenance
+from sigattn.bench.inputs import DTYPES
+from sigattn.bench.tables import print_rows
+from sigattn.bench.timing import time_calls
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import find_recipe
+from sigattn.train.optimizer import make_optimizer
+from sigattn.validation import check_among, check_at_least, check_not_empty
+
+_COLUMNS = {
+    "model": ("model", ""),
+    "tokens": ("n", ",d"),
+    "dtype": ("dtype", ""),
+    "": ("mode", ""),
+    "attention": ("activation", ""),
+    "ms a step": ("median_ms", ".2f"),
+    "× softmax": ("softmax_time_over_this", ".2f"),
+}
+_RECIPES = {"language": "lm-1b-2k-tiny", "vit": "vit-supervised-tiny", "speech": "asr-ls960-tiny"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsBenchmark:
+    """Configuration of the benchmark of training steps.
+
+    Attributes:
+        models: "language" (causal, with ALiBi), "vit" and "speech" (key lengths, dropout).
+        lengths: tokens of a sequence, for "vit" the nearest square below.
+        tokens: tokens of a batch, at least one sequence.
+        embed_dim: width of the models. num_heads: number of heads. num_layers: number of blocks.
+        dtypes: "float32", "bfloat16" (by autocast).
+        compiled: also time steps of models compiled by ``torch.compile``.
+        threads: PyTorch's threads.
+        rounds: how often each model is timed.
+        results: where to write the results (JSON).
+    """
+
+    models: tuple[str, ...] = ("language", "vit", "speech")
+    lengths: tuple[int, ...] = (64, 256, 1024, 4096)
+    tokens: int = 4096
+    embed_dim: int = 256
+    num_heads: int = 4
+    num_layers: int = 2
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    compiled: bool = True
+    threads: int = 2
+    rounds: int = 9
+    results: Path = Path("runs/bench/steps.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "lengths", "tokens", "embed_dim", "num_heads", "num_layers", "threads", "rounds")
+        check_among(tuple(_RECIPES), self, "models")
+        check_among(("float32", "bfloat16"), self, "dtypes")
+        check_not_empty(self, "models", "lengths", "dtypes")
+
+
+def benchmark_steps(config: StepsBenchmark) -> dict[str, Any]:
+    """Time training steps of small models with sigmoid and with softmax attention on the CPU.
+
+    Returns:
+        The content of the results file.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    rows = []
+    try:
+        for model in config.models:
+            for n in config.lengths:
+                found = [row for dtype in config.dtypes for row in _measure(config, model, n, dtype)]
+                print_rows(f"{model}, {n:,} tokens", found, _COLUMNS)
+                rows += found
+    finally:
+        torch.set_num_threads(threads)
+    report = {**provenance.describe("steps", asdict(config)), "rows": rows}
+    provenance.write(config.results, report)
+    print(f"results: {config.results}")
+    return report
+
+
+def _measure(config: StepsBenchmark, model: str, n: int, dtype: str) -> list[dict[str, Any]]:
+    calls: dict[tuple[bool, str], Callable[[], object]] = {}
+    for compiled in (False, True) if config.compiled else (False,):
+        for activation in ("softmax", "sigmoid"):
+            calls[compiled, activation] = _step(config, model, n, activation, DTYPES[dtype], compiled=compiled)
+    baselines.reset_compiled()
+    timings = time_calls({f"{c} {a}": call for (c, a), call in calls.items()}, config.rounds)
+    return [
+        {
+            "model": model,
+            "n": n,
+            "dtype": dtype,
+            "mode": "compiled" if compiled else "eager",
+            "activation": activation,
+            "median_ms": timing.seconds * 1e3,
+            "softmax_time_over_this": timing.ratios[f"{compiled} softmax"],
+        }
+        for (compiled, activation), timing in zip(calls, timings, strict=True)
+    ]
+
+
+def _step(
+    config: StepsBenchmark, model: str, n: int, activation: str, dtype: torch.dtype, *, compiled: bool
+) -> Callable[[], object]:
+    """Return a training step of a model, built with the same seed for both activations."""
+    torch.manual_seed(0)
+    recipe, batch = _recipe_and_batch(config, model, n)
+    recipe = recipe if activation == "sigmoid" else recipe.softmax()
+    module: nn.Module = recipe.task.build(recipe.model).train()
+    optimizer = make_optimizer(module, recipe.training, config.embed_dim)
+    call: Any = torch.compile(module, dynamic=False) if compiled else module
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+            loss = recipe.task.loss(call, batch)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recipe, tuple[Tensor, ...]]:
+    """Return the recipe of a model of this length, and a random batch."""
+    recipe, size = find_recipe(_RECIPES[model]), max(1, config.tokens // n)
+    shared: dict[str, Any] = {
+        "embed_dim": config.embed_dim,
+        "num_heads": config.num_heads,
+        "num_layers": config.num_layers,
+    }
+    if model == "language":
+        tokens = torch.randint(256, (size, n + 1))
+        return recipe.with_transformer(**shared, max_seq_len=n), (tokens[:, :-1], tokens[:, 1:])
+    if model == "vit":
+        side = 2 * math.isqrt(n)  # patches of 2 x 2 pixels
+        images = torch.randn(size, 1, side, side)
+        return recipe.with_transformer(**shared, image_size=side, pool="average"), (images, torch.randint(10, (size,)))
+    frames = torch.randn(size, 3 * n, 80)  # a stride of 3
+    lengths = torch.randint(2 * n, 3 * n + 1, (size,))
+    lengths[0] = 3 * n
+    letters = max(1, n // 8)
+    targets = torch.randint(1, 29, (size, letters))
+    recipe = replace(recipe.with_transformer(**shared), name="speech")
+    return recipe, (frames, lengths, targets, torch.full((size,), letters))

@@ -1,0 +1,280 @@
+"""Attention of short sequences that saves its weights: when it does, how much memory they take, and its derivatives."""
+
+import contextlib
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+from sigattn import sigmoid_attention
+from sigattn.ops.cpu import saved_weights
+
+SAVED = ("_SavedBackward", "_SavedSelfAttentionBackward", "ViewBackward0")  # the last: autograd's own, of few weights
+
+
+def operands(n=200, d=32, heads=4, key_heads=4, dtype=torch.float32, batch=2):
+    torch.manual_seed(0)
+    shapes = (batch, heads, n, d), (batch, key_heads, n, d), (batch, key_heads, n, d)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def saves_weights(out):
+    return type(out.grad_fn).__name__ in SAVED
+
+
+OPTIONS = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "bias": {"bias": torch.tensor([-1.0, -2.0, -3.0, 0.0]).view(4, 1, 1)},
+    "mask": {"attn_mask": torch.rand(200, 200) > 0.3},
+    "additive mask": {"attn_mask": torch.randn(200, 200)},
+    "ALiBi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "lengths": {"key_lengths": torch.tensor([120, 200])},
+    "softcap": {"softcap": 3.0},
+    "window": {"window": (20, 3)},
+    "offset": {"query_offset": 5, "is_causal": True},
+    "everything": {
+        "attn_mask": torch.rand(200, 200) > 0.3,
+        "bias": torch.full((4, 1, 1), -2.0),
+        "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        "key_lengths": torch.tensor([120, 200]),
+        "softcap": 3.0,
+        "window": (50, 30),
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_gradients_equal_those_of_the_op(options, key_heads):
+    q, k, v = operands(key_heads=key_heads)
+    options = {name: o.clone() if isinstance(o, torch.Tensor) else o for name, o in options.items()}
+    leaves = [q, k, v]
+    for option in options.values():
+        if isinstance(option, torch.Tensor) and option.is_floating_point():
+            leaves.append(option.requires_grad_())
+    out = sigmoid_attention(q, k, v, enable_gqa=True, **options)
+    assert saves_weights(out)
+    expected = sigmoid_attention(q, k, v, enable_gqa=True, backend="blocked", **options)
+    assert not saves_weights(expected)
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    found = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, leaves, grad))
+    assert all(map(torch.equal, found, torch.autograd.grad(out, leaves, grad)))  # once more, from the same weights
+
+
+@pytest.mark.parametrize("n", [40, 200])
+def test_dropout(n):
+    q, k, v = operands(n)
+    gradients = []
+    for backend in (None, "blocked"):
+        torch.manual_seed(1)
+        out = sigmoid_attention(q, k, v, dropout_p=0.4, backend=backend)
+        first = torch.autograd.grad(out, [q, k, v], torch.ones_like(out), retain_graph=True)
+        again = torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
+        assert all(map(torch.equal, first, again))
+        gradients.append((out, *first))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_memory_is_bounded(dtype, key_heads):
+    """The weights take at most MOST times the memory of the inputs, and the next longer sequence saves none."""
+    saved = []
+    for n in (8, 40, 80, 136, 192, 256, 320, 384, 392, 500, 800):
+        q, k, v = operands(n, key_heads=key_heads, dtype=dtype, batch=1)
+        out = sigmoid_attention(q, k, v, torch.ones(n, n, dtype=torch.bool), enable_gqa=True)
+        saved.append(saves_weights(out))
+        if saved[-1]:
+            weights = sum(t.nbytes for t in out.grad_fn.saved_tensors[10:] if t is not None)
+            assert 0 < weights <= saved_weights.MOST * (q.nbytes + k.nbytes + v.nbytes)
+    assert saved[0]
+    assert saved == sorted(saved, reverse=True)
+    assert not saved[-1]
+
+
+def hooks():
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+@pytest.mark.parametrize("context", [hooks, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
+def test_nothing_is_saved_where_saved_tensors_are_intercepted(context, options):
+    q, k, v = operands()
+    assert saves_weights(sigmoid_attention(q, k, v, **options))
+    with context():
+        assert not saves_weights(sigmoid_attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("n", [30, 150])
+def test_under_checkpoint(use_reentrant, n):
+    leaves = operands(n)
+
+    def call(q, k, v):
+        return sigmoid_attention(q, k, v, is_causal=True) * 2
+
+    expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    checkpoint(call, *leaves, use_reentrant=use_reentrant).square().sum().backward()
+    torch.testing.assert_close(tuple(t.grad for t in leaves), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "general"])
+class TestHigherDerivatives:
+    def test_a_second_derivative_raises(self, options):
+        leaves = operands()
+        out = sigmoid_attention(*leaves, **options)
+        grad = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match='no second derivative; pass backend="reference"'):
+            torch.autograd.grad(grad[0].sum(), leaves)
+
+    def test_batched_gradients(self, options):
+        leaves = operands()
+        out = sigmoid_attention(*leaves, **options)
+        grads = torch.randn(3, *out.shape)
+        found = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
+        for i, grad in enumerate(grads):
+            expected = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            torch.testing.assert_close(tuple(t[i] for t in found), expected)
+
+    def test_functional_transforms(self, options):
+        q, k, v = (t.detach() for t in operands())
+
+        def loss(q):
+            return sigmoid_attention(q, k, v, **options).square().sum()
+
+        q.requires_grad_()
+        (expected,) = torch.autograd.grad(loss(q), q)
+        torch.testing.assert_close(torch.func.grad(loss)(q.detach()), expected)
+
+
+def test_few_weights_have_a_second_derivative():
+    leaves = operands(6, 4, dtype=torch.float32)
+    found, expected = (
+        torch.autograd.grad(
+            torch.autograd.grad(
+                sigmoid_attention(*leaves, is_causal=True, backend=backend).square().sum(), leaves, create_graph=True
+            )[0].sum(),
+            leaves,
+        )
+        for backend in (None, "reference")
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "general"])
+@pytest.mark.parametrize("n", [20, 200])
+def test_backward_inside_autocast(options, n):
+    leaves = operands(n)
+    expected = torch.autograd.grad(sigmoid_attention(*leaves, **options).sum(), leaves)
+    out = sigmoid_attention(*leaves, **options).sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(out, leaves)
+    assert {t.dtype for t in found} == {torch.float32}
+    if n > 100 or options:  # autograd's own nodes follow autocast, as those of any formula
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 2}])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "general"])
+def test_frozen_inputs(frozen, options):
+    leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate(operands())]
+    trained = [t for t in leaves if t.requires_grad]
+    found, expected = (
+        torch.autograd.grad(sigmoid_attention(*leaves, backend=backend, **options).square().sum(), trained)
+        for backend in (None, "blocked")
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_inputs_changed_in_place_are_found():
+    q, k, v = operands()
+    scaled = q * 1
+    out = sigmoid_attention(scaled, k, v)
+    with torch.no_grad():
+        scaled.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def _fresh(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    def graph_of(self, call, *leaves):
+        """Return the names of the operations that are compiled, and the gradients."""
+        names = []
+
+        def compiler(graph, _):
+            names.extend(str(node.target) for node in graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+
+        aot = aot_autograd(fw_compiler=compiler)
+        out = torch.compile(call, fullgraph=True, backend=aot)(*leaves)
+        return names, torch.autograd.grad(out.square().sum(), [t for t in leaves if t.requires_grad])
+
+    @pytest.mark.parametrize(
+        ("options", "n", "short"),
+        [
+            ({}, 100, True),
+            ({"bias": -2.5, "is_causal": True}, 100, True),
+            ({"scale": 0.3}, 100, True),
+            ({}, 400, False),
+            ({"window": (3, 4)}, 100, False),
+            ({"softcap": 3.0}, 100, False),
+            ({"backend": "blocked"}, 100, False),
+        ],
+    )
+    @pytest.mark.parametrize("key_heads", [4, 2])
+    def test_short_calls_are_compiled_as_a_formula(self, options, n, short, key_heads):
+        leaves = operands(n, key_heads=key_heads)
+
+        def call(q, k, v):
+            return sigmoid_attention(q, k, v, enable_gqa=True, **options)
+
+        names, found = self.graph_of(call, *leaves)
+        assert any("sigattn" in name for name in names) != short
+        torch.testing.assert_close(found, torch.autograd.grad(call(*leaves).square().sum(), leaves))
+
+    def test_a_learned_bias(self):
+        leaves = [*operands(100, dtype=torch.float64), torch.randn(4, 1, 1, dtype=torch.float64, requires_grad=True)]
+
+        def call(q, k, v, b):
+            return sigmoid_attention(q, k, v, bias=b)
+
+        names, found = self.graph_of(call, *leaves)
+        assert not any("sigattn" in name for name in names)
+        torch.testing.assert_close(found, torch.autograd.grad(call(*leaves).square().sum(), leaves))
+
+    def test_sizes_that_change_are_compiled_as_the_op(self):
+        """Tracing the formula for any length takes seconds."""
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(lambda q, k, v: sigmoid_attention(q, k, v), fullgraph=True, backend=counter)
+        for n in (60, 100, 90, 400):
+            leaves = operands(n)
+            found = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
+            expected = torch.autograd.grad(sigmoid_attention(*leaves).square().sum(), leaves)
+            torch.testing.assert_close(found, expected)
+        assert counter.frame_count == 2
+        first, second = (str(graph.graph) for graph in counter.graphs)
+        assert "sigattn" not in first
+        assert "sigattn" in second
+
+    def test_without_gradients_it_is_the_op(self):
+        names = []
+
+        def compiler(graph, _):
+            names.extend(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        q = operands(100)[0].detach()
+        with contextlib.suppress(StopIteration):
+            torch.compile(lambda q: sigmoid_attention(q, q, q), backend=compiler)(q)
+        assert any("sigattn" in name for name in names)
