@@ -201,6 +201,7 @@ def test_inputs_changed_in_place_are_found():
         out.sum().backward()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="there, a compiled call is seen as an exported one: the op")
 class TestCompiled:
     @pytest.fixture(autouse=True)
     def _fresh(self):

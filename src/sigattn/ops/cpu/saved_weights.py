@@ -33,7 +33,7 @@ def apply_to(problem: Problem) -> bool:
     It is not for calls that are transformed, exported or intercepted by a dispatch mode, nor where saved tensors are
     intercepted, as in ``torch.utils.checkpoint``, which should not keep the weights.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # PyTorch 2.11 says of every compiled call that it is exported
         return not torch.compiler.is_exporting() and _is_traced(problem) and _fit(problem, problem.query.dtype)
     tensors = [t for t in problem[:_NUM_TENSORS] if t is not None]
     if is_intercepted(tensors) or are_intercepted() or problem.mask_table is not None:
