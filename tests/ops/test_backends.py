@@ -1,5 +1,7 @@
 """Interface between the operator and its backends."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -131,3 +133,45 @@ class TestThePlainestCalls:
         for changed in (q.detach().double(), torch.nn.Parameter(q)):
             with pytest.raises(TypeError, match="NoneType"):
                 sigmoid_attention(changed, changed, changed)
+
+
+class TestScratch:
+    """Tiles are written into memory that each thread keeps."""
+
+    @pytest.mark.parametrize("n", [300, 700])
+    def test_after_inference_mode(self, n):
+        q = torch.randn(1, 4, n, 16)
+        matmul._kept.__dict__.clear()
+        with torch.inference_mode():
+            first = sigmoid_attention(q, q, q, is_causal=True)
+        torch.testing.assert_close(sigmoid_attention(q, q, q, is_causal=True), first.clone())
+        q.requires_grad_()
+        sigmoid_attention(q, q, q, is_causal=True).sum().backward()
+
+    def test_threads_do_not_share_it(self):
+        inputs = [torch.randn(1, 4, 600, 16, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        alone = [sigmoid_attention(q, q, q, is_causal=True) for q in inputs]
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(5):
+                together = list(pool.map(lambda q: sigmoid_attention(q, q, q, is_causal=True), inputs))
+                for a, b in zip(alone, together, strict=True):
+                    torch.testing.assert_close(a, b)
+
+    def test_outputs_do_not_lie_in_it(self):
+        q = torch.randn(1, 4, 700, 16, requires_grad=True)
+        out = sigmoid_attention(q, q, q, is_causal=True)
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        before = out.detach().clone(), grad.clone()
+        other = torch.randn(1, 4, 700, 16, requires_grad=True)
+        sigmoid_attention(other, other, other, is_causal=True).sum().backward()
+        assert torch.equal(out.detach(), before[0])
+        assert torch.equal(grad, before[1])
+
+    def test_it_is_bounded(self):
+        scratch = matmul.Scratch()
+        scratch.tile("logits", torch.empty(0), 1 << 24)
+        assert not scratch._buffers
+        small = scratch.tile("logits", torch.empty(0, dtype=torch.bfloat16), 8, 100)
+        assert small.shape == (8, 100)
+        assert small.dtype is torch.bfloat16
+        assert sum(map(len, scratch._buffers.values())) == 1600

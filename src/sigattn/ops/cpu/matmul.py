@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -28,17 +29,35 @@ def fold(t: Tensor, rows: slice) -> Tensor:
 
 
 class Scratch:
-    """Memory of two tiles that is used again for every tile, because writing to newly allocated memory is slower."""
+    """Memory of tiles that is used again for every tile, because writing to newly allocated memory is slower."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def tile(self, name: str, like: Tensor, *shape: int) -> Tensor:
         """Return an uninitialised tile in the memory of that name; the previous tile there is overwritten."""
-        size, buffer = math.prod(shape), self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype is not like.dtype:
-            buffer = self._buffers[name] = like.new_empty(size)
-        return buffer[:size].view(shape)
+        size = math.prod(shape) * like.itemsize
+        if size > _LARGEST_SCRATCH:
+            return like.new_empty(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size:
+            with torch.inference_mode(False):  # else it could not be written outside inference mode
+                buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return buffer[:size].view(like.dtype).view(shape)
+
+
+_LARGEST_SCRATCH = 16 << 20
+_kept = threading.local()
+
+
+def scratch(device: torch.device) -> Scratch:
+    """Return memory for tiles; on a CPU that of this thread, which is kept."""
+    if device.type != "cpu":
+        return Scratch()
+    found: Scratch | None = getattr(_kept, "scratch", None)
+    if found is None:
+        found = _kept.scratch = Scratch()
+    return found
 
 
 class Products:

@@ -7,6 +7,7 @@ operations other than the products and the sigmoid. A window, and thus causal at
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sigattn.ops.cpu.matmul import Fused, fused_unavailable, keep_memory_warm
+from sigattn.ops.cpu.matmul import Fused, fused_unavailable, keep_memory_warm, scratch
 from sigattn.ops.cpu.tiles import FUSED_FROM, TILE_BYTES, WIDE_UP_TO, arithmetic, heads_together
 from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem
 
 WHOLE_UP_TO = 540**2  # weights per head; with more, tiles outside a window are skipped
+
+_SMALL = 1 << 18  # bytes of weights that fit into the processor's caches, wherever they are
 
 
 class Operands(NamedTuple):
@@ -152,12 +155,12 @@ def backward(
 def compute(o: Operands, saved: list[Tensor] | None = None) -> Tensor:  # (G, R, Dv)
     """Return the output; append the weights of each group of heads to ``saved``."""
     size = _group_size(o)
+    buffer = None if saved is not None else _buffer("logits", o, size)
     if size >= len(o.query):
-        weights = _weights(o)
+        weights = _weights(o, buffer)
         if saved is not None:
             saved.append(weights)
         return torch.bmm(weights, o.value)
-    buffer = None if saved is not None else o.query.new_empty(size, o.query.shape[1], o.key.shape[1])
     out = o.query.new_empty(*o.query.shape[:2], o.value.shape[-1])
     for part, group in o.groups(size):
         weights = _weights(part, buffer)
@@ -172,16 +175,14 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:  # grad_out: (G, R, Dv)
     """Return the gradients of query, key and value, and for each query (G, R) that of the bias; None if not needed."""
     size = _group_size(o)
+    buffer, d = None if saved is not None else _buffer("logits", o, size), _buffer("outer", o, size)
     if size >= len(o.query):
-        return _differentiate(o, grad_out, needs_grad, _weights(o) if saved is None else saved[0])
-    keep_memory_warm()
+        return _differentiate(o, grad_out, needs_grad, _weights(o, buffer) if saved is None else saved[0], d=d)
     gradients = [torch.empty_like(t) if needed else None for t, needed in zip(o[:3], needs_grad[:3], strict=True)]
     gradients.append(_new_wide(o.query[..., 0]) if needs_grad.bias else None)
-    buffers = [o.query.new_empty(size, o.query.shape[1], o.key.shape[1]) for _ in range(2 if saved is None else 1)]
     for i, (part, group) in enumerate(o.groups(size)):
-        weights = _weights(part, buffers[1]) if saved is None else saved[i]
+        weights = _weights(part, buffer) if saved is None else saved[i]
         query, key, value, bias = (None if t is None else t[group] for t in gradients)
-        d = buffers[0][: len(weights)]
         _differentiate(part, grad_out[group], needs_grad, weights, query, key, value, bias, d)
     return tuple(gradients)
 
@@ -201,7 +202,7 @@ def _differentiate(
     if needs_grad.value:
         value = torch.bmm(weights.mT, grad_out, out=value)
     if needs_grad.query or needs_grad.key or needs_grad.bias:
-        d = torch.bmm(grad_out, o.value.mT, out=d)
+        d = torch.bmm(grad_out, o.value.mT, out=None if d is None else d[: len(weights)])
         torch.ops.aten.sigmoid_backward.grad_input(d, weights, grad_input=d)  # dS = dP ∘ P ∘ (1 − P), in one pass
         zero = _one(d.dtype)  # beta = 0: not read
         if needs_grad.query:
@@ -253,6 +254,14 @@ def _group_size(o: Operands) -> int:
     """Return the number of samples and key heads that are computed at a time, in groups of nearly the same size."""
     most = max(1, TILE_BYTES // o.query.element_size() // (o.query.shape[1] * o.key.shape[1]))
     return heads_together(len(o.query), most)
+
+
+def _buffer(name: str, o: Operands, size: int) -> Tensor | None:  # (G, R, M)
+    """Return memory for the weights of a group of heads, unless they are so few that allocating it is fast."""
+    shape = min(size, len(o.query)), o.query.shape[1], o.key.shape[1]
+    if math.prod(shape) * o.query.itemsize < _SMALL:
+        return None
+    return scratch(o.query.device).tile(name, o.query, *shape)
 
 
 def _weights(o: Operands, buffer: Tensor | None = None) -> Tensor:  # (G, R, M)

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from sigattn.ops.block_mask import HIDDEN, Blocks, runs
-from sigattn.ops.cpu.matmul import Capped, Extended, Fused, Products, Scratch, fused_unavailable, keep_memory_warm
+from sigattn.ops.cpu.matmul import (
+    Capped,
+    Extended,
+    Fused,
+    Products,
+    Scratch,
+    fused_unavailable,
+    keep_memory_warm,
+    scratch,
+)
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import UNLIMITED, Problem, alibi, distances
 
@@ -108,7 +117,7 @@ class Group:
         heads: Span,
         dtype: torch.dtype,
         products: type[Products],
-        scratch: Scratch | None = None,
+        memory: Scratch | None = None,
     ) -> None:
         self.problem = problem
         self.batch = batch
@@ -137,7 +146,7 @@ class Group:
             bias = bias.expand(*self.shape, self.num_queries, 1).flatten(0, 1)
         operands = self.query, self.key, bias, problem.scale_value
         self.products: Products = Capped(*operands, problem.softcap) if problem.softcap else products(*operands)
-        self.products.scratch = scratch
+        self.products.scratch = memory
 
     def _count_keys(self) -> tuple[int, bool]:
         """Return the number of keys to process, and True if a sample of the group may have fewer keys."""
@@ -353,10 +362,10 @@ def groups(problem: Problem, *, keep_tiles: bool = False) -> Iterator[Group]:
         per_head = min(n, side) * min(m, LONG_SIDE) * (problem.query.shape[1] // heads)
         together = max(1, TILE_BYTES // dtype.itemsize // max(per_head, 1))
         nb, nh = (min(together // heads, batch), heads) if together >= heads else (1, heads_together(heads, together))
-    scratch = None if keep_tiles else Scratch()
+    memory = None if keep_tiles else scratch(problem.query.device)
     for b in spans(0, batch, nb):
         for h in spans(0, heads, nh):
-            yield Group(problem, b, h, dtype, products, scratch)
+            yield Group(problem, b, h, dtype, products, memory)
 
 
 def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
