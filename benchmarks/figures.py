@@ -1,7 +1,8 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
-Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; error.svg and error.md from
-results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
+Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; training.md from
+results/cpu-zen4.json; steps.md from results/steps.json; error.svg and error.md from results/accuracy/accuracy.json;
+quality.svg from results/compare/results.json.
 """
 
 import json
@@ -138,6 +139,41 @@ def speed_table(report: Row) -> str:
     return f"{table(head, lines)}\nSoftmax's time / ours, full / causal. {setting}; {provenance(report)}.\n"
 
 
+def training_table(report: Row) -> str:
+    """Return a table of the peers' time over that of the operator, forward and backward, and where it was measured."""
+    cases = [(dtype, causal) for dtype in report["configuration"]["dtypes"] for causal in (False, True)]
+    lines = []
+    for n in sorted({row["n"] for row in report["rows"]}):
+        cells = []
+        for dtype, causal in cases:
+            (own,) = select(
+                report["rows"], n=n, dtype=dtype, causal=causal, implementation="sigattn", **{"pass": "training"}
+            )
+            ratios = (own[f"{peer}_time_over_this"] for peer in ("softmax", "naive", "compiled"))
+            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
+        lines.append([f"{n:,}", *cells])
+    config = report["configuration"]
+    setting = f"{config['num_heads']} heads of {config['head_dim']}, {config['threads']} threads"
+    head = ["n", *(f"{dtype}, {'causal' if causal else 'full'}" for dtype, causal in cases)]
+    caption = "Time of softmax SDPA / plain formula / compiled plain formula over ours, forward and backward."
+    return f"{table(head, lines)}\n{caption} {setting}; {provenance(report)}.\n"
+
+
+def steps_table(report: Row) -> str:
+    """Return a table of the time of a softmax model's training step over that of its sigmoid twin."""
+    config = report["configuration"]
+    lines = []
+    for model in config["models"]:
+        for n in config["lengths"]:
+            found = select(report["rows"], model=model, n=n, activation="sigmoid")
+            lines.append([model, f"{n:,}", *(f"{row['softmax_time_over_this']:.2f}" for row in found)])
+    setting = f"{config['num_layers']} layers of width {config['embed_dim']}, {config['num_heads']} heads"
+    setting = f"{setting}, {config['tokens']:,} tokens a batch, {config['threads']} threads"
+    return (
+        f"{table(['model', 'n', *config['dtypes']], lines)}\nSoftmax's time / ours. {setting}; {provenance(report)}.\n"
+    )
+
+
 def error_table(report: Row) -> str:
     """Return a table of the weights' mean relative error, and where it was measured."""
     cases = [(dtype, name) for dtype in report["configuration"]["dtypes"] for name in IMPLEMENTATIONS]
@@ -164,6 +200,8 @@ def write(folder: Path) -> None:
     """Write all figures and tables into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     speed = json.loads((RESULTS / "cpu.json").read_text())
+    training = json.loads((RESULTS / "cpu-zen4.json").read_text())
+    steps = json.loads((RESULTS / "steps.json").read_text())
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
     figures = {
@@ -176,6 +214,8 @@ def write(folder: Path) -> None:
         for name, figure in figures.items():
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     (folder / "speed.md").write_text(speed_table(speed))
+    (folder / "training.md").write_text(training_table(training))
+    (folder / "steps.md").write_text(steps_table(steps))
     (folder / "error.md").write_text(error_table(error))
 
 

@@ -38,7 +38,7 @@ def test_results_and_their_provenance(tmp_path):
     assert described | {"rows", "memory"} == report.keys()
     assert report["configuration"]["num_heads"] == 2
     seen = {(r["n"], r["dtype"], r["causal"], r["pass"], r["implementation"]) for r in report["rows"]}
-    assert len(seen) == len(report["rows"]) == 2 * 2 * 2 * 2 * 3
+    assert len(seen) == len(report["rows"]) == 2 * 2 * 2 * 3 * 3
     for row in report["rows"]:
         assert row["median_ms"] > 0
         assert row["relative_error"] < 0.06

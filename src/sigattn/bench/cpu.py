@@ -38,7 +38,6 @@ _COLUMNS = {
     "ms": ("median_ms", ".3f"),
     "× softmax": ("softmax_time_over_this", ".2f"),
     "× naive": ("naive_time_over_this", ".2f"),
-    "× compiled": ("compiled_time_over_this", ".2f"),
     "error": ("relative_error", ".1e"),
 }
 
