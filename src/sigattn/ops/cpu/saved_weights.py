@@ -84,7 +84,8 @@ def _traced(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
     (batch, key_heads, m, dv), n = p.value.shape, p.query.shape[2]
     query = (p.query * p.scale_value).reshape(batch * key_heads, -1, p.query.shape[3])
     logits = torch.bmm(query, p.key.reshape(batch * key_heads, m, -1).mT).view(batch, -1, n, m)
-    weights = torch.sigmoid(logits + (-math.log(m) if p.bias is None else p.bias))
+    # a tensor of biases in float32 makes the logits so
+    weights = torch.sigmoid(logits + (-math.log(m) if p.bias is None else p.bias)).to(p.value.dtype)
     if p.right != UNLIMITED:
         weights = weights.tril(p.right)
     out = torch.bmm(weights.view(batch * key_heads, -1, m), p.value.reshape(batch * key_heads, m, dv))

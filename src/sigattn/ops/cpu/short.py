@@ -125,7 +125,7 @@ def fast_path(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: flo
 
 
 def formula(o: Operands) -> Tensor:  # (G, R, Dv)
-    """Return the output in operations that autograd and ``torch.compile`` differentiate themselves."""
+    """Return the output in operations that autograd differentiates itself."""
     weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale).sigmoid_()
     if o.right != UNLIMITED:
         weights = weights.tril(o.right)
