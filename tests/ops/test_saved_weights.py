@@ -1,11 +1,7 @@
 """Attention of short sequences that saves its weights: when it does, how much memory they take, and its derivatives."""
 
-import contextlib
-
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from sigattn import sigmoid_attention
@@ -199,88 +195,3 @@ def test_inputs_changed_in_place_are_found():
         scaled.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="there, a compiled call is seen as an exported one: the op")
-class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def _fresh(self):
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
-    def graph_of(self, call, *leaves):
-        """Return the names of the operations that are compiled, and the gradients."""
-        names = []
-
-        def compiler(graph, _):
-            names.extend(str(node.target) for node in graph.graph.nodes)
-            return make_boxed_func(graph.forward)
-
-        aot = aot_autograd(fw_compiler=compiler)
-        out = torch.compile(call, fullgraph=True, backend=aot)(*leaves)
-        return names, torch.autograd.grad(out.square().sum(), [t for t in leaves if t.requires_grad])
-
-    @pytest.mark.parametrize(
-        ("options", "n", "short"),
-        [
-            ({}, 100, True),
-            ({"bias": -2.5, "is_causal": True}, 100, True),
-            ({"scale": 0.3}, 100, True),
-            ({}, 400, False),
-            ({"window": (3, 4)}, 100, False),
-            ({"softcap": 3.0}, 100, False),
-            ({"backend": "blocked"}, 100, False),
-        ],
-    )
-    @pytest.mark.parametrize("key_heads", [4, 2])
-    def test_short_calls_are_compiled_as_a_formula(self, options, n, short, key_heads):
-        leaves = operands(n, key_heads=key_heads)
-
-        def call(q, k, v):
-            return sigmoid_attention(q, k, v, enable_gqa=True, **options)
-
-        names, found = self.graph_of(call, *leaves)
-        assert any("sigattn" in name for name in names) != short
-        torch.testing.assert_close(found, torch.autograd.grad(call(*leaves).square().sum(), leaves))
-
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-    def test_a_learned_bias(self, dtype):
-        wide = torch.promote_types(dtype, torch.float32)
-        leaves = [*operands(100, dtype=dtype), torch.randn(4, 1, 1, dtype=wide, requires_grad=True)]
-
-        def call(q, k, v, b):
-            return sigmoid_attention(q, k, v, bias=b)
-
-        names, found = self.graph_of(call, *leaves)
-        assert not any("sigattn" in name for name in names)
-        expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
-        for a, b in zip(found, expected, strict=True):
-            assert a.dtype == b.dtype
-            assert (a - b).double().norm() <= (1e-12 if dtype is torch.float64 else 0.03) * b.double().norm()
-
-    def test_sizes_that_change_are_compiled_as_the_op(self):
-        """Tracing the formula for any length takes seconds."""
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(lambda q, k, v: sigmoid_attention(q, k, v), fullgraph=True, backend=counter)
-        for n in (60, 100, 90, 400):
-            leaves = operands(n)
-            found = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
-            expected = torch.autograd.grad(sigmoid_attention(*leaves).square().sum(), leaves)
-            torch.testing.assert_close(found, expected)
-        assert counter.frame_count == 2
-        first, second = (str(graph.graph) for graph in counter.graphs)
-        assert "sigattn" not in first
-        assert "sigattn" in second
-
-    def test_without_gradients_it_is_the_op(self):
-        names = []
-
-        def compiler(graph, _):
-            names.extend(str(node.target) for node in graph.graph.nodes)
-            return graph.forward
-
-        q = operands(100)[0].detach()
-        with contextlib.suppress(StopIteration):
-            torch.compile(lambda q: sigmoid_attention(q, q, q), backend=compiler)(q)
-        assert any("sigattn" in name for name in names)

@@ -44,7 +44,9 @@ class StepsBenchmark:
         models: "language" (causal, with ALiBi), "vit" and "speech" (key lengths, dropout).
         lengths: tokens of a sequence, for "vit" the nearest square below.
         tokens: tokens of a batch, at least one sequence.
-        embed_dim: width of the models. num_heads: number of heads. num_layers: number of blocks.
+        embed_dim: width of the models.
+        num_heads: number of heads.
+        num_layers: number of blocks.
         dtypes: "float32", "bfloat16" (by autocast).
         compiled: also time steps of models compiled by ``torch.compile``.
         threads: PyTorch's threads.

@@ -7,7 +7,6 @@ backward pass then has four products instead of five.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -24,35 +23,18 @@ from sigattn.ops.problem import UNLIMITED, Problem
 MOST = 4  # times the memory of query, key and value: the weights that are saved at most
 _BY_AUTOGRAD_UP_TO = 1 << 16  # weights up to which autograd's own nodes cost less than a Function written in Python
 _NUM_TENSORS = 10  # leading fields of a problem
-_TRACED = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def apply_to(problem: Problem) -> bool:
     """Return True if the weights of a differentiated call may be saved, and saving them is faster.
 
-    It is not for calls that are transformed, exported or intercepted by a dispatch mode, nor where saved tensors are
-    intercepted, as in ``torch.utils.checkpoint``, which should not keep the weights.
+    It is not for calls that are compiled, exported, transformed or intercepted by a dispatch mode, nor where saved
+    tensors are intercepted, as in ``torch.utils.checkpoint``, which should not keep the weights.
     """
-    if torch.compiler.is_compiling():  # PyTorch 2.11 says of every compiled call that it is exported
-        return not torch.compiler.is_exporting() and _is_traced(problem) and _fit(problem, problem.query.dtype)
     tensors = [t for t in problem[:_NUM_TENSORS] if t is not None]
     if is_intercepted(tensors) or are_intercepted() or problem.mask_table is not None:
         return False
     return problem.query.device.type == "cpu" and _fit(problem, arithmetic(problem)[0])
-
-
-def _is_traced(problem: Problem) -> bool:
-    """Return True if the compiler traces the formula: it supports the options, and the sizes are fixed.
-
-    With sizes that may change, tracing the formula takes seconds longer than tracing the op.
-    """
-    p = problem
-    masked = p.attn_mask is not None or p.key_lengths is not None or p.mask_table is not None or p.left != UNLIMITED
-    options = masked or p.alibi_slopes is not None or p.seed is not None or p.softcap or p.query_offset
-    if p.query.device.type != "cpu" or p.query.dtype not in _TRACED or options:
-        return False
-    has_static_value = torch.fx.experimental.symbolic_shapes.has_static_value
-    return all(has_static_value(size) for size in (*p.query.shape, *p.value.shape))
 
 
 def _fit(problem: Problem, dtype: torch.dtype) -> bool:
@@ -72,24 +54,8 @@ def are_intercepted() -> bool:
 
 def attention(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
     """Return the output of sigmoid attention, differentiable; the weights are saved."""
-    if torch.compiler.is_compiling():
-        return _traced(problem)
     out: Tensor = _Saved.apply(*problem)
     return out
-
-
-def _traced(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
-    """Return the output in operations that the compiler fuses and differentiates; it decides what to save."""
-    p = problem
-    (batch, key_heads, m, dv), n = p.value.shape, p.query.shape[2]
-    query = (p.query * p.scale_value).reshape(batch * key_heads, -1, p.query.shape[3])
-    logits = torch.bmm(query, p.key.reshape(batch * key_heads, m, -1).mT).view(batch, -1, n, m)
-    # a tensor of biases in float32 makes the logits so
-    weights = torch.sigmoid(logits + (-math.log(m) if p.bias is None else p.bias)).to(p.value.dtype)
-    if p.right != UNLIMITED:
-        weights = weights.tril(p.right)
-    out = torch.bmm(weights.view(batch * key_heads, -1, m), p.value.reshape(batch * key_heads, m, dv))
-    return out.view(batch, -1, n, dv)
 
 
 def self_attention(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float, right: int) -> Tensor | None:
