@@ -92,9 +92,7 @@ def _forward_group(group: Group, out: Tensor) -> None:  # out: (nb, nh, rep, N, 
 
 def _forward_saving(group: Group, out: Tensor, saved: list[Tensor]) -> None:  # out: (nb, nh, rep, N, Dv)
     """Compute ``_forward_group`` in the tiles of ``_backward_group``, and append their weights to ``saved``."""
-    totals = torch.zeros_like(
-        group.query[..., :1].expand(*group.query.shape[:3], out.shape[-1]), dtype=group.accumulator
-    )
+    totals = group.query.new_zeros((*group.query.shape[:3], out.shape[-1]), dtype=group.accumulator)
     for columns in group.short_blocks(Span(0, group.num_keys), long_side=group.num_queries, dimension=1):
         for rows in group.rows_of(columns):
             p = group.tile(rows, columns, transposed=True)  # (G, C, rep·R)
