@@ -1,10 +1,13 @@
 """``sigattn convert``: from a softmax run to a converted, fine-tuned run that the other commands use."""
 
 import json
+import signal
 
 import pytest
+import torch
 
 from sigattn import cli
+from sigattn.cli.progress import TrainingProgress
 from sigattn.models import LanguageModel, LanguageModelConfig, saving
 from sigattn.train import metrics
 from tests.test_cli import failure
@@ -47,6 +50,37 @@ def test_a_run_is_converted_and_fine_tuned(run, capsys):
     assert "holds a model with activation='sigmoid': only softmax is converted" in message
 
 
+@pytest.mark.parametrize("distil", [[], ["--distil", "1"]])
+def test_interrupted_and_resumed(run, tmp_path, capsys, monkeypatch, distil):
+    steps = ["convert", str(run), "--steps", "4", "--batches", "2", *distil]
+    cli.main([*steps, "--folder", str(tmp_path / "whole")])
+
+    class Interrupting(TrainingProgress):
+        def show(self, name, row):
+            super().show(name, row)
+            if row["step"] == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sigattn.cli.convert.TrainingProgress", Interrupting)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([*steps, "--folder", str(tmp_path / "parts")])
+    assert stopped.value.code == 130
+    assert "stopped after 2 of 4 steps" in capsys.readouterr().out
+    if distil:  # another loss
+        code, message = failure([*steps[:-2], "--folder", str(tmp_path / "parts"), "--resume"], capsys)
+        assert code == 1
+        assert "task" in message
+    cli.main([*steps, "--folder", str(tmp_path / "parts"), "--resume"])
+    whole, parts = (saving.load(tmp_path / name / "model").state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    rows = metrics.read_metrics(tmp_path / "parts" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    if distil:  # the divergence is added
+        cli.main(["convert", str(run), "--steps", "1", "--batches", "2", "--folder", str(tmp_path / "plain")])
+        assert rows[0]["loss"] > metrics.read_metrics(tmp_path / "plain" / "metrics.jsonl")[0]["loss"]
+
+
 def test_a_model_folder_without_a_run(tmp_path, capsys):
     model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=16, max_seq_len=16))
     saving.save(model, tmp_path / "model")
@@ -64,3 +98,5 @@ def test_what_it_refuses(tmp_path, capsys):
     assert "holds neither a run (run.json) nor a model" in message
     _, message = failure(["convert", str(tmp_path), "--learning-rate", "0"], capsys)
     assert "learning_rate must be a finite number above 0" in message
+    _, message = failure(["convert", str(tmp_path), "--distil", "1"], capsys)
+    assert "pass steps too" in message

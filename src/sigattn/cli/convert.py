@@ -25,9 +25,10 @@ from sigattn.models.transformer import evaluation_mode
 from sigattn.models.vision import ViTConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
+from sigattn.tasks import Distillation, Task
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints
-from sigattn.validation import SettingsError, check_at_least, check_positive
+from sigattn.validation import SettingsError, check_at_least, check_not_negative, check_positive
 
 # recipes whose task and data are those of a model folder without a run
 _RECIPES: dict[type, str] = {
@@ -50,6 +51,8 @@ class ConvertConfig:
         batches: number of training batches for the fit; a quarter of them is held out.
         steps: number of steps of fine-tuning; 0 for none.
         learning_rate: peak learning rate of the fine-tuning.
+        distil: weight of the divergence of the outputs from the softmax model's in the loss of the fine-tuning; 0 for
+            none.
         batch_size: samples of a batch (seconds, for speech); None for the run's own.
         resume: continue the fine-tuning from its last checkpoint.
     """
@@ -61,6 +64,7 @@ class ConvertConfig:
     batches: int = 8
     steps: int = 0
     learning_rate: float = 1e-3
+    distil: float = 0.0
     batch_size: int | None = None
     resume: bool = False
 
@@ -68,6 +72,9 @@ class ConvertConfig:
         check_at_least(1, self, "batches", "batch_size")
         check_at_least(0, self, "steps")
         check_positive(self, "learning_rate")
+        check_not_negative(self, "distil")
+        if self.distil and not self.steps:
+            raise SettingsError("distil is a part of the fine-tuning's loss: pass steps too")
 
 
 def convert_run(options: ConvertConfig) -> None:
@@ -77,6 +84,9 @@ def convert_run(options: ConvertConfig) -> None:
     recipe, model_folder, options = _read(options)
     recipe = recipe.with_training(**_training(recipe, options))
     assert options.folder is not None
+    task = recipe.task
+    if options.distil:
+        task = Distillation(task=task, teacher=str(model_folder.resolve()), weight=options.distil)
     if not options.resume:
         check_no_checkpoints(options.folder)
     data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer)
@@ -86,7 +96,7 @@ def convert_run(options: ConvertConfig) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     report.save(options.folder / "conversion.json")
     if options.steps:
-        rows = _fine_tune(recipe, model, data, options)
+        rows = _fine_tune(recipe, task, model, data, options)
         last = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
         stages[f"fine-tuned, {options.steps} steps"] = last
     else:
@@ -180,13 +190,13 @@ def _convert(
         return model, report, {"softmax": before, "converted": evaluate()}
 
 
-def _fine_tune(recipe: Recipe, model: Any, data: Data, options: ConvertConfig) -> list[dict[str, Any]]:
+def _fine_tune(recipe: Recipe, task: Task, model: Any, data: Data, options: ConvertConfig) -> list[dict[str, Any]]:
     """Train the converted model in the folder, and return the measurements of each step."""
     assert options.folder is not None
     folder = options.folder
     with TrainingProgress(recipe.training.max_steps) as progress:
         loop.train(
-            recipe.task,
+            task,
             recipe.model,
             recipe.training,
             data,

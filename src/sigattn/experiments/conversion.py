@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sigattn.convert import ConversionReport, convert
 from sigattn.data.dataset import Data
@@ -35,6 +34,7 @@ from sigattn.nn.bias import BatchLengthBias
 from sigattn.ops import reference
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
+from sigattn.tasks.distillation import distillation_loss
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import workers
 
@@ -108,9 +108,10 @@ def _train(
     model.train()
     for step in steps:
         batch = _batch(recipe, data, step)
-        loss = recipe.task.loss(model, batch)
-        if twin is not None:
-            loss = (loss + _divergence(_log_probabilities(twin, batch), _log_probabilities(model, batch))) / 2
+        if twin is None:
+            loss = recipe.task.loss(model, batch)
+        else:
+            loss = distillation_loss(recipe.task, model, batch, twin, 1.0) / 2
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -134,17 +135,6 @@ def _batch(recipe: Recipe, data: Data, step: int) -> Any:
 
 def _inputs(batch: Any) -> tuple[Tensor, ...]:
     return tuple(batch[:2]) if len(batch) == 4 else tuple(batch[:1])  # speech: frames and lengths
-
-
-def _log_probabilities(model: nn.Module, batch: Any) -> Tensor:
-    out = model(*_inputs(batch))
-    return (out if isinstance(out, Tensor) else out[0]).float().log_softmax(-1)
-
-
-def _divergence(target: Tensor, found: Tensor) -> Tensor:
-    """Return the mean Kullback-Leibler divergence of two models' outputs; the target's has no gradient."""
-    target, found = target.detach().flatten(0, -2), found.flatten(0, -2)
-    return F.kl_div(found, target, reduction="batchmean", log_target=True)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from sigattn.data.task import Task
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.classification import Classification
 from sigattn.tasks.ctc import CTC
+from sigattn.tasks.distillation import Distillation
 from sigattn.tasks.language import LanguageModelling
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
@@ -13,6 +14,7 @@ __all__ = [
     "BYOL",
     "CTC",
     "Classification",
+    "Distillation",
     "KSummation",
     "LanguageModelling",
     "MaskedAutoencoding",

@@ -1,0 +1,120 @@
+"""Distillation: a model learns the outputs of a teacher next to its own objective (Hinton et al., 2015)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigattn.data.dataset import Batch
+from sigattn.data.task import Task
+from sigattn.distributed.process_mesh import init_process_mesh
+from sigattn.models import saving
+from sigattn.tasks.classification import Classification
+from sigattn.tasks.ctc import CTC
+from sigattn.tasks.language import LanguageModelling
+from sigattn.validation import SettingsError, check_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(Task):
+    """The loss of another task plus ``weight`` times the divergence of the model's outputs from a teacher's.
+
+    The divergence is KL(teacher ‖ model) of the distributions that the outputs stand for, over tokens or classes, in
+    nats: the mean over tokens, images, or steps of speech. Metrics are those of the other task.
+
+    Attributes:
+        task: the objective of language modelling, classification or CTC.
+        teacher: folder of the teacher's saved model, with inputs and outputs as those of the model.
+        weight: factor of the divergence.
+    """
+
+    task: Task
+    teacher: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "weight")
+        if not isinstance(self.task, (LanguageModelling, Classification, CTC)):  # others' outputs are no distributions
+            raise SettingsError(
+                "Distillation supports LanguageModelling, Classification and CTC, whose models predict distributions; "
+                f"got task={type(self.task).__name__}"
+            )
+
+    @property
+    def metric(self) -> str:  # type: ignore[override]
+        """Key of the other task's main metric."""
+        return self.task.metric
+
+    def build(self, model: Any) -> nn.Module:
+        """Return the other task's module.
+
+        Raises:
+            SettingsError: under context parallelism, because the teacher would see a part of each sequence only.
+            ModelError: if the teacher cannot be loaded.
+        """
+        if init_process_mesh().cp_size > 1:
+            raise SettingsError("Distillation does not support context_parallel: the teacher needs whole sequences")
+        _ = self._teacher
+        return self.task.build(model)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the other task's loss plus weight · KL, a scalar."""
+        return distillation_loss(self.task, module, batch, self._teacher, self.weight)
+
+    def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        return self.task.evaluate(module, batches)
+
+    def backbone(self, module: nn.Module) -> nn.Module:
+        return self.task.backbone(module)
+
+    def after_step(self, module: nn.Module, samples: int) -> None:
+        self.task.after_step(module, samples)
+
+    @functools.cached_property
+    def _teacher(self) -> nn.Module:
+        return saving.load(Path(self.teacher), init_process_mesh().device).eval().requires_grad_(False)
+
+
+def distillation_loss(task: Task, module: nn.Module, batch: Batch, teacher: nn.Module, weight: float) -> Tensor:
+    """Return a task's loss plus ``weight`` times the mean KL(teacher ‖ module) of the outputs for the same inputs.
+
+    Args:
+        task: one that ``Distillation`` supports. module, batch: as in ``Task.loss``.
+        teacher: called with the inputs that the task gives to ``module``, without gradient.
+    """
+    calls: list[tuple[Any, Any, Any]] = []
+    hook = module.register_forward_hook(
+        lambda _, args, kwargs, out: calls.append((args, kwargs, out)), with_kwargs=True
+    )
+    try:
+        loss = task.loss(module, batch)
+    finally:
+        hook.remove()
+    ((args, kwargs, found),) = calls
+    with torch.no_grad():
+        wanted = teacher(*args, **kwargs)
+    if isinstance(found, Tensor):
+        return loss + weight * divergence(wanted, found)
+    return loss + weight * divergence(wanted[0], found[0], steps=found[1])  # of speech
+
+
+def divergence(wanted: Tensor, found: Tensor, *, steps: Tensor | None = None) -> Tensor:
+    """Return KL(wanted ‖ found) in nats, the mean over all distributions.
+
+    Args:
+        wanted, found: logits, (…, classes).
+        steps: (B,), for logits of (B, N, classes): the distributions from index steps[b] on do not count.
+    """
+    each = F.kl_div(found.float().log_softmax(-1), wanted.float().log_softmax(-1), reduction="none", log_target=True)
+    each = each.sum(-1)
+    if steps is None:
+        return each.mean()
+    counted = torch.arange(each.shape[1], device=each.device) < steps[:, None]
+    return (each * counted).sum() / counted.sum().clamp(min=1)
