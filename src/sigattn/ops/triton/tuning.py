@@ -105,7 +105,7 @@ WITH_OPTIONS: Mapping[tuple[str, Config], Config] = MappingProxyType(
 # accurate form takes two numbers at a time).
 _BLACKWELL = _table("""
     fwd  128x128/8/3 128x64/4/3  128x128/8/3 128x128/8/3 128x64/8/2
-    dkdv 64x128/8/3  64x128/8/3  64x128/8/1  64x128/8/3  32x64/4/2
+    dkdv 64x128/8/3  64x128/8/3  64x128/8/2  64x128/8/3  32x64/4/2
     dq   128x64/8/3  128x64/8/3  128x64/8/3  128x64/8/3  128x32/8/2
 """)
 
@@ -184,8 +184,10 @@ def decode_config(head_dim: int, itemsize: int, rows: int) -> Config:
     """
     max_rows = 64 if itemsize < 4 else 16  # without tensor cores 64 rows of 256 spilled 5,825 registers in the loop
     block_m = min(max(16, 1 << (rows - 1).bit_length()), max_rows)
-    keys = 64 if padded_head_dim(head_dim) * itemsize <= 256 else 32
-    return Config(block_m, keys if itemsize < 4 or padded_head_dim(head_dim) <= 64 else 16, 4, 3 if itemsize < 4 else 2)
+    padded = padded_head_dim(head_dim)
+    keys = 64 if padded * itemsize <= 256 else 32
+    stages = 3 if itemsize < 4 and block_m * padded < 64 * 256 else 2  # so that two programs fit a multiprocessor
+    return Config(block_m, keys if itemsize < 4 or padded <= 64 else 16, 4, stages)
 
 
 # Tile shapes to measure on a Hopper GPU, with the paired form of σ. They were chosen by what the compiler makes of them
@@ -203,7 +205,7 @@ _CANDIDATES: dict[tuple[str, int], str] = {
     (FWD, 256): "128x64/8/2 128x64/8/2+tma 64x64/4/1+tma 64x32/4/2+tma 128x32/8/2",
     (DKDV, 64): "64x64/4/3 64x64/4/2+tma 64x64/4/3+tma 64x64/4/2 64x128/8/3 64x128/8/2+tma 32x128/8/3",
     (DKDV, 128): "64x64/4/2+tma 32x64/4/2+tma 32x64/4/1 64x128/8/2+tma 32x128/8/2 32x128/8/3+tma",
-    (DKDV, 256): "32x128/8/2 32x128/8/2+tma 64x128/8/1+tma 32x128/8/1+tma",
+    (DKDV, 256): "32x128/8/2 32x128/8/2+tma 32x64/4/2+tma",
     (DQ, 64): "128x64/8/3 128x64/8/2+tma 64x64/4/2+tma 64x128/4/2+tma 64x64/4/3 64x128/4/2",
     (DQ, 128): "64x64/4/2 64x64/4/2+tma 128x64/8/2+tma 128x64/8/3 64x32/4/2+tma 64x32/4/2",
     (DQ, 256): "128x32/8/2 128x32/8/2+tma 64x32/4/2+tma",
