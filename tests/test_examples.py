@@ -1,5 +1,6 @@
-"""The scripts in examples/ run, at a small size."""
+"""The scripts and notebooks in examples/ run, at a small size."""
 
+import json
 import re
 import runpy
 import subprocess
@@ -64,9 +65,35 @@ def test_context_parallel():
     assert done.stdout.count("largest difference") == 2
 
 
+NOTEBOOKS = {  # a line of each notebook, and the line that replaces it here
+    "softmax_and_sigmoid.ipynb": ("STEPS, LENGTH = 200, 128", "STEPS, LENGTH = 21, 32"),
+    "convert_a_model.ipynb": ("STEPS, FINETUNE_STEPS, LENGTH = 300, 30, 128", "STEPS, FINETUNE_STEPS, LENGTH = 9, 2, 32"),
+}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks(name, tmp_path, capsys, monkeypatch):
+    """Their code runs, and they are committed as executed from top to bottom, without errors and local paths."""
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    text = (EXAMPLES / name).read_text()
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
+    assert kinds == {"stream", "display_data"}
+    assert not re.search(r"/(home|tmp|work|Users)/", text)
+    long, short = NOTEBOOKS[name]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    assert long in code
+    (tmp_path / "notebook.py").write_text(code.replace(long, short))
+    with matplotlib.rc_context():
+        runpy.run_path(str(tmp_path / "notebook.py"))
+    assert "bits per byte" in capsys.readouterr().out
+
+
 def test_every_example_is_tested_and_described():
-    names = {path.name for path in EXAMPLES.glob("*.py")}
-    tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text())) | {"convert_transformers.py"}
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".ipynb"}}
+    tested = set(re.findall(r'"(\w+\.(?:py|ipynb))"', Path(__file__).read_text())) | {"convert_transformers.py"}
     assert names == tested
     page = (EXAMPLES.parent / "docs/start.md").read_text()
     assert [name for name in sorted(names) if name not in page] == []

@@ -55,7 +55,7 @@ def most_spilled(call):
     wide = max(call.d, call.dv or 0) > 128
     if set(call.options) <= {"causal"}:
         return 5 if wide else 0
-    return 80 if wide else 8
+    return 96 if wide else 8
 
 
 def spilled(launched):
