@@ -88,7 +88,7 @@ def test_a_model_folder_without_a_run(tmp_path, capsys):
         ["convert", str(tmp_path / "model"), "--folder", str(tmp_path / "new"), "--batches", "2", "--batch-size", "2"]
     )
     assert "converted: loss" in capsys.readouterr().out
-    assert saving.load(tmp_path / "new" / "model").config.learn_bias == "head_and_scale"
+    assert saving.load(tmp_path / "new" / "model").config.learn_bias == "quadratic"
     assert "<svg" in (tmp_path / "new" / "report.html").read_text()
 
 

@@ -67,7 +67,10 @@ def test_context_parallel():
 
 NOTEBOOKS = {  # a line of each notebook, and the line that replaces it here
     "softmax_and_sigmoid.ipynb": ("STEPS, LENGTH = 200, 128", "STEPS, LENGTH = 21, 32"),
-    "convert_a_model.ipynb": ("STEPS, FINETUNE_STEPS, LENGTH = 300, 30, 128", "STEPS, FINETUNE_STEPS, LENGTH = 9, 2, 32"),
+    "convert_a_model.ipynb": (
+        "STEPS, FINETUNE_STEPS, LENGTH = 300, 30, 128",
+        "STEPS, FINETUNE_STEPS, LENGTH = 9, 2, 32",
+    ),
 }
 
 

@@ -26,6 +26,7 @@ def loss(model, batch):
     return model.loss(*batch)
 
 
+@pytest.mark.usefixtures("without_query_term")
 @pytest.mark.parametrize("position", ["rope", "alibi"])
 @pytest.mark.parametrize("heads", [4, 2])
 def test_least_squares_of_the_denominators(position, heads):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from sigattn.convert.output_scale import OutputScaleFit
 from sigattn.convert.row_statistics import row_outputs
-from sigattn.nn import OutputScaleBias, VisibleKeysLinearBias, sigmoidify
+from sigattn.nn import QuadraticBias, sigmoidify
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
 
@@ -15,9 +15,9 @@ H, D = 3, 5
 
 
 def random_bias():
-    bias = OutputScaleBias(H, D)
+    bias = QuadraticBias(H, D, D)
     with torch.no_grad():
-        for p in bias.parameters():
+        for p in bias.row_scale.parameters():
             p.normal_()
     return bias
 
@@ -50,7 +50,7 @@ def test_the_formula():
 def test_a_scale_that_is_exactly_of_this_form_is_recovered():
     torch.manual_seed(0)
     truth = random_bias()
-    for p in truth.parameters():
+    for p in truth.row_scale.parameters():
         p.data *= 0.5
     fit = OutputScaleFit(H, D)
     output = torch.randn(4, 20, H, 50, D, dtype=torch.float64)
@@ -60,24 +60,25 @@ def test_a_scale_that_is_exactly_of_this_form_is_recovered():
         softmax[:, :, 40:], counted[:, :, 40:] = 1e6, False  # rows of padding
         fit.update(part, softmax, counted)
     with torch.no_grad():
-        found = fit.solve(VisibleKeysLinearBias(H), D + 2)
+        found = fit.solve(QuadraticBias(H, D, D), D + 2)
     ratio = found.output_scale(output[3]).double() / formula(truth, output[3])
     assert ratio.log().abs().mean() < 5e-3  # ridge 1e-3
     with torch.no_grad():
-        assert fit.solve(VisibleKeysLinearBias(H), 0).output_scale(output[3]).eq(1).all()
+        assert fit.solve(truth, 0).output_scale(output[3]).eq(1).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_outputs_in_blocks_of_rows(causal, monkeypatch):
     monkeypatch.setattr("sigattn.convert.row_statistics._BLOCK_BYTES", 4000)
     q, k, v = torch.randn(2, 4, 9, D), torch.randn(2, 2, 9, D), torch.randn(2, 2, 9, D + 1)
-    b = torch.randn(2, 4, 9)
+    biases = torch.randn(2, 2, 4, 9).unbind()
     problem = canonical(Problem, q, k, v, is_causal=causal)
-    sigmoid, softmax = row_outputs(problem, b)
+    outputs, softmax = row_outputs(problem, biases)
     torch.testing.assert_close(softmax, F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True))
-    logits = q.double() @ k.double().repeat_interleave(2, 1).mT / D**0.5 + b.double().unsqueeze(-1)
-    weights = logits.sigmoid().tril() if causal else logits.sigmoid()
-    torch.testing.assert_close(sigmoid.double(), weights @ v.double().repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
+    for output, b in zip(outputs, biases, strict=True):
+        logits = q.double() @ k.double().repeat_interleave(2, 1).mT / D**0.5 + b.double().unsqueeze(-1)
+        weights = logits.sigmoid().tril() if causal else logits.sigmoid()
+        torch.testing.assert_close(output.double(), weights @ v.double().repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_weights_of_multihead_attention_give_its_output():

@@ -81,6 +81,7 @@ def recorded_rows(model, batches):
     return {name: torch.cat(parts, -1) for name, parts in rows.items()}
 
 
+@pytest.mark.usefixtures("without_query_term")
 @pytest.mark.parametrize("kind", SIZES)
 def test_fit_and_losses(kind):
     """c and a of every layer are numpy's least squares; the losses are those of the model before and after."""

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers import conversion  # noqa: E402
 from sigattn.nn.bias import LearnableBias  # noqa: E402
-from sigattn.nn.fitted_bias import OutputScaleBias, VisibleKeysLinearBias  # noqa: E402
+from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -36,11 +36,19 @@ DECODERS = ("llama", "qwen3", "gemma3_text")
 
 
 def formula(module, query, key, value, attention_mask, scaling, **_):
-    """r · σ(scale · Q Kᵀ + c + a · log visible) V in float64, with the parameters of the layer."""
+    """r · σ(scale · Q Kᵀ + c + a · log visible + w·q + qᵀ A q) V in float64, with the parameters of the layer."""
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).double() for t in (key, value))
-    constant, slope, gain, power, direction = (p.double().view(4, -1, 1) for p in module.sigmoid_bias.parameters())
-    b = constant + slope * seen.sum(-1, keepdim=True).clamp(min=1).double().log()
+    parameters = (p.double().view(4, -1, 1) for p in module.sigmoid_bias.parameters())
+    constant, slope, linear, quadratic, gain, power, direction = parameters
+    q = query.double()
+    term = q @ linear + (q @ quadratic.view(4, 8, 8) * q).sum(-1, keepdim=True)
+    lower, upper = (t.double().view(4, 1, 1) for t in module.sigmoid_bias.query_term.buffers())
+    b = (
+        torch.maximum(torch.minimum(term, upper), lower)
+        + constant
+        + slope * seen.sum(-1, keepdim=True).clamp(min=1).double().log()
+    )
     out = (torch.sigmoid(query.double() @ key.mT * scaling + b) * seen) @ value
     norm = (out.square().sum(-1, keepdim=True) + 1e-12).sqrt()
     out = out * torch.exp((gain + power * norm.log() + out / norm @ direction).clamp(-3, 3))
@@ -62,11 +70,13 @@ def softmax_model(kind="llama"):
 
 def converted(kind="llama"):
     model = softmax_model(kind)
-    biases = {name: OutputScaleBias(4, 8) for name in conversion.attention_layers(model)}
+    biases = {name: QuadraticBias(4, 8, 8) for name in conversion.attention_layers(model)}
     for bias in biases.values():
         for parameter in bias.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         torch.nn.init.normal_(bias.slope, -0.7, 0.2)
+        bias.query_term.lower.fill_(-0.3)
+        bias.query_term.upper.fill_(0.4)
     conversion.swap(model, biases)
     return model
 
@@ -138,7 +148,7 @@ class TestSaved:
     def test_the_configuration(self, tmp_path):
         converted().save_pretrained(tmp_path)
         saved = json.loads((tmp_path / "config.json").read_text())
-        entry = {"kind": "OutputScaleBias", "num_heads": 4, "head_dim": 8}
+        entry = {"kind": "QuadraticBias", "num_heads": 4, "head_dim": 8, "query_dim": 8}
         assert saved["sigmoid_bias"] == {f"layers.{i}.self_attn": entry for i in range(2)}
         assert (saved["attn_implementation"], saved["model_type"]) == ("sigmoid", "llama")
 

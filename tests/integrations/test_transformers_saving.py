@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers import conversion  # noqa: E402
-from sigattn.nn.fitted_bias import OutputScaleBias  # noqa: E402
+from sigattn.nn.fitted_bias import QuadraticBias  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -95,7 +95,7 @@ def model_of(kind, **options):
 
 
 def with_learned_biases(model):
-    biases = {name: OutputScaleBias(4, 8) for name in conversion.attention_layers(model)}
+    biases = {name: QuadraticBias(4, 8, 8) for name in conversion.attention_layers(model)}
     for bias in biases.values():
         for parameter in bias.parameters():
             torch.nn.init.normal_(parameter, -0.2, 0.3)

@@ -9,7 +9,7 @@ CASES = {
     'Attention(8, 2, activation="relu3", attention_bias=None)': "one of ('sigmoid', 'relu', 'relu2'",
     'Attention(8, 2, activation="softmax", attention_bias=None, qk_norm="batch")': '"rms" or "layer", got \'batch\'',
     'make_bias("log_n", num_heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
-    'make_bias(0.0, learn="token", num_heads=2)': "'head', 'query', 'head_and_scale'), got 'token'",
+    'make_bias(0.0, learn="token", num_heads=2)': "'head', 'query', 'quadratic'), got 'token'",
     'Block(a, MLP(8, 8), 8, norm_placement="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
     'make_feed_forward("glu", 8, 8)': "one of gelu, relu, swish, got 'glu'",
     'initialize(a, "xavier")': "one of fan_in, trunc_normal, moco_v3, got 'xavier'",

@@ -29,8 +29,8 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
     The model is run on the batches, in evaluation mode and without gradient, while statistics of its attention logits
     are collected: memory is linear in the length, and there is no second copy of the model. A quarter of the batches is
     held out and measures the conversion. The weights are unchanged; each layer gets a bias and a scale of its output
-    (``sigattn.nn.OutputScaleBias``), whose parameters are ordinary ones of the model. A scale that does not lower the
-    error of the layer's output on the held-out batches stays 1.
+    (``sigattn.nn.QuadraticBias``), whose parameters are ordinary ones of the model. The terms in the query, and the
+    scale, are used in a layer if they lower the error of its output on the held-out batches.
 
     Every attention is converted, or the call raises and the model is unchanged. A softmax that does not belong to an
     attention (a classifier, a router) stays.
@@ -70,8 +70,8 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
             with adapter.observe(attend):
                 return _run(model, given, loss)
 
-        linear = fit_biases(lambda attend: run(fitted_on, attend), names)
-        biases = fit_output_scales(lambda attend: run(fitted_on, attend), lambda attend: run(held_out, attend), linear)
+        fits = fit_biases(lambda attend: run(fitted_on, attend), names)
+        biases = fit_output_scales(lambda attend: run(fitted_on, attend), lambda attend: run(held_out, attend), fits)
         layers, loss_softmax = measure_layers(lambda attend: run(held_out, attend), biases)
         losses = [loss_softmax]
         if loss_softmax is not None:

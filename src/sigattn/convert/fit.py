@@ -9,45 +9,124 @@ from torch import Tensor
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
-from sigattn.nn.fitted_bias import VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import QuadraticBias
+from sigattn.ops.problem import Problem
 
 _PRIOR = 1e-6  # weight of a slope of -1, which decides where every row sees the same number of keys
+_MAX_DIRECTIONS = 24  # of a query, in its quadratic form: 24 give 300 features, whose moments take 1 MB a head
+_RIDGE = 1e-3  # of the mean square of the features of the query
+_PRIOR_ROWS = 10.0  # weight, in rows, of coefficients of 0
+_LIMIT = 5.0  # standard deviations of the query's term from its mean
+_ROWS = 4096  # of which features are computed at once
 
 
-class VisibleKeysFit:
-    """Least-squares fit of c + a · log(visible keys) to -lse, for each head of one layer.
+class QueryFeatures:
+    """Features of the queries of one layer, in which a quadratic function of a query is linear.
+
+    They are the query and the products of pairs of its components in the directions in which its logits vary most: the
+    leading eigenvectors of the keys' covariance, in the metric of the queries' second moments.
 
     Args:
-        num_heads: number of query heads.
+        problem: a call of the layer, whose queries and keys give the directions.
     """
 
-    def __init__(self, num_heads: int) -> None:
-        self.products: Tensor = torch.zeros(num_heads, 2, 2, dtype=torch.float64)  # Σ x xᵀ, x = (1, log visible)
-        self.targets: Tensor = torch.zeros(num_heads, 2, dtype=torch.float64)  # Σ x (-lse + log visible)
+    def __init__(self, problem: Problem) -> None:
+        query, key = (t.detach().double().transpose(0, 1).flatten(1, 2).cpu() for t in (problem.query, problem.key))
+        num_heads, _, dim = query.shape
+        moments = query.mT @ query / query.shape[1]
+        mean_square = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
+        moments = moments + (1e-3 * mean_square + torch.finfo(torch.float32).tiny) * torch.eye(dim).double()
+        key = key - key.mean(1, keepdim=True)
+        covariance = (key.mT @ key / key.shape[1]).repeat_interleave(num_heads // len(key), 0)
+        values, vectors = torch.linalg.eigh(moments)
+        root, inverse = (vectors * values.pow(p)[:, None] @ vectors.mT for p in (0.5, -0.5))
+        directions = torch.linalg.eigh(root @ covariance @ root).eigenvectors[..., -_MAX_DIRECTIONS:]
+        self.projection: Tensor = (inverse @ directions).float().to(problem.query.device)  # (Hq, D, k)
+        self.scale: Tensor = moments.diagonal(dim1=1, dim2=2).rsqrt().float().to(problem.query.device)  # (Hq, D)
+        k = self.projection.shape[2]
+        self.pairs: Tensor = torch.triu_indices(k, k, device=problem.query.device)
+        self.count: int = dim + self.pairs.shape[1]
 
-    def update(self, rows: RowStatistics) -> None:
-        """Add the rows of a call."""
-        log_visible = rows.visible.log().double().cpu()  # (B, Hq, N)
-        weight = rows.counted.double().cpu()
-        target = torch.where(rows.counted, -rows.lse, 0).double().cpu() + log_visible * weight
-        x = torch.stack([torch.ones_like(log_visible), log_visible], -1) * weight.unsqueeze(-1)
-        self.products += torch.einsum("bhnf,bhng->hfg", x, x)
-        self.targets += torch.einsum("bhnf,bhn->hf", x, target)
+    def __call__(self, query: Tensor, head: int) -> Tensor:
+        """Return the features of queries of a head, (rows, D) → (rows, count)."""
+        z = query @ self.projection[head]
+        i, j = self.pairs
+        return torch.cat([query * self.scale[head], z[:, i] * z[:, j]], 1)
 
-    def solve(self) -> VisibleKeysLinearBias:
-        """Return the fitted bias."""
-        bias = VisibleKeysLinearBias(len(self.targets))
+    def coefficients(self, solution: Tensor) -> tuple[Tensor, Tensor]:
+        """Return w (Hq, D) and A (Hq, D, D) of the term w·q + qᵀ A q from the features' coefficients (Hq, count)."""
+        dim, k = self.projection.shape[1:]
+        i, j = self.pairs.cpu()
+        form = solution.new_zeros(len(solution), k, k)
+        form[:, i, j] = solution[:, dim:]
+        projection = self.projection.double().cpu()
+        quadratic = projection @ ((form + form.mT) / 2) @ projection.mT
+        return solution[:, :dim] * self.scale.double().cpu(), quadratic
+
+
+class BiasFit:
+    """Least-squares fit of the bias to -lse, for each head of one layer.
+
+    Args:
+        problem: a call of the layer.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.num_heads, self.query_dim = problem.query.shape[1], problem.query.shape[3]
+        self.head_dim: int = problem.value.shape[3]
+        self.features = QueryFeatures(problem)
+        size = 2 + self.features.count
+        self.products: Tensor = torch.zeros(self.num_heads, size, size, dtype=torch.float64)  # Σ x xᵀ
+        self.targets: Tensor = torch.zeros(self.num_heads, size, dtype=torch.float64)  # Σ x (-lse + log visible)
+
+    def update(self, query: Tensor, rows: RowStatistics) -> None:
+        """Add the rows of a call, with queries (B, Hq, N, D). x is 1, log visible, and the features of the query."""
+        log_visible = rows.visible.log()
+        target = torch.where(rows.counted, log_visible - rows.lse, 0)
+        by_head = [t.transpose(0, 1).flatten(1, 2) for t in (query.float(), log_visible, target, rows.counted)]
+        for head, (q, log_n, y, counted) in enumerate(zip(*by_head, strict=True)):
+            for part in zip(*(t.split(_ROWS) for t in (q, log_n, y, counted)), strict=True):
+                q_part, log_n_part, y_part, counted_part = part
+                x = torch.stack([torch.ones_like(log_n_part), log_n_part], 1)
+                x = torch.cat([x, self.features(q_part, head)], 1) * counted_part.unsqueeze(1)
+                first = (x[:, :2].double().mT @ x.double()).cpu()  # 1 and log visible may be nearly collinear
+                products = (x.mT @ x).double().cpu()
+                products[:2], products[:, :2] = first, first.mT
+                self.products[head] += products
+                self.targets[head] += (x.double().mT @ y_part.double()).cpu()
+
+    def solve(self, *, with_query: bool) -> QuadraticBias:
+        """Return the fitted bias, with a term of 0 in the query unless ``with_query``."""
+        bias = QuadraticBias(self.num_heads, self.head_dim, self.query_dim)
+        used = slice(None if with_query else 2)
         count = self.products[:, :1, :1].clamp(min=1)
-        prior = torch.diag(torch.tensor([0.0, _PRIOR], dtype=torch.float64))
-        solution = torch.linalg.solve(self.products / count + prior, self.targets / count[..., 0])
+        products, targets = self.products[:, used, used] / count, self.targets[:, used] / count[..., 0]
+        strength = (_RIDGE + _PRIOR_ROWS / count[:, :, 0]) * products.diagonal(dim1=1, dim2=2)
+        strength[:, :2] = torch.tensor([0.0, _PRIOR], dtype=torch.float64)
+        strength[:, 2:] += torch.finfo(torch.float32).tiny
+        root = torch.linalg.cholesky(products + torch.diag_embed(strength))
+        solution = torch.cholesky_solve(targets.unsqueeze(-1), root).squeeze(-1)
         with torch.no_grad():
             bias.constant.copy_(solution[:, 0])
             bias.slope.copy_(solution[:, 1] - 1)
+            if with_query:
+                self._set_query_term(bias, solution[:, 2:], products)
         return bias
 
+    def _set_query_term(self, bias: QuadraticBias, solution: Tensor, products: Tensor) -> None:
+        """Copy the coefficients of the query's features, and limits from the term's mean and variance over the rows."""
+        linear, quadratic = self.features.coefficients(solution)
+        bias.query_term.linear.copy_(linear.flatten())
+        bias.query_term.quadratic.copy_(quadratic.flatten())
+        mean = (products[:, 0, 2:] * solution).sum(-1)
+        square = torch.einsum("hf,hfg,hg->h", solution, products[:, 2:, 2:], solution)
+        spread = _LIMIT * (square - mean.square()).clamp(min=0).sqrt()
+        bias.query_term.lower.copy_(mean - spread)
+        bias.query_term.upper.copy_(mean + spread)
 
-def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, VisibleKeysLinearBias]:
-    """Fit a bias for each layer.
+
+def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, list[QuadraticBias]]:
+    """Fit biases for each layer: one without and one with the term in the query.
 
     Args:
         run: runs the model on the batches of the fit, with a function that answers its attention calls.
@@ -56,12 +135,14 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
     Raises:
         ConversionError: naming a layer that these batches do not reach, or whose logits are not finite.
     """
-    fits: dict[str, VisibleKeysFit] = {}
+    fits: dict[str, BiasFit] = {}
 
     def observe(call: AttentionCall) -> object:
         rows = row_statistics(call.problem)
         check_finite(call.name, rows)
-        fits.setdefault(call.name, VisibleKeysFit(rows.lse.shape[1])).update(rows)
+        if call.name not in fits:
+            fits[call.name] = BiasFit(call.problem)
+        fits[call.name].update(call.problem.query, rows)
         return call.softmax()
 
     run(observe)
@@ -70,7 +151,7 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
             f"convert: the batches do not reach the attention of {', '.join(map(repr, missing))}: pass batches that "
             "run every layer"
         )
-    return {name: fits[name].solve() for name in names}
+    return {name: [fits[name].solve(with_query=q) for q in (False, True)] for name in names}
 
 
 def check_finite(name: str, rows: RowStatistics) -> None:

@@ -28,7 +28,7 @@ from sigattn.nn.conversion.convert import (
 from sigattn.nn.conversion.observer import CallObserver
 from sigattn.nn.conversion.softmax_calls import Finding, listed
 from sigattn.nn.conversion.visible_keys import is_visible
-from sigattn.nn.fitted_bias import OutputScaleBias, VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
@@ -177,7 +177,7 @@ def _converted_configs(model: nn.Module, biases: Mapping[str, AttentionBias]) ->
 # settings of ``TransformerConfig`` that make a bias of this class
 _RULES: dict[type[AttentionBias], dict[str, Any]] = {
     VisibleKeysLinearBias: {"attention_bias": "log_visible", "learn_bias": "head"},
-    OutputScaleBias: {"attention_bias": "log_visible", "learn_bias": "head_and_scale"},
+    QuadraticBias: {"attention_bias": "log_visible", "learn_bias": "quadratic"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Fit of the output scale of a layer (``OutputScaleBias``), by weighted least squares per head from running moments.
+"""Fit of the output scale of a layer (``RowScale``), by weighted least squares per head from running moments.
 
 The target of a row is log α, where α o is the multiple of the sigmoid's output o that is nearest to softmax's output;
 the features are 1, log‖o‖ and o/‖o‖; and the weight of a row is the squared norm of softmax's output, because errors of
@@ -7,8 +7,9 @@ the layer's output count in absolute size.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from sigattn.convert.attention_call import Attend, AttentionCall, ConversionErro
 from sigattn.convert.measure import evaluate_rows
 from sigattn.convert.row_statistics import row_outputs, row_statistics
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.fitted_bias import EPS, OutputScaleBias, VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import EPS, QuadraticBias
 
 _MAX_LOG_TARGET = math.log(10)
 _RIDGE = 1e-3  # of the features' mean square
@@ -50,12 +51,13 @@ class OutputScaleFit:
         self.targets += (weighted.mT @ target.transpose(0, 1).flatten(1, 2)).squeeze(-1).double().cpu()
         self.rows += float(counted.double().mean(1).sum())
 
-    def solve(self, bias: VisibleKeysLinearBias, num_features: int) -> OutputScaleBias:
-        """Return a bias with a scale fitted to the first ``num_features`` features, 0 for a scale of 1."""
-        num_heads, size = self.targets.shape
-        fitted = OutputScaleBias(num_heads, size - _POWER)
-        fitted.constant.copy_(bias.constant)
-        fitted.slope.copy_(bias.slope)
+    def candidates(self, bias: QuadraticBias) -> list[QuadraticBias]:
+        """Return copies of a bias without a scale, with one that depends on the norm, and with the whole scale."""
+        return [self.solve(bias, count) for count in (0, _POWER, self.targets.shape[1])]
+
+    def solve(self, bias: QuadraticBias, num_features: int) -> QuadraticBias:
+        """Return a copy of a bias with a scale fitted to the first ``num_features`` features, 0 for a scale of 1."""
+        fitted = copy.deepcopy(bias)
         solution = torch.zeros_like(self.targets)
         if num_features:
             used = slice(num_features)
@@ -72,48 +74,55 @@ class OutputScaleFit:
 def fit_output_scales(
     run: Callable[[Attend], object],
     run_held_out: Callable[[Attend], object],
-    biases: Mapping[str, VisibleKeysLinearBias],
+    biases: Mapping[str, Sequence[QuadraticBias]],
 ) -> dict[str, AttentionBias]:
-    """Fit an output scale for each layer, and keep of it what lowers the error of the output on held-out batches.
+    """Fit an output scale to each bias of each layer; return for each layer what has the least error of the output.
+
+    The error is that on held-out batches, of each bias with the whole scale, with that of the norm, and without.
 
     Args:
         run, run_held_out: run the model on batches, with a function that answers its attention calls.
-        biases: bias of each layer.
+        biases: fitted biases of each layer, of which one is chosen.
 
     Raises:
         ConversionError: naming a layer whose outputs are not finite.
     """
-    fits: dict[str, OutputScaleFit] = {}
+    fits: dict[str, list[OutputScaleFit]] = {}
 
     def observe(call: AttentionCall) -> object:
-        output, softmax, counted = _outputs(call, biases)
-        fit = fits.setdefault(call.name, OutputScaleFit(output.shape[1], output.shape[3]))
-        fit.update(output, softmax, counted)
-        if not (fit.products.isfinite().all() and fit.targets.isfinite().all()):
-            raise ConversionError(f"convert: the attention outputs of {call.name!r} are not finite: check the weights")
+        outputs, softmax, counted = _outputs(call, biases[call.name])
+        fitted = fits.setdefault(call.name, [OutputScaleFit(o.shape[1], o.shape[3]) for o in outputs])
+        for fit, output in zip(fitted, outputs, strict=True):
+            fit.update(output, softmax, counted)
+            if not (fit.products.isfinite().all() and fit.targets.isfinite().all()):
+                raise ConversionError(
+                    f"convert: the attention outputs of {call.name!r} are not finite: check the weights"
+                )
         return call.softmax()
 
     run(observe)
     candidates = {
-        name: [fit.solve(biases[name], n) for n in (0, _POWER, fit.targets.shape[1])] for name, fit in fits.items()
+        name: [fit.candidates(bias) for bias, fit in zip(biases[name], of, strict=True)] for name, of in fits.items()
     }
-    errors = {name: torch.zeros(len(c), dtype=torch.float64) for name, c in candidates.items()}
+    errors = {name: torch.zeros(len(of), 3, dtype=torch.float64) for name, of in candidates.items()}
 
     def compare(call: AttentionCall) -> object:
-        output, softmax, counted = _outputs(call, biases)
-        for i, candidate in enumerate(candidates[call.name]):
-            missed = (candidate.scaled(output) - softmax) * counted.unsqueeze(-1)
-            errors[call.name][i] += missed.square().sum().double().cpu()
+        outputs, softmax, counted = _outputs(call, biases[call.name])
+        for i, output in enumerate(outputs):
+            for j, candidate in enumerate(candidates[call.name][i]):
+                missed = (candidate.scaled(output) - softmax) * counted.unsqueeze(-1)
+                errors[call.name][i, j] += missed.square().sum().double().cpu()
         return call.softmax()
 
     run_held_out(compare)
-    return {name: candidates[name][int(errors[name].argmin())] for name in biases}
+    best = {name: divmod(int(of.argmin()), of.shape[1]) for name, of in errors.items()}
+    return {name: candidates[name][i][j] for name, (i, j) in best.items()}
 
 
-def _outputs(call: AttentionCall, biases: Mapping[str, AttentionBias]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs of sigmoid and softmax, (B, Hq, N, Dv), and True for the rows that count, (B, Hq, N)."""
+def _outputs(call: AttentionCall, biases: Sequence[AttentionBias]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return outputs (B, Hq, N, Dv) with each bias and of softmax, and True for the rows that count, (B, Hq, N)."""
     rows = row_statistics(call.problem)
-    return *row_outputs(call.problem, evaluate_rows(biases[call.name], call.problem, rows)), rows.counted
+    return *row_outputs(call.problem, [evaluate_rows(b, call.problem, rows) for b in biases]), rows.counted
 
 
 def _features(output: Tensor) -> tuple[Tensor, Tensor]:

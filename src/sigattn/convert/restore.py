@@ -59,7 +59,12 @@ def _bias(parameters: Mapping[str, Tensor]) -> AttentionBias:
         ConversionError: if no bias of ``sigattn.nn.fitted_bias`` has them.
     """
     num_heads = len(parameters.get("constant", ()))
-    sizes = {"num_heads": num_heads, "head_dim": len(parameters.get("row_scale.direction", ())) // max(num_heads, 1)}
+    of_head = {name: len(values) // max(num_heads, 1) for name, values in parameters.items()}
+    sizes = {
+        "num_heads": num_heads,
+        "head_dim": of_head.get("row_scale.direction", 0),
+        "query_dim": of_head.get("query_term.linear", 0),
+    }
     for kind in FITTED.values():
         bias = kind(**{name: sizes[name] for name in inspect.signature(kind).parameters})
         if {n: t.shape for n, t in bias.state_dict().items()} == {n: t.shape for n, t in parameters.items()}:

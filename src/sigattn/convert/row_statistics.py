@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,21 +45,22 @@ def _of_rows(problem: Problem) -> tuple[Tensor, Tensor]:
     return logits.masked_fill(~visible, -torch.inf).logsumexp(-1), visible.sum(-1)
 
 
-def row_outputs(problem: Problem, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of sigmoid attention with a bias (B, Hq, N) and of softmax, (B, Hq, N, Dv) each.
+def row_outputs(problem: Problem, biases: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return the outputs of sigmoid attention with each of some biases (B, Hq, N), and of softmax: (B, Hq, N, Dv) each.
 
     Computed in blocks of rows, in float32 or better; a row without visible keys is 0.
     """
-    parts = [_outputs(problem.rows(i, stop), bias[:, :, i:stop]) for i, stop in row_blocks(problem)]
-    sigmoid, softmax = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    parts = [_outputs(problem.rows(i, stop), [b[:, :, i:stop] for b in biases]) for i, stop in row_blocks(problem)]
+    softmax, *sigmoid = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     return sigmoid, softmax
 
 
-def _outputs(problem: Problem, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _outputs(problem: Problem, biases: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs of softmax, and of sigmoid attention with each bias."""
     logits, visible = reference.masked_logits(problem, "softmax")
-    sigmoid = (logits + bias.unsqueeze(-1)).sigmoid().masked_fill(~visible, 0)
-    softmax = logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~visible, 0)
-    return reference.combine(problem, sigmoid), reference.combine(problem, softmax)
+    softmax = logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1)
+    weights = [softmax, *((logits + b.unsqueeze(-1)).sigmoid() for b in biases)]
+    return [reference.combine(problem, w.masked_fill(~visible, 0)) for w in weights]
 
 
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,7 @@
     sigattn reproduce conversion --data tinyshakespeare.txt
 
 Language models of bytes with RoPE and with ALiBi, a ViT on handwritten digits and a speech model on tones are trained
-with softmax. Each is then trained further by up to 10 % of its steps: with softmax, and as a sigmoid model from three
+with softmax. Each is then trained further by up to 30 % of its steps: with softmax, and as a sigmoid model from three
 starts: b = -log n, the fitted bias and output scale of ``convert``, and the same with distillation, in which half of
 the loss is the divergence of the outputs from those of the softmax model that was converted.
 
@@ -42,8 +42,8 @@ SOFTMAX, LENGTH, FITTED, DISTILLED = "softmax", "sigmoid, -log n", "sigmoid, fit
 STARTS = (SOFTMAX, LENGTH, FITTED, DISTILLED)
 LANGUAGE = ("RoPE", "ALiBi")
 FAMILIES = (*LANGUAGE, "ViT", "speech")
-FRACTIONS = (0.0, 0.01, 0.03, 0.1)  # of the steps of the softmax model
-BATCHES = 4  # of a conversion
+FRACTIONS = (0.0, 0.01, 0.03, 0.1, 0.3)  # of the steps of the softmax model
+BATCHES = 8  # of a conversion
 MAP = 48  # positions in the maps of the attention
 
 
@@ -275,27 +275,36 @@ def judge_starts(data: Sequence[Row], _: Scale) -> list[Finding]:
         relative = [a / b - 1 for a, b in zip(one, two, strict=True)]
         return intervals.welch([0.0] * len(relative), relative)
 
-    def finding(claim: str, of: dict[str, intervals.Difference], tolerance: float) -> Finding:
-        verdict = intervals.verdict_all([d.verdict_not_above(tolerance) for d in of.values()])
-        return Finding(claim, verdict, _evidence(of, f"tolerance {tolerance:g}"))
+    def noise(family: str, fraction: float) -> float:
+        losses = select(data, "loss", family=family, start=SOFTMAX, fraction=fraction)
+        return statistics.stdev(losses) / statistics.mean(losses) if len(losses) > 1 else 0.0
 
-    last = FRACTIONS[-1]
+    def finding(claim: str, start: str, fraction: float, of: Sequence[str], tolerance: float | None) -> Finding:
+        found = {f: excess(f, start, fraction) for f in of}
+        verdicts = [
+            d.verdict_not_above(noise(f, fraction) if tolerance is None else tolerance) for f, d in found.items()
+        ]
+        more = "tolerance: softmax's standard deviation" if tolerance is None else f"tolerance {tolerance:g}"
+        return Finding(claim, intervals.verdict_all(verdicts), _evidence(found, more))
+
+    middle, last = FRACTIONS[-2:]
     better = {f: -excess(f, FITTED, 0.0, LENGTH) for f in families}
     kept = {f: -excess(f, FITTED, last, LENGTH) for f in families}
+    starts = (("the fitted model", FITTED), ("the fitted and distilled model", DISTILLED))
+    zero_shot = "A fitted language model is at most 5 % worse than softmax without any training."
+    equal = [
+        (
+            f"After {fraction:.0%} of the steps, {name} is within {words} of softmax trained on equally.",
+            start,
+            fraction,
+            t,
+        )
+        for fraction, words, t in ((middle, "1 %", 0.01), (last, "the seeds' noise", None))
+        for name, start in starts
+    ]
     return [
-        finding(
-            "A fitted language model is at most 5 % worse than softmax without any training.",
-            {f: excess(f, FITTED, 0.0) for f in language},
-            0.05,
-        ),
-        *(
-            finding(
-                f"After {last:.0%} of the steps, {name} is within 1 % of softmax trained on equally.",
-                {f: excess(f, start, last) for f in families},
-                0.01,
-            )
-            for name, start in (("the fitted model", FITTED), ("the fitted and distilled model", DISTILLED))
-        ),
+        finding(zero_shot, FITTED, 0.0, language, 0.05),
+        *(finding(claim, start, fraction, families, t) for claim, start, fraction, t in equal),
         Finding(
             "The fit lowers the loss of the converted model below that of b = -log n.",
             intervals.verdict_all([d.verdict_positive() for d in better.values()]),

@@ -21,7 +21,7 @@ from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced, sigmoidify
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
 from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import MLP, SwiGLU
-from sigattn.nn.fitted_bias import OutputScaleBias, VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
 from sigattn.nn.guide import Recommendation, recommend
 from sigattn.nn.initialization import initialize, mup_simple
@@ -54,8 +54,8 @@ __all__ = [
     "MaskSpec",
     "MaskedBatchNorm",
     "NoBias",
-    "OutputScaleBias",
     "PerformerFeatures",
+    "QuadraticBias",
     "QueryBias",
     "RMSNorm",
     "Recommendation",

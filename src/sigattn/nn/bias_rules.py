@@ -14,11 +14,11 @@ from sigattn.nn.bias import (
     SampleLengthBias,
     VisibleKeysBias,
 )
-from sigattn.nn.fitted_bias import OutputScaleBias, VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops.problem import log_length_bias
 
 Rule = Literal["log_context", "log_batch", "log_sample", "log_visible"]
-Learn = Literal["no", "layer", "head", "query", "head_and_scale"]
+Learn = Literal["no", "layer", "head", "query", "quadratic"]
 
 
 def make_bias(
@@ -37,10 +37,10 @@ def make_bias(
             (of each sample's own length) or "log_visible" (of the keys a query sees, under a causal mask).
         learn: "no", or, for a rule that is a number or "log_context": "layer" (one parameter), "head" (one per head) or
             "query" (one added to Q). For "log_visible" also "head": a ``VisibleKeysLinearBias``, whose keys need not be
-            causal; and "head_and_scale": an ``OutputScaleBias``.
+            causal; and "quadratic": a ``QuadraticBias``.
         max_seq_len: length of the longest sequence, needed for "log_context".
         num_heads: number of query heads.
-        head_dim: number of features of a head, needed for "head_and_scale".
+        head_dim: number of features of a head, needed for "quadratic".
         window: window of the attention, for "log_visible".
 
     Raises:
@@ -52,15 +52,15 @@ def make_bias(
         rule = log_length_bias(max_seq_len)
     if rule == "log_visible" and learn == "head":
         return VisibleKeysLinearBias(num_heads)
-    if rule == "log_visible" and learn == "head_and_scale":
+    if rule == "log_visible" and learn == "quadratic":
         if head_dim is None:
-            raise ValueError('learn="head_and_scale" needs head_dim, the number of features of a head; got None')
-        return OutputScaleBias(num_heads, head_dim)
+            raise ValueError('learn="quadratic" needs head_dim, the number of features of a head; got None')
+        return QuadraticBias(num_heads, head_dim, head_dim)
     if isinstance(rule, str):
         if learn != "no":
             raise ValueError(
                 'a learned bias needs bias to be a number or "log_context", or "log_visible" with learn="head" or '
-                f'"head_and_scale", got {rule!r} with learn={learn!r}'
+                f'"quadratic", got {rule!r} with learn={learn!r}'
             )
         rules: dict[str, Callable[[], AttentionBias]] = {
             "log_batch": BatchLengthBias,

@@ -3,8 +3,12 @@
 Softmax's weights are p = exp(s - lse), and a sigmoid with b = -lse gives p / (1 + p), which is nearly the same where no
 key dominates. A conversion fits the parameters to -lse; in training they learn.
 
-Where b misses -lse by δ, the weights and the output are too large by about e^δ. ``OutputScaleBias`` corrects the output
-of each row from its own norm and direction: a large norm is partly a sign of a large δ. The kernels are unchanged.
+For a query q and normally distributed keys with mean μ and covariance Σ, lse is log n + τ q·μ + τ² qᵀΣq / 2 (τ: the
+scale), up to sampling: the log of a mean of exp(τ q·k) is its cumulant generating function. ``QuadraticBias`` has this
+form, with free coefficients.
+
+Where b misses -lse by δ, the weights and the output are too large by about e^δ. ``RowScale`` corrects the output of
+each row from its own norm and direction: a large norm is partly a sign of a large δ. The kernels are unchanged.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from torch import Tensor, nn
 
 from sigattn.nn.bias import AttentionBias
 
-MAX_LOG_SCALE = 3.0  # bound of |log scale| of ``OutputScaleBias``, e³ ≈ 20
+MAX_LOG_SCALE = 3.0  # bound of |log scale| of ``RowScale``, e³ ≈ 20
 EPS = 1e-6  # added to a row's norm
+NO_LIMIT = torch.finfo(torch.float32).max  # of ``QueryTerm``; not inf, which a check for non-finite weights would find
 
 
 class VisibleKeysLinearBias(AttentionBias):
@@ -96,28 +101,85 @@ class RowScale(nn.Module):
         return exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
 
 
-class OutputScaleBias(VisibleKeysLinearBias):
-    """Bias of c + a · log(visible keys), and a learned scale of each row of the attention's output.
+class QueryTerm(nn.Module):
+    """Learned term of the bias in each query, w·q + qᵀ A q, limited to ``lower`` … ``upper``.
 
-    A query's scale depends on its own output only, so that decoding with a KV cache is exact.
+    The limits are those of the fit, so that unusual queries do not get a bias far too large. It starts as 0, without
+    limits.
+
+    Args:
+        num_heads: number of query heads.
+        query_dim: number of features of a query.
+
+    Attributes:
+        linear: w of all heads, (num_heads · query_dim,). quadratic: A of all heads, (num_heads · query_dim²,).
+        lower, upper: limits, (num_heads,) each; buffers.
+    """
+
+    lower: Tensor
+    upper: Tensor
+
+    def __init__(self, num_heads: int, query_dim: int) -> None:
+        super().__init__()
+        self.num_heads, self.query_dim = num_heads, query_dim
+        self.linear: nn.Parameter = nn.Parameter(torch.zeros(num_heads * query_dim))
+        self.quadratic: nn.Parameter = nn.Parameter(torch.zeros(num_heads * query_dim**2))
+        self.register_buffer("lower", torch.full((num_heads,), -NO_LIMIT))
+        self.register_buffer("upper", torch.full((num_heads,), NO_LIMIT))
+
+    def reset_parameters(self) -> None:
+        """Set the term to 0, without limits."""
+        nn.init.zeros_(self.linear)
+        nn.init.zeros_(self.quadratic)
+        self.lower.fill_(-NO_LIMIT)
+        self.upper.fill_(NO_LIMIT)
+
+    def forward(self, query: Tensor) -> Tensor:
+        """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""
+        query = query.to(torch.promote_types(self.linear.dtype, torch.float32))
+        linear = self.linear.view(self.num_heads, 1, self.query_dim)
+        quadratic = self.quadratic.view(self.num_heads, self.query_dim, self.query_dim)
+        term = ((query @ quadratic + linear) * query).sum(-1, keepdim=True)
+        return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
+
+
+class QuadraticBias(VisibleKeysLinearBias):
+    """Bias of c + a · log(visible keys) + w·q + qᵀ A q, and a learned scale of each row of the attention's output.
+
+    Both depend on the query and its own output only, so that decoding with a KV cache is exact.
 
     Args:
         num_heads: number of query heads.
         head_dim: number of features of a value.
+        query_dim: number of features of a query.
 
     Attributes:
-        row_scale: the scale. (A module of its own, because a module's offloaded parameters are present during its call
-            only.)
+        query_term: the terms in q. row_scale: the scale. (Modules of their own, because a module's offloaded parameters
+            are present during its call only.)
     """
 
-    def __init__(self, num_heads: int, head_dim: int) -> None:
+    needs_query = True
+
+    def __init__(self, num_heads: int, head_dim: int, query_dim: int) -> None:
         super().__init__(num_heads)
-        self.head_dim: int = head_dim
+        self.head_dim, self.query_dim = head_dim, query_dim
+        self.query_term: QueryTerm = QueryTerm(num_heads, query_dim)
         self.row_scale: RowScale = RowScale(num_heads, head_dim)
 
     def extra_repr(self) -> str:
         """Return the settings."""
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, query_dim={self.query_dim}"
+
+    def forward(self, *_: Any, visible: Tensor | None = None, query: Tensor | None = None, **__: Any) -> Tensor:
+        """Return the bias, (B, num_heads, N, 1), in float32 or better.
+
+        Raises:
+            ValueError: if visible or query is None.
+        """
+        if query is None:
+            raise ValueError("QuadraticBias depends on the queries: pass query")
+        bias: Tensor = super().forward(visible=visible) + self.query_term(query)
+        return bias
 
     def output_scale(self, output: Tensor) -> Tensor:
         """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
@@ -126,4 +188,4 @@ class OutputScaleBias(VisibleKeysLinearBias):
 
 
 # the kinds that configurations name; each keeps its arguments, JSON values, as attributes of the same names
-FITTED: dict[str, type[AttentionBias]] = {kind.__name__: kind for kind in (VisibleKeysLinearBias, OutputScaleBias)}
+FITTED: dict[str, type[AttentionBias]] = {kind.__name__: kind for kind in (VisibleKeysLinearBias, QuadraticBias)}

@@ -1,0 +1,130 @@
+"""The bias with terms in the query: its formula, its fit on exact and on Gaussian data, and its choice by layer."""
+
+import pytest
+import torch
+
+from sigattn.convert import convert
+from sigattn.convert.fit import BiasFit
+from sigattn.convert.row_statistics import RowStatistics, row_statistics
+from sigattn.models import LanguageModel, LanguageModelConfig
+from sigattn.nn import QuadraticBias
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem
+
+H, D = 4, 6
+
+
+def problem_of(query, key, **options):
+    value = torch.randn(*key.shape[:-1], 3)
+    return canonical(Problem, query, key, value, **options)
+
+
+def random_bias(size=0.3):
+    bias = QuadraticBias(H, 3, D)
+    with torch.no_grad():
+        for p in bias.parameters():
+            p.normal_(std=size)
+    return bias
+
+
+def formula(bias, query, visible):
+    """c + a log(visible) + w·q + qᵀ A q, head by head in float64."""
+    out = []
+    for h in range(H):
+        q, w = query[:, h].double(), bias.query_term.linear.double().view(H, D)[h]
+        form = bias.query_term.quadratic.double().view(H, D, D)[h]
+        term = q @ w + torch.einsum("bni,ij,bnj->bn", q, form, q)
+        term = term.clamp(bias.query_term.lower[h].double(), bias.query_term.upper[h].double())
+        out.append(bias.constant[h].double() + bias.slope[h].double() * visible.double().log() + term)
+    return torch.stack(out, 1).unsqueeze(-1)
+
+
+def test_the_formula_and_its_limits():
+    bias, query = random_bias(), torch.randn(2, H, 7, D)
+    visible = torch.arange(1.0, 8.0)
+    given = {"visible": visible.view(1, 1, 7, 1), "query": query}
+    torch.testing.assert_close(bias(7, 7, **given).double(), formula(bias, query, visible), rtol=1e-5, atol=1e-5)
+    free = bias(7, 7, **given)
+    bias.query_term.lower.fill_(-0.1)
+    bias.query_term.upper.fill_(0.2)
+    torch.testing.assert_close(bias(7, 7, **given).double(), formula(bias, query, visible), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(bias(7, 7, **given), free)
+    bias.query_term.reset_parameters()
+    assert torch.equal(bias.query_term(query), torch.zeros(2, H, 7, 1))
+    with pytest.raises(ValueError, match="pass query"):
+        bias(7, 7, visible=given["visible"])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_target_that_is_exactly_of_this_form_is_recovered(kv_heads):
+    truth, generator = random_bias(0.1), torch.Generator().manual_seed(0)
+    fit = None
+    for _ in range(3):
+        query = torch.randn(20, H, 50, D, generator=generator) * torch.tensor([1, 2, 0.5, 1, 1, 3])
+        key = torch.randn(20, kv_heads, 50, D, generator=generator)
+        problem = problem_of(query, key, is_causal=True)
+        fit = fit or BiasFit(problem)
+        visible = torch.arange(1.0, 51).expand(20, H, 50)
+        counted = torch.ones(20, H, 50, dtype=torch.bool)
+        lse = -formula(truth, query, torch.arange(1.0, 51)).squeeze(-1).float()
+        lse[:, :, 40:], counted[:, :, 40:] = torch.nan, False  # rows of padding
+        fit.update(query, RowStatistics(lse, visible, counted))
+    found = fit.solve(with_query=True)
+    wanted = formula(truth, query, torch.arange(1.0, 51)).detach()[:, :, :40]
+    missed = found(50, 50, visible=visible.unsqueeze(-1), query=query).double()[:, :, :40] - wanted
+    term = found.query_term(query)[:, :, :40]
+    lower, upper = (t.view(-1, 1, 1) for t in (found.query_term.lower, found.query_term.upper))
+    inside = (term > lower) & (term < upper)
+    assert inside.double().mean() > 0.98
+    assert missed[inside].std() < 0.02 * wanted.std()  # ridge
+    plain = fit.solve(with_query=False)
+    assert plain.query_term(query).eq(0).all()
+    assert plain(50, 50, visible=visible.unsqueeze(-1), query=query)[:, :, :40].sub(wanted).std() > 0.5 * wanted.std()
+
+
+def test_gaussian_keys():
+    """-lse of many Gaussian keys is quadratic in the query, so that nearly all of its variance is explained."""
+    torch.manual_seed(0)
+    mean, factor = torch.randn(H, 1, D), torch.randn(H, D, D) / 2
+    fit, rows, query = None, None, None
+    for _ in range(4):
+        query = torch.randn(2, H, 300, D)
+        problem = problem_of(query, mean + torch.randn(2, H, 300, D) @ factor)
+        rows = row_statistics(problem)
+        fit = fit or BiasFit(problem)
+        fit.update(query, rows)
+    bias = fit.solve(with_query=True)
+    b = bias(300, 300, visible=rows.visible.unsqueeze(-1), query=query).squeeze(-1)
+    unexplained = (b + rows.lse).var((0, 2)) / rows.lse.var((0, 2))
+    assert (unexplained < 0.1).all()
+
+
+def test_wide_heads_use_the_directions_in_which_logits_vary():
+    """Heads of 64: 24 directions are squared, and they contain those of the keys' variance, however small in q."""
+    torch.manual_seed(0)
+    scale = torch.ones(64)
+    scale[:40] = 0.01  # of the keys: these features do not matter
+    query, key = torch.randn(4, 2, 500, 64), torch.randn(4, 2, 500, 64) * scale * 3
+    problem = problem_of(query, key)
+    rows = row_statistics(problem)
+    fit = BiasFit(problem)
+    fit.update(query, rows)
+    assert fit.features.projection.shape == (2, 64, 24)
+    assert fit.features.projection[:, :40].norm() < 0.1 * fit.features.projection.norm()
+    bias = fit.solve(with_query=True)
+    b = bias(500, 500, visible=rows.visible.unsqueeze(-1), query=query).squeeze(-1)
+    assert ((b + rows.lse).var((0, 2)) / rows.lse.var((0, 2)) < 0.3).all()
+
+
+@pytest.mark.parametrize("rows", [2, 200])
+def test_few_rows_do_no_harm(rows):
+    """With fewer rows than features the terms in the query are not used; a conversion never gets worse by them."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=32, num_heads=2))
+    batches = torch.randint(256, (3, rows // 2, 2)).unbind() if rows == 2 else torch.randint(256, (4, 10, 20)).unbind()
+    report = convert(model, list(batches))
+    bias = model.blocks[0].attention.attention_bias
+    assert isinstance(bias, QuadraticBias)
+    assert all(p.isfinite().all() for p in bias.parameters())
+    assert report.layers[0].error <= report.layers[0].error_log_n * 1.5
+    assert model.config.learn_bias == "quadratic"
