@@ -62,7 +62,7 @@ def test_a_scale_that_is_exactly_of_this_form_is_recovered():
     with torch.no_grad():
         found = fit.solve(QuadraticBias(H, D, D), D + 2)
     ratio = found.output_scale(output[3]).double() / formula(truth, output[3])
-    assert ratio.log().abs().mean() < 5e-3  # ridge 1e-3
+    assert ratio.log().abs().mean() < 0.015  # ridge 1e-3, and targets limited to a factor of 10
     with torch.no_grad():
         assert fit.solve(truth, 0).output_scale(output[3]).eq(1).all()
 

@@ -44,11 +44,8 @@ def formula(module, query, key, value, attention_mask, scaling, **_):
     q = query.double()
     term = q @ linear + (q @ quadratic.view(4, 8, 8) * q).sum(-1, keepdim=True)
     lower, upper = (t.double().view(4, 1, 1) for t in module.sigmoid_bias.query_term.buffers())
-    b = (
-        torch.maximum(torch.minimum(term, upper), lower)
-        + constant
-        + slope * seen.sum(-1, keepdim=True).clamp(min=1).double().log()
-    )
+    log_visible = seen.sum(-1, keepdim=True).clamp(min=1).double().log()
+    b = constant + slope * log_visible + torch.maximum(torch.minimum(term, upper), lower)
     out = (torch.sigmoid(query.double() @ key.mT * scaling + b) * seen) @ value
     norm = (out.square().sum(-1, keepdim=True) + 1e-12).sqrt()
     out = out * torch.exp((gain + power * norm.log() + out / norm @ direction).clamp(-3, 3))
