@@ -128,3 +128,31 @@ def test_few_rows_do_no_harm(rows):
     assert all(p.isfinite().all() for p in bias.parameters())
     assert report.layers[0].error <= report.layers[0].error_log_n * 1.5
     assert model.config.learn_bias == "quadratic"
+
+
+def test_autocast():
+    """A loss under autocast: statistics are computed in float32, and so are bias and scale of the result."""
+    torch.manual_seed(0)
+    config = LanguageModelConfig(activation="softmax", num_layers=2, embed_dim=32, num_heads=2, max_seq_len=32)
+    batches = torch.randint(256, (6, 4, 32)).unbind()
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(1)
+        model = LanguageModel(config)
+        with torch.no_grad():
+            for block in model.blocks:
+                block.attention.query_norm.weight *= 2
+
+        def loss(model, tokens, enabled=enabled):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                return model.loss(tokens, tokens)
+
+        report = convert(model, batches, loss=loss)
+        found.append([value for layer in report.layers for value in (layer.error, *(h.r2 for h in layer.heads))])
+        bias = model.blocks[0].attention.attention_bias
+        query, output = torch.randn(2, 1, 2, 5, 16).unbind()
+        with torch.autocast("cpu", torch.bfloat16):
+            given = bias.query_term(query), bias.row_scale(output)
+        for value, expected in zip(given, (bias.query_term(query), bias.row_scale(output)), strict=True):
+            assert torch.equal(value, expected)
+    assert found[1] == pytest.approx(found[0], abs=0.02)

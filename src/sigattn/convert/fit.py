@@ -10,6 +10,7 @@ from torch import Tensor
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
 from sigattn.nn.fitted_bias import QuadraticBias
+from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
 
 _PRIOR = 1e-6  # weight of a slope of -1, which decides where every row sees the same number of keys
@@ -31,13 +32,14 @@ class QueryFeatures:
     """
 
     def __init__(self, problem: Problem) -> None:
-        query, key = (t.detach().double().transpose(0, 1).flatten(1, 2).cpu() for t in (problem.query, problem.key))
+        # rows of padding need not be finite
+        query, key = (_by_head(t).nan_to_num(0, 0, 0) for t in (problem.query, problem.key))
         num_heads, _, dim = query.shape
-        moments = query.mT @ query / query.shape[1]
+        moments = (query.mT @ query / query.shape[1]).double().cpu()
         mean_square = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
         moments = moments + (1e-3 * mean_square + torch.finfo(torch.float32).tiny) * torch.eye(dim).double()
         key = key - key.mean(1, keepdim=True)
-        covariance = (key.mT @ key / key.shape[1]).repeat_interleave(num_heads // len(key), 0)
+        covariance = (key.mT @ key / key.shape[1]).double().cpu().repeat_interleave(num_heads // len(key), 0)
         values, vectors = torch.linalg.eigh(moments)
         root, inverse = (vectors * values.pow(p)[:, None] @ vectors.mT for p in (0.5, -0.5))
         directions = torch.linalg.eigh(root @ covariance @ root).eigenvectors[..., -_MAX_DIRECTIONS:]
@@ -83,7 +85,8 @@ class BiasFit:
         """Add the rows of a call, with queries (B, Hq, N, D). x is 1, log visible, and the features of the query."""
         log_visible = rows.visible.log()
         target = torch.where(rows.counted, log_visible - rows.lse, 0)
-        by_head = [t.transpose(0, 1).flatten(1, 2) for t in (query.float(), log_visible, target, rows.counted)]
+        query = query.masked_fill(~rows.counted.unsqueeze(-1), 0)
+        by_head = map(_by_head, (query, log_visible, target, rows.counted))
         for head, (q, log_n, y, counted) in enumerate(zip(*by_head, strict=True)):
             for part in zip(*(t.split(_ROWS) for t in (q, log_n, y, counted)), strict=True):
                 q_part, log_n_part, y_part, counted_part = part
@@ -102,7 +105,7 @@ class BiasFit:
         count = self.products[:, :1, :1].clamp(min=1)
         products, targets = self.products[:, used, used] / count, self.targets[:, used] / count[..., 0]
         strength = (_RIDGE + _PRIOR_ROWS / count[:, :, 0]) * products.diagonal(dim1=1, dim2=2)
-        strength[:, :2] = torch.tensor([0.0, _PRIOR], dtype=torch.float64)
+        strength[:, :2] = torch.tensor([_PRIOR**2, _PRIOR], dtype=torch.float64)
         strength[:, 2:] += torch.finfo(torch.float32).tiny
         root = torch.linalg.cholesky(products + torch.diag_embed(strength))
         solution = torch.cholesky_solve(targets.unsqueeze(-1), root).squeeze(-1)
@@ -125,6 +128,11 @@ class BiasFit:
         bias.query_term.upper.copy_(mean + spread)
 
 
+def _by_head(x: Tensor) -> Tensor:
+    """Return the rows of each head, (B, H, N, …) → (H, B · N, …), in float32."""
+    return x.detach().float().transpose(0, 1).flatten(1, 2)
+
+
 def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, list[QuadraticBias]]:
     """Fit biases for each layer: one without and one with the term in the query.
 
@@ -138,11 +146,12 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
     fits: dict[str, BiasFit] = {}
 
     def observe(call: AttentionCall) -> object:
-        rows = row_statistics(call.problem)
-        check_finite(call.name, rows)
-        if call.name not in fits:
-            fits[call.name] = BiasFit(call.problem)
-        fits[call.name].update(call.problem.query, rows)
+        with without_autocast(call.problem.query.device.type):
+            rows = row_statistics(call.problem)
+            check_finite(call.name, rows)
+            if call.name not in fits:
+                fits[call.name] = BiasFit(call.problem)
+            fits[call.name].update(call.problem.query, rows)
         return call.softmax()
 
     run(observe)

@@ -12,6 +12,7 @@ from sigattn.convert.attention_call import Attend, AttentionCall
 from sigattn.convert.report import HeadReport, LayerReport
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
 from sigattn.nn.bias import AttentionBias, BatchLengthBias
+from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
 
 
@@ -51,7 +52,8 @@ def measure_layers(
     layers: dict[str, _LayerMeasurement] = {}
 
     def observe(call: AttentionCall) -> Any:
-        rows, bias = row_statistics(call.problem), biases[call.name]
+        with without_autocast(call.problem.query.device.type):
+            rows, bias = row_statistics(call.problem), biases[call.name]
         result = call.softmax()
         outputs = [result, call.sigmoid(log_n), call.sigmoid(bias)]
         outputs = [o if isinstance(o, Tensor) else o[0] for o in outputs]

@@ -19,6 +19,7 @@ from sigattn.convert.measure import evaluate_rows
 from sigattn.convert.row_statistics import row_outputs, row_statistics
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import EPS, QuadraticBias
+from sigattn.ops.autocast import without_autocast
 
 _MAX_LOG_TARGET = math.log(10)
 _RIDGE = 1e-3  # of the features' mean square
@@ -90,14 +91,13 @@ def fit_output_scales(
     fits: dict[str, list[OutputScaleFit]] = {}
 
     def observe(call: AttentionCall) -> object:
-        outputs, softmax, counted = _outputs(call, biases[call.name])
-        fitted = fits.setdefault(call.name, [OutputScaleFit(o.shape[1], o.shape[3]) for o in outputs])
-        for fit, output in zip(fitted, outputs, strict=True):
-            fit.update(output, softmax, counted)
-            if not (fit.products.isfinite().all() and fit.targets.isfinite().all()):
-                raise ConversionError(
-                    f"convert: the attention outputs of {call.name!r} are not finite: check the weights"
-                )
+        with without_autocast(call.problem.query.device.type):
+            outputs, softmax, counted = _outputs(call, biases[call.name])
+            fitted = fits.setdefault(call.name, [OutputScaleFit(o.shape[1], o.shape[3]) for o in outputs])
+            for fit, output in zip(fitted, outputs, strict=True):
+                fit.update(output, softmax, counted)
+        if not all(t.isfinite().all() for fit in fitted for t in (fit.products, fit.targets)):
+            raise ConversionError(f"convert: the attention outputs of {call.name!r} are not finite: check the weights")
         return call.softmax()
 
     run(observe)
@@ -107,7 +107,8 @@ def fit_output_scales(
     errors = {name: torch.zeros(len(of), 3, dtype=torch.float64) for name, of in candidates.items()}
 
     def compare(call: AttentionCall) -> object:
-        outputs, softmax, counted = _outputs(call, biases[call.name])
+        with without_autocast(call.problem.query.device.type):
+            outputs, softmax, counted = _outputs(call, biases[call.name])
         for i, output in enumerate(outputs):
             for j, candidate in enumerate(candidates[call.name][i]):
                 missed = (candidate.scaled(output) - softmax) * counted.unsqueeze(-1)

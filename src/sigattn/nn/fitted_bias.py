@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn.bias import AttentionBias
+from sigattn.ops.autocast import without_autocast
 
 MAX_LOG_SCALE = 3.0  # bound of |log scale| of ``RowScale``, e³ ≈ 20
 EPS = 1e-6  # added to a row's norm
@@ -96,7 +97,8 @@ class RowScale(nn.Module):
         """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
         output = output.to(torch.promote_types(self.gain.dtype, torch.float32))
         norm = torch.linalg.vector_norm(output, dim=-1, keepdim=True) + EPS  # differentiable at a row of zeros
-        projection = output @ self.direction.view(self.num_heads, self.head_dim, 1)
+        with without_autocast(output.device.type):
+            projection = output @ self.direction.view(self.num_heads, self.head_dim, 1)
         exponent = self.gain.view(-1, 1, 1) + self.power.view(-1, 1, 1) * norm.log() + projection / norm
         return exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
 
@@ -139,7 +141,8 @@ class QueryTerm(nn.Module):
         query = query.to(torch.promote_types(self.linear.dtype, torch.float32))
         linear = self.linear.view(self.num_heads, 1, self.query_dim)
         quadratic = self.quadratic.view(self.num_heads, self.query_dim, self.query_dim)
-        term = ((query @ quadratic + linear) * query).sum(-1, keepdim=True)
+        with without_autocast(query.device.type):
+            term = ((query @ quadratic + linear) * query).sum(-1, keepdim=True)
         return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
 
 
