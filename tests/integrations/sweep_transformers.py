@@ -72,21 +72,21 @@ class EagerSigmoid(TorchFunctionMode):
         self.bias, self.calls = bias, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "softmax" and (layer := _layer_in_eager_attention()) is not None:
+        if getattr(func, "__name__", "") == "softmax" and (call := _eager_attention()) is not None:
             self.calls += 1
-            return _weights(args[0], self.bias[layer] if isinstance(self.bias, dict) else self.bias)
+            bias = self.bias[call["module"]] if isinstance(self.bias, dict) else self.bias
+            return _weights(args[0], bias, call.get("attention_mask"))
         return func(*args, **(kwargs or {}))
 
 
-def _layer_in_eager_attention() -> nn.Module | None:
-    """Return the layer whose eager attention calls the softmax; None outside of eager attention."""
+def _eager_attention() -> dict[str, Any] | None:
+    """Return the variables of the eager attention function that calls the softmax; None outside of eager attention."""
     frame = sys._getframe(2)
     for _ in range(6):
         if frame is None:
             return None
         if frame.f_code.co_name.endswith("eager_attention_forward"):
-            layer: nn.Module = frame.f_locals["module"]
-            return layer
+            return frame.f_locals
         frame = frame.f_back
     return None
 
@@ -116,8 +116,12 @@ def reference_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor]) -> Tensor:
-    visible = logits > -60  # masks add -100, -1e4, -1e9, the smallest number or -inf
+def _weights(logits: Tensor, bias: float | str | tuple[Tensor, Tensor], mask: Any) -> Tensor:
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] >= logits.shape[-1]:
+        mask = mask[..., : logits.shape[-1]]
+        visible = (mask if mask.dtype is torch.bool else mask > -90) & (logits > -1000)
+    else:
+        visible = logits > -90  # masks add -100, -1e4, -1e9, the smallest number or -inf
     log_visible = visible.sum(-1, keepdim=True).clamp(min=1).to(logits.dtype).log()
     if isinstance(bias, tuple):
         b = bias[0].view(-1, 1, 1) + bias[1].view(-1, 1, 1) * log_visible

@@ -156,6 +156,7 @@ def attention(
         mask, key, value = None, key[:, :, :num_queries], value[:, :, :num_queries]
     else:
         mask, causal = combine(mask, position_bias, limits), False
+    scaling = float(scaling) if isinstance(scaling, int) else scaling  # 1 in Dia
     call = Call(query, key, value, mask, causal, dropout, scaling, softcap or 0.0)
     out = _observers[-1](module, call) if _observers else _sigmoid(module, call)
     return out.transpose(1, 2).contiguous(), None
