@@ -183,7 +183,7 @@ def test_families(family):
         torch.testing.assert_close(run(other), expected)
     expected.square().sum().backward()
     learned = {n: p for n, p in model.named_parameters() if n not in state}
-    assert len(learned) == 7 * len(layers)
+    assert len(learned) == 8 * len(layers)
     assert all(p.grad.abs().sum() > 0 for n, p in learned.items()), learned
 
 

@@ -28,12 +28,15 @@ def random_bias(size=0.3):
 
 
 def formula(bias, query, visible):
-    """c + a log(visible) + w·q + qᵀ A q, head by head in float64."""
+    """c + a log(visible) + w·q + Σ λ (u·q)², head by head in float64."""
     out = []
     for h in range(H):
         q, w = query[:, h].double(), bias.query_term.linear.double().view(H, D)[h]
-        form = bias.query_term.quadratic.double().view(H, D, D)[h]
-        term = q @ w + torch.einsum("bni,ij,bnj->bn", q, form, q)
+        u, curvature = (
+            bias.query_term.directions.double().view(H, D, D)[h],
+            bias.query_term.curvature.double().view(H, D),
+        )
+        term = q @ w + sum(curvature[h, r] * (q @ u[:, r]) ** 2 for r in range(D))
         term = term.clamp(bias.query_term.lower[h].double(), bias.query_term.upper[h].double())
         out.append(bias.constant[h].double() + bias.slope[h].double() * visible.double().log() + term)
     return torch.stack(out, 1).unsqueeze(-1)

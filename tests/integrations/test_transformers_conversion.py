@@ -36,13 +36,13 @@ DECODERS = ("llama", "qwen3", "gemma3_text")
 
 
 def formula(module, query, key, value, attention_mask, scaling, **_):
-    """r · σ(scale · Q Kᵀ + c + a · log visible + w·q + qᵀ A q) V in float64, with the parameters of the layer."""
+    """r · σ(scale · Q Kᵀ + c + a · log visible + w·q + Σ λ (u·q)²) V in float64, with the parameters of the layer."""
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).double() for t in (key, value))
     parameters = (p.double().view(4, -1, 1) for p in module.sigmoid_bias.parameters())
-    constant, slope, linear, quadratic, gain, power, direction = parameters
+    constant, slope, linear, directions, curvature, gain, power, direction = parameters
     q = query.double()
-    term = q @ linear + (q @ quadratic.view(4, 8, 8) * q).sum(-1, keepdim=True)
+    term = q @ linear + (q @ directions.view(4, 8, 8)).square() @ curvature
     lower, upper = (t.double().view(4, 1, 1) for t in module.sigmoid_bias.query_term.buffers())
     log_visible = seen.sum(-1, keepdim=True).clamp(min=1).double().log()
     b = constant + slope * log_visible + torch.maximum(torch.minimum(term, upper), lower)

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
-from sigattn.nn.fitted_bias import QuadraticBias
+from sigattn.nn.fitted_bias import MAX_DIRECTIONS, QuadraticBias
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
 
 _PRIOR = 1e-6  # weight of a slope of -1, which decides where every row sees the same number of keys
-_MAX_DIRECTIONS = 24  # of a query, in its quadratic form: 24 give 300 features, whose moments take 1 MB a head
 _RIDGE = 1e-3  # of the mean square of the features of the query
 _PRIOR_ROWS = 10.0  # weight, in rows, of coefficients of 0
 _LIMIT = 5.0  # standard deviations of the query's term from its mean
@@ -25,7 +24,8 @@ class QueryFeatures:
     """Features of the queries of one layer, in which a quadratic function of a query is linear.
 
     They are the query and the products of pairs of its components in the directions in which its logits vary most: the
-    leading eigenvectors of the keys' covariance, in the metric of the queries' second moments.
+    leading eigenvectors of the keys' covariance, in the metric of the queries' second moments. 24 directions give 300
+    pairs, whose moments take 1 MB a head.
 
     Args:
         problem: a call of the layer, whose queries and keys give the directions.
@@ -42,7 +42,7 @@ class QueryFeatures:
         covariance = (key.mT @ key / key.shape[1]).double().cpu().repeat_interleave(num_heads // len(key), 0)
         values, vectors = torch.linalg.eigh(moments)
         root, inverse = (vectors * values.pow(p)[:, None] @ vectors.mT for p in (0.5, -0.5))
-        directions = torch.linalg.eigh(root @ covariance @ root).eigenvectors[..., -_MAX_DIRECTIONS:]
+        directions = torch.linalg.eigh(root @ covariance @ root).eigenvectors[..., -MAX_DIRECTIONS:]
         self.projection: Tensor = (inverse @ directions).float().to(problem.query.device)  # (Hq, D, k)
         self.scale: Tensor = moments.diagonal(dim1=1, dim2=2).rsqrt().float().to(problem.query.device)  # (Hq, D)
         k = self.projection.shape[2]
@@ -55,15 +55,20 @@ class QueryFeatures:
         i, j = self.pairs
         return torch.cat([query * self.scale[head], z[:, i] * z[:, j]], 1)
 
-    def coefficients(self, solution: Tensor) -> tuple[Tensor, Tensor]:
-        """Return w (Hq, D) and A (Hq, D, D) of the term w·q + qᵀ A q from the features' coefficients (Hq, count)."""
+    def coefficients(self, solution: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return w (Hq, D), directions u (Hq, D, k) of length 1 and their λ (Hq, k), of the term w·q + Σ λ (u·q)².
+
+        Args:
+            solution: coefficients of the features, (Hq, count).
+        """
         dim, k = self.projection.shape[1:]
         i, j = self.pairs.cpu()
         form = solution.new_zeros(len(solution), k, k)
         form[:, i, j] = solution[:, dim:]
-        projection = self.projection.double().cpu()
-        quadratic = projection @ ((form + form.mT) / 2) @ projection.mT
-        return solution[:, :dim] * self.scale.double().cpu(), quadratic
+        values, vectors = torch.linalg.eigh((form + form.mT) / 2)
+        directions = self.projection.double().cpu() @ vectors
+        norm = directions.norm(dim=1)
+        return solution[:, :dim] * self.scale.double().cpu(), directions / norm.unsqueeze(1), values * norm.square()
 
 
 class BiasFit:
@@ -118,9 +123,10 @@ class BiasFit:
 
     def _set_query_term(self, bias: QuadraticBias, solution: Tensor, products: Tensor) -> None:
         """Copy the coefficients of the query's features, and limits from the term's mean and variance over the rows."""
-        linear, quadratic = self.features.coefficients(solution)
+        linear, directions, curvature = self.features.coefficients(solution)
         bias.query_term.linear.copy_(linear.flatten())
-        bias.query_term.quadratic.copy_(quadratic.flatten())
+        bias.query_term.directions.copy_(directions.flatten())
+        bias.query_term.curvature.copy_(curvature.flatten())
         mean = (products[:, 0, 2:] * solution).sum(-1)
         square = torch.einsum("hf,hfg,hg->h", solution, products[:, 2:, 2:], solution)
         spread = _LIMIT * (square - mean.square()).clamp(min=0).sqrt()

@@ -23,6 +23,7 @@ from sigattn.ops.autocast import without_autocast
 
 MAX_LOG_SCALE = 3.0  # bound of |log scale| of ``RowScale``, e³ ≈ 20
 EPS = 1e-6  # added to a row's norm
+MAX_DIRECTIONS = 24  # of ``QueryTerm``; more explain little more, and take time
 NO_LIMIT = torch.finfo(torch.float32).max  # of ``QueryTerm``; not inf, which a check for non-finite weights would find
 
 
@@ -104,7 +105,7 @@ class RowScale(nn.Module):
 
 
 class QueryTerm(nn.Module):
-    """Learned term of the bias in each query, w·q + qᵀ A q, limited to ``lower`` … ``upper``.
+    """Learned term of the bias in each query, w·q + Σ_r λ_r (u_r·q)², limited to ``lower`` … ``upper``.
 
     The limits are those of the fit, so that unusual queries do not get a bias far too large. It starts as 0, without
     limits.
@@ -114,7 +115,8 @@ class QueryTerm(nn.Module):
         query_dim: number of features of a query.
 
     Attributes:
-        linear: w of all heads, (num_heads · query_dim,). quadratic: A of all heads, (num_heads · query_dim²,).
+        linear: w of all heads, (num_heads · query_dim,). directions: u of all heads, (num_heads · query_dim · R,); R is
+            query_dim, or ``MAX_DIRECTIONS`` if that is less. curvature: λ of all heads, (num_heads · R,).
         lower, upper: limits, (num_heads,) each; buffers.
     """
 
@@ -124,30 +126,40 @@ class QueryTerm(nn.Module):
     def __init__(self, num_heads: int, query_dim: int) -> None:
         super().__init__()
         self.num_heads, self.query_dim = num_heads, query_dim
-        self.linear: nn.Parameter = nn.Parameter(torch.zeros(num_heads * query_dim))
-        self.quadratic: nn.Parameter = nn.Parameter(torch.zeros(num_heads * query_dim**2))
-        self.register_buffer("lower", torch.full((num_heads,), -NO_LIMIT))
-        self.register_buffer("upper", torch.full((num_heads,), NO_LIMIT))
+        self.num_directions: int = min(query_dim, MAX_DIRECTIONS)
+        self.linear: nn.Parameter = nn.Parameter(torch.empty(num_heads * query_dim))
+        self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads * query_dim * self.num_directions))
+        self.curvature: nn.Parameter = nn.Parameter(torch.empty(num_heads * self.num_directions))
+        self.register_buffer("lower", torch.empty(num_heads))
+        self.register_buffer("upper", torch.empty(num_heads))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the term to 0, without limits."""
+        """Set the term to 0 with the first axes as directions, without limits."""
         nn.init.zeros_(self.linear)
-        nn.init.zeros_(self.quadratic)
+        nn.init.zeros_(self.curvature)
+        with torch.no_grad():
+            self.directions.view(self.num_heads, self.query_dim, -1).copy_(
+                torch.eye(self.query_dim, self.num_directions)
+            )
         self.lower.fill_(-NO_LIMIT)
         self.upper.fill_(NO_LIMIT)
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""
         query = query.to(torch.promote_types(self.linear.dtype, torch.float32))
-        linear = self.linear.view(self.num_heads, 1, self.query_dim)
-        quadratic = self.quadratic.view(self.num_heads, self.query_dim, self.query_dim)
+        shape = (self.num_heads, self.query_dim, -1)
         with without_autocast(query.device.type):
-            term = ((query @ quadratic + linear) * query).sum(-1, keepdim=True)
+            y = query @ torch.cat(
+                [self.directions.view(shape), self.linear.view(shape)], 2
+            )  # one pass over the queries
+            squares = y[..., :-1].square() @ self.curvature.view(self.num_heads, -1, 1)
+            term = y[..., -1:] + squares
         return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
 
 
 class QuadraticBias(VisibleKeysLinearBias):
-    """Bias of c + a · log(visible keys) + w·q + qᵀ A q, and a learned scale of each row of the attention's output.
+    """Bias of c + a · log(visible keys) + w·q + Σ_r λ_r (u_r·q)², and a learned scale of each row of the output.
 
     Both depend on the query and its own output only, so that decoding with a KV cache is exact.
 
