@@ -68,8 +68,8 @@ def test_context_parallel():
 NOTEBOOKS = {  # a line of each notebook, and the line that replaces it here
     "softmax_and_sigmoid.ipynb": ("STEPS, LENGTH = 200, 128", "STEPS, LENGTH = 21, 32"),
     "convert_a_model.ipynb": (
-        "STEPS, FINETUNE_STEPS, LENGTH = 300, 30, 128",
-        "STEPS, FINETUNE_STEPS, LENGTH = 9, 2, 32",
+        "STEPS, TUNING_STEPS, LENGTH = 300, 30, 128",
+        "STEPS, TUNING_STEPS, LENGTH = 9, 2, 32",
     ),
 }
 
@@ -88,9 +88,9 @@ def test_notebooks(name, tmp_path, capsys, monkeypatch):
     long, short = NOTEBOOKS[name]
     code = "\n".join("".join(cell["source"]) for cell in cells)
     assert long in code
-    (tmp_path / "notebook.py").write_text(code.replace(long, short))
+    (tmp_path / "script").write_text(code.replace(long, short))
     with matplotlib.rc_context():
-        runpy.run_path(str(tmp_path / "notebook.py"))
+        runpy.run_path(str(tmp_path / "script"))
     assert "bits per byte" in capsys.readouterr().out
 
 

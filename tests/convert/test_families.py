@@ -184,7 +184,9 @@ def test_families(family):
     expected.square().sum().backward()
     learned = {n: p for n, p in model.named_parameters() if n not in state}
     assert len(learned) == 8 * len(layers)
-    assert all(p.grad.abs().sum() > 0 for n, p in learned.items()), learned
+    # where the terms in the query are not used, their directions have no gradient yet
+    unused = {n.replace("curvature", "directions") for n, p in learned.items() if "curvature" in n and not p.any()}
+    assert all(p.grad.abs().sum() > 0 for n, p in learned.items() if n not in unused), learned
 
 
 @pytest.mark.parametrize("family", ["multihead", "encoder", "transformer", "rope"])

@@ -135,15 +135,13 @@ class QueryTerm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the term to 0 with the first axes as directions, without limits."""
+        """Set the term to 0, with random directions and without limits."""
+        # by nn.init only, whose functions transformers replaces so that loaded values are not overwritten
         nn.init.zeros_(self.linear)
         nn.init.zeros_(self.curvature)
-        with torch.no_grad():
-            self.directions.view(self.num_heads, self.query_dim, -1).copy_(
-                torch.eye(self.query_dim, self.num_directions)
-            )
-        self.lower.fill_(-NO_LIMIT)
-        self.upper.fill_(NO_LIMIT)
+        nn.init.normal_(self.directions, std=max(self.query_dim, 1) ** -0.5)
+        nn.init.constant_(self.lower, -NO_LIMIT)
+        nn.init.constant_(self.upper, NO_LIMIT)
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""
