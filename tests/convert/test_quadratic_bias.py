@@ -1,5 +1,7 @@
 """The bias with terms in the query: its formula, its fit on exact and on Gaussian data, and its choice by layer."""
 
+import copy
+
 import pytest
 import torch
 
@@ -131,6 +133,19 @@ def test_few_rows_do_no_harm(rows):
     assert all(p.isfinite().all() for p in bias.parameters())
     assert report.layers[0].error <= report.layers[0].error_log_n * 1.5
     assert model.config.learn_bias == "quadratic"
+
+
+def test_the_random_state_is_kept():
+    """Two conversions of one model are equal, also in layers that do not use the query."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=32, num_heads=2))
+    other, batches = copy.deepcopy(model), torch.randint(256, (3, 1, 2)).unbind()
+    before = torch.get_rng_state()
+    convert(model, batches)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(1)
+    convert(other, batches)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_autocast():

@@ -105,7 +105,8 @@ class BiasFit:
 
     def solve(self, *, with_query: bool) -> QuadraticBias:
         """Return the fitted bias, with a term of 0 in the query unless ``with_query``."""
-        bias = QuadraticBias(self.num_heads, self.head_dim, self.query_dim)
+        with torch.random.fork_rng(devices=[]):  # its initial directions are random, and replaced below
+            bias = QuadraticBias(self.num_heads, self.head_dim, self.query_dim)
         used = slice(None if with_query else 2)
         count = self.products[:, :1, :1].clamp(min=1)
         products, targets = self.products[:, used, used] / count, self.targets[:, used] / count[..., 0]
@@ -117,16 +118,17 @@ class BiasFit:
         with torch.no_grad():
             bias.constant.copy_(solution[:, 0])
             bias.slope.copy_(solution[:, 1] - 1)
+            query_solution = solution[:, 2:] if with_query else solution.new_zeros(self.num_heads, self.features.count)
+            linear, directions, curvature = self.features.coefficients(query_solution)
+            bias.query_term.linear.copy_(linear.flatten())
+            bias.query_term.directions.copy_(directions.flatten())
+            bias.query_term.curvature.copy_(curvature.flatten())
             if with_query:
-                self._set_query_term(bias, solution[:, 2:], products)
+                self._set_limits(bias, solution[:, 2:], products)
         return bias
 
-    def _set_query_term(self, bias: QuadraticBias, solution: Tensor, products: Tensor) -> None:
-        """Copy the coefficients of the query's features, and limits from the term's mean and variance over the rows."""
-        linear, directions, curvature = self.features.coefficients(solution)
-        bias.query_term.linear.copy_(linear.flatten())
-        bias.query_term.directions.copy_(directions.flatten())
-        bias.query_term.curvature.copy_(curvature.flatten())
+    def _set_limits(self, bias: QuadraticBias, solution: Tensor, products: Tensor) -> None:
+        """Set the limits of the query's term from its mean and variance over the rows."""
         mean = (products[:, 0, 2:] * solution).sum(-1)
         square = torch.einsum("hf,hfg,hg->h", solution, products[:, 2:, 2:], solution)
         spread = _LIMIT * (square - mean.square()).clamp(min=0).sqrt()

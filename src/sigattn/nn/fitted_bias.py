@@ -148,9 +148,8 @@ class QueryTerm(nn.Module):
         query = query.to(torch.promote_types(self.linear.dtype, torch.float32))
         shape = (self.num_heads, self.query_dim, -1)
         with without_autocast(query.device.type):
-            y = query @ torch.cat(
-                [self.directions.view(shape), self.linear.view(shape)], 2
-            )  # one pass over the queries
+            columns = torch.cat([self.directions.view(shape), self.linear.view(shape)], 2)
+            y = query @ columns  # one pass over the queries
             squares = y[..., :-1].square() @ self.curvature.view(self.num_heads, -1, 1)
             term = y[..., -1:] + squares
         return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
