@@ -102,7 +102,7 @@ def fit_output_scales(
 
     run(observe)
     candidates = {
-        name: [fit.candidates(bias) for bias, fit in zip(biases[name], of, strict=True)] for name, of in fits.items()
+        name: [fit.candidates(bias) for bias, fit in zip(of, fits[name], strict=True)] for name, of in biases.items()
     }
     errors = {name: torch.zeros(len(of), 3, dtype=torch.float64) for name, of in candidates.items()}
 
