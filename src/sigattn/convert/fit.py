@@ -79,9 +79,10 @@ class BiasFit:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.num_heads, self.query_dim = problem.query.shape[1], problem.query.shape[3]
+        self.num_heads: int = problem.query.shape[1]
+        self.query_dim: int = problem.query.shape[3]
         self.head_dim: int = problem.value.shape[3]
-        self.features = QueryFeatures(problem)
+        self.features: QueryFeatures = QueryFeatures(problem)
         size = 2 + self.features.count
         self.products: Tensor = torch.zeros(self.num_heads, size, size, dtype=torch.float64)  # Σ x xᵀ
         self.targets: Tensor = torch.zeros(self.num_heads, size, dtype=torch.float64)  # Σ x (-lse + log visible)

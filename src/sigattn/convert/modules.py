@@ -42,7 +42,8 @@ class ModuleAdapter:
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], object] | None = None) -> None:
-        self.model, self.run = model, run
+        self.model: nn.Module = model
+        self.run: Callable[[], object] | None = run
         self.own: dict[str, Attention] = {}
         self.called: list[Finding] = []  # layers that call PyTorch's functions
         self.staying: list[Finding] = []

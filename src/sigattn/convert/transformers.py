@@ -30,7 +30,8 @@ class TransformersAdapter:
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
-        self.model, self.run = model, run
+        self.model: nn.Module = model
+        self.run: Callable[[], object] = run
         self.names: dict[nn.Module, str] = {}
         self.num_heads: dict[str, int] = {}  # query heads in the first call of a layer
 

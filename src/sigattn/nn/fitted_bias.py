@@ -84,7 +84,8 @@ class RowScale(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_heads: int = num_heads
+        self.head_dim: int = head_dim
         self.gain: nn.Parameter = nn.Parameter(torch.zeros(num_heads))
         self.power: nn.Parameter = nn.Parameter(torch.zeros(num_heads))
         self.direction: nn.Parameter = nn.Parameter(torch.zeros(num_heads * head_dim))
@@ -125,7 +126,8 @@ class QueryTerm(nn.Module):
 
     def __init__(self, num_heads: int, query_dim: int) -> None:
         super().__init__()
-        self.num_heads, self.query_dim = num_heads, query_dim
+        self.num_heads: int = num_heads
+        self.query_dim: int = query_dim
         self.num_directions: int = min(query_dim, MAX_DIRECTIONS)
         self.linear: nn.Parameter = nn.Parameter(torch.empty(num_heads * query_dim))
         self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads * query_dim * self.num_directions))
@@ -174,7 +176,8 @@ class QuadraticBias(VisibleKeysLinearBias):
 
     def __init__(self, num_heads: int, head_dim: int, query_dim: int) -> None:
         super().__init__(num_heads)
-        self.head_dim, self.query_dim = head_dim, query_dim
+        self.head_dim: int = head_dim
+        self.query_dim: int = query_dim
         self.query_term: QueryTerm = QueryTerm(num_heads, query_dim)
         self.row_scale: RowScale = RowScale(num_heads, head_dim)
 
