@@ -1,6 +1,6 @@
 """Convert a small Llama from softmax to sigmoid attention, fine-tune it with Trainer, save it, load it and generate.
 
-    python examples/convert_transformers.py                   # 4 layers, 300 steps, about ten minutes on two cores
+    python examples/convert_transformers.py                   # 4 layers, 300 steps, two to ten minutes on two cores
     python examples/convert_transformers.py --distil 1        # fine-tuned towards the softmax model's probabilities too
 
 Everything runs offline: the text is Python's language reference, which CPython contains (or ``--text``), and the
