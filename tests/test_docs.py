@@ -1,5 +1,6 @@
 """The examples in docstrings, README and docs run as they stand; the pages' links and commands lead somewhere."""
 
+import datetime
 import doctest
 import re
 from pathlib import Path
@@ -65,6 +66,14 @@ def test_make_targets_named_in_the_pages_exist():
         for target in re.findall(r"(?:`|run: )make ((?:[\w-]+ ?)+)(?:`|\n)", page.read_text()):
             for name in target.split():
                 assert re.search(rf"^{name}:", makefile, re.M), f"{page.name}: make {name}"
+
+
+def test_newest_release_of_the_changelog_is_this_version():
+    releases = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == "Unreleased"
+    version, date = re.fullmatch(r"(\S+) \((\d{4}-\d{2}-\d{2})\)", releases[1]).groups()
+    assert version == sigattn.__version__
+    assert datetime.date.fromisoformat(date)
 
 
 def test_citation_has_the_version_and_the_paper():
