@@ -5,6 +5,7 @@ import html.parser
 import importlib
 import json
 import math
+import re
 import shutil
 import statistics
 from dataclasses import fields as dataclass_fields
@@ -259,6 +260,12 @@ class TestCommittedPages:
         counts = pages.count_verdicts(pages.read_pages(self.folder))
         text = " ".join((self.folder.parent / "reproduce.md").read_text().split())
         assert counts in text
+
+    def test_experiments_without_a_page_are_named(self):
+        text = (self.folder.parent / "reproduce.md").read_text()
+        (told,) = re.findall(r"without a page: (.*?)\.\s", text, re.DOTALL)
+        run = {path.parent.name for path in self.folder.glob("*/page.json")}
+        assert sorted(re.findall(r"`([^`]+)`", told)) == sorted(set(EXPERIMENTS) - run)
 
 
 def test_memoize(tmp_path):

@@ -2,10 +2,12 @@
 
     sigattn reproduce conversion --data tinyshakespeare.txt
 
-Language models of bytes with RoPE and with ALiBi, a ViT on handwritten digits and a speech model on tones are trained
-with softmax. Each is then trained further by up to 30 % of its steps: with softmax, and as a sigmoid model from three
-starts: b = -log n, the fitted bias and output scale of ``convert``, and the same with distillation, in which half of
-the loss is the divergence of the outputs from those of the softmax model that was converted.
+Models are trained with softmax: language models of bytes with RoPE, with ALiBi, with RoPE for a quarter of the steps
+and with RoPE but without QK-norm for four times the steps, whose attention is the most peaked; a Llama of
+transformers; a ViT on handwritten digits; a speech model on tones. Each is then trained further by up to 30 % of its
+steps: with softmax, and as a sigmoid model from three starts: b = -log n, the fitted bias and output scale of
+``convert``, and the same with distillation, in which half of the loss is the divergence of the outputs from those of
+the softmax model that was converted.
 
 Expected: without calibration the converted model starts with a ruined loss; with it within a few percent of softmax.
 """
@@ -14,9 +16,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,54 +27,32 @@ from torch import Tensor, nn
 
 from sigattn.convert import ConversionReport, convert
 from sigattn.data.dataset import Data
-from sigattn.experiments import cache, datasets, drawing, intervals, sweep, tones
+from sigattn.experiments import cache, datasets, drawing, intervals, tones
+from sigattn.experiments import conversion_models as models
 from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
-from sigattn.models.language import LanguageModelConfig
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
-from sigattn.nn.bias import BatchLengthBias
 from sigattn.ops import reference
+from sigattn.optional import require
 from sigattn.recipes.recipe import Recipe
-from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.distillation import distillation_loss
-from sigattn.tasks.language import LanguageModelling
 from sigattn.train import workers
 
 SOFTMAX, LENGTH, FITTED, DISTILLED = "softmax", "sigmoid, -log n", "sigmoid, fitted", "sigmoid, fitted and distilled"
 STARTS = (SOFTMAX, LENGTH, FITTED, DISTILLED)
-LANGUAGE = ("RoPE", "ALiBi")
-FAMILIES = (*LANGUAGE, "ViT", "speech")
 FRACTIONS = (0.0, 0.01, 0.03, 0.1, 0.3)  # of the steps of the softmax model
 BATCHES = 8  # of a conversion
 MAP = 48  # positions in the maps of the attention
-
-
-def recipe_of(family: str, setting: Setting) -> Recipe:
-    """Return the recipe of a family's softmax model."""
-    steps = setting.steps(8, 600, 6000)
-    if family == "ViT":
-        return sweep.shortened(find_recipe("vit-supervised-tiny").softmax(), steps, setting.scaled(8, 64, 128))
-    if family == "speech":
-        return sweep.shortened(find_recipe("asr-ls960-tiny").softmax(), steps, setting.scaled(2, 8, 20))
-    model = LanguageModelConfig(
-        activation="softmax",
-        position="rope" if family == "RoPE" else "alibi",
-        num_layers=setting.scaled(2, 3, 6),
-        embed_dim=setting.scaled(32, 96, 384),
-        max_seq_len=setting.scaled(32, 128, 512),
-    )
-    recipe = replace(find_recipe("lm-85m-2k-tiny"), name=f"lm-{family}", model=model, task=LanguageModelling())
-    return sweep.shortened(recipe, steps, 16, learning_rate=2e-3, weight_decay=0.1)
 
 
 def train_and_convert(recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
     """Train a softmax model; return the held-out losses of every start by step, and measurements of the conversion."""
     data = datasets.load_dataset(recipe, data_path)
     torch.manual_seed(recipe.training.seed)
-    model = recipe.task.build(recipe.model)
+    model = models.build(recipe)
     steps, rate = recipe.training.max_steps, recipe.training.learning_rate
     _train(model, recipe, data, range(steps), functools.partial(_one_cycle, rate, steps))
-    starts = {SOFTMAX: model, LENGTH: _with_log_n(model), FITTED: copy.deepcopy(model)}
+    starts = {SOFTMAX: model, LENGTH: models.with_log_n(model), FITTED: copy.deepcopy(model)}
     batches = [_batch(recipe, data, -1 - i) for i in range(BATCHES)]
     report = convert(starts[FITTED], batches, loss=recipe.task.loss)
     starts[DISTILLED] = copy.deepcopy(starts[FITTED])
@@ -143,15 +123,6 @@ def _evaluate(model: nn.Module, recipe: Recipe, data: Data) -> float:
     return recipe.task.evaluate(model, data.validation(recipe.training.eval_batch_size))["loss"]
 
 
-def _with_log_n(model: nn.Module) -> nn.Module:
-    """Return a copy whose attention is sigmoid with b = -log n."""
-    model = copy.deepcopy(model)
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            layer.activation, layer.attention_bias = "sigmoid", BatchLengthBias()
-    return model
-
-
 def _layers(report: ConversionReport) -> list[dict[str, Any]]:
     return [
         {"r2": [head.r2 for head in layer.heads], "error": layer.error, "error_log_n": layer.error_log_n}
@@ -161,8 +132,11 @@ def _layers(report: ConversionReport) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def _attention_map(model: nn.Module, batch: Any) -> list[list[float]]:
-    """Return the weights of the first sample and head in the last layer, times the scale of the output."""
-    layer = [m for m in model.modules() if isinstance(m, Attention)][-1]
+    """Return the weights of the first sample and head in this library's last layer, times the scale of the output."""
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
+    if not layers:  # of another library
+        return []
+    layer = layers[-1]
     found: list[Tensor] = []
 
     def record(activation: Any, query: Tensor, key: Tensor, value: Tensor, spec: Any) -> Tensor:
@@ -191,14 +165,19 @@ def _job_alone(*call: Any) -> dict[str, Any]:
 
 
 def compare_starts(setting: Setting) -> Result:
-    """Train and convert every family with every seed, and train on from every start."""
-    names = setting.scaled(("RoPE",), FAMILIES, FAMILIES)
+    """Train and convert every family with every seed, and train on from every start.
+
+    Raises:
+        MissingPackageError: without transformers.
+    """
+    names = setting.scaled(("RoPE", models.LLAMA), models.FAMILIES, models.FAMILIES)
+    require("transformers", "Llama models", "'sigattn[transformers]'")
     recordings = tones.write_tones(setting.folder / "tones") if "speech" in names else None
     calls = {}
     for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
         for family in names:
-            recipe = recipe_of(family, setting).with_training(seed=seed)
-            data_path = setting.data if family in LANGUAGE else recordings if family == "speech" else None
+            recipe = models.recipe_of(family, setting).with_training(seed=seed)
+            data_path = setting.data if family in models.LANGUAGE else recordings if family == "speech" else None
             fingerprint = datasets.load_dataset(recipe, data_path).fingerprint
             setting.fingerprints[family] = fingerprint
             settings = {"recipe": repr(recipe), "data": fingerprint, "fractions": FRACTIONS, "batches": BATCHES}
@@ -232,7 +211,7 @@ def _rows(data: Sequence[Row]) -> list[tuple[str, ...]]:
 def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -> Any:
     """Draw the losses over the steps of each family, and below them, of the first: fit by layer, and maps."""
     families = list(dict.fromkeys(row["family"] for row in data))
-    figure, axes = drawing.axes_grid(4, 2, width=3.4, height=3.0)
+    figure, axes = drawing.axes_grid(4, math.ceil(len(families) / 4) + 1, width=3.4, height=3.0)
     for axis, family in zip(axes, families, strict=False):
         for start, colour in drawing.variant_colours(STARTS).items():
             steps = sorted({row["steps"] for row in data if row["family"] == family})
@@ -240,7 +219,7 @@ def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -
             drawing.plot_band(axis, steps, losses, start, colour)
         axis.set(title=family, xlabel="further step", ylabel="held-out loss", yscale="log")
     drawing.band_legend(axes[0])
-    for axis in axes[len(families) : 4]:
+    for axis in axes[len(families) : -4]:
         axis.set_axis_off()
     first = families[0]
     layers = [found[job]["layers"] for job in found if job[0] == first]
@@ -248,17 +227,17 @@ def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -
     index = list(range(len(by_layer)))
     for key, label in (("error_log_n", LENGTH), ("error", FITTED)):
         colour = drawing.variant_colours(STARTS)[label]
-        drawing.plot_band(axes[4], index, [[layer[key] for layer in of] for of in by_layer], label, colour)
-    axes[4].set(title=f"{first}: error of the output", xlabel="layer", ylabel="relative error", yscale="log")
-    axes[4].set_xticks(index)
-    drawing.band_legend(axes[4])
+        drawing.plot_band(axes[-4], index, [[layer[key] for layer in of] for of in by_layer], label, colour)
+    axes[-4].set(title=f"{first}: error of the output", xlabel="layer", ylabel="relative error", yscale="log")
+    axes[-4].set_xticks(index)
+    drawing.band_legend(axes[-4])
     for position, of in enumerate(by_layer):
         values = [r2 for layer in of for r2 in layer["r2"]]
-        axes[5].plot([position] * len(values), values, "o", ms=3, color=drawing.COLOUR_OF["sigmoid"])
-    axes[5].set(title=f"{first}: fit of each head", xlabel="layer", ylabel="R² of -log Σ exp")
-    axes[5].set_xticks(index)
+        axes[-3].plot([position] * len(values), values, "o", ms=3, color=drawing.COLOUR_OF["sigmoid"])
+    axes[-3].set(title=f"{first}: fit of each head", xlabel="layer", ylabel="R² of -log Σ exp")
+    axes[-3].set_xticks(index)
     maps = found[first, min(seed for family, seed in found if family == first)]["maps"]
-    for axis, weights, title in zip(axes[6:], maps, ("softmax", "converted"), strict=True):
+    for axis, weights, title in zip(axes[-2:], maps, ("softmax", "converted"), strict=True):
         axis.imshow(torch.tensor(weights).clamp(min=1e-3).log10().tolist(), vmin=-3, vmax=0, cmap="viridis")
         axis.grid(visible=False)
         axis.set(title=f"{first}, last layer: {title}", xlabel="key", ylabel="query")
@@ -268,7 +247,7 @@ def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -
 def judge_starts(data: Sequence[Row], _: Scale) -> list[Finding]:
     """Compare the starts at once and after further training, by the relative difference of held-out losses per seed."""
     families = list(dict.fromkeys(row["family"] for row in data))
-    language = [f for f in families if f in LANGUAGE]
+    language = [f for f in families if f in models.LANGUAGE]
 
     def excess(family: str, start: str, fraction: float, other: str = SOFTMAX) -> intervals.Difference:
         one, two = (select(data, "loss", family=family, start=s, fraction=fraction) for s in (start, other))
@@ -331,9 +310,9 @@ EXPERIMENTS = (
         "Sect. 3, softmax as a sigmoid with b = -log of the denominator",
         compare_starts,
         judge_starts,
-        {"smoke": 0.2, "small": 8.0, "paper": None},
+        {"smoke": 0.2, "small": 40.0, "paper": None},
         "1 GPU",
-        "language models of 3 layers of 96, 128 bytes; ViT on digits and speech on tones of 2 layers of 64; 600 steps",
+        "language models of 3 layers of 96, 128 bytes; ViT and speech model of 2 layers of 64; 150 to 2,400 steps",
         kind="beyond",
     ),
 )
