@@ -40,6 +40,12 @@ def test_integrations_are_imported_or_say_what_they_need(module):
         assert done.returncode == 0, done.stderr
 
 
+def test_exported_models_are_known_after_the_import():
+    pytest.importorskip("transformers")
+    done = run("import sigattn.integrations.transformers, transformers; transformers.AutoConfig.for_model('sigattn')")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("module", ["transformers", "timm"])
 def test_torchvision_that_does_not_fit_is_named(module, broken_torchvision):
     pytest.importorskip("transformers")

@@ -138,7 +138,7 @@ def export(
     model, tokenizer, end = load_language_model(folder)
     path = None if tokenizer is None else folder / TOKENIZER
     model_integration.export(model, save, path, None if end is None else END)
-    print(f"{save}: import sigattn.integrations.transformers.model, then AutoModelForCausalLM.from_pretrained")
+    print(f"{save}: import sigattn.integrations.transformers, then AutoModelForCausalLM.from_pretrained")
 
 
 def lm_eval(

@@ -14,12 +14,14 @@ The result is transformers' own eager attention with the sigmoid instead of the 
 not supported: a layer that computes softmax attention itself, a keyword that changes results. ``check(model,
 **inputs)`` verifies a model by running it.
 
-A saved model is loaded as sigmoid attention again (see ``saving.py``).
+A saved model is loaded as sigmoid attention again (see ``saving.py``). The import also makes the language models of
+this library known to ``AutoModelForCausalLM``, as ``sigattn export`` writes them (see ``model.py``).
 """
 
 from sigattn.optional import explain_import_errors
 
 with explain_import_errors("transformers"):
+    from sigattn.integrations.transformers import model as _model  # noqa: F401  # registers its classes
     from sigattn.integrations.transformers.check import check
     from sigattn.integrations.transformers.interface import attention, register
     from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, Bias

@@ -1,6 +1,6 @@
 """This library's language model as a model of transformers: ``AutoModelForCausalLM.from_pretrained`` loads it.
 
-    import sigattn.integrations.transformers.model            # once: registers the classes
+    import sigattn.integrations.transformers                  # once: registers the classes
     sigattn.integrations.transformers.model.export(model, folder, tokenizer)   # or: sigattn export RUN FOLDER
     model = AutoModelForCausalLM.from_pretrained(folder)
 
