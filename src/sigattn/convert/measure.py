@@ -20,7 +20,7 @@ class _LayerMeasurement:
     """Running sums of one layer."""
 
     def __init__(self, num_heads: int) -> None:
-        self.moments: Tensor = torch.zeros(4, num_heads, dtype=torch.float64)  # rows, Σ y, Σ y², Σ (y - b)²
+        self.moments: Tensor = torch.zeros(5, num_heads, dtype=torch.float64)  # rows, Σ y, Σ y², Σ (y - b), Σ (y - b)²
         self.squares: Tensor = torch.zeros(3, dtype=torch.float64)  # ‖O‖², ‖O_log_n - O‖², ‖O_fitted - O‖²
 
     def update(self, rows: RowStatistics, bias: Tensor, outputs: Sequence[Tensor]) -> None:
@@ -28,7 +28,7 @@ class _LayerMeasurement:
         y = torch.where(rows.counted, -rows.lse, 0).double().cpu()
         missed = torch.where(rows.counted, y - bias.double().cpu(), 0)
         counted = rows.counted.double().cpu()
-        self.moments += torch.stack([t.sum((0, 2)) for t in (counted, y, y.square(), missed.square())])
+        self.moments += torch.stack([t.sum((0, 2)) for t in (counted, y, y.square(), missed, missed.square())])
         exact, *others = (t.double().cpu() for t in outputs)
         if exact.shape[:-1] == rows.counted.shape:
             exact, *others = (t * counted.unsqueeze(-1) for t in (exact, *others))
@@ -36,9 +36,9 @@ class _LayerMeasurement:
 
     def report(self, name: str, bias: Any) -> LayerReport:
         """Return the report of the layer with its fitted bias."""
-        count, total, square, missed = self.moments
-        variance = square - total.square() / count.clamp(min=1)
-        r2 = torch.where(variance > 1e-9 * square, 1 - missed / variance, torch.nan)
+        count, total, square, missed, missed_square = self.moments
+        variance, left = (s - t.square() / count.clamp(min=1) for s, t in ((square, total), (missed_square, missed)))
+        r2 = torch.where(variance > 1e-9 * square, 1 - left / variance, torch.nan)
         log_n, fitted = (self.squares[1:] / self.squares[0]).sqrt().tolist()
         heads = zip(r2.tolist(), bias.constant.tolist(), bias.slope.tolist(), strict=True)
         return LayerReport(name, tuple(HeadReport(*head) for head in heads), log_n, fitted)

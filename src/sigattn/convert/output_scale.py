@@ -2,7 +2,8 @@
 
 The target of a row is log α, where α o is the multiple of the sigmoid's output o that is nearest to softmax's output;
 the features are 1, log‖o‖ and o/‖o‖; and the weight of a row is the squared norm of softmax's output, because errors of
-the layer's output count in absolute size.
+the layer's output count in absolute size. Coefficients of 0 stand for e^MARGIN, the scale that belongs to the margin of
+the bias.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.convert.fit import MARGIN
 from sigattn.convert.measure import evaluate_rows
 from sigattn.convert.row_statistics import row_outputs, row_statistics
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import EPS, QuadraticBias
 from sigattn.ops.autocast import without_autocast
 
-_MAX_LOG_TARGET = math.log(10)
+_MAX_LOG_TARGET = math.log(10)  # of the factor beyond e^MARGIN
 _RIDGE = 1e-3  # of the features' mean square
 _PRIOR_ROWS = 4.0  # weight, in average rows, of coefficients of 0
 _POWER = 2  # number of features without those of the direction
@@ -38,14 +40,14 @@ class OutputScaleFit:
     def __init__(self, num_heads: int, head_dim: int) -> None:
         size = head_dim + _POWER
         self.products: Tensor = torch.zeros(num_heads, size, size, dtype=torch.float64)  # Σ w x xᵀ
-        self.targets: Tensor = torch.zeros(num_heads, size, dtype=torch.float64)  # Σ w x log α
+        self.targets: Tensor = torch.zeros(num_heads, size, dtype=torch.float64)  # Σ w x (log α - MARGIN)
         self.rows: float = 0.0
 
     def update(self, output: Tensor, softmax: Tensor, counted: Tensor) -> None:
         """Add rows: the sigmoid's and softmax's outputs, (B, Hq, N, Dv), and True for the rows that count."""
         x, norm = _features(output)
         alpha = (output * softmax).sum(-1) / norm.square()
-        target = alpha.clamp(min=EPS).log().clamp(-_MAX_LOG_TARGET, _MAX_LOG_TARGET).unsqueeze(-1)
+        target = (alpha.clamp(min=EPS).log() - MARGIN).clamp(-_MAX_LOG_TARGET, _MAX_LOG_TARGET).unsqueeze(-1)
         weight = (softmax.square().sum(-1) * counted).unsqueeze(-1)
         x, weighted = (t.transpose(0, 1).flatten(1, 2) for t in (x, x * weight))  # (Hq, rows, features)
         self.products += (weighted.mT @ x).double().cpu()
@@ -53,11 +55,11 @@ class OutputScaleFit:
         self.rows += float(counted.double().mean(1).sum())
 
     def candidates(self, bias: QuadraticBias) -> list[QuadraticBias]:
-        """Return copies of a bias without a scale, with one that depends on the norm, and with the whole scale."""
+        """Return copies of a bias with the constant scale e^MARGIN, one that depends on the norm, and the whole one."""
         return [self.solve(bias, count) for count in (0, _POWER, self.targets.shape[1])]
 
     def solve(self, bias: QuadraticBias, num_features: int) -> QuadraticBias:
-        """Return a copy of a bias with a scale fitted to the first ``num_features`` features, 0 for a scale of 1."""
+        """Return a copy of a bias with a scale fitted to the first ``num_features`` features, 0 for e^MARGIN."""
         fitted = copy.deepcopy(bias)
         solution = torch.zeros_like(self.targets)
         if num_features:
@@ -66,7 +68,7 @@ class OutputScaleFit:
             strength = _RIDGE + _PRIOR_ROWS / max(self.rows, 1)
             ridge = products.diagonal(dim1=1, dim2=2) * strength + torch.finfo(torch.float32).tiny
             solution[:, used] = torch.linalg.solve(products + torch.diag_embed(ridge), targets)
-        fitted.row_scale.gain.copy_(solution[:, 0])
+        fitted.row_scale.gain.copy_(solution[:, 0] + MARGIN)
         fitted.row_scale.power.copy_(solution[:, 1])
         fitted.row_scale.direction.copy_(solution[:, _POWER:].flatten())
         return fitted
@@ -79,7 +81,7 @@ def fit_output_scales(
 ) -> dict[str, AttentionBias]:
     """Fit an output scale to each bias of each layer; return for each layer what has the least error of the output.
 
-    The error is that on held-out batches, of each bias with the whole scale, with that of the norm, and without.
+    The error is that on held-out batches, of each bias with the whole scale, that of the norm, and a constant one.
 
     Args:
         run, run_held_out: run the model on batches, with a function that answers its attention calls.

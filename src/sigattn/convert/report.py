@@ -20,7 +20,8 @@ class HeadReport:
     """Fit of one head.
 
     Attributes:
-        r2: share of the variance of -lse over the held-out rows that the bias explains; NaN if -lse is constant.
+        r2: share of the variance of -lse over the held-out rows that the bias explains, up to a constant; NaN if -lse
+            is constant.
         constant, slope: c and a of the bias c + a · log(visible keys) + …
     """
 

@@ -12,8 +12,8 @@ from sigattn.experiments import drawing, report
 
 INTRODUCTION = (
     "A model that was trained with softmax attention, converted to sigmoid attention with its weights unchanged. Each "
-    "head got a bias that predicts -log of the softmax denominator of a row; with the denominator itself as bias, the "
-    "weights p of softmax become p / (1 + p), nearly the same where no single key dominates."
+    "head got a bias that predicts -log of the softmax denominator of a row, less 2, and an output scale of about e². "
+    "Where the prediction is right, the weights p of softmax become p / (1 + p e⁻²), nearly the same."
 )
 Stages = Mapping[str, Mapping[str, float]]
 

@@ -1,14 +1,14 @@
 """Biases of models that were converted from softmax attention: b predicts -log of a row's softmax denominator.
 
-Softmax's weights are p = exp(s - lse), and a sigmoid with b = -lse gives p / (1 + p), which is nearly the same where no
-key dominates. A conversion fits the parameters to -lse; in training they learn.
+Softmax's weights are p = exp(s - lse), and a sigmoid with b = -lse - m, times e^m, gives p / (1 + p e^-m), which is
+nearly the same. A conversion fits the parameters to -lse - m; in training they learn.
 
 For a query q and normally distributed keys with mean μ and covariance Σ, lse is log n + τ q·μ + τ² qᵀΣq / 2 (τ: the
 scale), up to sampling: the log of a mean of exp(τ q·k) is its cumulant generating function. ``QuadraticBias`` has this
 form, with free coefficients.
 
-Where b misses -lse by δ, the weights and the output are too large by about e^δ. ``RowScale`` corrects the output of
-each row from its own norm and direction: a large norm is partly a sign of a large δ. The kernels are unchanged.
+Where b misses this by δ, the weights and the output are too large by about e^δ. ``RowScale`` has the factor e^m, and
+corrects each row from its norm and direction: a large norm is partly a sign of a large δ. The kernels are unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sigattn.nn.bias import AttentionBias
 from sigattn.ops.autocast import without_autocast
 
-MAX_LOG_SCALE = 3.0  # bound of |log scale| of ``RowScale``, e³ ≈ 20
+MAX_LOG_SCALE = 5.0  # bound of |log scale| of ``RowScale``, e⁵ ≈ 150
 EPS = 1e-6  # added to a row's norm
 MAX_DIRECTIONS = 24  # of ``QueryTerm``; more explain little more, and take time
 NO_LIMIT = torch.finfo(torch.float32).max  # of ``QueryTerm``; not inf, which a check for non-finite weights would find
@@ -70,7 +70,7 @@ class VisibleKeysLinearBias(AttentionBias):
 
 
 class RowScale(nn.Module):
-    """Learned scale of each row o of an attention's output, exp(g + β · log‖o‖ + w · o/‖o‖), limited to 1/20 … 20.
+    """Learned scale of each row o of an attention's output, exp(g + β · log‖o‖ + w · o/‖o‖), limited to 1/150 … 150.
 
     β = 0 leaves norms as they are, and β = -1 replaces them by exp(g + w · o/‖o‖). It starts as 1.
 
