@@ -40,6 +40,8 @@ def test_exact_or_refused(architecture):
     """As docs/compatibility.md says."""
     result = sweep_transformers.judge(architecture)
     assert result.status not in ("wrong", "failed"), result
+    if result.status == "not built" and "ImportError" in result.why:
+        pytest.skip(result.why)  # a package that was there when the page was made
     if RECORDED:
         assert result.status == page.results("transformers")[architecture]["status"], result
 
