@@ -1,4 +1,4 @@
-"""What native code would give on a CPU with AVX-512: a C++ kernel of 200 lines beside the operator and its baselines.
+"""What native code would give on a CPU with AVX-512: a C++ kernel compared with the operator and its baselines.
 
     python benchmarks/native_trial.py [LENGTH …]        (needs g++; results: runs/bench/native.json)
 
@@ -93,8 +93,10 @@ def measure(native: baselines.AttentionFunction, n: int, causal: bool) -> list[d
 
 
 def main() -> None:
-    """Measure at the lengths of the command line, multiples of 64."""
+    """Measure at the lengths of the command line."""
     lengths = tuple(int(n) for n in sys.argv[1:]) or LENGTHS
+    if any(n < 64 or n % 64 for n in lengths):
+        sys.exit(f"native_trial.py: lengths must be multiples of 64, got {' '.join(sys.argv[1:])}")
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         native = make_native(compile_kernel(folder))
