@@ -70,6 +70,18 @@ def test_a_scale_that_is_exactly_of_this_form_is_recovered():
         assert fit.solve(truth, 0).output_scale(output[3]).eq(torch.tensor(MARGIN).exp()).all()
 
 
+def test_directions_that_values_do_not_take():
+    """A feature of the values that is rounding gets no coefficient that training could turn into a large scale."""
+    torch.manual_seed(0)
+    output = torch.randn(4, H, 50, D) * torch.tensor([1] * (D - 1) + [1e-7])
+    fit, counted = OutputScaleFit(H, D), torch.ones(4, H, 50, dtype=torch.bool)
+    fit.update(output, output * (torch.randn(4, H, 50, 1) + MARGIN).exp(), counted)
+    with torch.no_grad():
+        bias = fit.solve(QuadraticBias(H, D, D), D + 2)
+        ratio = bias.output_scale(output + 0.01) / bias.output_scale(output)
+    assert ratio.log().abs().max() < 0.1
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_outputs_in_blocks_of_rows(causal, monkeypatch):
     monkeypatch.setattr("sigattn.convert.row_statistics._BLOCK_BYTES", 4000)

@@ -105,20 +105,37 @@ def test_gaussian_keys():
 
 
 def test_wide_heads_use_the_directions_in_which_logits_vary():
-    """Heads of 64: 24 directions are squared, and they contain those of the keys' variance, however small in q."""
+    """Heads of 64: 8 directions are squared, and they contain those of the keys' variance, however small in q."""
     torch.manual_seed(0)
     scale = torch.ones(64)
-    scale[:40] = 0.01  # of the keys: these features do not matter
+    scale[:56] = 0.01  # of the keys: these features do not matter
     query, key = torch.randn(4, 2, 500, 64), torch.randn(4, 2, 500, 64) * scale * 3
     problem = problem_of(query, key)
     rows = row_statistics(problem)
     fit = BiasFit(problem)
     fit.update(query, rows)
-    assert fit.features.projection.shape == (2, 64, 24)
-    assert fit.features.projection[:, :40].norm() < 0.1 * fit.features.projection.norm()
+    assert fit.features.projection.shape == (2, 64, 8)
+    assert fit.features.projection[:, :56].norm() < 0.1 * fit.features.projection.norm()
     bias = fit.solve(with_query=True)
     b = bias(500, 500, visible=rows.visible.unsqueeze(-1), query=query).squeeze(-1)
     assert ((b + rows.lse).var((0, 2)) / rows.lse.var((0, 2)) < 0.3).all()
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(D), torch.nn.RMSNorm(D)])
+def test_directions_that_queries_do_not_take(norm):
+    """Normalised queries lie on a sphere; where training moves them off it, b hardly changes."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        query, key = norm(torch.randn(4, H, 500, D)), norm(torch.randn(4, H, 500, D))
+    problem = problem_of(query, key)
+    rows = row_statistics(problem)
+    fit = BiasFit(problem)
+    fit.update(query, rows)
+    bias = fit.solve(with_query=True)
+    visible = rows.visible.unsqueeze(-1)
+    b = bias(500, 500, visible=visible, query=query)
+    for moved in (query + 0.01, query * 1.01):
+        assert (bias(500, 500, visible=visible, query=moved) - b).abs().max() < 0.1 * b.std()
 
 
 @pytest.mark.parametrize("rows", [2, 200])

@@ -66,7 +66,9 @@ class OutputScaleFit:
             used = slice(num_features)
             products, targets = self.products[:, used, used], self.targets[:, used]
             strength = _RIDGE + _PRIOR_ROWS / max(self.rows, 1)
-            ridge = products.diagonal(dim1=1, dim2=2) * strength + torch.finfo(torch.float32).tiny
+            square = products.diagonal(dim1=1, dim2=2).clone()
+            square[:, _POWER:] = square[:, _POWER:].mean(1, keepdim=True)  # also where values hardly vary
+            ridge = square * strength + torch.finfo(torch.float32).tiny
             solution[:, used] = torch.linalg.solve(products + torch.diag_embed(ridge), targets)
         fitted.row_scale.gain.copy_(solution[:, 0] + MARGIN)
         fitted.row_scale.power.copy_(solution[:, 1])

@@ -260,15 +260,19 @@ def judge_starts(data: Sequence[Row], _: Scale) -> list[Finding]:
 
     def finding(claim: str, start: str, fraction: float, of: Sequence[str], tolerance: float | None) -> Finding:
         found = {f: excess(f, start, fraction) for f in of}
-        verdicts = [
+        verdicts: list[intervals.Verdict] = [
             d.verdict_not_above(noise(f, fraction) if tolerance is None else tolerance) for f, d in found.items()
         ]
         more = "tolerance: softmax's standard deviation" if tolerance is None else f"tolerance {tolerance:g}"
-        return Finding(claim, intervals.verdict_all(verdicts), _evidence(found, more))
+        return Finding(claim, intervals.verdict_all(verdicts), _evidence(found, verdicts, more))
 
     middle, last = FRACTIONS[-2:]
-    better = {f: -excess(f, FITTED, 0.0, LENGTH) for f in families}
-    kept = {f: -excess(f, FITTED, last, LENGTH) for f in families}
+
+    def lower(claim: str, fraction: float) -> Finding:
+        found = {f: -excess(f, FITTED, fraction, LENGTH) for f in families}
+        verdicts: list[intervals.Verdict] = [d.verdict_positive() for d in found.values()]
+        return Finding(claim, intervals.verdict_all(verdicts), _evidence(found, verdicts))
+
     starts = (("the fitted model", FITTED), ("the fitted and distilled model", DISTILLED))
     zero_shot = "A fitted language model is at most 5 % worse than softmax without any training."
     equal = [
@@ -284,21 +288,16 @@ def judge_starts(data: Sequence[Row], _: Scale) -> list[Finding]:
     return [
         finding(zero_shot, FITTED, 0.0, language, 0.05),
         *(finding(claim, start, fraction, families, t) for claim, start, fraction, t in equal),
-        Finding(
-            "The fit lowers the loss of the converted model below that of b = -log n.",
-            intervals.verdict_all([d.verdict_positive() for d in better.values()]),
-            _evidence(better),
-        ),
-        Finding(
-            f"After {last:.0%} of the steps it still does.",
-            intervals.verdict_all([d.verdict_positive() for d in kept.values()]),
-            _evidence(kept),
-        ),
+        lower("The fit lowers the loss of the converted model below that of b = -log n.", 0.0),
+        lower(f"After {last:.0%} of the steps it still does.", last),
     ]
 
 
-def _evidence(differences: dict[str, intervals.Difference], more: str = "") -> str:
-    told = ", ".join(f"{family} {difference}" for family, difference in differences.items())
+def _evidence(
+    differences: dict[str, intervals.Difference], verdicts: Sequence[intervals.Verdict], more: str = ""
+) -> str:
+    """State each model's difference, with its own verdict: that of the finding is the least favourable one."""
+    told = ", ".join(f"{f} {d} ({v})" for (f, d), v in zip(differences.items(), verdicts, strict=True))
     mean = statistics.mean(d.delta for d in differences.values())
     return "; ".join(filter(None, (f"relative difference of the losses: {told}; mean {mean:+.3g}", more)))
 
