@@ -97,8 +97,9 @@ def settings(config: KernelBenchmark) -> list[Setting]:
     """Return all problems, those with ALiBi last, lengths alternating: an interrupted run has measured every length."""
     kinds = [(d, causal) for d in config.head_dims for causal in (False, True)]
     plain = [Setting(n, d, causal, False) for n, (d, causal) in _interleave(config.lengths, kinds)]
-    alibi = [Setting(n, config.head_dims[0], True, True) for n in config.lengths] if config.alibi else []
-    return plain + alibi
+    if not config.alibi:
+        return plain
+    return plain + [Setting(n, config.head_dims[0], c, True) for n, c in _interleave(config.lengths, (True, False))]
 
 
 def _interleave(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
