@@ -17,6 +17,7 @@ from sigattn.models.sequence import SequenceModel, SequenceModelConfig
 from sigattn.models.speech import SpeechModel, SpeechModelConfig
 from sigattn.models.transformer import recording
 from sigattn.models.vision import SIZES, ViT, ViTConfig
+from sigattn.recipes.registry import find_recipe
 
 VISION = ViTConfig(num_layers=2, embed_dim=16, num_heads=2, image_size=8, patch_size=4, channels=1, num_classes=5)
 SPEECH = SpeechModelConfig(num_layers=2, embed_dim=16, num_heads=2, num_mel_bins=6)
@@ -54,6 +55,11 @@ class TestParameterCounts:
     def test_k_summation(self):
         assert millions(SequenceModelConfig()) == pytest.approx(0.187, abs=5e-5)
         assert millions(SequenceModelConfig(kind="mlp")) == 0.307501
+
+    def test_pair_repeat(self):
+        """The paper's MLP has "a similar number of parameters"."""
+        model = find_recipe("pair-repeat").model
+        assert millions(replace(model, kind="mlp")) == pytest.approx(millions(model), rel=0.01)
 
     @pytest.mark.parametrize(("k", "stated"), [(1, 2.2), (2, 4.9), (4, 15.0), (8, 67.0), (16, 440.0)])
     def test_kappa_models(self, k, stated):
