@@ -34,8 +34,8 @@ def pair_repeat() -> Recipe:
     sigattn train pair-repeat                           (generates its data: no --data)
 
     Hardware: 2 CPU cores. Time: an hour; see ``sigattn recipes pair-repeat``. Paper: sigmoid learns it from fewer
-    samples than softmax, and both lose accuracy alike at other lengths (Fig. "repeat_seq_results"). ``--model.kind mlp``
-    trains an MLP with as many parameters, 638k.
+    samples than softmax, and both lose accuracy alike at other lengths (Fig. "repeat_seq_results").
+    ``--model.kind mlp`` trains an MLP with as many parameters, 638k.
     """
     model = SequenceModelConfig(num_layers=2, embed_dim=160, seq_len=22, num_symbols=9, mlp_dims=(695, 695))
     return Recipe(
