@@ -18,6 +18,8 @@ from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Sca
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.synthetic import PairRepeat
 
+TOLERANCE = 0.05  # of the accuracy, which is 0.5 for a guess
+
 
 def measure_accuracy_over_lengths(setting: Setting) -> Result:
     """Train three architectures and measure accuracy over lengths."""
@@ -55,18 +57,34 @@ def _trained_accuracy(data: Sequence[Row], name: str) -> list[float]:
     return [statistics.mean(of_seed) for of_seed in zip(*(values for values in at if values), strict=True)]
 
 
+def _fall_off(data: Sequence[Row], name: str) -> list[float]:
+    """Return the accuracy at the lengths trained on less the mean accuracy at all others, by seed."""
+    others = sorted({row["length"] for row in data} - {14, 15})
+    at = [select(data, "accuracy", model=name, length=n) for n in others]
+    elsewhere = [statistics.mean(of_seed) for of_seed in zip(*at, strict=True)]
+    return [a - b for a, b in zip(_trained_accuracy(data, name), elsewhere, strict=True)]
+
+
 def judge_accuracy(data: Sequence[Row], _: Scale) -> list[Finding]:
-    """Compare the accuracies of sigmoid and softmax after the same number of samples."""
+    """Compare the accuracies of sigmoid and softmax after the same number of samples, and what they lose elsewhere."""
     trained = {name: _trained_accuracy(data, name) for name in ("sigmoid", "softmax")}
     gain = intervals.welch(trained["softmax"], trained["sigmoid"])
     learned = max(max(values) for values in trained.values()) > 0.75
+    both_learned = all(statistics.mean(values) > 0.75 for values in trained.values())
+    lost = intervals.welch(*(_fall_off(data, name) for name in ("softmax", "sigmoid")))
     return [
         Finding(
             "Sigmoid learns the problem from fewer samples than softmax.",
             gain.verdict_positive() if learned else "not shown",
             f"accuracy at the lengths trained on, sigmoid - softmax: {gain}"
             + ("" if learned else "; neither has learned the problem"),
-        )
+        ),
+        Finding(
+            "At lengths never trained on, both lose the same accuracy.",
+            lost.verdict_equal(TOLERANCE) if both_learned else "not shown",
+            f"accuracy lost, sigmoid - softmax: {lost}, tolerance {TOLERANCE:g}"
+            + ("" if both_learned else "; not both have learned the problem"),
+        ),
     ]
 
 
