@@ -20,6 +20,7 @@ from sigattn.experiments.intervals import welch
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path(__file__).parent.parent / "docs/figures"
 IMPLEMENTATIONS = {"sigattn": COLOUR_OF["sigmoid"], "naive sigmoid": OTHER_COLOURS[1]}
+STEPS = ("sigmoid", "sigmoid, converted")
 LOWER_IS_BETTER = ("bits", "wer")
 LABELS = {"sigattn": "sigattn", "naive sigmoid": "plain formula"}
 Row = dict[str, Any]
@@ -160,17 +161,22 @@ def training_table(report: Row) -> str:
 
 
 def steps_table(report: Row) -> str:
-    """Return a table of the time of a softmax model's training step over that of its sigmoid twin."""
+    """Return a table of the time of a training step: softmax's over sigmoid's, and the converted model's over that."""
     config = report["configuration"]
     lines = []
     for model in config["models"]:
         for n in config["lengths"]:
-            found = select(report["rows"], model=model, n=n, activation="sigmoid")
-            lines.append([model, f"{n:,}", *(f"{row['softmax_time_over_this']:.2f}" for row in found)])
+            for mode in dict.fromkeys(row["mode"] for row in report["rows"]):
+                sigmoid, converted = (select(report["rows"], model=model, n=n, mode=mode, attention=a) for a in STEPS)
+                softmax_over_ours = [f"{row['softmax_time_over_this']:.2f}" for row in sigmoid]
+                over_sigmoid = [f"{1 / row['sigmoid_time_over_this']:.2f}" for row in converted]
+                lines.append([model, f"{n:,}", mode, *softmax_over_ours, *over_sigmoid])
     setting = f"{config['num_layers']} layers of width {config['embed_dim']}, {config['num_heads']} heads"
     setting = f"{setting}, {config['tokens']:,} tokens a batch, {config['threads']} threads"
+    head = ["model", "n", "mode", *config["dtypes"], *(f"converted, {dtype}" for dtype in config["dtypes"])]
     return (
-        f"{table(['model', 'n', *config['dtypes']], lines)}\nSoftmax's time / ours. {setting}; {provenance(report)}.\n"
+        f"{table(head, lines)}\nSoftmax's time / ours, and the time of a converted model's step / that of one with "
+        f"b = -log n. {setting}; {provenance(report)}.\n"
     )
 
 

@@ -1,7 +1,8 @@
 """``sigattn bench steps``: whole training steps on a CPU, with sigmoid attention and with softmax.
 
 A step is the forward pass, the loss, the backward pass and the optimizer's update of a small language model, ViT or
-speech model on random data. The softmax twin differs in the attention only. Use the ratios: the twins run in turns.
+speech model on random data. The softmax twin differs in the attention only, and the converted one is the sigmoid model
+with the bias and the output scale of a model that ``sigattn.convert`` converted. Use the ratios: they run in turns.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ _COLUMNS = {
     "tokens": ("n", ",d"),
     "dtype": ("dtype", ""),
     "": ("mode", ""),
-    "attention": ("activation", ""),
+    "attention": ("attention", ""),
     "ms a step": ("median_ms", ".2f"),
     "× softmax": ("softmax_time_over_this", ".2f"),
+    "× sigmoid": ("sigmoid_time_over_this", ".2f"),
 }
+SOFTMAX, SIGMOID, CONVERTED = "softmax", "sigmoid", "sigmoid, converted"
 _RECIPES = {"language": "lm-1b-2k-tiny", "vit": "vit-supervised-tiny", "speech": "asr-ls960-tiny"}
 
 
@@ -74,7 +77,7 @@ class StepsBenchmark:
 
 
 def benchmark_steps(config: StepsBenchmark) -> dict[str, Any]:
-    """Time training steps of small models with sigmoid and with softmax attention on the CPU.
+    """Time training steps of small models with softmax, sigmoid and converted attention on the CPU.
 
     Returns:
         The content of the results file.
@@ -99,8 +102,8 @@ def benchmark_steps(config: StepsBenchmark) -> dict[str, Any]:
 def _measure(config: StepsBenchmark, model: str, n: int, dtype: str) -> list[dict[str, Any]]:
     calls: dict[tuple[bool, str], Callable[[], object]] = {}
     for compiled in (False, True) if config.compiled else (False,):
-        for activation in ("softmax", "sigmoid"):
-            calls[compiled, activation] = _step(config, model, n, activation, DTYPES[dtype], compiled=compiled)
+        for attention in (SOFTMAX, SIGMOID, CONVERTED):
+            calls[compiled, attention] = _step(config, model, n, attention, DTYPES[dtype], compiled=compiled)
     baselines.reset_compiled()
     timings = time_calls({f"{c} {a}": call for (c, a), call in calls.items()}, config.rounds)
     return [
@@ -109,21 +112,25 @@ def _measure(config: StepsBenchmark, model: str, n: int, dtype: str) -> list[dic
             "n": n,
             "dtype": dtype,
             "mode": "compiled" if compiled else "eager",
-            "activation": activation,
+            "attention": attention,
             "median_ms": timing.seconds * 1e3,
-            "softmax_time_over_this": timing.ratios[f"{compiled} softmax"],
+            "softmax_time_over_this": timing.ratios[f"{compiled} {SOFTMAX}"],
+            "sigmoid_time_over_this": timing.ratios[f"{compiled} {SIGMOID}"],
         }
-        for (compiled, activation), timing in zip(calls, timings, strict=True)
+        for (compiled, attention), timing in zip(calls, timings, strict=True)
     ]
 
 
 def _step(
-    config: StepsBenchmark, model: str, n: int, activation: str, dtype: torch.dtype, *, compiled: bool
+    config: StepsBenchmark, model: str, n: int, attention: str, dtype: torch.dtype, *, compiled: bool
 ) -> Callable[[], object]:
-    """Return a training step of a model, built with the same seed for both activations."""
+    """Return a training step of a model, built with the same seed for every attention."""
     torch.manual_seed(0)
     recipe, batch = _recipe_and_batch(config, model, n)
-    recipe = recipe if activation == "sigmoid" else recipe.softmax()
+    if attention == SOFTMAX:
+        recipe = recipe.softmax()
+    elif attention == CONVERTED:
+        recipe = recipe.with_transformer(attention_bias="log_visible", learn_bias="quadratic")
     module: nn.Module = recipe.task.build(recipe.model).train()
     optimizer = make_optimizer(module, recipe.training, config.embed_dim)
     call: Any = torch.compile(module, dynamic=False) if compiled else module
