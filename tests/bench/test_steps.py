@@ -1,0 +1,54 @@
+"""``sigattn bench steps`` at a tiny size: the models that it times, and its file."""
+
+import json
+
+import pytest
+import torch
+
+from sigattn.bench import steps
+from sigattn.nn import QuadraticBias
+from sigattn.nn.attention import Attention
+
+
+@pytest.mark.parametrize("model", ["language", "vit", "speech"])
+def test_the_twins_differ_in_the_attention_only(model, monkeypatch):
+    """The same weights, softmax or sigmoid; the converted model has the bias of a conversion."""
+    built = {}
+    make = steps.make_optimizer
+    config = steps.StepsBenchmark(embed_dim=16, num_layers=1, num_heads=2, tokens=32)
+    for attention in (steps.SOFTMAX, steps.SIGMOID, steps.CONVERTED):
+        monkeypatch.setattr(steps, "make_optimizer", lambda m, *a, kind=attention: make(built.setdefault(kind, m), *a))
+        steps._step(config, model, 16, attention, torch.float32, compiled=False)()
+    kinds = {k: next(m for m in model.modules() if isinstance(m, Attention)) for k, model in built.items()}
+    assert {k: layer.activation for k, layer in kinds.items()} == {
+        steps.SOFTMAX: "softmax",
+        steps.SIGMOID: "sigmoid",
+        steps.CONVERTED: "sigmoid",
+    }
+    biased = [k for k, layer in kinds.items() if isinstance(layer.attention_bias, QuadraticBias)]
+    assert biased == [steps.CONVERTED]
+    softmax, sigmoid = (
+        {
+            name: p.shape
+            for name, p in built[k].named_parameters()
+            if "query_norm" not in name and "key_norm" not in name
+        }
+        for k in (steps.SOFTMAX, steps.SIGMOID)
+    )
+    assert softmax == sigmoid
+
+
+def test_file(tmp_path):
+    config = steps.StepsBenchmark(
+        models=("vit",), lengths=(16,), embed_dim=16, num_layers=1, num_heads=2, tokens=32, dtypes=("float32",),
+        compiled=False, threads=1, rounds=1, results=tmp_path / "steps.json",
+    )  # fmt: skip
+    report = steps.benchmark_steps(config)
+    assert json.loads(config.results.read_text())["rows"] == report["rows"]
+    assert [row["attention"] for row in report["rows"]] == [steps.SOFTMAX, steps.SIGMOID, steps.CONVERTED]
+    for row in report["rows"]:
+        assert row["median_ms"] > 0
+    by = {row["attention"]: row for row in report["rows"]}
+    assert by[steps.SOFTMAX]["softmax_time_over_this"] == by[steps.SIGMOID]["sigmoid_time_over_this"] == 1
+    expected = by[steps.SIGMOID]["median_ms"] / by[steps.CONVERTED]["median_ms"]
+    assert by[steps.CONVERTED]["sigmoid_time_over_this"] == pytest.approx(expected)  # one round
