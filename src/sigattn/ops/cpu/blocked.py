@@ -217,7 +217,10 @@ def _add_small_gradients(group: Group, d: Tensor, rows: Span, columns: Span, sum
     for total in (sums.bias, sums.attn_mask):
         if total is not None:
             target = group.part(total, rows, columns)
-            target += _sum_to(d, target)
+            if d.dtype is torch.bfloat16 and target.shape == (*d.shape[:-1], 1):
+                target += d.sum(-1, keepdim=True)  # in another dtype it converts a copy: 4 times the rest of dS
+            else:
+                target += _sum_to(d, target)
     if sums.alibi_slopes is not None:
         target = group.slopes_of(sums.alibi_slopes)  # (nb or 1, nh, rep, 2)
         for side, distance in enumerate(group.distances(rows, columns)):
