@@ -23,7 +23,7 @@ from sigattn.ops.autocast import without_autocast
 
 MAX_LOG_SCALE = 5.0  # bound of |log scale| of ``RowScale``, e⁵ ≈ 150
 EPS = 1e-6  # added to a row's norm
-MAX_DIRECTIONS = 8  # of ``QueryTerm``; with 24 converted models are no better (docs/log.md), and slower
+MAX_DIRECTIONS = 8  # of ``QueryTerm``; with 24 converted models are hardly better (docs/log.md), and slower
 NO_LIMIT = torch.finfo(torch.float32).max  # of ``QueryTerm``; not inf, which a check for non-finite weights would find
 
 
