@@ -19,7 +19,7 @@ from sigattn.ops.problem import Problem
 
 MARGIN = 2.0  # without one p = 1 becomes 0.5, with 2 it becomes 0.88; beyond 2 losses hardly fall (docs/log.md)
 _PRIOR = 1e-6  # weight of a slope of -1, which decides where every row sees the same number of keys
-_RIDGE = 1e-3  # of the mean square of the features of the query
+_RIDGE = 1e-3  # of the mean square of a feature of the query, at least 1
 _PRIOR_ROWS = 10.0  # weight, in rows, of coefficients of 0
 _LIMIT = 5.0  # standard deviations of the query's term from its mean
 _ROWS = 4096  # of which features are computed at once
