@@ -11,6 +11,7 @@ from sigattn.convert.fit import MARGIN
 from sigattn.convert.output_scale import OutputScaleFit
 from sigattn.convert.row_statistics import row_outputs
 from sigattn.nn import QuadraticBias, sigmoidify
+from sigattn.nn.fitted_bias import EPS
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
 
@@ -50,6 +51,60 @@ def test_the_formula():
     assert zero.grad.isfinite().all()
 
 
+def written_out(output, gain, power, direction):
+    norm = output.norm(dim=-1, keepdim=True) + EPS
+    exponent = gain.view(-1, 1, 1) + power.view(-1, 1, 1) * norm.log()
+    factor = (exponent + (output / norm * direction.view(len(gain), 1, -1)).sum(-1, keepdim=True)).clamp(-5, 5).exp()
+    return output * factor, factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["heads first", "heads inside"])
+def test_gradients(dtype, layout, unchecked):
+    """The backward pass against autograd's of the formula in float64, with a limited row and one of zeros."""
+    torch.manual_seed(0)
+    scale = random_bias().row_scale.to(dtype)
+    output = torch.randn(2, H, 7, D) if layout == "heads first" else torch.randn(2, 7, H, D).transpose(1, 2)
+    output[0, 0, :2] *= torch.tensor([1e9, 0.0])[:, None]
+    output = output.to(dtype).requires_grad_()
+    inputs = [output, *scale.parameters()]
+    weights = torch.randn(2, H, 7, D), torch.randn(2, H, 7, 1)
+    weights[0][0, 0, 0], weights[1][0, 0, 0] = 1e-9, 1e-9
+
+    def gradients(f, inputs):
+        return torch.autograd.grad(sum((y.double() * w).sum() for y, w in zip(f, weights, strict=True)), inputs)
+
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    truth = written_out(*doubles)
+    assert abs(float(truth[1].detach().log()[0, 0, 0])) == pytest.approx(5)
+    scaled, factor = scale(output)
+    assert (scaled.dtype, factor.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+    true, plain = gradients(truth, doubles), gradients(written_out(*inputs), inputs)
+    compiled = torch.compile(scale, fullgraph=True, backend="aot_eager")(output)
+    for found in (scaled, factor), compiled:
+        for got, expected, p in zip(gradients(found, inputs), true, plain, strict=True):
+            assert got.dtype is dtype
+            rounding = 4 * torch.finfo(dtype).eps * expected.abs().max()
+            assert (got - expected).abs().max() <= 2 * (p - expected).nan_to_num().abs().max() + rounding
+
+
+def test_transforms_and_second_derivatives():
+    scale = random_bias().row_scale.double()
+    x = torch.randn(4, 2, H, 7, D, dtype=torch.float64)
+    parameters = dict(scale.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(scale, parameters, (x,))[0].square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, sample in enumerate(x):
+        expected = torch.autograd.grad(written_out(sample, *scale.parameters())[0].square().sum(), scale.parameters())
+        torch.testing.assert_close(tuple(mapped[name][i] for name in parameters), expected)
+    (first,) = torch.autograd.grad(loss(parameters, x[0]), [scale.gain], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_a_scale_that_is_exactly_of_this_form_is_recovered():
     torch.manual_seed(0)
     truth = random_bias()
@@ -67,7 +122,7 @@ def test_a_scale_that_is_exactly_of_this_form_is_recovered():
     ratio = found.output_scale(output[3]).double() / formula(truth, output[3]) / math.exp(MARGIN)
     assert ratio.log().abs().mean() < 0.015  # ridge 1e-3, and targets limited to a factor of 10
     with torch.no_grad():
-        assert fit.solve(truth, 0).output_scale(output[3]).eq(torch.tensor(MARGIN).exp()).all()
+        assert fit.solve(truth, 0).output_scale(output[3]).eq(torch.tensor(MARGIN).double().exp()).all()
 
 
 def test_directions_that_values_do_not_take():

@@ -60,6 +60,15 @@ def test_the_formula_and_its_limits():
         bias(7, 7, visible=given["visible"])
 
 
+def test_in_half_precision():
+    """A converted model may be loaded in bfloat16: coefficients are rounded, the arithmetic is float32."""
+    bias, query = random_bias().bfloat16(), torch.randn(2, H, 7, D).bfloat16()
+    visible = torch.arange(1.0, 8.0)
+    found = bias(7, 7, visible=visible.view(1, 1, 7, 1), query=query)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), formula(bias, query, visible), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_a_target_that_is_exactly_of_this_form_is_recovered(kv_heads):
     truth, generator = random_bias(0.1), torch.Generator().manual_seed(0)
@@ -187,7 +196,7 @@ def test_autocast():
         bias = model.blocks[0].attention.attention_bias
         query, output = torch.randn(2, 1, 2, 5, 16).unbind()
         with torch.autocast("cpu", torch.bfloat16):
-            given = bias.query_term(query), bias.row_scale(output)
-        for value, expected in zip(given, (bias.query_term(query), bias.row_scale(output)), strict=True):
+            given = bias.query_term(query), *bias.row_scale(output)
+        for value, expected in zip(given, (bias.query_term(query), *bias.row_scale(output)), strict=True):
             assert torch.equal(value, expected)
     assert found[1] == pytest.approx(found[0], abs=0.02)

@@ -13,10 +13,13 @@ corrects each row from its norm and direction: a large norm is partly a sign of 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.ops.autocast import without_autocast
@@ -95,14 +98,71 @@ class RowScale(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, output: Tensor) -> Tensor:
-        """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
-        output = output.to(torch.promote_types(self.gain.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(output, dim=-1, keepdim=True) + EPS  # differentiable at a row of zeros
-        # not a product of matrices, which for one column takes longer
-        projection = (output * self.direction.view(self.num_heads, 1, self.head_dim)).sum(-1, keepdim=True)
-        exponent = self.gain.view(-1, 1, 1) + self.power.view(-1, 1, 1) * norm.log() + projection / norm
-        return exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
+    def forward(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scaled rows, (B, Hq, N, Dv), and their factors, (B, Hq, N, 1), the latter in float32 or better."""
+        # a compiler fuses the passes itself
+        scale_rows = _scale_rows if torch.compiler.is_compiling() else _ScaleRows.apply
+        scaled, factor = scale_rows(output, self.gain, self.power, self.direction)
+        return scaled, factor
+
+
+class _ScaleRows(Function):
+    """Function of ``RowScale``; its backward pass reads the rows half as often as autograd's own (docs/log.md)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        return _scale_rows(output, gain, power, direction)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_scaled: Tensor, grad_factor: Tensor) -> tuple[Tensor, ...]:
+        given = ctx.saved_tensors
+        output, gain, power, direction = _wide(*given)
+        exponent, norm, cosine = _log_factor(output, gain, power, direction)
+        limited = exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE)
+        factor = limited.exp()
+        grad_scaled = grad_scaled.to(output.dtype)
+        # with r = ‖o‖ + ε and c = w·o / r, the exponent is e = g + β log r + c, and de/do = (β - c) / r · o/‖o‖ + w / r
+        grad = ((grad_scaled * output).sum(-1, keepdim=True) + grad_factor) * factor * (exponent == limited)
+        grad_projection = grad / (norm + EPS)
+        radial = grad_projection * (power.view(-1, 1, 1) - cosine) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+        grad_output = torch.addcmul(grad_scaled * factor, output, radial)
+        grad_output = torch.addcmul(grad_output, grad_projection, direction.view(len(power), 1, -1))
+        grads = (
+            grad_output,
+            grad.sum((0, 2, 3)),
+            (grad * (norm + EPS).log()).sum((0, 2, 3)),
+            (grad_projection * output).sum((0, 2)).flatten(),
+        )
+        return tuple(g.to(t.dtype) for g, t in zip(grads, given, strict=True))
+
+
+def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in their common dtype, or in float32 if that is less precise."""
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    return tuple(t.to(dtype) for t in tensors)
+
+
+def _scale_rows(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scaled rows in the output's dtype, and their factors."""
+    wide = _wide(output, gain, power, direction)
+    exponent, *_ = _log_factor(*wide)
+    factor = exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
+    return (wide[0] * factor).to(output.dtype), factor
+
+
+def _log_factor(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return g + β · log‖o‖ + w · o/‖o‖, ‖o‖ and w · o/‖o‖, each (B, Hq, N, 1)."""
+    norm = torch.linalg.vector_norm(output, dim=-1, keepdim=True)
+    # not a product of matrices, which for one column takes longer
+    cosine = (output * direction.view(len(power), 1, -1)).sum(-1, keepdim=True) / (norm + EPS)
+    return gain.view(-1, 1, 1) + power.view(-1, 1, 1) * (norm + EPS).log() + cosine, norm, cosine
 
 
 class QueryTerm(nn.Module):
@@ -147,13 +207,14 @@ class QueryTerm(nn.Module):
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""
-        query = query.to(torch.promote_types(self.linear.dtype, torch.float32))
+        query, linear, directions, curvature = _wide(query, self.linear, self.directions, self.curvature)
         shape = (self.num_heads, self.query_dim, -1)
         with without_autocast(query.device.type):
-            columns = torch.cat([self.directions.view(shape), self.linear.view(shape)], 2)
-            y = query @ columns  # one pass over the queries
-            squares = y[..., :-1].square() @ self.curvature.view(self.num_heads, -1, 1)
-            term = y[..., -1:] + squares
+            columns = torch.cat([directions.view(shape), linear.view(shape)], 2)
+            # transposed, (B, Hq, R + 1, N), and from dense queries: on a CPU products with so few columns are slower
+            y = columns.mT @ query.contiguous().mT
+            squares = curvature.view(self.num_heads, 1, -1) @ y[:, :, :-1].square()
+            term = (y[:, :, -1:] + squares).mT
         return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
 
 
@@ -198,8 +259,13 @@ class QuadraticBias(VisibleKeysLinearBias):
 
     def output_scale(self, output: Tensor) -> Tensor:
         """Return the factor of each row of the output, (B, Hq, N, 1), in float32 or better."""
-        scale: Tensor = self.row_scale(output)
-        return scale
+        factor: Tensor = self.row_scale(output)[1]
+        return factor
+
+    def scaled(self, output: Tensor) -> Tensor:
+        """Return the attention's output times ``output_scale``, in the output's dtype."""
+        scaled: Tensor = self.row_scale(output)[0]
+        return scaled
 
 
 # the kinds that configurations name; each keeps its arguments, JSON values, as attributes of the same names
