@@ -1,5 +1,6 @@
 """Short sequences: every window, and the fast path of calls without options, against the formula."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from sigattn import sigmoid_attention
 from sigattn.ops.cpu import short
 from sigattn.ops.cpu.matmul import fused_unavailable
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem
 from tests.ops.truth import assert_as_good_as_formula, formula
 
 
@@ -37,3 +40,27 @@ def test_fast_path(dtype, options):
     assert torch.equal(found, sigmoid_attention(q, k, v, **options, key_lengths=None, window=(-1, -1)))
     given = {"causal": arguments["is_causal"], "scale": arguments["scale"], "bias": arguments["bias"]}
     assert_as_good_as_formula(found, formula(q, k, v, **given), formula(q, k, v, **given, dtype=dtype))
+
+
+@pytest.mark.parametrize("dimensions", ["head", "query"])
+def test_a_bias_is_not_rounded_to_bfloat16(dimensions):
+    """It is added to the product before that is rounded: -7.03 instead of -7.015 would change all weights by 1.5 %."""
+    if fused_unavailable(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("bfloat16 is not fast on this CPU")
+    torch.manual_seed(0)
+    q, k, v, grad = torch.randn(4, 1, 4, 300, 8).unbind()
+    v = v.abs() + 0.5
+    q, k, v, grad = (t.bfloat16() for t in (q, k, v, grad))
+    bias = torch.full((4, 1, 1) if dimensions == "head" else (1, 4, 300, 1), -7.015, requires_grad=True)
+    assert short.plan(canonical(Problem, q, k, v, bias=bias)) is torch.bfloat16
+    truth = formula(*(t.double() for t in (q, k, v)), bias=-7.015)
+    weights = formula(*(t.double() for t in (q, k)), torch.eye(300).double().expand(1, 4, -1, -1), bias=-7.015)
+    by_query = ((grad.double() @ v.double().mT) * weights * (1 - weights)).sum(-1, keepdim=True)
+    for saves in (True, False):
+        with contextlib.nullcontext() if saves else torch.autograd.graph.save_on_cpu():
+            out = sigmoid_attention(q, k, v, bias=bias)
+        assert (out.double() / truth - 1).mean().abs() < 0.002
+        (found,) = torch.autograd.grad(out, bias, grad)
+        error = (found.double() - by_query.sum_to_size(bias.shape)).square().mean().sqrt()
+        rounding = by_query.square().mean().sqrt() * torch.finfo(torch.bfloat16).eps  # of one query's sum
+        assert error < rounding * (1 if dimensions == "query" else 300**0.5)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sigattn.ops.cpu.matmul import Fused, fused_unavailable, keep_memory_warm, scratch
+from sigattn.ops.cpu.matmul import Extended, Fused, fused_unavailable, keep_memory_warm, scratch
 from sigattn.ops.cpu.tiles import FUSED_FROM, TILE_BYTES, WIDE_UP_TO, arithmetic, heads_together
 from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem
@@ -37,13 +37,18 @@ class Operands(NamedTuple):
     length: int  # N, of which R is a multiple
     left: int  # the window
     right: int
+    extended: tuple[Tensor, Tensor] | None = None  # query and key whose product has the bias and the scale in it
+    sum_dtype: torch.dtype = torch.float32  # of the bias's gradient for each query
 
     def groups(self, size: int) -> Iterator[tuple[Operands, slice]]:
         """Yield the operands of ``size`` samples and key heads at a time, and their indices."""
         for start in range(0, len(self.query), size):
             g = slice(start, start + size)
             bias = self.bias if len(self.bias) == 1 else self.bias[g]
-            yield Operands(self.query[g], self.key[g], self.value[g], bias, *self[4:]), g
+            part = self._replace(query=self.query[g], key=self.key[g], value=self.value[g], bias=bias)
+            if self.extended is not None:
+                part = part._replace(extended=(self.extended[0][g], self.extended[1][g]))
+            yield part, g
 
 
 def plan(problem: Problem) -> torch.dtype | None:
@@ -62,8 +67,6 @@ def plan(problem: Problem) -> torch.dtype | None:
     if p.query.device.type != "cpu" or p.query_offset or not (len(p.query) and key_heads and n and m and d):
         return None
     dtype, products = arithmetic(p)
-    if dtype is torch.bfloat16 and p.bias is not None and p.bias.dim():
-        return None  # a tensor would be rounded to bfloat16 before the product
     fits = heads // key_heads * n * m * dtype.itemsize <= TILE_BYTES
     if (p.left != UNLIMITED or p.right != UNLIMITED) and n * m > WHOLE_UP_TO:
         return None  # skipping tiles is faster
@@ -185,7 +188,7 @@ def differentiate(
     if size >= len(o.query):
         return _differentiate(o, grad_out, needs_grad, _weights(o, buffer) if saved is None else saved[0], d=d)
     gradients = [torch.empty_like(t) if needed else None for t, needed in zip(o[:3], needs_grad[:3], strict=True)]
-    gradients.append(_new_wide(o.query[..., 0]) if needs_grad.bias else None)
+    gradients.append(torch.empty_like(o.query[..., 0], dtype=o.sum_dtype) if needs_grad.bias else None)
     for i, (part, group) in enumerate(o.groups(size)):
         weights = _weights(part, buffer) if saved is None else saved[i]
         query, key, value, bias = (None if t is None else t[group] for t in gradients)
@@ -216,12 +219,8 @@ def _differentiate(
         if needs_grad.key:
             key = torch.baddbmm(zero, d.mT, o.query, beta=0, alpha=o.scale, out=key)
         if needs_grad.bias:
-            bias = torch.sum(d, -1, dtype=torch.promote_types(d.dtype, torch.float32), out=bias)
+            bias = torch.sum(d, -1, dtype=o.sum_dtype, out=bias)
     return query, key, value, bias
-
-
-def _new_wide(like: Tensor) -> Tensor:
-    return torch.empty_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def _to_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,22 +231,22 @@ def _operands(p: Problem, dtype: torch.dtype) -> Operands:
     keep_memory_warm()
     batch, key_heads, m, d = p.key.shape
     group = batch * key_heads
+    query = _to_dtype(p.query, dtype).reshape(group, -1, d)
+    key = _to_dtype(p.key, dtype).reshape(group, m, d)
+    value = _to_dtype(p.value, dtype).reshape(group, m, -1)
+    wide = torch.promote_types(dtype, torch.float32)
+    window = p.query.shape[2], p.left, p.right
     bias: float | Tensor = p.bias_value()
-    if isinstance(bias, Tensor):
-        beta, bias = 1.0, bias.to(dtype).expand(*p.query.shape[:3], 1).reshape(group, -1, 1)
-    else:
-        beta, bias = bias, _one(dtype)
-    return Operands(
-        _to_dtype(p.query, dtype).reshape(group, -1, d),
-        _to_dtype(p.key, dtype).reshape(group, m, d),
-        _to_dtype(p.value, dtype).reshape(group, m, -1),
-        bias,
-        beta,
-        p.scale_value,
-        p.query.shape[2],
-        p.left,
-        p.right,
-    )
+    if not isinstance(bias, Tensor):
+        return Operands(query, key, value, _one(dtype), bias, p.scale_value, *window, None, wide)
+    bias = bias.to(wide).expand(*p.query.shape[:3], 1).reshape(group, -1, 1)
+    if dtype is wide:
+        return Operands(query, key, value, bias, 1.0, p.scale_value, *window, None, wide)
+    # the bias as an operand of baddbmm would be rounded; its gradient's sums over keys may be, if nothing adds them up
+    extended = Extended(query.unsqueeze(1), key, bias.unsqueeze(1), p.scale_value)
+    per_query = p.bias is not None and p.bias.shape == (*p.query.shape[:3], 1)
+    operands = extended.query.squeeze(1), extended.key
+    return Operands(query, key, value, _one(dtype), 0.0, p.scale_value, *window, operands, dtype if per_query else wide)
 
 
 @functools.cache
@@ -271,11 +270,11 @@ def _buffer(name: str, o: Operands, size: int) -> Tensor | None:  # (G, R, M)
 
 
 def _weights(o: Operands, buffer: Tensor | None = None) -> Tensor:  # (G, R, M)
-    if buffer is None:
-        weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale).sigmoid_()
+    out = None if buffer is None else buffer[: len(o.query)]
+    if o.extended is not None:
+        weights = torch.bmm(o.extended[0], o.extended[1].mT, out=out).sigmoid_()
     else:
-        weights = buffer[: len(o.query)]
-        torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale, out=weights).sigmoid_()
+        weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale, out=out).sigmoid_()
     if o.left == UNLIMITED and o.right == UNLIMITED:
         return weights
     by_head = weights.view(-1, o.length, weights.shape[2])  # (query heads, N, M)
