@@ -1,7 +1,8 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; training.md from
-results/cpu-zen4.json; steps.md from results/steps.json; error.svg and error.md from results/accuracy/accuracy.json;
+results/cpu-zen4.json; steps.md from results/steps.json and results/steps-compiled.json; error.svg and error.md from
+results/accuracy/accuracy.json;
 quality.svg from results/compare/results.json.
 """
 
@@ -207,7 +208,7 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     speed = json.loads((RESULTS / "cpu.json").read_text())
     training = json.loads((RESULTS / "cpu-zen4.json").read_text())
-    steps = json.loads((RESULTS / "steps.json").read_text())
+    steps = [json.loads((RESULTS / name).read_text()) for name in ("steps.json", "steps-compiled.json")]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
     figures = {
@@ -221,7 +222,7 @@ def write(folder: Path) -> None:
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     (folder / "speed.md").write_text(speed_table(speed))
     (folder / "training.md").write_text(training_table(training))
-    (folder / "steps.md").write_text(steps_table(steps))
+    (folder / "steps.md").write_text("\n".join(steps_table(report) for report in steps))
     (folder / "error.md").write_text(error_table(error))
 
 

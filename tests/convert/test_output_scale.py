@@ -105,6 +105,15 @@ def test_transforms_and_second_derivatives():
         first.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_a_trace_can_be_saved(tmp_path):
+    scale, x = random_bias().row_scale, torch.randn(2, H, 7, D)
+    torch.jit.save(torch.jit.trace(scale, x), str(tmp_path / "scale.pt"))
+    again = torch.jit.load(str(tmp_path / "scale.pt"))
+    x = torch.randn(3, H, 7, D)
+    torch.testing.assert_close(again(x), scale(x))
+
+
 def test_a_scale_that_is_exactly_of_this_form_is_recovered():
     torch.manual_seed(0)
     truth = random_bias()

@@ -100,8 +100,9 @@ class RowScale(nn.Module):
 
     def forward(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scaled rows, (B, Hq, N, Dv), and their factors, (B, Hq, N, 1), the latter in float32 or better."""
-        # a compiler fuses the passes itself
-        scale_rows = _scale_rows if torch.compiler.is_compiling() else _ScaleRows.apply
+        # a compiler fuses the passes itself, and a trace with a Function cannot be saved
+        plain = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        scale_rows = _scale_rows if plain else _ScaleRows.apply
         scaled, factor = scale_rows(output, self.gain, self.power, self.direction)
         return scaled, factor
 
@@ -134,12 +135,10 @@ class _ScaleRows(Function):
         radial = grad_projection * (power.view(-1, 1, 1) - cosine) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
         grad_output = torch.addcmul(grad_scaled * factor, output, radial)
         grad_output = torch.addcmul(grad_output, grad_projection, direction.view(len(power), 1, -1))
-        grads = (
-            grad_output,
-            grad.sum((0, 2, 3)),
-            (grad * (norm + EPS).log()).sum((0, 2, 3)),
-            (grad_projection * output).sum((0, 2)).flatten(),
-        )
+        with without_autocast(output.device.type):
+            grad_direction = (grad_projection.mT @ output).sum((0, 2)).flatten()
+        grad_power = (grad * (norm + EPS).log()).sum((0, 2, 3))
+        grads = grad_output, grad.sum((0, 2, 3)), grad_power, grad_direction
         return tuple(g.to(t.dtype) for g, t in zip(grads, given, strict=True))
 
 
