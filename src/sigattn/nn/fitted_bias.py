@@ -101,7 +101,7 @@ class RowScale(nn.Module):
     def forward(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scaled rows, (B, Hq, N, Dv), and their factors, (B, Hq, N, 1), the latter in float32 or better."""
         # a compiler fuses the passes itself, and a trace with a Function cannot be saved
-        plain = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        plain = torch.compiler.is_compiling() or torch._C._is_tracing()
         scale_rows = _scale_rows if plain else _ScaleRows.apply
         scaled, factor = scale_rows(output, self.gain, self.power, self.direction)
         return scaled, factor
