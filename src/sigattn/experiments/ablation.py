@@ -150,10 +150,10 @@ MEASUREMENTS = {"attention_norm": "‖P V‖", "gradient_norm": "gradient norm"}
 def plot_training(outcomes: dict[str, list[sweep.Outcome]], measurement: str) -> matplotlib.figure.Figure:
     """Plot losses and a measurement over the steps."""
     figure, axes = drawing.axes_grid(2, width=5.4, height=4.0)
-    for name, colour in drawing.variant_colours(outcomes).items():
+    for name, style in drawing.variant_styles(outcomes).items():
         runs = [o.rows for o in outcomes[name]]
-        drawing.plot_metric(axes[0], runs, "loss", name, colour, window=10)
-        drawing.plot_metric(axes[1], runs, measurement, name, colour)
+        drawing.plot_metric(axes[0], runs, "loss", name, **style, window=10)
+        drawing.plot_metric(axes[1], runs, measurement, name, **style)
     axes[0].set(xlabel="step", ylabel="training loss, nats")
     axes[1].set(xlabel="step", ylabel=MEASUREMENTS[measurement], yscale="log")
     drawing.band_legend(axes[0])

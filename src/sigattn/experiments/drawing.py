@@ -15,13 +15,21 @@ import matplotlib.figure
 COLOUR_OF = {"softmax": "#d55e00", "sigmoid": "#0072b2", "mlp": "#009e73"}
 SOFTMAX_COLOURS = ("#d55e00", "#e69f00", "#8c510a", "#999999")
 OTHER_COLOURS = ("#0072b2", "#cc79a7", "#56b4e9", "#000000", "#332288", "#44aa99")
+LINE_STYLES = ("-", ":", "-.")  # for as many rounds of the colours
 BAND = "mean; band: lowest to highest"
 
 
 def variant_colours(names: Iterable[str]) -> dict[str, str]:
     """Return a colour for each variant: shades of orange for softmax, of blue and further ones for others."""
-    softmax, other = itertools.cycle(SOFTMAX_COLOURS), itertools.cycle(OTHER_COLOURS)
-    return {name: next(softmax if "softmax" in name else other) for name in names}
+    return {name: style["colour"] for name, style in variant_styles(names).items()}
+
+
+def variant_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return a colour and a line style for each variant; the colours repeat in another style."""
+    palettes = (SOFTMAX_COLOURS, OTHER_COLOURS)
+    softmax, other = (itertools.cycle(itertools.product(LINE_STYLES, colours)) for colours in palettes)
+    styles = {name: next(softmax if "softmax" in name else other) for name in names}
+    return {name: {"colour": colour, "linestyle": line} for name, (line, colour) in styles.items()}
 
 
 def sigmoid_shades(count: int) -> list[Any]:
@@ -61,18 +69,26 @@ def plot_band(
 
 
 def plot_metric(
-    axes: Any, runs: Sequence[Sequence[dict[str, Any]]], metric: str, label: str, colour: Any, window: int = 1
+    axes: Any,
+    runs: Sequence[Sequence[dict[str, Any]]],
+    metric: str,
+    label: str,
+    colour: Any,
+    window: int = 1,
+    linestyle: str = "-",
 ) -> None:
     """Plot a metric of several runs over the steps, as moving averages: their mean and their range.
 
     Args:
         runs: the measurements of each step, for each run.
         window: number of steps of the moving average.
+        linestyle: style of the mean.
     """
     steps = min(len(rows) for rows in runs)
     smoothed = [moving_average([row[metric] for row in rows[:steps]], window) for rows in runs]
     every = max(1, steps // 150)  # more points could not be distinguished
-    plot_band(axes, range(1, steps + 1, every), list(zip(*smoothed, strict=True))[::every], label, colour, marker="")
+    points = list(zip(*smoothed, strict=True))[::every]
+    plot_band(axes, range(1, steps + 1, every), points, label, colour, marker="", linestyle=linestyle)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

@@ -117,22 +117,21 @@ def strings_by_length(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
 
 def _figure(data: list[dict[str, Any]], parts: list[str], names: Sequence[str]) -> Any:
     figure, (axis,) = drawing.axes_grid(1, width=8.0, height=4.6)
-    for name, colour in drawing.variant_colours(names).items():
-        style = "-" if name.startswith("sigmoid") else "--"
+    for name, style in drawing.variant_styles(names).items():
         means = [statistics.mean(select(data, "cer", variant=name, part=part)) for part in parts]
-        axis.plot(range(len(parts)), means, style, marker="o", ms=3, label=name, color=colour)
+        axis.plot(range(len(parts)), means, style["linestyle"], marker="o", ms=3, label=name, color=style["colour"])
     axis.set_xticks(range(len(parts)), parts)
-    axis.set_ylabel("character errors, % (dashed: softmax)")
+    axis.set_ylabel("character errors, %")
     axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def _plot_curves(outcomes: dict[str, list[sweep.Outcome]]) -> Any:
     figure, axes = drawing.axes_grid(2, width=6.0, height=4.6)
-    for name, colour in drawing.variant_colours(outcomes).items():
+    for name, style in drawing.variant_styles(outcomes).items():
         runs = [outcome.rows for outcome in outcomes[name]]
         for axis, metric in zip(axes, ("loss", "gradient_norm"), strict=True):
-            drawing.plot_metric(axis, runs, metric, name, colour)
+            drawing.plot_metric(axis, runs, metric, name, **style)
     axes[0].set(xlabel="step", ylabel="training loss")
     axes[1].set(xlabel="step", ylabel="gradient norm", yscale="log")
     drawing.band_legend(axes[1], loc="center left", bbox_to_anchor=(1.0, 0.5))
