@@ -102,12 +102,13 @@ def measure_weights_over_training(setting: Setting) -> Result:
     data = []
     for (activation, seed, step), model in models.items():
         report = model.attention_report(_samples())[0]
-        values = {"sparsity": report.hoyer_sparsity, "norm": report.output_norm, "row_mass": report.row_mass_mean}
+        norm = torch.linalg.matrix_norm(attention_weights(model, _samples()))
+        values = {"sparsity": report.hoyer_sparsity, "weights_norm": norm, "row_mass": report.row_mass_mean}
         means = {name: value.mean().item() for name, value in values.items()}
         data.append({"activation": activation, "seed": seed, "step": step, **means, **errors[activation, seed, step]})
     at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(3)
-    titles = {"norm": "‖P V‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}
+    titles = {"weights_norm": "‖P‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}
     for axis, (key, title) in zip(axes, titles.items(), strict=True):
         for activation in ACTIVATIONS:
             over_steps = [select(data, key, activation=activation, step=s) for s in at]
@@ -120,11 +121,14 @@ def measure_weights_over_training(setting: Setting) -> Result:
 
 
 def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
-    """Compare the sparsity of both activations at the end of training, and sigmoid's with that at half of it."""
+    """Compare the sparsity of both activations at the end of training, and sigmoid's weights with those at half of it."""
     steps = sorted({row["step"] for row in data})
     half = min(steps, key=lambda step: abs(step - steps[-1] / 2))
     softmax, sigmoid = (select(data, "sparsity", activation=a, step=steps[-1]) for a in ACTIVATIONS)
-    before = select(data, "sparsity", activation="sigmoid", step=half)
+
+    def over_second_half(key: str) -> intervals.Difference:
+        return intervals.welch(*(select(data, key, activation="sigmoid", step=step) for step in (half, steps[-1])))
+
     return [
         _lower_finding(
             "At the end of training sigmoid attention is less sparse than softmax.",
@@ -135,7 +139,13 @@ def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
         _lower_finding(
             "In the second half of training sigmoid attention becomes less sparse.",
             f"Hoyer sparsity, step {steps[-1]} - step {half}",
-            intervals.welch(before, sigmoid),
+            over_second_half("sparsity"),
+            data,
+        ),
+        _lower_finding(
+            "In the second half of training the norm of sigmoid's weights falls.",
+            f"‖P‖, step {steps[-1]} - step {half}",
+            over_second_half("weights_norm"),
             data,
         ),
     ]
