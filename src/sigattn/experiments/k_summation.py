@@ -36,6 +36,7 @@ from sigattn.tasks.synthetic import KSummation
 
 ACTIVATIONS = ("softmax", "sigmoid")
 MAP_COLOURS = {"softmax": "Oranges", "sigmoid": "Blues"}
+QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of the weights, of which the last is the largest
 MAP_SAMPLES = 8
 TOLERANCE = 0.5  # of log loss: losses vary over orders of magnitude
 
@@ -95,19 +96,31 @@ def judge_loss_over_k(data: Sequence[Row], _: Scale) -> list[Finding]:
 
 
 def measure_weights_over_training(setting: Setting) -> Result:
-    """Measure norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
+    """Measure quantiles, norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
     steps = base(setting, 1).training.max_steps
     every = max(1, steps // setting.scaled(2, 5, 10))
     models, errors = _train_to(setting, range(0, steps + 1, every))
     data = []
     for (activation, seed, step), model in models.items():
         report = model.attention_report(_samples())[0]
-        norm = torch.linalg.matrix_norm(attention_weights(model, _samples()))
+        weights = attention_weights(model, _samples())
+        norm = torch.linalg.matrix_norm(weights)
         values = {"sparsity": report.hoyer_sparsity, "weights_norm": norm, "row_mass": report.row_mass_mean}
-        means = {name: value.mean().item() for name, value in values.items()}
-        data.append({"activation": activation, "seed": seed, "step": step, **means, **errors[activation, seed, step]})
+        measured = {name: value.mean().item() for name, value in values.items()}
+        measured |= {f"quantile {q}": weights.flatten().quantile(q).item() for q in QUANTILES}
+        data.append(
+            {"activation": activation, "seed": seed, "step": step, **measured, **errors[activation, seed, step]}
+        )
     at = sorted({row["step"] for row in data})
-    figure, axes = drawing.axes_grid(3)
+    figure, axes = drawing.axes_grid(5)
+    for axis, activation in zip(axes, ACTIVATIONS, strict=False):
+        for q, shade in zip(QUANTILES, (0.3, 0.5, 0.7, 1.0), strict=True):
+            over_steps = [select(data, f"quantile {q}", activation=activation, step=s) for s in at]
+            label = "largest" if q == 1 else f"{q:.0%} quantile"
+            drawing.plot_band(axis, at, over_steps, label, (drawing.COLOUR_OF[activation], shade))
+        axis.set(xlabel="step", title=f"weights, {activation}", yscale="log")
+        drawing.band_legend(axis)
+    axes = axes[len(ACTIVATIONS) :]
     titles = {"weights_norm": "‖P‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}
     for axis, (key, title) in zip(axes, titles.items(), strict=True):
         for activation in ACTIVATIONS:
@@ -121,7 +134,7 @@ def measure_weights_over_training(setting: Setting) -> Result:
 
 
 def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
-    """Compare the sparsity of both activations at the end of training, and sigmoid's weights with those at half of it."""
+    """Compare both activations' weights at the end of training, and sigmoid's with those at half of it."""
     steps = sorted({row["step"] for row in data})
     half = min(steps, key=lambda step: abs(step - steps[-1] / 2))
     softmax, sigmoid = (select(data, "sparsity", activation=a, step=steps[-1]) for a in ACTIVATIONS)
@@ -129,7 +142,14 @@ def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
     def over_second_half(key: str) -> intervals.Difference:
         return intervals.welch(*(select(data, key, activation="sigmoid", step=step) for step in (half, steps[-1])))
 
+    large = (select(data, f"quantile {QUANTILES[-2]}", activation=a, step=steps[-1]) for a in ACTIVATIONS)
     return [
+        _lower_finding(
+            "At the end of training sigmoid attention has fewer weights of high magnitude.",
+            f"{QUANTILES[-2]:.0%} quantile of the weights, sigmoid - softmax",
+            intervals.welch(*large),
+            data,
+        ),
         _lower_finding(
             "At the end of training sigmoid attention is less sparse than softmax.",
             "Hoyer sparsity, sigmoid - softmax",
