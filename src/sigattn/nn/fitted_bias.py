@@ -101,7 +101,7 @@ class RowScale(nn.Module):
     def forward(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scaled rows, (B, Hq, N, Dv), and their factors, (B, Hq, N, 1), the latter in float32 or better."""
         # a compiler fuses the passes itself, and a trace with a Function cannot be saved
-        plain = torch.compiler.is_compiling() or torch._C._is_tracing()
+        plain = torch.compiler.is_compiling() or torch._C._is_tracing() or not torch.is_grad_enabled()
         scale_rows = _scale_rows if plain else _ScaleRows.apply
         scaled, factor = scale_rows(output, self.gain, self.power, self.direction)
         return scaled, factor
@@ -206,12 +206,12 @@ class QueryTerm(nn.Module):
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""
-        query, linear, directions, curvature = _wide(query, self.linear, self.directions, self.curvature)
+        # products with so few columns are slower on a CPU than transposed ones, (B, Hq, R + 1, N), of dense queries
+        query, linear, directions, curvature = _wide(query.contiguous(), self.linear, self.directions, self.curvature)
         shape = (self.num_heads, self.query_dim, -1)
         with without_autocast(query.device.type):
             columns = torch.cat([directions.view(shape), linear.view(shape)], 2)
-            # transposed, (B, Hq, R + 1, N), and from dense queries: on a CPU products with so few columns are slower
-            y = columns.mT @ query.contiguous().mT
+            y = columns.mT @ query.mT
             squares = curvature.view(self.num_heads, 1, -1) @ y[:, :, :-1].square()
             term = (y[:, :, -1:] + squares).mT
         return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
