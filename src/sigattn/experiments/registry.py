@@ -14,6 +14,7 @@ from sigattn.experiments import (
     pair_repeat,
     position_ablation,
     sigma_accuracy,
+    small_models,
     speech_tables,
     speed,
     train_losses,
@@ -37,6 +38,7 @@ _MODULES = (
     causal_bias,
     conversion,
     dropped_keys,
+    small_models,
 )
 EXPERIMENTS: dict[str, Experiment] = {e.name: e for module in _MODULES for e in module.EXPERIMENTS}
 
