@@ -141,24 +141,29 @@ def speed_table(report: Row) -> str:
     return f"{table(head, lines)}\nSoftmax's time / ours, full / causal. {setting}; {provenance(report)}.\n"
 
 
-def training_table(report: Row) -> str:
+def training_table(runs: list[Row]) -> str:
     """Return a table of the peers' time over that of the operator, forward and backward, and where it was measured."""
-    cases = [(dtype, causal) for dtype in report["configuration"]["dtypes"] for causal in (False, True)]
+    config = runs[0]["configuration"]
+    cases = [(dtype, causal) for dtype in config["dtypes"] for causal in (False, True)]
     lines = []
-    for n in sorted({row["n"] for row in report["rows"]}):
+    for n in config["lengths"]:
         cells = []
         for dtype, causal in cases:
-            (own,) = select(
-                report["rows"], n=n, dtype=dtype, causal=causal, implementation="sigattn", **{"pass": "training"}
+            case = {"n": n, "dtype": dtype, "causal": causal, "implementation": "sigattn", "pass": "training"}
+            own = [row for run in runs for row in select(run["rows"], **case)]
+            ratios = (
+                statistics.median(row[f"{peer}_time_over_this"] for row in own)
+                for peer in ("softmax", "naive", "compiled")
             )
-            ratios = (own[f"{peer}_time_over_this"] for peer in ("softmax", "naive", "compiled"))
             cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
         lines.append([f"{n:,}", *cells])
-    config = report["configuration"]
     setting = f"{config['num_heads']} heads of {config['head_dim']}, {config['threads']} threads"
     head = ["n", *(f"{dtype}, {'causal' if causal else 'full'}" for dtype, causal in cases)]
-    caption = "Time of softmax SDPA / plain formula / compiled plain formula over ours, forward and backward."
-    return f"{table(head, lines)}\n{caption} {setting}; {provenance(report)}.\n"
+    caption = (
+        "Time of softmax SDPA / plain formula / compiled plain formula over ours, forward and backward: medians of the "
+        f"ratios of {len(runs)} runs."
+    )
+    return f"{table(head, lines)}\n{caption} {setting}; {provenance(runs[0])}.\n"
 
 
 def steps_table(report: Row) -> str:
@@ -207,8 +212,8 @@ def write(folder: Path) -> None:
     """Write all figures and tables into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     speed = json.loads((RESULTS / "cpu.json").read_text())
-    training = json.loads((RESULTS / "cpu-zen4.json").read_text())
-    steps = [json.loads((RESULTS / name).read_text()) for name in ("steps.json", "steps-compiled.json")]
+    training = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("cpu-zen4-*.json"))]
+    steps = [json.loads((RESULTS / name).read_text()) for name in ("steps.json", "steps-compiled.json", "layer.json")]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
     figures = {

@@ -1,5 +1,6 @@
 """``sigattn bench steps`` at a tiny size: the models that it times, and its file."""
 
+import functools
 import json
 
 import pytest
@@ -52,3 +53,18 @@ def test_file(tmp_path):
     assert by[steps.SOFTMAX]["softmax_time_over_this"] == by[steps.SIGMOID]["sigmoid_time_over_this"] == 1
     expected = by[steps.SIGMOID]["median_ms"] / by[steps.CONVERTED]["median_ms"]
     assert by[steps.CONVERTED]["sigmoid_time_over_this"] == pytest.approx(expected)  # one round
+
+
+@pytest.mark.parametrize("attention", [steps.SOFTMAX, steps.SIGMOID, steps.CONVERTED])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pass_of_a_layer(attention, compiled, unchecked, monkeypatch):
+    """Its input and all of its parameters have a gradient; those of a converted one too."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    config = steps.StepsBenchmark(embed_dim=16, num_layers=1, num_heads=2, tokens=32)
+    gradients = steps._step(config, steps.LAYER, 16, attention, torch.float32, compiled=compiled)()
+    assert gradients[0].shape == (2, 16, 16)
+    parameters = 4 * 2 + 2  # projections, with biases, and the norms of Q and K
+    learned = 2 + 3 + 3 if attention == steps.CONVERTED else 0  # constant and slope, terms in q, output scale
+    assert len(gradients) == 1 + parameters + learned
+    assert all(g.isfinite().all() for g in gradients)

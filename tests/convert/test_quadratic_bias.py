@@ -69,6 +69,64 @@ def test_in_half_precision():
     torch.testing.assert_close(found.double(), formula(bias, query, visible), rtol=1e-5, atol=1e-5)
 
 
+def written_out(query, linear, directions, curvature, lower, upper):
+    y = query @ directions.view(H, D, D)
+    term = query @ linear.view(H, D, 1) + (curvature.view(H, 1, D) * y.square()).sum(-1, keepdim=True)
+    return term.clamp(lower.view(H, 1, 1), upper.view(H, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["heads first", "heads inside"])
+def test_gradients(dtype, layout, unchecked):
+    """The backward pass against autograd's of the formula in float64, with rows beyond both limits."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    term = random_bias().query_term.to(dtype)
+    term.lower.fill_(-0.25)
+    term.upper.fill_(0.5)
+    query = (torch.randn(2, H, 7, D) if layout == "heads first" else torch.randn(2, 7, H, D).transpose(1, 2)).to(dtype)
+    inputs = [query.requires_grad_(), *term.parameters()]
+    limits, weights = (term.lower, term.upper), torch.randn(2, H, 7, 1)
+
+    def gradients(y, inputs):
+        return torch.autograd.grad((y.double() * weights).sum(), inputs)
+
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    truth = written_out(*doubles, *(t.double() for t in limits))
+    assert truth.eq(-0.25).any()
+    assert truth.eq(0.5).any()
+    true, plain = gradients(truth, doubles), gradients(written_out(*inputs, *limits), inputs)
+    for found in term(query), torch.compile(term, fullgraph=True, backend="aot_eager")(query):
+        assert found.dtype is torch.promote_types(dtype, torch.float32)
+        for got, expected, p in zip(gradients(found, inputs), true, plain, strict=True):
+            assert got.dtype is dtype
+            rounding = 4 * torch.finfo(dtype).eps * expected.abs().max()
+            assert (got - expected).abs().max() <= 2 * (p - expected).abs().max() + rounding
+
+
+def test_transforms():
+    term = random_bias().query_term.double()
+    x = torch.randn(4, 2, H, 7, D, dtype=torch.float64)
+    parameters = dict(term.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(term, parameters, (x,)).square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, sample in enumerate(x):
+        written = written_out(sample, *term.parameters(), term.lower, term.upper)
+        expected = torch.autograd.grad(written.square().sum(), term.parameters())
+        torch.testing.assert_close(tuple(mapped[name][i] for name in parameters), expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_a_trace_can_be_saved(tmp_path):
+    term, x = random_bias().query_term, torch.randn(2, H, 7, D)
+    torch.jit.save(torch.jit.trace(term, x), str(tmp_path / "term.pt"))
+    x = torch.randn(3, H, 7, D)
+    torch.testing.assert_close(torch.jit.load(str(tmp_path / "term.pt"))(x), term(x))
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_a_target_that_is_exactly_of_this_form_is_recovered(kv_heads):
     truth, generator = random_bias(0.1), torch.Generator().manual_seed(0)

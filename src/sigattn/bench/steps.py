@@ -1,8 +1,9 @@
 """``sigattn bench steps``: whole training steps on a CPU, with sigmoid attention and with softmax.
 
 A step is the forward pass, the loss, the backward pass and the optimizer's update of a small language model, ViT or
-speech model on random data. The softmax twin differs in the attention only, and the converted one is the sigmoid model
-with the bias and the output scale of a model that ``sigattn.convert`` converted. Use the ratios: they run in turns.
+speech model on random data; or the forward and the backward pass of an attention layer of that ViT. The softmax twin
+differs in the attention only, and the converted one is the sigmoid model with the bias and the output scale of a model
+that ``sigattn.convert`` converted. Use the ratios: they run in turns.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sigattn.bench import baselines, provenance
 from sigattn.bench.inputs import DTYPES
 from sigattn.bench.tables import print_rows
 from sigattn.bench.timing import time_calls
+from sigattn.nn.attention import Attention
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.train.optimizer import make_optimizer
@@ -36,7 +38,13 @@ _COLUMNS = {
     "× sigmoid": ("sigmoid_time_over_this", ".2f"),
 }
 SOFTMAX, SIGMOID, CONVERTED = "softmax", "sigmoid", "sigmoid, converted"
-_RECIPES = {"language": "lm-1b-2k-tiny", "vit": "vit-supervised-tiny", "speech": "asr-ls960-tiny"}
+LAYER = "layer"
+_RECIPES = {
+    "language": "lm-1b-2k-tiny",
+    "vit": "vit-supervised-tiny",
+    "speech": "asr-ls960-tiny",
+    LAYER: "vit-supervised-tiny",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +52,8 @@ class StepsBenchmark:
     """Configuration of the benchmark of training steps.
 
     Attributes:
-        models: "language" (causal, with ALiBi), "vit" and "speech" (key lengths, dropout).
+        models: "language" (causal, with ALiBi), "vit", "speech" (key lengths, dropout) and "layer" (attention with its
+            projections, without optimizer).
         lengths: tokens of a sequence, for "vit" the nearest square below.
         tokens: tokens of a batch, at least one sequence.
         embed_dim: width of the models.
@@ -57,7 +66,7 @@ class StepsBenchmark:
         results: where to write the results (JSON).
     """
 
-    models: tuple[str, ...] = ("language", "vit", "speech")
+    models: tuple[str, ...] = ("language", "vit", "speech", LAYER)
     lengths: tuple[int, ...] = (64, 256, 1024, 4096)
     tokens: int = 4096
     embed_dim: int = 256
@@ -132,6 +141,9 @@ def _step(
     elif attention == CONVERTED:
         recipe = recipe.with_transformer(attention_bias="log_visible", learn_bias="quadratic")
     module: nn.Module = recipe.task.build(recipe.model).train()
+    if model == LAYER:
+        layer = next(m for m in module.modules() if isinstance(m, Attention))
+        return _layer_pass(layer, max(1, config.tokens // n), n, dtype, compiled=compiled)
     optimizer = make_optimizer(module, recipe.training, config.embed_dim)
     call: Any = torch.compile(module, dynamic=False) if compiled else module
 
@@ -145,6 +157,20 @@ def _step(
     return step
 
 
+def _layer_pass(layer: Attention, batch: int, n: int, dtype: torch.dtype, *, compiled: bool) -> Callable[[], object]:
+    """Return the forward and the backward pass of an attention layer."""
+    x = torch.randn(batch, n, layer.query.in_features, requires_grad=True)
+    call: Any = torch.compile(layer, dynamic=False) if compiled else layer
+    inputs = [x, *layer.parameters()]
+
+    def forward_and_backward() -> object:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+            out = call(x)
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    return forward_and_backward
+
+
 def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recipe, tuple[Tensor, ...]]:
     """Return the recipe of a model of this length, and a random batch."""
     recipe, size = find_recipe(_RECIPES[model]), max(1, config.tokens // n)
@@ -156,7 +182,7 @@ def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recip
     if model == "language":
         tokens = torch.randint(256, (size, n + 1))
         return recipe.with_transformer(**shared, max_seq_len=n), (tokens[:, :-1], tokens[:, 1:])
-    if model == "vit":
+    if model in ("vit", LAYER):
         side = 2 * math.isqrt(n)  # patches of 2 x 2 pixels
         images = torch.randn(size, 1, side, side)
         return recipe.with_transformer(**shared, image_size=side, pool="average"), (images, torch.randint(10, (size,)))

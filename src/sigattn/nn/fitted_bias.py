@@ -103,7 +103,7 @@ class RowScale(nn.Module):
         # a compiler fuses the passes itself, and a trace with a Function cannot be saved
         plain = torch.compiler.is_compiling() or torch._C._is_tracing() or not torch.is_grad_enabled()
         scale_rows = _scale_rows if plain else _ScaleRows.apply
-        scaled, factor = scale_rows(output, self.gain, self.power, self.direction)
+        scaled, factor, *_ = scale_rows(output, self.gain, self.power, self.direction)
         return scaled, factor
 
 
@@ -113,24 +113,24 @@ class _ScaleRows(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
         return _scale_rows(output, gain, power, direction)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*inputs, *output[1:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_scaled: Tensor, grad_factor: Tensor) -> tuple[Tensor, ...]:
-        given = ctx.saved_tensors
+    def backward(ctx: Any, grad_scaled: Tensor, grad_factor: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        *given, factor, norm, cosine = ctx.saved_tensors
         output, gain, power, direction = _wide(*given)
-        exponent, norm, cosine = _log_factor(output, gain, power, direction)
-        limited = exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE)
-        factor = limited.exp()
         grad_scaled = grad_scaled.to(output.dtype)
         # with r = ‖o‖ + ε and c = w·o / r, the exponent is e = g + β log r + c, and de/do = (β - c) / r · o/‖o‖ + w / r
-        grad = ((grad_scaled * output).sum(-1, keepdim=True) + grad_factor) * factor * (exponent == limited)
+        exponent = _exponent(gain, power, norm, cosine)
+        is_limited = exponent.abs() > MAX_LOG_SCALE
+        grad = ((grad_scaled * output).sum(-1, keepdim=True) + grad_factor) * factor.masked_fill(is_limited, 0)
         grad_projection = grad / (norm + EPS)
         radial = grad_projection * (power.view(-1, 1, 1) - cosine) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
         grad_output = torch.addcmul(grad_scaled * factor, output, radial)
@@ -148,20 +148,19 @@ def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) for t in tensors)
 
 
-def _scale_rows(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scaled rows in the output's dtype, and their factors."""
-    wide = _wide(output, gain, power, direction)
-    exponent, *_ = _log_factor(*wide)
-    factor = exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
-    return (wide[0] * factor).to(output.dtype), factor
-
-
-def _log_factor(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return g + β · log‖o‖ + w · o/‖o‖, ‖o‖ and w · o/‖o‖, each (B, Hq, N, 1)."""
-    norm = torch.linalg.vector_norm(output, dim=-1, keepdim=True)
+def _scale_rows(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
+    """Return the scaled rows o in the output's dtype, their factors, ‖o‖ and w · o/‖o‖, the latter (B, Hq, N, 1)."""
+    wide, gain, power, direction = _wide(output, gain, power, direction)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     # not a product of matrices, which for one column takes longer
-    cosine = (output * direction.view(len(power), 1, -1)).sum(-1, keepdim=True) / (norm + EPS)
-    return gain.view(-1, 1, 1) + power.view(-1, 1, 1) * (norm + EPS).log() + cosine, norm, cosine
+    cosine = (wide * direction.view(len(power), 1, -1)).sum(-1, keepdim=True) / (norm + EPS)
+    factor = _exponent(gain, power, norm, cosine).clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
+    return (wide * factor).to(output.dtype), factor, norm, cosine
+
+
+def _exponent(gain: Tensor, power: Tensor, norm: Tensor, cosine: Tensor) -> Tensor:
+    """Return g + β · log‖o‖ + w · o/‖o‖, (B, Hq, N, 1)."""
+    return gain.view(-1, 1, 1) + power.view(-1, 1, 1) * (norm + EPS).log() + cosine
 
 
 class QueryTerm(nn.Module):
