@@ -1,9 +1,8 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; training.md from
-results/cpu-zen4.json; steps.md from results/steps.json and results/steps-compiled.json; error.svg and error.md from
-results/accuracy/accuracy.json;
-quality.svg from results/compare/results.json.
+results/cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json and layer.json; error.svg and error.md
+from results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
 """
 
 import json
