@@ -178,10 +178,11 @@ def _draw(data: Sequence[Row], tasks: dict[str, SmallTask]) -> Figure:
             colour = drawing.COLOUR_OF["softmax" if variant == SOFTMAX else "sigmoid"]
             for use, face in ((CHOOSING, "none"), (JUDGING, colour)):
                 values = select(data, "value", task=task, variant=variant, use=use)
-                label = f"seeds for {use}" if not i else None
-                axis.plot(values, [i] * len(values), "o", ms=4, mfc=face, mec=colour, label=label)
+                axis.plot(values, [i] * len(values), "o", ms=4, mfc=face, mec=colour)
         axis.set(title=task, xlabel=settings.label, ylim=(len(variants) - 0.5, -0.5))
         axis.set_yticks(range(len(variants)), variants if axis is axes[0] else [""] * len(variants))
+    for use, face in ((CHOOSING, "none"), (JUDGING, "#555555")):
+        axes[-1].plot([], [], "o", ms=4, mfc=face, mec="#555555", label=f"seeds for {use}")
     axes[-1].legend(frameon=False, fontsize=8)
     return figure
 

@@ -32,7 +32,7 @@ class TransformerConfig:
             (``sigattn.nn.bias_rules``). None for the model's usual rule with "sigmoid", and for no bias otherwise.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
             "head" (one per head; two with "log_visible"), "query" (added to Q) or, with "log_visible",
-            "quadratic" (``QuadraticBias``, of models converted from softmax).
+            "quadratic" (``QuadraticBias``, of models converted from softmax, and for small ones).
         temperature: initial value of a learned temperature t, σ(e^t S + b); None for no temperature.
         length_power: α of the factor n^(-α) of the attention's output.
         qk_norm: "rms", "layer" or "none".

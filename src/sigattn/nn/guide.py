@@ -1,4 +1,4 @@
-"""Recommendations of the practitioner's guide (App. "Practitioner's Guide", Table "practioners")."""
+"""What the practitioner's guide recommends (App. "Practitioner's Guide", Table "practioners"), and for small models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Recommendation(NamedTuple):
         attention_bias: rule of b, as in ``sigattn.nn.bias_rules.make_bias``; 0.0 for none.
         norm_placement: "pre" or "hybrid" (for speech, "hybrid_attention").
         reason: reason, with the section or table of the paper.
-        recipe: name of the recipe with this configuration.
+        recipe: name of the recipe with this configuration; for small models, of one that differs in the bias.
+        learn_bias: what is learned of b, as in ``make_bias``.
     """
 
     position: str
@@ -24,6 +25,7 @@ class Recommendation(NamedTuple):
     norm_placement: str
     reason: str
     recipe: str
+    learn_bias: str = "no"
 
 
 _VISION: dict[str, tuple[str, float | str, str]] = {
@@ -32,10 +34,17 @@ _VISION: dict[str, tuple[str, float | str, str]] = {
     "simclr": ("sincos", 0.0, "vit-simclr"),
     "mae": ("learnable", "log_batch", "vit-mae"),
 }
+_SMALL = {  # position, LayerScale and recipe of what the experiment "small-models" trained
+    "vision": ("learnable", True, "vit-supervised-tiny"),
+    "speech": ("rope", True, "asr-ls960-tiny"),
+    "language": ("alibi", False, "lm-1b-2k-tiny"),
+}
 OBJECTIVES = {"vision": tuple(_VISION), "speech": ("ctc",), "language": ("next-token",)}
 
 
-def recommend(domain: str, objective: str | None = None, sequence_length: int | None = None) -> Recommendation:
+def recommend(
+    domain: str, objective: str | None = None, sequence_length: int | None = None, *, small: bool = False
+) -> Recommendation:
     """Return the layers and the bias that the practitioner's guide recommends with sigmoid attention.
 
     Args:
@@ -43,9 +52,11 @@ def recommend(domain: str, objective: str | None = None, sequence_length: int | 
         objective: for vision "supervised", "byol", "simclr" or "mae"; for speech "ctc"; for language "next-token".
             None for the first of the domain.
         sequence_length: length of the longest sequence; needed for language, where the advice changes at 2048.
+        small: True for models of about 10⁵ parameters, by the experiment "small-models" of this library (of "vision" it
+            has the objective "supervised" only); the guide is for 10⁸ to 10⁹.
 
     Raises:
-        ValueError: for a case that the guide does not contain.
+        ValueError: for a case that the guide, or the experiment, does not contain.
 
     >>> recommend("language", sequence_length=4096).norm_placement
     'hybrid'
@@ -57,6 +68,8 @@ def recommend(domain: str, objective: str | None = None, sequence_length: int | 
         raise ValueError(f"recommend: for {domain} objective must be one of {OBJECTIVES[domain]}, got {objective!r}")
     if sequence_length is not None and sequence_length < 1:
         raise ValueError(f"recommend: sequence_length must be at least 1, got {sequence_length}")
+    if small:
+        return _small(domain, objective)
     if domain == "vision":
         return _vision(objective)
     if domain == "speech":
@@ -96,4 +109,21 @@ def _vision(objective: str) -> Recommendation:
         "effect; learned temperature and bias (t = 10, b = -10) can replace both (App. \"LayerScale Free Sigmoid "
         'Attention")',
         recipe,
+    )  # fmt: skip
+
+
+def _small(domain: str, objective: str) -> Recommendation:
+    if objective != OBJECTIVES[domain][0]:
+        raise ValueError(
+            f"recommend: small models of {domain} were trained with objective={OBJECTIVES[domain][0]!r} only, got "
+            f"{objective!r}: pass small=False for the paper's advice"
+        )
+    position, layer_scale, recipe = _SMALL[domain]
+    return Recommendation(
+        position, True, layer_scale, "log_visible", "pre",
+        "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
+        "with softmax in language, vision and speech (sigattn reproduce small-models); a training step takes 2 to 6 % "
+        "longer (docs/measurements.md)",
+        recipe,
+        "quadratic",
     )  # fmt: skip
