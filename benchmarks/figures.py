@@ -1,8 +1,8 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; training.md from
-results/cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json and layer.json; error.svg and error.md
-from results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
+results/cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json and steps-narrow.json;
+error.svg and error.md from results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
 """
 
 import json
@@ -177,7 +177,7 @@ def steps_table(report: Row) -> str:
                 over_sigmoid = [f"{1 / row['sigmoid_time_over_this']:.2f}" for row in converted]
                 lines.append([model, f"{n:,}", mode, *softmax_over_ours, *over_sigmoid])
     setting = f"{config['num_layers']} layers of width {config['embed_dim']}, {config['num_heads']} heads"
-    setting = f"{setting}, {config['tokens']:,} tokens a batch, {config['threads']} threads"
+    setting = f"{setting}, {config['tokens']:,} tokens a batch, threads: {config['threads']}"
     head = ["model", "n", "mode", *config["dtypes"], *(f"converted, {dtype}" for dtype in config["dtypes"])]
     return (
         f"{table(head, lines)}\nSoftmax's time / ours, and the time of a converted model's step / that of one with "
@@ -212,7 +212,10 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     speed = json.loads((RESULTS / "cpu.json").read_text())
     training = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("cpu-zen4-*.json"))]
-    steps = [json.loads((RESULTS / name).read_text()) for name in ("steps.json", "steps-compiled.json", "layer.json")]
+    steps = [
+        json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("steps", "steps-compiled", "layer", "steps-narrow")
+    ]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
     figures = {
