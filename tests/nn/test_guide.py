@@ -2,9 +2,7 @@
 
 import pytest
 
-from sigattn.experiments import small_models
 from sigattn.nn import recommend
-from sigattn.recipes import find_recipe
 
 
 @pytest.mark.parametrize(
@@ -43,19 +41,6 @@ def test_the_table(arguments, position, layer_scale, bias, structure):
 def test_what_the_guide_does_not_have(arguments, message):
     with pytest.raises(ValueError, match=message):
         recommend(*arguments)
-
-
-@pytest.mark.parametrize("domain", ["vision", "speech", "language"])
-def test_small_models(domain):
-    """The settings are those of the chosen variant of the experiment, and its recipe takes them."""
-    r = recommend(domain, small=True)
-    task = small_models.TASKS[domain]
-    settings = {"attention_bias": r.attention_bias, "learn_bias": r.learn_bias}
-    assert (r.recipe, settings) == (task.recipe, small_models.PER_QUERY)
-    t = find_recipe(r.recipe).with_transformer(**task.changes, **settings).transformer
-    assert (t.position, t.qk_norm != "none", t.init_values is not None, t.norm_placement) == (
-        r.position, r.qk_norm, r.layer_scale, r.norm_placement
-    )  # fmt: skip
 
 
 def test_small_models_that_were_not_trained():
