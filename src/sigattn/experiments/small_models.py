@@ -96,11 +96,11 @@ def search(setting: Setting) -> Result:
 
 
 def _train(
-    setting: Setting, name: str, settings: SmallTask, candidates: dict[str, dict[str, Any]], seeds: range
+    setting: Setting, name: str, task: SmallTask, candidates: dict[str, dict[str, Any]], seeds: range
 ) -> list[Row]:
     """Train softmax and the candidates; return the metric on the held-out samples for these seeds."""
-    recipe = find_recipe(settings.recipe).with_transformer(**settings.changes)
-    recipe = sweep.shortened(recipe, setting.steps(4, settings.steps), setting.scaled(4, settings.batch_size, None))
+    recipe = find_recipe(task.recipe).with_transformer(**task.changes)
+    recipe = sweep.shortened(recipe, setting.steps(4, task.steps), setting.scaled(4, task.batch_size, None))
     recipes = {f"{name}, {n}": recipe.with_transformer(**changes) for n, changes in candidates.items()}
     recipes[f"{name}, {SOFTMAX}"] = recipe.softmax()
     use = JUDGING if seeds.start else CHOOSING
@@ -108,10 +108,10 @@ def _train(
     rows = []
     for variant, outcomes in sweep.train_variants(replace(setting, seeds=seeds.stop), recipes).items():
         for outcome in outcomes[seeds.start :]:
-            value = settings.guess
+            value = task.guess
             if not outcome.diverged:
                 with torch.no_grad():
-                    value = recipe.task.evaluate(outcome.load_model(), batches)[settings.metric]
+                    value = recipe.task.evaluate(outcome.load_model(), batches)[task.metric]
             row = {"task": name, "variant": variant.removeprefix(f"{name}, "), "use": use, "seed": outcome.seed}
             rows.append({**row, "value": value})
     return rows
@@ -145,16 +145,16 @@ def judge(data: Sequence[Row], _: Scale) -> list[Finding]:
     findings = []
     texts = {ADVICE: "The paper's advice", choose(data): "The chosen recipe"}  # one text, if they are the same
     for name, text in texts.items():
-        for task in dict.fromkeys(row["task"] for row in data):
-            settings = TASKS[task]
-            soft, own = (select(data, "value", task=task, variant=n, use=JUDGING) for n in (SOFTMAX, name))
+        for task_name in dict.fromkeys(row["task"] for row in data):
+            task = TASKS[task_name]
+            soft, own = (select(data, "value", task=task_name, variant=n, use=JUDGING) for n in (SOFTMAX, name))
             difference = intervals.welch(soft, own)
-            difference = difference if settings.sign > 0 else -difference
+            difference = difference if task.sign > 0 else -difference
             findings.append(
                 Finding(
-                    f"{text} is at least level with softmax: {task}.",
-                    difference.verdict_not_above(settings.tolerance),
-                    f"{name}: behind softmax by {difference} {settings.label}, tolerance {settings.tolerance:g}",
+                    f"{text} is at least level with softmax: {task_name}.",
+                    difference.verdict_not_above(task.tolerance),
+                    f"{name}: behind softmax by {difference} {task.label}, tolerance {task.tolerance:g}",
                 )
             )
     return findings
@@ -173,13 +173,13 @@ def _draw(data: Sequence[Row], tasks: dict[str, SmallTask]) -> Figure:
     """Plot each seed's value: rings of the seeds to choose by, dots of those to judge by."""
     variants = list(dict.fromkeys(row["variant"] for row in data))
     figure, axes = drawing.axes_grid(len(tasks), width=4.2, height=1.2 + 0.25 * len(variants))
-    for axis, (task, settings) in zip(axes, tasks.items(), strict=True):
+    for axis, (task_name, task) in zip(axes, tasks.items(), strict=True):
         for i, variant in enumerate(variants):
             colour = drawing.COLOUR_OF["softmax" if variant == SOFTMAX else "sigmoid"]
             for use, face in ((CHOOSING, "none"), (JUDGING, colour)):
-                values = select(data, "value", task=task, variant=variant, use=use)
+                values = select(data, "value", task=task_name, variant=variant, use=use)
                 axis.plot(values, [i] * len(values), "o", ms=4, mfc=face, mec=colour)
-        axis.set(title=task, xlabel=settings.label, ylim=(len(variants) - 0.5, -0.5))
+        axis.set(title=task_name, xlabel=task.label, ylim=(len(variants) - 0.5, -0.5))
         axis.set_yticks(range(len(variants)), variants if axis is axes[0] else [""] * len(variants))
     for use, face in ((CHOOSING, "none"), (JUDGING, "#555555")):
         axes[-1].plot([], [], "o", ms=4, mfc=face, mec="#555555", label=f"seeds for {use}")
