@@ -13,6 +13,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Bytecode is compiled at the first import: of 20,000 files, tests import a part
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+# and must be kept then, also where the environment forbids it: the tests start a hundred processes
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup setup-minimum torchvision-apart demo test test-minimum test-kernels sweep mutation train-all lint format docs figures clean
 

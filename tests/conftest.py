@@ -1,5 +1,6 @@
 """Every test runs with the annotations of sigattn checked at run time, shapes included."""
 
+import gc
 import importlib.util
 import os
 import pickle
@@ -43,6 +44,20 @@ import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python; to be said before Triton loads
+
+
+def pytest_collection_finish():
+    """Keep what has been imported out of garbage collections: torch.compiler.reset runs one, for seconds otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_imports_out_of_garbage_collections():
+    """As above, for what the tests of a module have imported."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

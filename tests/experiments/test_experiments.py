@@ -41,7 +41,8 @@ SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post"}
 def test_smoke_scale(name, tmp_path):
     """Findings, page, figure and data are written; a second run trains nothing."""
     lines = []
-    setting = Setting("smoke", 2, tmp_path / name, lines.append)
+    # the statistics have their own tests; small-models chooses with some seeds and judges with others
+    setting = Setting("smoke", 2 if name == "small-models" else 1, tmp_path / name, lines.append)
     result = find_experiment(name).run(setting)
     findings = find_experiment(name).judge(result.data, "smoke")
     assert findings

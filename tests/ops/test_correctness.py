@@ -105,7 +105,7 @@ def test_every_number_of_the_output_is_written(nan_filled_memory, backend, way, 
 @pytest.mark.parametrize("causal", [False, True])
 def test_sizes_that_cross_real_tiles(dtype, causal):
     """One problem with realistic sizes, so that the default tile sizes are tested."""
-    case = Case((1, 2, 2, 600, 4500, 64, 48), dtype, causal, None, None, None, None, None, False, "length first", 5)
+    case = Case((1, 1, 2, 600, 4500, 64, 48), dtype, causal, None, None, None, None, None, False, "length first", 5)
     if dtype is torch.float64:
         case.shape = (1, 1, 1, 600, 4500, 16, 8)
     check(case, "blocked")
