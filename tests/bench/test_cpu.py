@@ -63,9 +63,9 @@ def test_the_plain_formula_is_omitted_where_it_would_not_fit():
     assert NAIVE not in cpu.implementations(config, 16384)
 
 
-@pytest.mark.parametrize("dtype, weights_mib", [("float32", 1024), ("bfloat16", 512)])
+@pytest.mark.parametrize(("dtype", "weights_mib"), [("float32", 1024), ("bfloat16", 512)])
 def test_memory_is_far_below_that_of_the_weights(dtype, weights_mib):
-    """One head, 16,384 tokens. It is 88 and 46 MiB, but what the allocator keeps differs: once it was 128 in float32."""
+    """One head, 16,384 tokens. Typical: 88 and 46 MiB; the allocator once kept 128 in float32."""
     row = memory.measure_in_subprocess(OURS, 16_384, 1, 64, dtype, True, 2)
     assert 0 < row["extra_mib"] < weights_mib / 4
 
