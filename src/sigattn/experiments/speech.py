@@ -28,9 +28,13 @@ DIGITS = (2, 4, 7, 14)  # largest number of digits of the strings of each bucket
 
 
 def base(setting: Setting) -> Recipe:
-    """Return the recipe of a transformer on strings of spoken digits."""
-    recipe = find_recipe("asr-ls960-tiny").with_transformer(position="rope")
-    return sweep.shortened(recipe, setting.steps(4, 400), setting.scaled(4, 20, None))
+    """Return the recipe of a transformer on strings of spoken digits.
+
+    The learning rate is four times the recipe's and nothing is dropped: this halves the errors after as many seconds of
+    speech, and their spread over seeds (docs/log.md).
+    """
+    recipe = find_recipe("asr-ls960-tiny").with_transformer(position="rope", dropout=0.0)
+    return sweep.shortened(recipe, setting.steps(4, 800), setting.scaled(4, 10, None), learning_rate=8e-3)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def speech_experiment(name: str, title: str, source: str, table: SpeechTable) ->
         table.judge,
         {"smoke": 0.2, "small": 8.0, "paper": None},
         "8 GPUs of 80 GB",
-        "strings of spoken digits (FSDD) instead of LibriSpeech, 2 layers of 64, 400 steps of 20 s, not converged, "
+        "strings of spoken digits (FSDD) instead of LibriSpeech, 2 layers of 64, 800 steps of 10 s, not converged, "
         "so character errors are compared rather than word errors; strings of 8 to 14 digits replace TED-LIUM's "
         "longer talks",
     )
