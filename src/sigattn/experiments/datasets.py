@@ -26,7 +26,7 @@ from sigattn.tasks.byol import BYOL
 from sigattn.tasks.ctc import CTC
 from sigattn.tasks.mae import MaskedAutoencoding
 from sigattn.tasks.simclr import SimCLR
-from sigattn.tasks.synthetic import KSummation
+from sigattn.tasks.synthetic import KSummation, PairRepeat
 from sigattn.validation import SettingsError
 
 LIBRISPEECH_SPLITS = ("dev-clean", "dev-other", "test-clean", "test-other")
@@ -139,7 +139,8 @@ def _drawn(recipe: Recipe, model: SequenceModelConfig, path: Path | None) -> Dat
         raise SettingsError(f"{recipe.name} generates its data: name none", "data")
     if isinstance(recipe.task, KSummation):
         return synthetic.KSummation(model.seq_len, recipe.task.k)
-    return synthetic.PairRepeat(model.num_symbols, model.seq_len)
+    assert isinstance(recipe.task, PairRepeat)
+    return synthetic.PairRepeat(model.num_symbols, model.seq_len, recipe.task.lengths)
 
 
 def _speech(recipe: Recipe, model: SpeechModelConfig, path: Path | None) -> Data:

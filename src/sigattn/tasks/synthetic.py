@@ -41,8 +41,12 @@ class PairRepeat(Task):
     """Binary cross-entropy of the answer if the first pair of symbols occurs again in a sequence.
 
     A batch is symbols (B, n) and answers (B,). Metrics: ``loss``, ``accuracy``.
+
+    Attributes:
+        lengths: lengths of the training sequences.
     """
 
+    lengths: tuple[int, ...] = (14, 15)
     metric = "accuracy"
 
     def build(self, model: SequenceModelConfig) -> nn.Module:
