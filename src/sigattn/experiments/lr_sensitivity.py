@@ -141,7 +141,8 @@ def judge_norms(data: Sequence[Row], _: Scale) -> list[Finding]:
     for activation in ("softmax", "sigmoid"):
         qk_norm = effect(activation, "QK-norm")
         claim = f"QK-norm lowers {activation}'s sensitivity."
-        findings.append(Finding(claim, (-qk_norm).verdict_positive(), f"with - without {qk_norm} nats"))
+        evidence = f"with - without {qk_norm} nats, tolerance {TOLERANCE:g}"
+        findings.append(Finding(claim, (-qk_norm).verdict_positive(TOLERANCE), evidence))
     softmax, sigmoid = (effect(activation, "LayerScale") for activation in ("softmax", "sigmoid"))
     claim = "LayerScale hardly changes sigmoid's sensitivity in language."
     evidence = f"with - without {sigmoid} nats, tolerance {TOLERANCE:g}"
@@ -181,19 +182,20 @@ def judge_constant_biases(data: Sequence[Row], _: Scale) -> list[Finding]:
     findings = [
         Finding(
             "A bias of -10 has a lower loss than one of -1, averaged over the learning rates.",
-            (-loss).verdict_positive(),
-            f"b = -10 less b = -1: {loss} nats; means {listed}",
+            (-loss).verdict_positive(TOLERANCE),
+            f"b = -10 less b = -1: {loss} nats, tolerance {TOLERANCE:g}; means {listed}",
         ),
         Finding(
             "A bias of -10 is less sensitive to the learning rate than one of -1.",
-            (-stability).verdict_positive(),
-            f"sensitivity, b = -10 less b = -1: {stability} nats",
+            (-stability).verdict_positive(TOLERANCE),
+            f"sensitivity, b = -10 less b = -1: {stability} nats, tolerance {TOLERANCE:g}",
         ),
     ]
     if "b = -15" in means:
         higher = intervals.welch(means["b = -10"], means["b = -15"])
         claim = "A bias of -15 regularises too much: its mean loss is higher than that of -10."
-        findings.append(Finding(claim, higher.verdict_positive(), f"b = -15 less b = -10: {higher} nats"))
+        evidence = f"b = -15 less b = -10: {higher} nats, tolerance {TOLERANCE:g}"
+        findings.append(Finding(claim, higher.verdict_positive(TOLERANCE), evidence))
     return findings
 
 

@@ -85,7 +85,8 @@ def judge_positions(data: Sequence[Row], _: Scale) -> list[Finding]:
         difference = intervals.welch(*losses)
         evidence = f"sigmoid - softmax {difference} nats, tolerance {TOLERANCE:g}"
         if name in ("SinCos", "RoPE"):
-            claim, verdict = f"With {name} and no bias, sigmoid falls behind softmax.", difference.verdict_positive()
+            claim = f"With {name} and no bias, sigmoid falls behind softmax."
+            verdict = difference.verdict_positive(TOLERANCE)
         else:
             position = name if name == "ALiBi" else "RoPE and a negative bias"
             claim, verdict = f"With {position}, sigmoid equals softmax.", difference.verdict_equal(TOLERANCE)
