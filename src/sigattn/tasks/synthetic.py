@@ -43,11 +43,14 @@ class PairRepeat(Task):
     A batch is symbols (B, n) and answers (B,). Metrics: ``loss``, ``accuracy``.
 
     Attributes:
-        lengths: lengths of the training sequences.
+        lengths: lengths of the training sequences, each at least 4: two pairs.
     """
 
     lengths: tuple[int, ...] = (14, 15)
     metric = "accuracy"
+
+    def __post_init__(self) -> None:
+        check_at_least(4, self, "lengths")
 
     def build(self, model: SequenceModelConfig) -> nn.Module:
         """Return the sequence model."""
