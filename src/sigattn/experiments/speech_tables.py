@@ -17,7 +17,7 @@ from sigattn.experiments.run_file import Trainings
 from sigattn.experiments.speech import SpeechTable, speech_experiment
 
 TOLERANCE = 4.0  # points of CER, of errors from 15 to 30
-SPIKE = 1.0
+SPIKE = 1.0  # per run: the smallest difference of gradient spikes that would matter
 SOFTMAX: dict[str, Any] = {"activation": "softmax", "qk_norm": "none"}
 BIASES: dict[str, dict[str, Any]] = {
     "softmax, RoPE": {**SOFTMAX, "position": "rope"},
