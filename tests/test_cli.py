@@ -138,11 +138,19 @@ def test_invalid_command_line(arguments, capsys):
     assert stop.value.code == 2
 
 
-def test_missing_extra_names_the_command_to_install():
-    code = "import sys; sys.modules['tyro'] = None; import sigattn.cli"
+def test_commands_that_need_them_not_do_not_wait_for_imports():
+    slow = ("matplotlib", "sympy", "torch.distributed.tensor", "torch.utils.tensorboard", "transformers")
+    code = f"import sys; import torch, sigattn.cli; print([m for m in {slow!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("package", ["tyro", "matplotlib"])
+def test_missing_extra_names_the_command_to_install(package):
+    code = f"import sys; sys.modules[{package!r}] = None; import sigattn.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == "sigattn: the command line needs tyro: pip install 'sigattn[train]'\n"
+    assert done.stderr == f"sigattn: the command line needs {package}: pip install 'sigattn[train]'\n"
 
 
 def test_it_is_installed():

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from sigattn import cli
-from sigattn.train import checkpoint
+from sigattn.train import checkpoint, checkpoint_reader
 from tests.test_cli import failure
 
 TRAIN = [
@@ -102,8 +102,8 @@ def test_exploits_work_with_pytorch_reader(finished, tmp_path, monkeypatch, plan
     shutil.copytree(finished, run)
     shutil.rmtree(run / "model")
     plant(run, f"touch {proof}")
-    monkeypatch.setattr(checkpoint, "CheckpointReader", FileSystemReader)
-    monkeypatch.setattr(checkpoint, "CheckpointPlanner", DefaultLoadPlanner)
+    monkeypatch.setattr(checkpoint_reader, "CheckpointReader", FileSystemReader)
+    monkeypatch.setattr(checkpoint_reader, "CheckpointPlanner", DefaultLoadPlanner)
     with contextlib.suppress(SystemExit):
         cli.main(["evaluate", str(run)])
     assert proof.exists()

@@ -6,6 +6,7 @@ Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ try:
     from sigattn.train.folder_lock import FolderInUseError
     from sigattn.train.trainer import Interrupted, NonFiniteLossError
     from sigattn.validation import SettingsError
+
+    if importlib.util.find_spec("matplotlib") is None:  # imported only where a figure is drawn, after the training
+        raise ModuleNotFoundError(name="matplotlib")
 except ModuleNotFoundError as _missing:
     sys.exit(f"sigattn: the command line needs {_missing.name}: pip install 'sigattn[train]'")
 except KeyboardInterrupt:

@@ -1,23 +1,26 @@
-"""Distribution of a model over processes with PyTorch's DDP, FSDP2 and tensor parallelism."""
+"""Distribution of a model over processes with PyTorch's DDP, FSDP2 and tensor parallelism.
+
+FSDP and ``torch.distributed.tensor`` take a second to import: functions that need them import them where a model is
+distributed, so that commands of one process do not wait.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.validation import SettingsError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precision: str) -> nn.Module:
@@ -42,6 +45,8 @@ def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precisi
     if processes.num_replicas == 1:
         return module
     if parallel == "fsdp" or processes.tp_size > 1:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         narrow = torch.bfloat16 if precision == "bfloat16" else None
         # inputs are not cast: autocast casts the operands of products, and the residual stream stays in float32
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -54,6 +59,8 @@ def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precisi
 
 def _apply_tensor_parallelism(module: nn.Module, mesh: DeviceMesh) -> None:
     """Split the layers that have a ``tp_plan``: attention by heads, feed-forward layers by their hidden features."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
     for part in list(module.modules()):
         split = getattr(part, "tp_plan", None)
@@ -84,14 +91,14 @@ def total_grad_norm(module: nn.Module, processes: ProcessMesh) -> Tensor:
     if not groups:
         return torch.zeros((), device=processes.device)
     norms = [torch.nn.utils.get_total_norm(g) for g in groups.values()]
-    norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    norms = [n.full_tensor() if _is_dtensor(n) else n for n in norms]
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float, norm: Tensor) -> None:
     """Scale the gradient, whose norm is ``norm``, down to a norm of ``max_norm``."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    if not any(isinstance(g, DTensor) for g in gradients):
+    if not any(_is_dtensor(g) for g in gradients):
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
         return
     factor = max_norm / (norm.item() + 1e-6)
@@ -102,14 +109,19 @@ def clip_grad_norm(module: nn.Module, max_norm: float, norm: Tensor) -> None:
 
 def to_local(t: Tensor) -> Tensor:
     """Return the local part of a ``DTensor``, and any other tensor as it is."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    return t.to_local() if _is_dtensor(t) else t
+
+
+def _is_dtensor(t: Tensor) -> TypeGuard[DTensor]:
+    return hasattr(t, "device_mesh")
 
 
 @contextmanager
 def gradient_sync(module: nn.Module, now: bool) -> Iterator[None]:
     """Reduce the gradients over the processes in backward passes within the context only if ``now`` is True."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(now)
+    set_sync = getattr(module, "set_requires_gradient_sync", None)  # a method of FSDP's modules
+    if set_sync is not None:
+        set_sync(now)
     with module.no_sync() if isinstance(module, DistributedDataParallel) and not now else nullcontext():
         yield
 
@@ -123,6 +135,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Return all weights, on the CPU of the main process. This is a collective: all processes must call it."""
     if not (dist.is_available() and dist.is_initialized()):
         return module.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     state: Any = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     whole: dict[str, Tensor] = state
     return whole
@@ -131,6 +145,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
 def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     """Load all weights into a module that may be sharded; every process passes all of them."""
     if dist.is_available() and dist.is_initialized():
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
         set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
     else:
         module.load_state_dict(state)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import matplotlib.figure
+from typing import TYPE_CHECKING, Any, Literal
 
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting
 from sigattn.experiments.run_file import Trainings, write_run_file
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def check_claims(claims: Sequence[Claim], values: dict[str, list[float]]) -> lis
     return findings
 
 
-def plot_seeds(values: dict[str, list[float]], label: str) -> matplotlib.figure.Figure:
+def plot_seeds(values: dict[str, list[float]], label: str) -> Figure:
     """Plot the value of each seed as a dot, and their mean as a bar."""
     figure, (axis,) = drawing.axes_grid(1, width=7.0, height=1.0 + 0.25 * len(values))
     for i, (name, found) in enumerate(values.items()):
@@ -147,7 +148,7 @@ def plot_seeds(values: dict[str, list[float]], label: str) -> matplotlib.figure.
 MEASUREMENTS = {"attention_norm": "‖P V‖", "gradient_norm": "gradient norm"}
 
 
-def plot_training(outcomes: dict[str, list[sweep.Outcome]], measurement: str) -> matplotlib.figure.Figure:
+def plot_training(outcomes: dict[str, list[sweep.Outcome]], measurement: str) -> Figure:
     """Plot losses and a measurement over the steps."""
     figure, axes = drawing.axes_grid(2, width=5.4, height=4.0)
     for name, style in drawing.variant_styles(outcomes).items():

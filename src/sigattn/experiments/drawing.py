@@ -7,9 +7,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import matplotlib
-import matplotlib.figure
-
 # One colour for each kind of attention in all figures, by Okabe and Ito, distinguishable with the common colour-vision
 # deficiencies; variants of a kind are shades of it: softmax orange, others from blue on.
 COLOUR_OF = {"softmax": "#d55e00", "sigmoid": "#0072b2", "mlp": "#009e73"}
@@ -34,6 +31,8 @@ def variant_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def sigmoid_shades(count: int) -> list[Any]:
     """Return shades of blue from light to dark, for values of one setting of sigmoid attention."""
+    import matplotlib
+
     blues = matplotlib.colormaps["Blues"]
     return [blues(0.35 + 0.65 * i / max(1, count - 1)) for i in range(count)]
 
@@ -45,7 +44,9 @@ def band_legend(axes: Any, **options: Any) -> None:
 
 def axes_grid(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.4) -> tuple[Any, list[Any]]:
     """Return a figure and a list of its ``rows`` × ``columns`` axes, row by row; width and height are of each."""
-    figure = matplotlib.figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
+    from matplotlib.figure import Figure  # here: half a second, which commands that draw nothing need not wait for
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for a in axes:
         a.grid(alpha=0.25)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import matplotlib.figure
+from typing import TYPE_CHECKING, Any, Literal
 
 from sigattn.experiments.intervals import Verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Scale = Literal["smoke", "small", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")
@@ -85,7 +86,7 @@ class Result:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     data: Sequence[Row]
-    figure: matplotlib.figure.Figure | None = None
+    figure: Figure | None = None
 
 
 def select(rows: Sequence[Row], key: str, **where: Any) -> list[Any]:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from sigattn.data import synthetic
@@ -66,7 +65,7 @@ def measure_loss_over_k(setting: Setting) -> Result:
     for name, values in losses.items():
         drawing.plot_band(axis, ks, values, name, drawing.COLOUR_OF[name])
     axis.set(yscale="log", xlabel="k, the number of terms", ylabel="held-out squared error")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     drawing.band_legend(axis)
     rows = [(str(k), *(intervals.mean_std(losses[n][i]) for n in losses)) for i, k in enumerate(ks)]
     data = [{"model": n, "k": k, "losses": losses[n][i]} for n in losses for i, k in enumerate(ks)]

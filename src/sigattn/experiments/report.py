@@ -8,11 +8,12 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import matplotlib.figure
+from typing import TYPE_CHECKING, Any
 
 from sigattn.experiments import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -91,7 +92,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join([head, "|" + "---|" * len(columns), *body])
 
 
-def svg(figure: matplotlib.figure.Figure) -> str:
+def svg(figure: Figure) -> str:
     """Return a figure as an SVG element."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})

@@ -13,10 +13,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 
 from sigattn.data.dataset import Batch
 from sigattn.experiments import datasets, drawing, intervals, sweep
@@ -25,6 +24,9 @@ from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SOFTMAX, ADVICE = "softmax", "sigmoid, the paper's advice"
 PER_HEAD: dict[str, Any] = {"attention_bias": "log_visible", "learn_bias": "head"}

@@ -1,7 +1,8 @@
 """Checkpoints: folders that hold the whole state of a run, written atomically.
 
 All processes write ``checkpoints/step-00000050`` together (with ``torch.distributed.checkpoint``, so that another
-number of processes can read it), under another name until it is complete.
+number of processes can read it), under another name until it is complete. What the functions need of that package they
+import themselves: it takes a second, which commands that read and write no checkpoint need not wait for.
 """
 
 from __future__ import annotations
@@ -16,15 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as read_shards
-from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.optim import Optimizer
 
 from sigattn.distributed.process_mesh import ProcessMesh
 from sigattn.files import FileFormatError, read_json_object
-from sigattn.train.checkpoint_reader import CheckpointPlanner, CheckpointReader
 from sigattn.validation import SettingsError
 
 UNFINISHED, OLD = ".unfinished", ".old"
@@ -56,6 +52,9 @@ def save(
     Raises:
         CheckpointError: if it cannot be written, for example on a full disk; older checkpoints are then unchanged.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+
     final = folder / f"step-{step:08d}"
     unfinished = final.with_name(final.name + UNFINISHED)
     if processes.is_main_process:
@@ -114,6 +113,12 @@ def load(
     Raises:
         CheckpointError: if the checkpoint is damaged, or comes from a run with another configuration.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+
+    from sigattn.train import checkpoint_reader
+
     step, saved = _read_about(path)
     settings = json.loads(json.dumps(settings))
     if "data" not in settings:
@@ -127,7 +132,7 @@ def load(
     state = _state(module, optimizer, average)
     try:
         with _ignore_warnings():
-            reader, planner = CheckpointReader(path), CheckpointPlanner()
+            reader, planner = checkpoint_reader.CheckpointReader(path), checkpoint_reader.CheckpointPlanner()
             read_shards(state, storage_reader=reader, planner=planner, no_dist=processes.world_size == 1)
     except CheckpointException as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({_reason(error)})") from error
@@ -154,6 +159,8 @@ def _read_about(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     with _ignore_warnings():
         model, optim = get_state_dict(module, optimizer)
     state: dict[str, Any] = {"model": model, "optimizer": optim}
@@ -162,8 +169,8 @@ def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -
     return state
 
 
-def _reason(error: CheckpointException) -> str:
-    """Return the error of the first process that failed."""
+def _reason(error: Any) -> str:
+    """Return the error of the first process that failed, from a CheckpointException."""
     return repr(next(iter(error.failures.values()))[0])
 
 
