@@ -10,21 +10,21 @@ to the end of their small recipes and evaluates them on held-out data.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from sigattn.experiments import drawing, intervals, sweep
+from sigattn.experiments import drawing, intervals, language_ablations, speech, sweep, vision_ablations
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
-# by task: recipe, steps and batch of the small scale
-TASKS: dict[str, tuple[str, int, int]] = {
-    "language": ("lm-1b-2k-tiny", 150, 16),
-    "supervised": ("vit-supervised-tiny", 300, 128),
-    "SimCLR": ("vit-simclr-tiny", 120, 128),
-    "BYOL": ("vit-byol-tiny", 80, 128),
-    "MAE": ("vit-mae-tiny", 250, 128),
-    "speech": ("asr-ls960-tiny", 300, 20),
+# by task: the recipe as in the experiments of that task
+TASKS: dict[str, Callable[[Setting], Recipe]] = {
+    "language": language_ablations.norm_recipe,
+    "supervised": vision_ablations.base,
+    "SimCLR": lambda setting: _vision(setting, "vit-simclr-tiny", 400),
+    "BYOL": lambda setting: _vision(setting, "vit-byol-tiny", 240),
+    "MAE": lambda setting: _vision(setting, "vit-mae-tiny", 250),
+    "speech": speech.base,
 }
 TOLERANCE = 0.05  # of softmax's loss
 
@@ -40,11 +40,12 @@ def recipes_by_task(setting: Setting) -> dict[str, Recipe]:
             "train-losses at the paper's scale is every recipe in full: run sigattn train RECIPE and sigattn train "
             "RECIPE-softmax (sigattn recipes lists them) and compare their metrics.jsonl"
         )
-    return {
-        task: sweep.shortened(find_recipe(name), setting.steps(4, steps), setting.scaled(4, batch_size, None))
-        for task, (name, steps, batch_size) in TASKS.items()
-        if task != "speech" or setting.speech is not None or setting.scale == "smoke"
-    }
+    with_speech = setting.speech is not None or setting.scale == "smoke"
+    return {task: base(setting) for task, base in TASKS.items() if task != "speech" or with_speech}
+
+
+def _vision(setting: Setting, name: str, steps: int) -> Recipe:
+    return sweep.shortened(find_recipe(name), setting.steps(4, steps), setting.scaled(4, 128, None))
 
 
 def compare_training_losses(setting: Setting) -> Result:
@@ -100,6 +101,6 @@ EXPERIMENTS = (
         judge_training_losses,
         {"smoke": 0.3, "small": 8.0, "paper": None},
         "1 to 64 GPUs of 80 GB, by recipe",
-        "models of 2 layers of 64, CPython's documentation, handwritten and spoken digits, 80 to 300 steps",
+        "models of 2 layers of 64, CPython's documentation, handwritten and spoken digits, 240 to 1,200 steps",
     ),
 )
