@@ -52,7 +52,7 @@ POWERS: dict[str, dict[str, Any]] = {
 def norm_recipe(setting: Setting) -> Recipe:
     """Return a small form of the 1B model."""
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=setting.scaled(32, 256, None))
-    return sweep.shortened(recipe, setting.steps(4, 300), setting.scaled(2, 16, None))
+    return sweep.shortened(recipe, setting.steps(4, 1200), setting.scaled(2, 4, None))
 
 
 def long_norm_recipe(setting: Setting) -> Recipe:
@@ -95,7 +95,7 @@ NORM_STRUCTURE = make_experiment(
     ),
     {"smoke": 0.2, "small": 6.0, "paper": None},
     "64 GPUs of 80 GB",
-    "2 layers of 64 instead of 1B parameters, 256 bytes, 300 steps; held-out bits instead of nine evaluations",
+    "2 layers of 64 instead of 1B parameters, 256 bytes, 1,200 steps; held-out bits instead of nine evaluations",
 )
 LONG_NORM_STRUCTURE = make_experiment(
     "norm-structure-4k",
@@ -126,7 +126,7 @@ LONG_NORM_STRUCTURE = make_experiment(
     ),
     {"smoke": 0.2, "small": 8.0, "paper": None},
     "64 GPUs of 80 GB",
-    "2 layers of 64 instead of 1B parameters, 512 bytes, 300 steps; held-out bits instead of nine evaluations",
+    "2 layers of 64 instead of 1B parameters, 512 bytes, 1,200 steps; held-out bits instead of nine evaluations",
 )
 STABILITY: dict[str, dict[str, Any]] = {
     "softmax, QK-norm": {"activation": "softmax"},
@@ -164,7 +164,7 @@ LANGUAGE_STABILITY = make_experiment(
     ),
     {"smoke": 0.2, "small": 3.0, "paper": None},
     "64 GPUs of 80 GB",
-    "2 layers of 64 instead of 1B parameters, 256 bytes, 300 steps",
+    "2 layers of 64 instead of 1B parameters, 256 bytes, 1,200 steps",
 )
 LENGTH_POWER = make_experiment(
     "length-power",
@@ -184,6 +184,6 @@ LENGTH_POWER = make_experiment(
     ),
     {"smoke": 0.2, "small": 4.0, "paper": None},
     "1 GPU of 80 GB",
-    "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 300 steps instead of 65,536",
+    "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 1,200 steps instead of 65,536",
 )
 EXPERIMENTS = (NORM_STRUCTURE, LONG_NORM_STRUCTURE, LANGUAGE_STABILITY, LENGTH_POWER)

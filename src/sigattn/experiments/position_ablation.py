@@ -31,9 +31,9 @@ def one_block_recipe(setting: Setting, **model: Any) -> Recipe:
     recipe = find_recipe("lm-realnews").with_transformer(**model)
     if setting.scale == "paper":
         return recipe
-    context, steps = setting.scaled(32, 256, None), setting.steps(6, 300)
+    context, steps = setting.scaled(32, 256, None), setting.steps(6, 1200)
     recipe = recipe.with_transformer(vocab_size=256, max_seq_len=context, embed_dim=128, num_heads=4, mlp_dim=512)
-    return sweep.shortened(recipe, steps, 8, precision="float32", learning_rate=2e-3, final_learning_rate=0.05)
+    return sweep.shortened(recipe, steps, 4, precision="float32", learning_rate=2e-3, final_learning_rate=0.05)
 
 
 def variants(setting: Setting) -> dict[str, Recipe]:
@@ -103,7 +103,7 @@ EXPERIMENTS = (
         judge_positions,
         {"smoke": 0.2, "small": 4.0, "paper": None},
         "1 GPU of 80 GB",
-        "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 300 steps instead of 65,536, b = -7 instead of "
+        "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 1,200 steps instead of 65,536, b = -7 instead of "
         "-10",
     ),
 )
