@@ -35,7 +35,7 @@ def base(setting: Setting, kappa: int) -> Recipe:
     if setting.scale == "paper":
         return recipe
     context, batch_size = setting.scaled((32, 4), (64, 8), None)
-    steps = setting.steps(6, 150)
+    steps = setting.steps(6, 600)
     recipe = recipe.with_transformer(vocab_size=256, max_seq_len=context)
     return sweep.shortened(
         recipe, steps, batch_size, precision="float32", warmup_steps=steps // 16, log_attention_every=0
@@ -199,7 +199,7 @@ def judge_constant_biases(data: Sequence[Row], _: Scale) -> list[Finding]:
     return findings
 
 
-_DIFFERS = "κ = 1 only, 64 bytes instead of 512 tokens, batch 8, 150 steps instead of 16,384"
+_DIFFERS = "κ = 1 only, 64 bytes instead of 512 tokens, batch 8, 600 steps instead of 16,384"
 EXPERIMENTS = (
     Experiment(
         "lr-sensitivity",
@@ -207,7 +207,7 @@ EXPERIMENTS = (
         'Figs. 8 and 9, Sect. "Ablations"',
         compare_norms,
         judge_norms,
-        {"smoke": 0.3, "small": 6.0, "paper": None},
+        {"smoke": 0.3, "small": 9.0, "paper": None},
         "1 GPU",
         _DIFFERS,
     ),
@@ -217,7 +217,7 @@ EXPERIMENTS = (
         'App. "Attention Bias Ablation"',
         compare_constant_biases,
         judge_constant_biases,
-        {"smoke": 0.2, "small": 5.0, "paper": None},
+        {"smoke": 0.2, "small": 8.0, "paper": None},
         "1 GPU",
         _DIFFERS,
     ),
