@@ -26,7 +26,7 @@ def test_kernels(tmp_path):
         lengths=(16, 32),
         num_heads=2,
         head_dims=(16,),
-        batch_size=2,
+        batch_size=1,
         dtype="float32",
         rounds=1,
         round_seconds=0.0,
