@@ -84,12 +84,10 @@ def reproduce(
 
 
 def _print_experiments() -> None:
-    rows = []
     for e in EXPERIMENTS.values():
-        minutes = (e.minutes.get(s) for s in SCALES)
-        times = ("not known" if m is None else f"{m:g} min" for m in minutes)
-        rows.append([e.name, e.title, e.source, *times, e.hardware])
-    print_table(("experiment", "title", "in the paper", *SCALES, "hardware for paper"), rows)
+        small, paper = (None if m is None else f"{m:g} min" if m else "seconds" for m in map(e.minutes.get, SCALES[1:]))
+        hardware = f"{paper} on {e.hardware}" if paper else e.hardware
+        print(f"{e.name}: {e.title}\n    {e.source}\n    small: {small} on 2 CPU cores; paper: {hardware}")
 
 
 def measure_norms(options: attention_norms.AttentionNormsConfig) -> None:

@@ -27,7 +27,7 @@ class Setting:
     """Arguments of an experiment.
 
     Attributes:
-        scale: "smoke" (seconds), "small" (at most 8 minutes on 2 cores) or "paper".
+        scale: "smoke" (seconds), "small" (minutes on 2 cores) or "paper".
         seeds: number of seeds of each training run.
         folder: folder of runs and data, from which an interrupted command continues.
         log: called with a line of progress. workers: number of runs at a time, each with one thread.

@@ -93,7 +93,7 @@ NORM_STRUCTURE = make_experiment(
         curves="attention_norm",
         paper=("lm-1b-2k", "REDPAJAMA", "sigattn lm-eval"),
     ),
-    {"smoke": 0.2, "small": 6.0, "paper": None},
+    {"smoke": 0.2, "small": 10.0, "paper": None},
     "64 GPUs of 80 GB",
     "2 layers of 64 instead of 1B parameters, 256 bytes, 1,200 steps; held-out bits instead of nine evaluations",
 )
@@ -124,7 +124,7 @@ LONG_NORM_STRUCTURE = make_experiment(
         curves="attention_norm",
         paper=("lm-1b-4k", "REDPAJAMA", "sigattn lm-eval"),
     ),
-    {"smoke": 0.2, "small": 8.0, "paper": None},
+    {"smoke": 0.2, "small": 12.0, "paper": None},
     "64 GPUs of 80 GB",
     "2 layers of 64 instead of 1B parameters, 512 bytes, 1,200 steps; held-out bits instead of nine evaluations",
 )
@@ -162,7 +162,7 @@ LANGUAGE_STABILITY = make_experiment(
         curves="gradient_norm",
         paper=(PAPER_STABILITY, "REDPAJAMA", "compare the metrics.jsonl of the runs"),
     ),
-    {"smoke": 0.2, "small": 3.0, "paper": None},
+    {"smoke": 0.2, "small": 4.0, "paper": None},
     "64 GPUs of 80 GB",
     "2 layers of 64 instead of 1B parameters, 256 bytes, 1,200 steps",
 )
@@ -182,7 +182,7 @@ LENGTH_POWER = make_experiment(
         ),
         curves="attention_norm",
     ),
-    {"smoke": 0.2, "small": 4.0, "paper": None},
+    {"smoke": 0.2, "small": 5.0, "paper": None},
     "1 GPU of 80 GB",
     "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 1,200 steps instead of 65,536",
 )
