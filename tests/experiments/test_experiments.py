@@ -21,6 +21,7 @@ from sigattn.experiments import (
     k_summation,
     lr_sensitivity,
     pages,
+    position_ablation,
     sigma_accuracy,
     sweep,
 )
@@ -73,6 +74,13 @@ def test_small_scale_takes_at_most_twelve_minutes():
         assert small is not None
         longer = {"conversion": 40, "small-models": 40}  # seven models, one of 2,400 steps; eight variants of three
         assert small <= longer.get(experiment.name, 12)
+
+
+def test_pages_name_the_text_that_was_loaded(tmp_path):
+    """Not that of the recipe, which at these scales is not loaded."""
+    setting = Setting("smoke", 1, tmp_path, print)
+    sweep._identity(setting, sweep._run(setting, "one block", position_ablation.one_block_recipe(setting), 0), {})
+    assert list(setting.fingerprints) == ["CPython's documentation, as bytes"]
 
 
 class TestStatistics:

@@ -23,6 +23,7 @@ from sigattn.train.run_cache import load_result, prepared_folder, store_result
 from sigattn.train.trainer import NonFiniteLossError
 
 RESULT_FILE = "done.json"
+DEFAULT_TEXT = "CPython's documentation, as bytes"  # what load_dataset gives a language model without a path
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,10 @@ def _identity(setting: Setting, run: Run, fingerprints: dict[str, str]) -> str:
     key = repr((type(model), own, recipe.data, run.data, run.tokenizer))
     if key not in fingerprints:
         fingerprints[key] = run.load_data().fingerprint
-    name = recipe.data.name if run.data is None else str(run.data)
+    if run.data is not None:
+        name = str(run.data)
+    else:  # a recipe of the paper's size names its own text
+        name = DEFAULT_TEXT if isinstance(model, LanguageModelConfig) else recipe.data.name
     setting.fingerprints[name if run.tokenizer is None else f"{name}, {run.tokenizer}"] = fingerprints[key]
     return identity_hash(recipe.task, model, recipe.training, fingerprints[key])
 

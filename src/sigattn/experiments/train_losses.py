@@ -2,9 +2,9 @@
 
     sigattn reproduce train-losses --speech FSDD.tar.gz     (--scale paper: each recipe's own hardware)
 
-Expected: the two curves of each task coincide. Both models of a pair have the recipe's positions and norms; only the
-attention differs (and, in speech, the QK-norm, which softmax does not have). ``sigattn compare`` trains the same pairs
-to the end of their small recipes and evaluates them on held-out data.
+Expected: the two curves of each task coincide. Both models of a pair have the same positions and norms; only the
+attention differs (and, in speech, the QK-norm, which softmax does not have). ``sigattn compare`` trains such pairs to
+the end of their small recipes and evaluates them on held-out data.
 """
 
 from __future__ import annotations
