@@ -16,6 +16,7 @@ import torch
 from sigattn import cli
 from sigattn.experiments import (
     cache,
+    datasets,
     dropped_keys,
     intervals,
     k_summation,
@@ -28,6 +29,7 @@ from sigattn.experiments import (
 from sigattn.experiments.experiment import SCALES, Experiment, ExperimentError, Result, Setting
 from sigattn.experiments.intervals import Difference
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
+from sigattn.train import checkpoint
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
 
@@ -97,8 +99,18 @@ class TestStatistics:
             found = scipy_stats.ttest_ind(second, first, equal_var=False).confidence_interval(0.95)
             assert margin == pytest.approx((found.high - found.low) / 2, rel=0.01)
 
+    def test_paired(self):
+        """Compared with SciPy's interval of the mean of the changes."""
+        scipy_stats = pytest.importorskip("scipy.stats")
+        first, second = [1.0, 2.0, 4.0, 8.0], [1.5, 2.25, 5.0, 8.0]
+        delta, margin = intervals.paired(first, second)
+        changes = [0.5, 0.25, 1.0, 0.0]
+        assert delta == statistics.mean(changes)
+        found = scipy_stats.ttest_1samp(changes, 0).confidence_interval(0.95)
+        assert margin == pytest.approx((found.high - found.low) / 2, rel=0.001)
+
     def test_one_seed_has_no_interval(self):
-        assert intervals.welch([1.0], [2.0]) == (1.0, math.inf)
+        assert intervals.welch([1.0], [2.0]) == intervals.paired([1.0], [2.0]) == (1.0, math.inf)
         assert str(intervals.welch([1.0], [2.0])) == "+1"
         assert intervals.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
 
@@ -151,6 +163,24 @@ def test_run_with_changed_settings_is_repeated(tmp_path):
     (first,) = sweep.train_variants(setting, {"same name": shorter})["same name"]
     (second,) = sweep.train_variants(setting, {"same name": recipe})["same name"]
     assert (len(first.rows), len(second.rows)) == (2, recipe.training.max_steps)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_models_over_training_are_those_that_were_validated(tmp_path):
+    """A model that is loaded from a checkpoint has the held-out loss that training noted at its step."""
+    setting = Setting("smoke", 1, tmp_path)
+    recipe = k_summation.base(setting, 1)
+    problem = datasets.load_dataset(recipe, None)
+    errors = []
+    for place, model, about in k_summation._models_over_training(setting, (2, 8)):
+        assert place["step"] in (2, 8)
+        with torch.no_grad():
+            loss = recipe.task.evaluate(model, problem.validation(recipe.training.eval_batch_size))["loss"]
+        assert about["error"] == pytest.approx(loss, rel=1e-5)
+        errors.append(loss)
+    assert len(set(errors)) == 4
+    with pytest.raises(checkpoint.CheckpointError, match="cannot read the checkpoint"):
+        next(iter(sweep.train_variants(setting, {"a": recipe}).values()))[0].load_model(3)
 
 
 @pytest.mark.usefixtures("in_this_process")

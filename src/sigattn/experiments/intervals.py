@@ -78,6 +78,15 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
     return Difference(delta, _student_quantile(max(freedom, 1.0)) * math.sqrt(sum(parts)))
 
 
+def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Return the mean of second - first with its interval, for two measurements of each run; infinite for one run."""
+    changes = [b - a for a, b in zip(first, second, strict=True)]
+    if len(changes) < 2:
+        return Difference(changes[0], math.inf)
+    margin = _student_quantile(len(changes) - 1.0) * statistics.stdev(changes) / math.sqrt(len(changes))
+    return Difference(statistics.mean(changes), margin)
+
+
 def _student_quantile(freedom: float) -> float:
     """Return the 95 % point for ``freedom`` ≥ 1 degrees of freedom, interpolated linearly in 1 / freedom."""
     whole = min(math.floor(freedom), len(_STUDENT))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +37,20 @@ ACTIVATIONS = ("softmax", "sigmoid")
 MAP_COLOURS = {"softmax": "Oranges", "sigmoid": "Blues"}
 QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of the weights, of which the last is the largest
 MAP_SAMPLES = 8
+POINTS = 8  # of a training at which its weights are looked at
 TOLERANCE = 0.5  # of log loss: losses vary over orders of magnitude
 
 
-def base(setting: Setting, k: int, **model: Any) -> Recipe:
-    """Return the recipe; below the paper's scale with shorter sequences, which are learned in fewer steps."""
+def base(setting: Setting, k: int, small_steps: int = 1600, **model: Any) -> Recipe:
+    """Return the recipe; below the paper's scale with shorter sequences, which are learned in fewer steps.
+
+    Args:
+        small_steps: steps at scale "small". model: settings of the model.
+    """
     recipe = replace(find_recipe("k-summation").with_transformer(**model), task=KSummation(k=k))
     if setting.scale != "paper":
         recipe = recipe.with_transformer(seq_len=16)
-    steps = setting.steps(6, 1600, recipe.training.max_steps)
+    steps = setting.steps(POINTS, small_steps, recipe.training.max_steps)
     return sweep.shortened(recipe, steps, setting.scaled(8, 64, 256), warmup_steps=0)
 
 
@@ -98,11 +103,8 @@ def judge_loss_over_k(data: Sequence[Row], _: Scale) -> list[Finding]:
 
 def measure_weights_over_training(setting: Setting) -> Result:
     """Measure quantiles, norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
-    steps = base(setting, 1).training.max_steps
-    every = max(1, steps // setting.scaled(2, 5, 10))
-    models, errors = _train_to(setting, range(0, steps + 1, every))
     data = []
-    for (activation, seed, step), model in models.items():
+    for place, model, about in _models_over_training(setting, range(POINTS + 1)):
         samples = _samples(model)
         report = model.attention_report(samples)[0]
         weights = attention_weights(model, samples)
@@ -110,9 +112,7 @@ def measure_weights_over_training(setting: Setting) -> Result:
         values = {"sparsity": report.hoyer_sparsity, "weights_norm": norm, "row_mass": report.row_mass_mean}
         measured = {name: value.mean().item() for name, value in values.items()}
         measured |= {f"quantile {q}": weights.flatten().quantile(q).item() for q in QUANTILES}
-        data.append(
-            {"activation": activation, "seed": seed, "step": step, **measured, **errors[activation, seed, step]}
-        )
+        data.append({**place, **measured, **about})
     at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(5)
     for axis, activation in zip(axes, ACTIVATIONS, strict=False):
@@ -142,7 +142,7 @@ def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
     softmax, sigmoid = (select(data, "sparsity", activation=a, step=steps[-1]) for a in ACTIVATIONS)
 
     def over_second_half(key: str) -> intervals.Difference:
-        return intervals.welch(*(select(data, key, activation="sigmoid", step=step) for step in (half, steps[-1])))
+        return intervals.paired(*(select(data, key, activation="sigmoid", step=step) for step in (half, steps[-1])))
 
     large = (select(data, f"quantile {QUANTILES[-2]}", activation=a, step=steps[-1]) for a in ACTIVATIONS)
     return [
@@ -175,18 +175,16 @@ def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
 
 def plot_weights_of_samples(setting: Setting) -> Result:
     """Plot attention weights of eight samples at four steps; compare the sparsity of the upper left block."""
-    steps = base(setting, 1).training.max_steps
-    at = sorted({0, steps // 4, steps // 2, steps})
-    models, errors = _train_to(setting, at)
     maps: dict[tuple[str, int], Tensor] = {}
     data = []
-    for (activation, seed, step), model in models.items():
+    for place, model, about in _models_over_training(setting, (0, POINTS // 4, POINTS // 2, POINTS)):
         weights = attention_weights(model, _samples(model))
         half = weights.shape[-1] // 2
-        if seed == 0:
-            maps[activation, step] = weights[:MAP_SAMPLES]
+        if place["seed"] == 0:
+            maps[place["activation"], place["step"]] = weights[:MAP_SAMPLES]
         blocks = {"upper_left": hoyer_sparsity(weights[:, :half, :half]), "whole": hoyer_sparsity(weights)}
-        data.append({"activation": activation, "seed": seed, "step": step, **blocks, **errors[activation, seed, step]})
+        data.append({**place, **blocks, **about})
+    at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(2 * MAP_SAMPLES, len(at), width=0.9, height=1.0)
     for i, step in enumerate(at):
         for j, (activation, colours) in enumerate(MAP_COLOURS.items()):
@@ -249,26 +247,34 @@ def _samples(model: SequenceModel) -> Tensor:
     return samples
 
 
-def _train_to(setting: Setting, at: Any) -> tuple[dict[tuple[str, int, int], Any], dict[Any, dict[str, float]]]:
-    """Return models with one head by activation, seed and step, and {"error": squared error} of the trained ones.
+def _models_over_training(
+    setting: Setting, points: Iterable[int]
+) -> Iterator[tuple[dict[str, Any], SequenceModel, dict[str, float]]]:
+    """Train models with one head, and yield each at some checkpoints, of which there are ``POINTS`` in a training.
 
-    Each is the model of a separate run, which equals the beginning of a longer one.
+    Args:
+        points: numbers of checkpoints; 0 is the model before training.
+
+    Yields:
+        The row's activation, seed and step; the model; and {"error": squared error} if it has been trained.
     """
-    recipe = base(setting, 1, num_heads=1)
+    recipe = base(setting, 1, 6400, num_heads=1)
+    every = recipe.training.max_steps // POINTS
+    recipe = recipe.with_training(
+        max_steps=POINTS * every, checkpoint_every=every, keep_checkpoints=POINTS, validate_every=every
+    )
     recipes = {"softmax": recipe.softmax(), "sigmoid": recipe}
-    variants = {f"{a}, {s} steps": recipes[a].with_training(max_steps=s) for a in ACTIVATIONS for s in at if s}
-    outcomes = sweep.train_variants(setting, variants)
-    models: dict[tuple[str, int, int], Any] = {}
-    errors: dict[Any, dict[str, float]] = {}
-    for place in itertools.product(ACTIVATIONS, range(setting.seeds), at):
-        activation, seed, step = place
+    outcomes = sweep.train_variants(setting, recipes)
+    for activation, seed, point in itertools.product(ACTIVATIONS, range(setting.seeds), points):
+        step, outcome = point * every, outcomes[activation][seed]
+        place = {"activation": activation, "seed": seed, "step": step}
         if step:
-            outcome = outcomes[f"{activation}, {step} steps"][seed]
-            models[place], errors[place] = outcome.load_model(), {"error": outcome.final["loss"]}
+            yield place, outcome.load_model(step), {"error": outcome.rows[step - 1]["validation_loss"]}
         else:
             torch.manual_seed(seed)
-            models[place], errors[place] = saving.build(recipes[activation].model).eval(), {}
-    return models, errors
+            model = saving.build(recipes[activation].model).eval()
+            assert isinstance(model, SequenceModel)
+            yield place, model, {}
 
 
 def _lower_finding(claim: str, quantity: str, difference: intervals.Difference, data: Sequence[Row]) -> Finding:
@@ -284,7 +290,7 @@ def _lower_finding(claim: str, quantity: str, difference: intervals.Difference, 
     )
 
 
-_SEPARATE_RUNS = "n = 16 instead of 40, batch 64, up to 1,600 steps; each {} is a separate run that ends at that step"
+_ONE_HEAD = "n = 16 instead of 40, batch 64, 6,400 steps"
 EXPERIMENTS = (
     Experiment(
         "k-summation",
@@ -302,9 +308,9 @@ EXPERIMENTS = (
         'Figs. "attn_evolve", "attn_metric_evolve", App. G.5',
         measure_weights_over_training,
         judge_weights_over_training,
-        {"smoke": 0.2, "small": 6.0, "paper": None},
+        {"smoke": 0.2, "small": 11.0, "paper": None},
         "1 GPU",
-        _SEPARATE_RUNS.format("point") + " (the learning rate is constant)",
+        _ONE_HEAD,
     ),
     Experiment(
         "attention-maps",
@@ -312,8 +318,8 @@ EXPERIMENTS = (
         'Fig. "attn_by_sample", App. G.5',
         plot_weights_of_samples,
         judge_weights_of_samples,
-        {"smoke": 0.2, "small": 4.0, "paper": None},
+        {"smoke": 0.2, "small": 11.0, "paper": None},
         "1 GPU",
-        _SEPARATE_RUNS.format("row of maps"),
+        _ONE_HEAD,
     ),
 )

@@ -17,7 +17,7 @@ from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
-from sigattn.train import loop, metrics, workers
+from sigattn.train import checkpoint, loop, metrics, workers
 from sigattn.train.identity import identity_hash
 from sigattn.train.run_cache import load_result, prepared_folder, store_result
 from sigattn.train.trainer import NonFiniteLossError
@@ -67,9 +67,12 @@ class Outcome:
         values = values[-max(1, round(fraction * len(values))) :]
         return float(sum(values) / len(values))
 
-    def load_model(self) -> Any:
-        """Return the trained model in evaluation mode."""
-        return saving.load(self.folder / "model").eval()
+    def load_model(self, step: int | None = None) -> Any:
+        """Return the trained model, or that of the checkpoint after ``step`` steps, in evaluation mode."""
+        model = saving.load(self.folder / "model").eval()
+        if step is not None:
+            checkpoint.load_weights(self.folder / "checkpoints" / f"step-{step:08d}", model)
+        return model
 
 
 def shortened(recipe: Recipe, steps: int, batch_size: int, **training: Any) -> Recipe:

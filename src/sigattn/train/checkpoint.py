@@ -113,11 +113,7 @@ def load(
     Raises:
         CheckpointError: if the checkpoint is damaged, or comes from a run with another configuration.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load as read_shards
-
-    from sigattn.train import checkpoint_reader
 
     step, saved = _read_about(path)
     settings = json.loads(json.dumps(settings))
@@ -130,17 +126,24 @@ def load(
             "in another run folder"
         )
     state = _state(module, optimizer, average)
-    try:
-        with _ignore_warnings():
-            reader, planner = checkpoint_reader.CheckpointReader(path), checkpoint_reader.CheckpointPlanner()
-            read_shards(state, storage_reader=reader, planner=planner, no_dist=processes.world_size == 1)
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({_reason(error)})") from error
+    _read(path, state, processes.world_size)
     with _ignore_warnings():
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if average is not None:
         average.load_state_dict(state["average"])
     return step
+
+
+def load_weights(path: Path, module: nn.Module) -> None:
+    """Load the weights of a checkpoint, on one process, into a module that was built like the one that was saved.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged, or lacks a weight of the module.
+    """
+    _read_about(path)
+    state = {"model": module.state_dict()}
+    _read(path, state)
+    module.load_state_dict(state["model"])
 
 
 def _read_about(path: Path) -> tuple[int, dict[str, Any]]:
@@ -167,6 +170,21 @@ def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -
     if average is not None:
         state["average"] = average.state_dict()
     return state
+
+
+def _read(path: Path, state: dict[str, Any], world_size: int = 1) -> None:
+    """Read the values of a checkpoint into a state of the same keys, or of some of them."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from sigattn.train import checkpoint_reader
+
+    try:
+        with _ignore_warnings():
+            reader, planner = checkpoint_reader.CheckpointReader(path), checkpoint_reader.CheckpointPlanner()
+            load(state, storage_reader=reader, planner=planner, no_dist=world_size == 1)
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({_reason(error)})") from error
 
 
 def _reason(error: Any) -> str:
