@@ -172,11 +172,11 @@ def test_models_over_training_are_those_that_were_validated(tmp_path):
     recipe = k_summation.base(setting, 1)
     problem = datasets.load_dataset(recipe, None)
     errors = []
-    for place, model, about in k_summation._models_over_training(setting, (2, 8)):
-        assert place["step"] in (2, 8)
+    for labels, model, error in k_summation._models_over_training(setting, (2, 8)):
+        assert labels["step"] in (2, 8)
         with torch.no_grad():
             loss = recipe.task.evaluate(model, problem.validation(recipe.training.eval_batch_size))["loss"]
-        assert about["error"] == pytest.approx(loss, rel=1e-5)
+        assert error["error"] == pytest.approx(loss, rel=1e-5)
         errors.append(loss)
     assert len(set(errors)) == 4
     with pytest.raises(checkpoint.CheckpointError, match="cannot read the checkpoint"):

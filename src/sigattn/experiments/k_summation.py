@@ -105,7 +105,7 @@ def judge_loss_over_k(data: Sequence[Row], _: Scale) -> list[Finding]:
 def measure_weights_over_training(setting: Setting) -> Result:
     """Measure quantiles, norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
     data = []
-    for place, model, about in _models_over_training(setting, range(POINTS + 1)):
+    for labels, model, error in _models_over_training(setting, range(POINTS + 1)):
         samples = _samples(model)
         report = model.attention_report(samples)[0]
         weights = attention_weights(model, samples)
@@ -113,7 +113,7 @@ def measure_weights_over_training(setting: Setting) -> Result:
         values = {"sparsity": report.hoyer_sparsity, "weights_norm": norm, "row_mass": report.row_mass_mean}
         measured = {name: value.mean().item() for name, value in values.items()}
         measured |= {f"quantile {q}": weights.flatten().quantile(q).item() for q in QUANTILES}
-        data.append({**place, **measured, **about})
+        data.append({**labels, **measured, **error})
     at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(5)
     for axis, activation in zip(axes, ACTIVATIONS, strict=False):
@@ -178,13 +178,13 @@ def plot_weights_of_samples(setting: Setting) -> Result:
     """Plot attention weights of eight samples at four steps; compare the sparsity of the upper left block."""
     maps: dict[tuple[str, int], Tensor] = {}
     data = []
-    for place, model, about in _models_over_training(setting, (0, POINTS // 4, POINTS // 2, POINTS)):
+    for labels, model, error in _models_over_training(setting, (0, POINTS // 4, POINTS // 2, POINTS)):
         weights = attention_weights(model, _samples(model))
         half = weights.shape[-1] // 2
-        if place["seed"] == 0:
-            maps[place["activation"], place["step"]] = weights[:MAP_SAMPLES]
+        if labels["seed"] == 0:
+            maps[labels["activation"], labels["step"]] = weights[:MAP_SAMPLES]
         blocks = {"upper_left": hoyer_sparsity(weights[:, :half, :half]), "whole": hoyer_sparsity(weights)}
-        data.append({**place, **blocks, **about})
+        data.append({**labels, **blocks, **error})
     at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(2 * MAP_SAMPLES, len(at), width=0.9, height=1.0)
     for i, step in enumerate(at):
@@ -268,14 +268,14 @@ def _models_over_training(
     outcomes = sweep.train_variants(setting, recipes)
     for activation, seed, point in itertools.product(ACTIVATIONS, range(setting.seeds), points):
         step, outcome = point * every, outcomes[activation][seed]
-        place = {"activation": activation, "seed": seed, "step": step}
+        labels = {"activation": activation, "seed": seed, "step": step}
         if step:
-            yield place, outcome.load_model(step), {"error": outcome.rows[step - 1]["validation_loss"]}
+            yield labels, outcome.load_model(step), {"error": outcome.rows[step - 1]["validation_loss"]}
         else:
             torch.manual_seed(seed)
             model = saving.build(recipes[activation].model).eval()
             assert isinstance(model, SequenceModel)
-            yield place, model, {}
+            yield labels, model, {}
 
 
 def _lower_finding(claim: str, quantity: str, difference: intervals.Difference, data: Sequence[Row]) -> Finding:
