@@ -215,7 +215,8 @@ def fingerprint(wheels: list[str]) -> str:
     """Return a digest of the library's source, the versions of PyTorch and Triton, the baselines and the GPU."""
     digest = hashlib.sha256(" ".join(wheels).encode())
     for package in ("torch", "triton"):
-        digest.update(importlib.metadata.version(package).encode())
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Triton has other names on other devices
+            digest.update(importlib.metadata.version(package).encode())
     if (smi := shutil.which("nvidia-smi")) is not None:
         query = [smi, "--query-gpu=name", "--format=csv"]
         digest.update(subprocess.run(query, capture_output=True, check=False).stdout)

@@ -14,7 +14,7 @@ import torch
 
 from sigattn.bench import accuracy, baselines, hybridnorm, kernels, overhead, subprocesses, timing, training, tune
 from sigattn.bench.baselines import IMPLEMENTATIONS, NAIVE, OURS, SDPA, Implementation
-from sigattn.bench.inputs import Options
+from sigattn.bench.inputs import Options, random_inputs
 from sigattn.bench.provenance import BenchmarkError
 from sigattn.ops.triton import tuning
 
@@ -169,6 +169,18 @@ def test_crossing_is_the_last_one():
     assert found["from"] == 256
     assert found["percent"] == pytest.approx(100 * (0.2 + 0.5) / 2)
     assert hybridnorm.crossing([row(64, 0.9)], False, "affine")["over"]["x"] == {"from": None, "percent": None}
+    without = {**row(128, 0.9), "softmax_time_over_this": {}}  # that softmax ran out of memory
+    assert hybridnorm.crossing([row(64, 2.0), without], False, "affine")["over"]["x"]["from"] == 64
+
+
+def test_a_fault_of_the_gpu_is_no_reason_to_leave_out_what_follows(monkeypatch):
+    def fault(*_):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(baselines, "checked_passes", lambda *_, **__: fault())
+    inputs = random_inputs(1, 1, 8, 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        baselines.available_passes(baselines.IMPLEMENTATIONS, inputs, {})
 
 
 def test_overhead(tmp_path):

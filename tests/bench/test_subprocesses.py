@@ -9,7 +9,7 @@ def test_each_failure_affects_one_call():
         "raises": ["raise", 1, "raise"],
         "hangs": [1, "hang", 2],
         "dies": ["die", 1],
-        "faults": [1, "fault", 2, "fault"],
+        "faults": [1, "fault", 2, "fault of a launch", 3],
         "nothing": [],
     }
     found = subprocesses.find_failures("tests.bench.subprocess_calls:fail", groups, seconds=2, workers=3)

@@ -1,6 +1,8 @@
 """The Triton backend: supported calls, settings, layout of results."""
 
 import contextlib
+import math
+import sys
 import types
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 import triton as kernels
 import triton.language as language
 
-from sigattn import flash, sigmoid_attention
+from sigattn import flash, sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
 from sigattn.ops import triton
 from sigattn.ops.attention import DENSE
 from sigattn.ops.operands import bias_tensor
@@ -100,11 +102,17 @@ def test_output_can_be_viewed_as_rows(layout, back):
 
 
 @pytest.mark.filterwarnings("ignore:.*TF32")  # PyTorch's, of its older setting
-def test_tf32_follows_the_settings_of_pytorch():
+@pytest.mark.usefixtures("unchecked")
+def test_tf32_follows_the_settings_of_pytorch(monkeypatch):
+    """On NVIDIA's GPUs only: for most of AMD's, Triton compiles no product in TF32."""
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
         assert kernel_args.tf32_is_allowed()
+        on_gpu = types.SimpleNamespace(dtype=torch.float32, is_cuda=True)
+        assert kernel_args.precision(on_gpu) == "tf32"
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        assert kernel_args.precision(on_gpu) == "ieee"
         torch.set_float32_matmul_precision("highest")
         assert not kernel_args.tf32_is_allowed()
     finally:
@@ -227,6 +235,97 @@ def test_tensors_may_have_more_than_2_to_the_31_elements(strides):
 
     for a, e in zip(results(far), results(near), strict=True):
         torch.testing.assert_close(a, e)
+
+
+def test_a_cache_with_features_first_may_have_large_strides():
+    """Its 8 GiB are not allocated, but for the pages of 20 keys."""
+    cache = torch.empty(32, 2**27, dtype=torch.float16, device=DEVICE)[:, :20].t()[None, :, None]
+    cache.copy_(torch.randn(1, 20, 1, 32))
+    q = torch.randn(1, 1, 1, 32, device=DEVICE).half()
+
+    def attend(k):
+        return sigmoid_kvcache_attention(q, k, k, bias=-3.0, cache_seqlens=20, backend="triton")
+
+    torch.testing.assert_close(attend(cache), attend(cache.contiguous()))
+
+
+QUERY, CACHE, PAGES = (
+    torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for shape in ((3, 1, 2, 16), (3, 40, 2, 16), (12, 10, 2, 16))
+)
+INTEGERS = {
+    "cache_seqlens": torch.tensor([17, 30, 40]),
+    "left_padding": torch.tensor([17, 30, 2]),
+    "block_table": torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(3, 4),
+    "key_lengths": torch.tensor([17, 40, 5]),
+    "cu_seqlens": torch.tensor([0, 5, 8, 14]),
+}
+
+
+def attention_with(name, integers, backend):
+    """Return the outputs, and in training the gradients, of a call that reads these integers."""
+    if name in ("cache_seqlens", "left_padding", "block_table"):
+        more = {"cache_seqlens": 40, name: integers.to(DEVICE)}
+        cache = (PAGES if name == "block_table" else CACHE).to(DEVICE)
+        return (sigmoid_kvcache_attention(QUERY.to(DEVICE), cache, cache, bias=-3.0, backend=backend, **more),)
+    if name == "cu_seqlens":
+        x = CACHE[0, :14].to(DEVICE).requires_grad_()
+        out = sigmoid_varlen_attention(x, x, x, integers.to(DEVICE), integers.to(DEVICE), 6, 6, backend=backend)
+    else:
+        x = CACHE.transpose(1, 2).to(DEVICE).requires_grad_()
+        out = sigmoid_attention(x, x, x, key_lengths=integers.to(DEVICE), backend=backend)
+    return out, *torch.autograd.grad(out.square().sum(), x)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_may_have_any_strides(name):
+    """A column of a matrix, a transposed table, and one length expanded to all samples."""
+    contiguous = INTEGERS[name]
+    others = [torch.stack([contiguous, -contiguous], -1)[..., 0]]
+    if name == "block_table":
+        others.append(contiguous.mT.contiguous().mT)
+    if name in ("cache_seqlens", "key_lengths"):
+        others.append(torch.tensor(17).expand(3))
+    for integers in others:
+        assert not integers.is_contiguous()
+        given, expected = (attention_with(name, integers, backend) for backend in ("triton", "blocked"))
+        for a, e in zip(given, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [(2**31 - 1, 0), (-1, 2**31 - 1), (2**31 - 1, 2**31 - 1), (sys.maxsize, 3)])
+def test_a_window_may_be_larger_than_any_length(window):
+    q = torch.randn(1, 1, 40, 16, device=DEVICE, requires_grad=True)
+    sides = [-1 if side > 40 else side for side in window]
+    expected = sigmoid_attention(q, q, q, window=sides, backend="reference")
+    found = sigmoid_attention(q, q, q, window=window, backend="triton")
+    grad = torch.randn_like(q)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*(torch.autograd.grad(t, q, grad)[0] for t in (found, expected)), rtol=1e-4, atol=1e-4)
+    new, cache = QUERY.to(DEVICE), CACHE.to(DEVICE)
+    found, expected = (
+        sigmoid_kvcache_attention(new, cache, cache, bias=-3.0, cache_seqlens=30, window=w, backend=backend)
+        for w, backend in ((window, "triton"), (sides, "blocked"))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": True}], ids=["causal", "mask"])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_hidden_query_that_is_nan_does_not_reach_its_neighbours(options, monkeypatch):
+    """Two neighbours share a reciprocal; the gradient of a value sums over the queries that see it."""
+    in_force = tuning.kernel_config
+    monkeypatch.setattr(tuning, "kernel_config", lambda *given: in_force(*given)._replace(sigmoid="paired"))
+    q, k, v, grad = (torch.randn(1, 1, 20, 16, device=DEVICE).bfloat16() for _ in range(4))
+    q[:, :, 8] = math.nan
+    seen = torch.ones(20, 20, dtype=torch.bool, device=DEVICE).tril()
+    if "attn_mask" in options:
+        seen[8] = False
+        options = {"attn_mask": seen}
+    v.requires_grad_()
+    found = torch.autograd.grad(sigmoid_attention(q, k, v, bias=-1.0, backend="triton", **options), v, grad)[0]
+    p = torch.where(seen, torch.sigmoid(q.double() @ k.double().mT / 4 - 1), 0.0)
+    torch.testing.assert_close(found.double(), p.mT @ grad.double(), rtol=0.05, atol=0.1, equal_nan=True)
 
 
 def test_hidden_tiles_are_not_visited(monkeypatch):

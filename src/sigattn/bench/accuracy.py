@@ -19,6 +19,7 @@ from sigattn.bench import gpu
 from sigattn.bench.baselines import IMPLEMENTATIONS, error_line, reset_compiled
 from sigattn.bench.inputs import DTYPES, Options
 from sigattn.bench.results_file import ResultsFile
+from sigattn.bench.subprocesses import is_gpu_fault
 from sigattn.bench.tables import print_rows
 from sigattn.validation import check_among, check_at_least, check_not_empty
 
@@ -121,6 +122,8 @@ def measure(config: AccuracyBenchmark, n: int, dtype: str, absent: dict[str, str
                 out = results(v, implementation.call)
         except Exception as error:  # baselines fail in various ways; the results give the reason
             absent[f"{name}, {dtype}, n = {n}"] = error_line(error)
+            if is_gpu_fault(error_line(error)):
+                raise
             continue
         relative = (weights / p[:, chosen] - 1).abs()
         expected = p @ v[0, 0].double()

@@ -20,6 +20,7 @@ import sigattn
 from sigattn.bench import reference
 from sigattn.bench.inputs import Inputs, Options
 from sigattn.bench.provenance import BenchmarkError
+from sigattn.bench.subprocesses import is_gpu_fault
 from sigattn.bench.timing import Timing
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Options], Tensor]
@@ -121,6 +122,8 @@ def available_passes(
                 calls, errors[name] = checked_passes(implementation, inputs, backward=backward)
         except Exception as error:  # baselines raise various errors
             reason = error_line(error)
+            if is_gpu_fault(reason):  # nothing that follows in this process would be measured
+                raise
         if reason is not None:
             absent[name + suffix] = reason
             errors.pop(name, None)

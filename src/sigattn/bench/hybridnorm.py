@@ -131,8 +131,9 @@ def crossing(rows: list[dict[str, Any]], causal: bool, norm: str) -> dict[str, A
     """Return T* compared with each softmax, and the mean gain from there on in percent."""
     own = sorted((r for r in rows if r["causal"] == causal and r["implementation"] == norm), key=lambda r: r["n"])
     result: dict[str, Any] = {"causal": causal, "norm": norm, "over": {}}
-    for other in own[0]["softmax_time_over_this"] if own else ():
-        ratios = [(r["n"], 1 / r["softmax_time_over_this"][other]) for r in own]
+    for other in dict.fromkeys(name for r in own for name in r["softmax_time_over_this"]):
+        # a softmax may be absent at some length, for example because it runs out of memory
+        ratios = [(r["n"], 1 / times[other]) for r in own if other in (times := r["softmax_time_over_this"])]
         start = crossing_length(ratios)
         after = [1 - ratio for n, ratio in ratios if start is not None and n >= start]
         result["over"][other] = {"from": start, "percent": 100 * statistics.mean(after) if after else None}

@@ -88,6 +88,11 @@ def _death_reason(done: subprocess.CompletedProcess[bytes], seconds: int) -> str
     return f"its process ended with {done.returncode}: {' '.join(last)}"[:200]
 
 
+def is_gpu_fault(reason: str) -> bool:
+    """Return True if an exception's text is of PyTorch's or Triton's errors after which a process's GPU is unusable."""
+    return any(sign in reason for sign in ("CUDA error", "AcceleratorError", "Triton Error ["))
+
+
 def main() -> None:
     """Read a task from stdin, print a line for each call, and exit early if the GPU has become unusable."""
     function, arguments, seconds = pickle.loads(sys.stdin.buffer.read())
@@ -102,7 +107,7 @@ def main() -> None:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         signal.alarm(0)
         print(_DONE + reason, flush=True)
-        if "CUDA error" in reason or "AcceleratorError" in reason:
+        if is_gpu_fault(reason):
             sys.exit(1)
 
 

@@ -98,7 +98,8 @@ def bwd_dkdv_kernel(
         for step in tl.range(0, OPT.GROUP * tiles):  # of the query heads that share this key head, one after another
             h, start_m = h_kv, bounds[phase] + step * BLOCK_M
             if OPT.GROUP > 1:
-                h, start_m = h_kv * OPT.GROUP + step // tiles, bounds[phase] + step % tiles * BLOCK_M
+                per_head = tl.maximum(tiles, 1)  # the compiler may compute the quotient before the loop's condition
+                h, start_m = h_kv * OPT.GROUP + step // per_head, bounds[phase] + step % per_head * BLOCK_M
             state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1
             if not OPT.BLOCK_Q or state != 0:
                 offs_m = start_m + tl.arange(0, BLOCK_M)

@@ -73,6 +73,8 @@ def decode_kernel(
 
     i64, h64 = i.to(tl.int64), h.to(tl.int64)
     offs_d, offs_dv = tl.arange(0, OPT.BLOCK_D)[None, :], tl.arange(0, OPT.BLOCK_DV)[None, :]
+    # a cache with features first has strides along them that times D exceed 32 bits
+    d64, dv64 = offs_d.to(tl.int64), offs_dv.to(tl.int64)
     pointers = query + b * q_strides.b + i64[:, None] * q_strides.n + h64[:, None] * q_strides.h + offs_d * q_strides.d
     q = tl.load(pointers, mask=row_exists[:, None] & (offs_d < OPT.D), other=0.0)  # [BLOCK_M, D]
     slopes = (0.0, 0.0)
@@ -100,8 +102,8 @@ def decode_kernel(
         k_rows = key + page * k_strides.b + slot.to(tl.int64) * k_strides.n + h_kv.to(tl.int64) * k_strides.h
         v_rows = value + page * v_strides.b + slot.to(tl.int64) * v_strides.n + h_kv.to(tl.int64) * v_strides.h
         # [BLOCK_N, D] and [BLOCK_N, DV]
-        k = tl.load(k_rows[:, None] + offs_d * k_strides.d, mask=valid[:, None] & (offs_d < OPT.D), other=0.0)
-        v = tl.load(v_rows[:, None] + offs_dv * v_strides.d, mask=valid[:, None] & (offs_dv < OPT.DV), other=0.0)
+        k = tl.load(k_rows[:, None] + d64 * k_strides.d, mask=valid[:, None] & (offs_d < OPT.D), other=0.0)
+        v = tl.load(v_rows[:, None] + dv64 * v_strides.d, mask=valid[:, None] & (offs_dv < OPT.DV), other=0.0)
         # [BLOCK_M, D] @ [D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
         logits = apply_softcap(dot(q, tl.trans(k), None, OPT), scales, OPT)
         z_term = z_bias

@@ -23,6 +23,7 @@ from sigattn.ops.triton.forward import fwd_kernel
 LOG2E: float = activation.LOG2E.value
 INTERPRETED = not hasattr(fwd_kernel, "cache_key")  # TRITON_INTERPRET=1: kernels run as Python, on a CPU
 _MAX_TILE_ROWS = 256
+_MAX_SIDE = (1 << 30) - 1  # of a window, so that positions and sides add up to less than 2^31
 
 
 @dataclass
@@ -89,11 +90,11 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
     if isinstance(p, VarlenProblem):
         (_, heads, d), (_, kv_heads, dv) = p.query.shape, p.value.shape
         shape = Shape(p.sequences, heads, kv_heads, p.max_seqlen_q, p.max_seqlen_k, d, dv, True)
-        sequences, query_offset = Sequences(None, p.cu_seqlens_q, p.cu_seqlens_k), 0
+        sequences, query_offset = Sequences(None, p.cu_seqlens_q.contiguous(), p.cu_seqlens_k.contiguous()), 0
     else:
         (b, heads, n, d), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
         shape = Shape(b, heads, kv_heads, n, m, d, dv, False)
-        lengths = None if p.key_lengths is None else p.key_lengths.to(p.query.device)
+        lengths = None if p.key_lengths is None else p.key_lengths.to(p.query.device).contiguous()
         sequences, query_offset = Sequences(lengths, None, None), p.query_offset
     bias, bias_strides, bias_kind = _bias(p, shape)
     blocks = p.blocks if isinstance(p, Problem) else None
@@ -142,8 +143,8 @@ def common_arguments(
         "k_strides": strides(p.key),
         "v_strides": strides(p.value),
         "alibi": None if slopes is None else Alibi(slopes, *slopes.expand(batch, heads, 2).stride()),
-        "left": p.left,
-        "right": p.right,
+        "left": min(p.left, _MAX_SIDE),
+        "right": min(p.right, _MAX_SIDE),
     }
 
 
@@ -206,7 +207,8 @@ def tuned_form(required: str, tuned: str) -> str:
 
 def precision(t: Tensor) -> str:
     """Return the precision of a tensor's products: "tf32" if PyTorch's settings allow it, else "ieee"."""
-    return "tf32" if t.dtype is torch.float32 and t.is_cuda and tf32_is_allowed() else "ieee"
+    nvidia = t.is_cuda and torch.version.hip is None  # of AMD's GPUs only one compiles products in TF32
+    return "tf32" if nvidia and t.dtype is torch.float32 and tf32_is_allowed() else "ieee"
 
 
 def tf32_is_allowed() -> bool:

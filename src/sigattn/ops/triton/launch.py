@@ -93,7 +93,8 @@ def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: Nee
     gradients = _backward(launch, limit_strides(grad_out), needs_grad)
     if key is not None:
         outputs = {"grad_query": gradients.query, "grad_key": gradients.key, "grad_value": gradients.value}
-        launch_cache.store((needs_grad, key), launch.launches, inputs, outputs)
+        if launch.launches:
+            launch_cache.store((needs_grad, key), launch.launches, inputs, outputs)
     return gradients
 
 
@@ -119,6 +120,7 @@ def _backward(launch: Launch, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradie
     else:
         key, value = _dkdv(launch, needs_grad, query)
     if query is not None:
+        launch.launches.clear()  # a call from the cache would add to memory that is not zero
         return Gradients(query.to(p.query.dtype), key, value, None, None, None)
     if needs_grad.query and not sums and (hopper := _hopper(launch, tuning.DQ, grad_out)) is not None:
         return Gradients(hopper.dq(launch, grad_out), key, value, None, None, None)

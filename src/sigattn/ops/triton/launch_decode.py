@@ -70,6 +70,7 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
     """Return all arguments of the kernel but the output, and but the tile shape in its options."""
     (batch, n, heads, _), (pages, page_size, kv_heads, _) = p.query.shape, p.value.shape
     bias, strides, kind = _bias(p)
+    table = p.block_table if p.block_table is None or p.block_table.stride(1) == 1 else p.block_table.contiguous()
     mask_keys = 0 if p.attn_mask is None else p.attn_mask.shape[3]
     options = kernel_args.common_options(p)._replace(
         GROUP=heads // kv_heads,
@@ -81,11 +82,11 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         TABLE=p.block_table is not None,
     )
     return kernel_args.common_arguments(p, _strides, batch, heads) | {
-        "seqlens": p.seqlens,
-        "query_ends": p.query_ends,
-        "left_padding": p.left_padding,
-        "block_table": p.block_table,
-        "table_b": 0 if p.block_table is None else p.block_table.stride(0),
+        "seqlens": p.seqlens.contiguous(),
+        "query_ends": None if p.query_ends is None else p.query_ends.contiguous(),
+        "left_padding": None if p.left_padding is None else p.left_padding.contiguous(),
+        "block_table": table,
+        "table_b": 0 if table is None else table.stride(0),
         "bias": bias,
         "bias_b": strides[0],
         "bias_h": strides[1],
@@ -96,7 +97,7 @@ def arguments(p: KVCacheProblem) -> dict[str, Any]:
         "kv_heads": kv_heads,
         "pages": pages,
         "page_size": page_size,
-        "table_width": 1 if p.block_table is None else p.block_table.shape[1],
+        "table_width": 1 if table is None else table.shape[1],
         "scales": kernel_args.scales(p),
         "OPT": options,
     }

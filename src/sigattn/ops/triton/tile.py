@@ -37,6 +37,7 @@ def sample_sizes(b, sequences, sizes, OPT: tl.constexpr):
         len_q = (tl.load(sequences.cu_seqlens_q + b + 1).to(tl.int64) - q_start).to(tl.int32)
         len_k = (tl.load(sequences.cu_seqlens_k + b + 1).to(tl.int64) - k_start).to(tl.int32)
         query_offset = len_k - len_q
+        len_q, len_k = tl.minimum(len_q, sizes.len_q), tl.minimum(len_k, sizes.len_k)  # the sizes of a mask
     return q_start, k_start, Sizes(len_q, len_k, sizes.heads, query_offset, sizes.left, sizes.right)
 
 
@@ -281,11 +282,11 @@ def weights(
     None. block_mask: True where a ``BlockMask`` lets queries see keys, or None. EDGE: the window may cross the tile.
     """
     # Where keys come first, rows that do not exist are summed: a product of theirs with an inf or NaN is NaN, so they
-    # must see no key that real queries do not see. Where they come last, two share a reciprocal ("paired"): a masked
-    # NaN must not meet its neighbour.
+    # must see no key that real queries do not see. With "paired" two neighbours share a reciprocal: a masked NaN must
+    # not meet its neighbour.
     KEYS_FIRST: tl.constexpr = columns.shape[0] != 1
     KIND: tl.constexpr = OPT.SIGMOID
-    if block_mask is not None and not KEYS_FIRST:
+    if block_mask is not None and OPT.SIGMOID == "paired":
         logits = tl.where(block_mask, logits, 0.0)
     i = sizes.query_offset + rows
     z = logits * z_scale + z_bias
@@ -304,7 +305,7 @@ def weights(
             z -= entries * LOG2E
         else:
             seen = entries != 0
-    if OPT.SIGMOID == "paired" and not KEYS_FIRST:
+    if OPT.SIGMOID == "paired":
         if mask is not None:
             z = tl.where(seen, z, 0.0)
         if EDGE:
