@@ -59,7 +59,9 @@ def runs(tmp_path_factory):
 
     closely = {"statistics_every": 2}
     worker.run([job("one-closely", training=closely)])
-    worker.run([job(f"one-{kind}", kind) for kind in ("language", "rope", "vision", "contrast", "teacher")])
+    worker.run(
+        [job(f"one-{kind}", kind) for kind in ("language", "documents", "rope", "vision", "contrast", "teacher")]
+    )
     shared = [job(f"2-{way}", training=training) for way, training in PARALLELISM.items()]
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
     again = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
@@ -71,11 +73,16 @@ def runs(tmp_path_factory):
         job("2-placeholder", "placeholder"),
         job("2-placeholder-fsdp", "placeholder", training=PARALLELISM["accumulated-fsdp"]),
     ]
+    shared += [job("2-documents", "documents")]
     shared += [job("2-contrast", "contrast"), job("2-teacher", "teacher")]
     shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]
     half = {"parallel": "fsdp", "precision": "bfloat16"}
     shared += [job("2-half-vision", "vision", training=half), job("2-half-rope", "rope", training=half)]
     shared += [job("2-average", training={"parallel": "fsdp", "ema": 0.9})]
+    shared += [
+        job("2-few", training={"batch_size": 1}),
+        job("2-contrast-tensor", "contrast", training={"tensor_parallel": 2}),
+    ]
     launch(2, [*shared, job("resumed", stop_after=1)])
     mixed = {"tensor_parallel": 2, "parallel": "fsdp"}
     four = [job("4-ddp", training=PARALLELISM["ddp"])]
@@ -96,6 +103,10 @@ def test_two_processes(runs, way):
 @pytest.mark.parametrize("run", ["placeholder", "placeholder-fsdp"])
 def test_process_without_samples_does_not_count(runs, run):
     same(runs / f"2-{run}", runs / "one-language")
+
+
+def test_processes_are_weighted_by_their_targets(runs):
+    same(runs / "2-documents", runs / "one-documents")
 
 
 def test_tensor_parallelism_with_rope_and_hybrid_norm(runs):
@@ -137,4 +148,9 @@ def test_resume_with_another_number_of_processes(runs):
 
 def test_unsupported_tensor_parallelism_raises(runs):
     assert "tensor_parallel=3 does not divide the 4 processes" in (runs / "4-uneven" / "error").read_text()
+    assert "SimCLR does not support tensor_parallel=2" in (runs / "2-contrast-tensor" / "error").read_text()
     assert 'needs the whole weights on each process: set parallel="ddp"' in (runs / "2-average" / "error").read_text()
+
+
+def test_fewer_samples_than_processes_raise(runs):
+    assert "batch_size=1 leaves some of the 2 processes without a sample" in (runs / "2-few" / "error").read_text()

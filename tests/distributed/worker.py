@@ -40,6 +40,9 @@ def setting(kind):
     """Task, model and data."""
     if kind == "language":
         return LanguageModelling(), LANGUAGE, TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=4)
+    if kind == "documents":  # lines of very different numbers of words, so of targets that are not ignored
+        text = TokenText.split(load_text()[:40_000], 32)
+        return LanguageModelling(end_token=ord(" ")), LANGUAGE, TextData(text, 32, held_out=4)
     if kind == "placeholder":
         text = TokenText.split(load_text()[:40_000], 32)
         return LanguageModelling(), LANGUAGE, FirstProcessOnly(text, 32, held_out=4)

@@ -45,6 +45,19 @@ def test_language_modelling():
     assert found["accuracy"] == pytest.approx(torch.stack(right).double().mean().item())
 
 
+def test_all_targets_below_zero_are_ignored():
+    """PyTorch's and transformers' default for ignored targets is -100."""
+    task = LanguageModelling()
+    model = task.build(LanguageModelConfig(vocab_size=7, max_seq_len=9, num_layers=1, embed_dim=16, num_heads=2))
+    tokens, targets = torch.randint(7, (3, 9)), torch.randint(7, (3, 9))
+    targets[:, 4:] = -100
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(task.loss(model, (tokens, targets)), expected)
+    with torch.no_grad():
+        assert task.evaluate(model, [(tokens, targets)])["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert task.loss(model, (tokens, torch.full_like(targets, -100))).item() == 0
+
+
 def test_documents_are_independent():
     """The loss of a packed row equals that of its documents one by one; end tokens predict nothing."""
     task = LanguageModelling(end_token=0)

@@ -10,10 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sigattn.data.dataset import Data
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import load as load_model
+from sigattn.models.saving import save as save_model
+from sigattn.models.speech import SpeechModel, SpeechModelConfig
+from sigattn.models.vision import ViTConfig
+from sigattn.tasks.byol import BYOL
+from sigattn.tasks.ctc import CTC
+from sigattn.tasks.distillation import Distillation
 from sigattn.tasks.language import LanguageModelling
+from sigattn.tasks.simclr import SimCLR
 from sigattn.train import checkpoint, loop, metrics
 from sigattn.train.config import TrainConfig, epochs_to_steps, scale_learning_rate
 from sigattn.train.interrupt import StopRequest
@@ -29,6 +37,20 @@ TRAIN = TrainConfig(max_steps=12, batch_size=4, warmup_steps=3, validate_every=5
 @pytest.fixture(scope="module")
 def text():
     return TextData(TokenText.split(load_text()[:40_000], 32), 32, held_out=8)
+
+
+class Utterances(Data):
+    """Four utterances of very different lengths."""
+
+    fingerprint = "noise"
+
+    def batch(self, step, size, seed, shard=(0, 1)):
+        torch.manual_seed(step)
+        lengths = torch.tensor([90, 80, 20, 15])
+        return torch.randn(4, 90, 16), lengths, torch.randint(1, 28, (4, 2)), torch.full((4,), 2)
+
+    def validation(self, size):
+        return [self.batch(99, 4, 0)]
 
 
 def train(model, config, data, folder, **options):
@@ -223,6 +245,34 @@ def test_accumulation_and_activation_checkpointing_keep_results(tmp_path, text, 
         assert a.keys() == b.keys()
         for name in ("loss", "gradient_norm"):
             assert a[name] == pytest.approx(b[name], rel=2e-4)
+
+
+def test_micro_batches_are_weighted_by_the_terms_of_their_loss(tmp_path, text):
+    """Micro-batches have different numbers of targets if spaces end documents, and speech has of steps."""
+    speech = SpeechModelConfig(num_layers=1, embed_dim=16, num_heads=2, num_mel_bins=16, position="rope", dropout=0.0)
+    save_model(SpeechModel(speech), tmp_path / "teacher")
+    distilled = Distillation(task=CTC(), teacher=str(tmp_path / "teacher"))
+    for task, model, data in ((LanguageModelling(end_token=32), MODEL, text), (distilled, speech, Utterances())):
+        found = []
+        for parts in (1, 3):
+            folder = tmp_path / f"{task.metric}-{parts}"
+            loop.train(task, model, replace(TRAIN, max_steps=2, grad_accum_steps=parts), data, folder)
+            found += [[(row["loss"], row["gradient_norm"]) for row in numbers(folder)]]
+        torch.testing.assert_close(*map(torch.tensor, found), rtol=2e-5, atol=0)
+
+
+def test_losses_of_the_whole_batch_cannot_be_accumulated(tmp_path, text):
+    vision = ViTConfig(image_size=8, patch_size=4, channels=1, num_layers=1, embed_dim=16, num_heads=2)
+    for task in (SimCLR(projector_dim=8, output_dim=4), BYOL(projector_dim=8, output_dim=4)):
+        with pytest.raises(SettingsError, match=f"{type(task).__name__} does not support grad_accum_steps=2"):
+            loop.train(task, vision, replace(TRAIN, grad_accum_steps=2), text, tmp_path)
+
+
+def test_run_of_several_processes_is_evaluated_on_one(tmp_path, text):
+    train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
+    wanted = loop.evaluate(LanguageModelling(), MODEL, TRAIN, text, tmp_path)
+    shared = replace(TRAIN, tensor_parallel=2, context_parallel=2, compile=True)
+    assert loop.evaluate(LanguageModelling(), MODEL, shared, text, tmp_path) == wanted
 
 
 def test_half_precision(tmp_path, text):

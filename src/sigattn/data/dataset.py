@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +29,12 @@ class Data(ABC):
 
     The samples of a step depend on the seed and the step only, not on the number of processes or interruptions of the
     run.
+
+    Attributes:
+        batch_unit: unit of a batch's size, "samples" or "seconds".
     """
+
+    batch_unit: Literal["samples", "seconds"] = "samples"
 
     @abstractmethod
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:

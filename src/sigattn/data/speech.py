@@ -52,6 +52,8 @@ class Speech(Data):
         unreadable: recordings of these utterances already found to be unreadable.
     """
 
+    batch_unit = "seconds"
+
     def __init__(
         self,
         training: Sequence[Utterance],

@@ -17,9 +17,12 @@ class Task(ABC):
 
     Attributes:
         metric: key of the main metric in the result of ``evaluate``.
+        needs_whole_batch: True if the loss of a sample depends on the other samples of the batch, so that the batch
+            cannot be split into micro-batches.
     """
 
     metric: str
+    needs_whole_batch = False
 
     @abstractmethod
     def build(self, model: Any) -> nn.Module:
@@ -28,6 +31,13 @@ class Task(ABC):
     @abstractmethod
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch, a scalar."""
+
+    def count(self, batch: Batch) -> Tensor | int:
+        """Return the number of terms of which ``loss`` is the mean, by default the number of samples.
+
+        It is the weight of a micro-batch, or of a process's part of the batch, in the loss of the whole batch.
+        """
+        return len(batch[0])
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the metrics over held-out batches, by name: the sums of ``measure``, divided by the counts.

@@ -56,6 +56,7 @@ class BYOL(Task):
     projector_dim: int = 4096
     output_dim: int = 256
     metric = "loss"
+    needs_whole_batch = True  # of the projector's and the predictor's batch norm
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum <= 1:

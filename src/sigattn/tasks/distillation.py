@@ -27,7 +27,8 @@ class Distillation(Task):
     """The loss of another task plus ``weight`` times the divergence of the model's outputs from a teacher's.
 
     The divergence is KL(teacher ‖ model) of the distributions that the outputs stand for, over tokens or classes, in
-    nats: the mean over tokens, images, or steps of speech. Metrics are those of the other task.
+    nats: the mean over the tokens whose targets are not ignored, over images, or, of speech, over the samples after the
+    mean over the steps of each. Metrics are those of the other task.
 
     Attributes:
         task: the objective of language modelling, classification or CTC.
@@ -68,6 +69,9 @@ class Distillation(Task):
         """Return the other task's loss plus weight · KL, a scalar."""
         return distillation_loss(self.task, module, batch, self._teacher, self.weight)
 
+    def count(self, batch: Batch) -> Tensor | int:
+        return self.task.count(batch)
+
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         return self.task.evaluate(module, batches)
 
@@ -100,21 +104,26 @@ def distillation_loss(task: Task, module: nn.Module, batch: Batch, teacher: nn.M
     ((args, kwargs, found),) = calls
     with torch.no_grad():
         wanted = teacher(*args, **kwargs)
-    if isinstance(found, Tensor):
-        return loss + weight * divergence(wanted, found)
-    return loss + weight * divergence(wanted[0], found[0], steps=found[1])  # of speech
+    # the terms of the mean are those of the task's loss, so that Task.count is the number of both
+    if isinstance(task, LanguageModelling):
+        counted = task.targets(batch) >= 0
+        weights = counted / counted.sum().clamp(min=1)
+    elif isinstance(found, Tensor):
+        weights = None
+    else:
+        (wanted, _), (found, steps) = wanted, found
+        existing = torch.arange(found.shape[1], device=found.device) < steps[:, None]
+        weights = existing / (len(steps) * steps[:, None].clamp(min=1))
+    return loss + weight * divergence(wanted, found, weights)
 
 
-def divergence(wanted: Tensor, found: Tensor, *, steps: Tensor | None = None) -> Tensor:
+def divergence(wanted: Tensor, found: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return KL(wanted ‖ found) in nats, the mean over all distributions.
 
     Args:
         wanted, found: logits, (…, classes).
-        steps: (B,), for logits of (B, N, classes): the distributions from index steps[b] on do not count.
+        weights: (…), of each distribution in a weighted sum that replaces the mean.
     """
     each = F.kl_div(found.float().log_softmax(-1), wanted.float().log_softmax(-1), reduction="none", log_target=True)
     each = each.sum(-1)
-    if steps is None:
-        return each.mean()
-    counted = torch.arange(each.shape[1], device=each.device) < steps[:, None]
-    return (each * counted).sum() / counted.sum().clamp(min=1)
+    return each.mean() if weights is None else (each * weights).sum()

@@ -49,17 +49,28 @@ class LanguageModelling(Task):
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy in nats."""
         logits, targets = self._predict(module, batch)
-        return F.cross_entropy(logits, targets, ignore_index=-1)
+        # not the mean of cross_entropy, which is NaN if all targets are ignored
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / self.count(batch).clamp(min=1)
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of targets that are not ignored."""
+        return (self.targets(batch) >= 0).sum()
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Return the targets, (B, N), -1 for those that are ignored."""
+        tokens, targets = batch
+        if self.end_token is not None:
+            targets = targets.masked_fill(tokens == self.end_token, -1)
+        return targets.clamp(min=-1)
 
     def _predict(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return logits (B · N, vocabulary) in float32 and targets (B · N,)."""
-        tokens, targets = batch
+        tokens = batch[0]
         if self.end_token is None:
             logits = module(tokens)
         else:
             logits = module(tokens, documents=Documents.from_end_token(tokens, self.end_token))
-            targets = targets.masked_fill(tokens == self.end_token, -1)
-        return logits.flatten(0, 1).float(), targets.flatten()
+        return logits.flatten(0, 1).float(), self.targets(batch).flatten()
 
     def evaluate(self, module: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         found = super().evaluate(module, batches)
@@ -69,4 +80,4 @@ class LanguageModelling(Task):
     def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
         logits, targets = self._predict(module, batch)
         loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-        return {"loss": loss, "accuracy": (logits.argmax(-1) == targets).sum()}, int((targets >= 0).sum())
+        return {"loss": loss, "accuracy": (logits.argmax(-1) == targets).sum()}, int(self.count(batch))

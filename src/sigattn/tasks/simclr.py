@@ -65,6 +65,7 @@ class SimCLR(Task):
     projector_dim: int = 4096
     output_dim: int = 256
     metric = "retrieval"
+    needs_whole_batch = True  # the other samples are the negatives
 
     def __post_init__(self) -> None:
         check_positive(self, "temperature")

@@ -23,7 +23,8 @@ class TrainConfig:
     Attributes:
         max_steps: number of updates.
         batch_size: samples per update, over all processes and micro-batches: sequences or images; for speech, seconds.
-        grad_accum_steps: number of micro-batches into which each process splits its part of a batch.
+        grad_accum_steps: number of micro-batches into which each process splits its part of a batch; 1 for SimCLR and
+            BYOL, whose losses need the whole batch.
         precision: dtype of matrix products; weights and optimiser state stay in float32.
         optimizer: "adamw" (decoupled weight decay), "adam" or "adagrad".
         learning_rate: the peak learning rate.

@@ -92,6 +92,7 @@ class Trainer:
         embed_dim = getattr(model, "embed_dim", None) or model.encoder.embed_dim
         processes = processes.with_mesh(config.tensor_parallel, config.context_parallel)
         _check_context(model, config)
+        _check_batch(task, config, data, processes)
         if config.parallel != "fsdp" or processes.num_replicas == 1 or config.tensor_parallel > 1:
             module = module.to(processes.device)  # else a device holds at most its shard and one whole block
         module = sharding.distribute(module, processes, config.parallel, config.precision)
@@ -216,18 +217,15 @@ class Trainer:
             That mean, and the mean norm of the outputs of the ``recorded`` layers (None without such layers).
         """
         processes, device = self.processes, self.processes.device
-        micro_batches = self._micro_batches(batch)
-        shard, fraction = self._sequence_shard(batch), 1.0  # fraction of the positions of each sample
-        if shard is not None:
-            fraction = shard.sharding.size(shard.mesh.get_local_rank()) / shard.length
-        samples = torch.tensor(float(sum(n for _, n in micro_batches)), device=device)
-        total = processes.reduce_sum(samples) / processes.cp_size
+        shard = self._sequence_shard(batch)
+        micro_batches = self._micro_batches(batch, shard)
+        counts = [self.task.count(part) if is_counted else 0 for part, is_counted in micro_batches]
+        # the weights are by the terms of all processes: a mean over each one's own would depend on their number
+        total = processes.reduce_sum(torch.as_tensor(sum(counts), dtype=torch.float32, device=device)).clamp(min=1)
         mean = torch.zeros((), device=device)
         norms = [torch.zeros(0, device=device)]
-        for i, (micro_batch, count) in enumerate(micro_batches):
-            if shard is not None:
-                micro_batch = tuple(shard.shard(t) for t in micro_batch)
-            weight = fraction * count / total
+        for i, (micro_batch, is_counted) in enumerate(micro_batches):
+            weight = counts[i] / total
             sync = i == len(micro_batches) - 1
             with (
                 sharding.gradient_sync(self.module, sync),
@@ -235,7 +233,7 @@ class Trainer:
                 torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"),
             ):
                 loss = self.task.loss(self.module, micro_batch)
-            if count:
+            if is_counted:
                 norms += [layer.output_frobenius_norm for layer in recorded if layer.output_frobenius_norm is not None]
             # gradients are averaged over processes but the losses are to be added, hence the factor num_replicas
             with sharding.gradient_sync(self.module, sync), context_parallel(self.module, shard):
@@ -249,20 +247,21 @@ class Trainer:
             torch.tensor(float(len(norm)), device=device)
         )
 
-    def _micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
-        """Return the micro-batches of a batch on this process's device, each with its number of samples.
+    def _micro_batches(self, batch: Batch, shard: ContextParallelShard | None) -> list[tuple[Batch, bool]]:
+        """Return this process's micro-batches on its device, each with False if it does not count.
 
         All processes compute equally many, because FSDP gathers the weights in each: a process with fewer repeats its
-        last one with a count of 0, which is also that of a placeholder.
+        last one, which does not count, and neither does a placeholder.
         """
-        samples = 0 if isinstance(batch, PlaceholderBatch) else len(batch[0])
         tensors = (t.to(self.processes.device, non_blocking=True) for t in batch)
+        if shard is not None:
+            tensors = (shard.shard(t) for t in tensors)
         parts = list(zip(*(t.chunk(self.config.grad_accum_steps) for t in tensors), strict=True))
-        counts = [min(len(part[0]), samples) for part in parts]
+        missing = 0
         if self.config.grad_accum_steps > 1:
             missing = self.processes.reduce_max(len(parts)) - len(parts)
-            parts, counts = parts + parts[-1:] * missing, counts + [0] * missing
-        return list(zip(parts, counts, strict=True))
+        counted = [not isinstance(batch, PlaceholderBatch)] * len(parts)
+        return list(zip(parts + parts[-1:] * missing, counted + [False] * missing, strict=True))
 
     def _sequence_shard(self, batch: Batch) -> ContextParallelShard | None:
         """Return this process's shard of the batch's sequences, or None without context parallelism."""
@@ -294,6 +293,21 @@ class Trainer:
             saving.save(backbone, folder / "model", state)
         self.processes.barrier()
         return backbone
+
+
+def _check_batch(task: Task, config: TrainConfig, data: Data, processes: ProcessMesh) -> None:
+    """Raise SettingsError if a batch cannot be divided among micro-batches or processes as the settings request."""
+    for name in ("grad_accum_steps", "tensor_parallel"):
+        if task.needs_whole_batch and getattr(config, name) > 1:
+            raise SettingsError(
+                f"{type(task).__name__} does not support {name}={getattr(config, name)}, because its loss needs the "
+                f"whole batch at once, each sample on one process: set {name}=1"
+            )
+    if data.batch_unit == "samples" and config.batch_size < processes.dp_size:
+        raise SettingsError(
+            f"batch_size={config.batch_size} leaves some of the {processes.dp_size} processes without a sample: set "
+            f"batch_size to {processes.dp_size} or more, or start fewer processes"
+        )
 
 
 def _check_context(model: Any, config: TrainConfig) -> None:
