@@ -61,6 +61,14 @@ _KINDS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def is_matrix(parameter: Tensor) -> bool:
+    """Return True for matrices and kernels, which weight decay and μP-simple apply to.
+
+    Vectors that are stored with axes of length 1, such as a bias for each head or a class token, are not matrices.
+    """
+    return parameter.dim() == 2 or sum(size > 1 for size in parameter.shape) >= 2
+
+
 def mup_simple(model: nn.Module, embed_dim: int, base_embed_dim: int = 768) -> dict[str, float]:
     """Return μP-simple's factors of the learning rate, by parameter name (Wortsman et al., 2023; App. G.3).
 
@@ -73,6 +81,6 @@ def mup_simple(model: nn.Module, embed_dim: int, base_embed_dim: int = 768) -> d
         for module in model.modules()
         if isinstance(module, (Attention, SwiGLU, MLP))
         for p in module.parameters()
-        if p.dim() >= 2
+        if is_matrix(p)
     }
     return {name: factor if id(p) in matrices else 1.0 for name, p in model.named_parameters()}

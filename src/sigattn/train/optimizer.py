@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
-from sigattn.nn.initialization import mup_simple
+from sigattn.nn.initialization import is_matrix, mup_simple
 from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError
 
@@ -30,7 +30,7 @@ def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Op
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            decay, factor = config.weight_decay if parameter.dim() >= 2 else 0.0, factors.get(name, 1.0)
+            decay, factor = config.weight_decay if is_matrix(parameter) else 0.0, factors.get(name, 1.0)
             if config.independent_decay:  # AdamW multiplies by the learning rate, schedule · peak · factor
                 decay /= config.learning_rate * factor
             groups.setdefault((decay, factor), []).append(parameter)
