@@ -74,10 +74,9 @@ def test_documents_are_independent():
 
 
 def test_held_out_data_without_batches_is_an_error():
-    task = LanguageModelling()
-    model = task.build(LanguageModelConfig(embed_dim=16, num_layers=1, num_heads=2, max_seq_len=8))
-    with pytest.raises(DataError, match="no batches"):
-        task.evaluate(model, [])
+    for task in (LanguageModelling(), CTC(), BYOL()):
+        with pytest.raises(DataError, match="no batches"):
+            task.evaluate(torch.nn.Identity(), [])
 
 
 class TestClassification:
@@ -232,7 +231,6 @@ class TestCTC:
         assert found["wer"] == pytest.approx(100 / 3)
         assert found["cer"] == pytest.approx(100 / 12)
         assert found["loss"] > 0
-        assert self.task.evaluate(Fixed(), [])["wer"] == 0
 
     def test_wrong_vocabulary_raises(self):
         with pytest.raises(ValueError, match="28 characters needs vocab_size=29, got 30"):

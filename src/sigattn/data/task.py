@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from sigattn.data.dataset import Batch, DataError
 
 
+def no_batches() -> DataError:
+    """Return the error of an evaluation without batches."""
+    return DataError("the held-out data has no batches, so that nothing can be measured: hold out more data")
+
+
 class Task(ABC):
     """Training objective and its settings; subclasses are frozen dataclasses, so that they can be printed and compared.
 
@@ -55,7 +60,7 @@ class Task(ABC):
             for name, value in sums.items():
                 totals[name] += value.item()
         if not totals:
-            raise DataError("the held-out data has no batches, so that nothing can be measured: hold out more data")
+            raise no_batches()
         return {name: value / max(total, 1) for name, value in totals.items()}
 
     def measure(self, module: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:

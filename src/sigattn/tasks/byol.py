@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.data.dataset import Batch
-from sigattn.data.task import Task
+from sigattn.data.task import Task, no_batches
 from sigattn.models.vision import ViTConfig
 from sigattn.tasks.simclr import Projected, projector
 from sigattn.validation import SettingsError, check_at_least
@@ -89,8 +89,9 @@ class BYOL(Task):
             one, targets = self._compare(module, views)
             loss, count = loss + one.item() * len(views[0]), count + len(views[0])
             projections.append(targets)
-        spread = torch.cat(projections).std(0).mean().item() * self.output_dim**0.5 if projections else 0.0
-        return {"loss": loss / max(count, 1), "spread": spread}
+        if not projections:
+            raise no_batches()
+        return {"loss": loss / count, "spread": torch.cat(projections).std(0).mean().item() * self.output_dim**0.5}
 
     @torch.no_grad()
     def after_step(self, module: nn.Module, samples: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from sigattn.data.dataset import Batch
-from sigattn.data.task import Task
+from sigattn.data.task import Task, no_batches
 from sigattn.models.speech import ALPHABET, SpeechModel, SpeechModelConfig, ctc_loss
 from sigattn.optional import require
 from sigattn.validation import SettingsError
@@ -59,7 +59,7 @@ class CTC(Task):
             hypotheses += self.decode(log_probabilities, steps)
             references += [self.text(t[:n].tolist()) for t, n in zip(targets, target_lengths, strict=True)]
         if not references:
-            return {"loss": 0.0, "wer": 0.0, "cer": 0.0}
+            raise no_batches()
         wer, cer = (100 * rate(references, hypotheses) for rate in (jiwer.wer, jiwer.cer))
         return {"loss": loss / samples, "wer": wer, "cer": cer}
 
