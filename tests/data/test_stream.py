@@ -73,6 +73,13 @@ def test_too_short():
         stream(held_out=1000).batch(0, 1, seed=0)
 
 
+def test_fewer_windows_than_are_held_out():
+    """Such a text can be evaluated, in batches of any size."""
+    count = (len("".join(DOCUMENTS)) - 1) // 16
+    for size in (3, count, 1000):
+        assert sum(len(tokens) for tokens, _ in stream(held_out=1000).validation(size)) == count
+
+
 def test_data_set_of_the_hub(hub, tmp_path):
     hub_path = datasets.Path(hub)
     assert list(iter_documents(hub_path)) == DOCUMENTS

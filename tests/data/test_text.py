@@ -49,6 +49,14 @@ def test_the_end_is_held_out():
     assert bytes(text.training.tolist()) + bytes(text.validation.tolist()) == bytes(range(200)) * 5
 
 
+def test_the_last_held_out_window_ends_with_the_text():
+    """Also where float32 rounds its start up, to a number past the end."""
+    for last in (1000, 2**24 + 3, 2**26 - 1):
+        held_out = torch.zeros(1, dtype=torch.int64).expand(last + 9)  # takes no memory
+        tokens, _ = TokenText(held_out, held_out, "hash").validation_batch(5, 8)
+        assert tokens.shape == (5, 8)
+
+
 def test_batches_are_windows_and_their_successors():
     text = TokenText.split(bytes(range(250)), 8)
     tokens, targets = text.batch(3, 5, 8, seed=0)

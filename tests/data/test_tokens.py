@@ -47,6 +47,16 @@ def test_documents_and_tokens(corpus, tmp_path):
     assert len(everything) < 500  # 1,311 characters
 
 
+def test_tokenizer_neither_cuts_nor_pads_documents(corpus, tmp_path):
+    tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
+    wanted = tokenizer.encode("the cat sat").ids
+    for limit in (1, 50):
+        tokenizer.enable_truncation(limit)
+        tokenizer.enable_padding(length=limit)
+        tokenizer.save(str(tmp_path / "limited.json"))
+        assert load_tokenizer(tmp_path / "limited.json").encode("the cat sat").ids == wanted
+
+
 def test_packed_corpus_is_memory_mapped(corpus, tmp_path):
     with gzip.open(corpus / "c.jsonl.gz", "wt") as file:
         file.write(json.dumps({"text": "zipped up"}) + "\n")

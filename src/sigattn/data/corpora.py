@@ -69,14 +69,13 @@ def tedlium(root: Path, part: str) -> list[Utterance]:
                 start, stop = float(first), float(last)
             except ValueError as error:
                 raise DataError(f"{file}: expected a line in the .stm format, got {line[:60]!r}") from error
-            text = words[1] if len(words) == 2 else ""
+            text = words[1].replace("<unk>", "").replace(" '", "'") if len(words) == 2 else ""
+            text = " ".join(text.split())  # words that are left out leave two spaces, or nothing else
             if text and text != "ignore_time_segment_in_scoring":
                 if not 0 <= start < stop < math.inf:
                     raise DataError(f"{file}: expected a time after {first}, got {last}")
                 path = folder / "sph" / f"{name}.sph"
-                found.append(
-                    Utterance(((path, start, stop),), text.replace("<unk>", "").replace(" '", "'"), stop - start)
-                )
+                found.append(Utterance(((path, start, stop),), text, stop - start))
     if not found:
         raise DataError(f"looked for {folder}/stm/*.stm (TED-LIUM's layout) and found none")
     return found

@@ -59,8 +59,8 @@ class StreamedText(Data):
         return list(itertools.islice(self._windows(), self.held_out))
 
     def validation(self, size: int) -> Iterable[Batch]:
-        """Return the first windows."""
-        return [self._batch(self._held[i : i + size]) for i in range(0, self.held_out, size)]
+        """Return the first windows; all of them if the text has fewer."""
+        return [self._batch(self._held[i : i + size]) for i in range(0, len(self._held), size)]
 
     @property
     def fingerprint(self) -> str:

@@ -106,7 +106,8 @@ class TokenText:
         self, count: int, seq_len: int
     ) -> tuple[Int[Tensor, "count seq_len"], Int[Tensor, "count seq_len"]]:
         """Return windows spread evenly over the held-out part, the same at every call."""
-        starts = torch.linspace(0, len(self.validation) - seq_len - 1, count).long()
+        last = len(self.validation) - seq_len - 1
+        starts = torch.linspace(0, last, count).long().clamp(max=last)  # float32 rounds above 2²⁴, also upwards
         return _windows(self.validation, starts, seq_len, self.vocab_size)
 
 

@@ -29,7 +29,7 @@ MIN_VOCAB_SIZE = 257  # 256 bytes and END
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Load a tokenizer saved as JSON by ``tokenizers``.
+    """Load a tokenizer saved as JSON by ``tokenizers``; truncation and padding, if it has any, are turned off.
 
     Raises:
         DataError: if the file cannot be read.
@@ -37,9 +37,12 @@ def load_tokenizer(path: Path) -> Any:
     """
     tokenizers = require("tokenizers", "vocabularies", "'sigattn[text]'")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
         raise DataError(f"cannot read the tokenizer {path}: {error}") from error
+    tokenizer.no_truncation()  # it would silently cut documents, e.g. at the 512 tokens of an encoder
+    tokenizer.no_padding()
+    return tokenizer
 
 
 Progress = Callable[[int, int], None]  # called with the numbers of documents read and of tokens written so far
