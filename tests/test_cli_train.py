@@ -1,17 +1,21 @@
 """``sigattn train`` and the commands that use its runs."""
 
+import importlib
 import json
 import signal
+import types
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from sigattn import cli
 from sigattn.experiments import compare
 from sigattn.models.saving import load
-from sigattn.recipes.registry import RECIPES
+from sigattn.models.vision import ViT, ViTConfig
+from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.tasks.language import LanguageModelling
 from sigattn.train import metrics
 from tests.integrations.tasks import TASK
@@ -107,6 +111,19 @@ class TestTrain:
         assert code == 2
         assert "ends in .bin" in message
 
+    def test_no_special_tokens_are_added_to_a_prompt(self, tmp_path, monkeypatch):
+        """Such as the end of text that T5's tokenizer adds, after which nothing is to be continued."""
+        evaluate = importlib.import_module("sigattn.cli.evaluate")
+        tokenizers = pytest.importorskip("tokenizers")
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "cat": 1, "the": 2}, "the"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])
+        model, calls = types.SimpleNamespace(), []
+        model.generate = lambda rows, *_, stop_tokens, **__: calls.append((rows[0].tolist(), stop_tokens)) or rows
+        monkeypatch.setattr(evaluate, "load_language_model", lambda _: (model, tokenizer, None))
+        evaluate.generate(tmp_path, prompt="the cat", stop="cat")
+        assert calls == [([2, 1], [1])]
+
     def test_the_documented_route_from_a_corpus_to_text(self, tmp_path, capsys, monkeypatch):
         """tokenizer, pack, train, and then everything that needs the tokenizer, after all three files are gone."""
         text, packed = tmp_path / "text.txt", tmp_path / "corpus.bin"
@@ -156,6 +173,29 @@ class TestTrain:
         _, message = failure(["generate", run], capsys)
         assert "no language model" in message
 
+    def test_a_folder_of_images_is_probed_once(self, tmp_path, monkeypatch):
+        """Each training image once, also where their number is no multiple of the batch size."""
+        evaluate = importlib.import_module("sigattn.cli.evaluate")
+        for split, count in (("train", 130), ("val", 1)):
+            for name in ("a", "b"):
+                (tmp_path / split / name).mkdir(parents=True)
+                for i in range(count):
+                    Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / split / name / f"{i}.png")
+
+        def plain(*_):
+            return lambda image: torch.tensor(list(image.tobytes())).view(8, 8, 3).movedim(2, 0).float()
+
+        model = ViT(ViTConfig(image_size=8, patch_size=8, num_layers=1, embed_dim=8, num_heads=1, num_classes=0))
+        model.features = lambda images: images[:, 0, 0, :1]  # the number of the image
+        probed = []
+        monkeypatch.setattr("sigattn.data.images.transforms", plain)
+        monkeypatch.setattr(evaluate, "read_run", lambda _: (find_recipe("vit-simclr"), tmp_path, None))
+        monkeypatch.setattr(evaluate.saving, "load", lambda _: model)
+        monkeypatch.setattr(evaluate, "linear_probe", lambda *parts: probed.extend(parts) or 0.0)
+        evaluate.probe(tmp_path)
+        seen = sorted(zip(probed[0][0].flatten().tolist(), probed[0][1].tolist(), strict=True))
+        assert seen == [(i, label) for i in range(130) for label in (0, 1)]
+
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
         [
@@ -165,6 +205,8 @@ class TestTrain:
             (["train", "asr-ls960", "--data", "/nowhere"], 1, "no such file or folder: /nowhere"),
             (["train", "lm-1b-2k"], 2, "(--tokenizer, --data, --model.vocab-size)"),
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
+            (["train", "k-summation", "--tiny", "--workers", "7"], 2, "workers=7 is for folders of images"),
+            (["reproduce", "tones", "--scale", "paper", "--longer", "3"], 2, "longer=3 is for the scales"),
             (["train", "lm-1b-2k", "--tiny", "--training.max-steps", "0"], 2, "max_steps must be at least 1"),
             (
                 ["train", "lm-1b-2k", "--tiny", "--model.num-heads", "5"],

@@ -1,6 +1,7 @@
 """Our models in lm-evaluation-harness: scores against a plain forward, and a task of our own, without a network."""
 
 import functools
+import importlib
 import json
 
 import pytest
@@ -26,7 +27,7 @@ def lm():
     model = LanguageModel(LanguageModelConfig(max_seq_len=32, num_layers=2, embed_dim=32, num_heads=4))
     with torch.no_grad():
         model.embedding.weight.mul_(5)
-    return harness.SigattnLM(model, batch_size=3)
+    return harness.SigattnLM(model, batch_size=3, end_token=0)
 
 
 def scored(model, context, continuation):
@@ -74,6 +75,28 @@ def test_generation_stops(lm):
     if len(free) > 2:
         (cut,) = lm.generate_until([Request("a cat", {"until": [free[2]], "max_gen_toks": 20})])
         assert cut == free.split(free[2])[0]
+
+
+def test_long_prompts_keep_half_of_the_context(lm, monkeypatch):
+    """The harness's default of 256 new tokens is more than this context of 32."""
+    prompts, generate = [], lm.model.generate
+    monkeypatch.setattr(lm.model, "generate", lambda rows, *a, **k: prompts.append(rows[0]) or generate(rows, *a, **k))
+    for prompt, limit in ((b"the quick brown fox jumps over the lazy dog", 16), (b"a cat", 27)):
+        (text,) = lm.generate_until([Request(prompt.decode(), {"max_gen_toks": 256})])
+        assert bytes(prompts.pop().tolist()) == prompt[-16:]
+        assert len(text) <= limit
+
+
+def test_tokenizer_without_an_end_token(lm, tmp_path, monkeypatch):
+    """Token 0 is then one like the others, and does not stop the generation."""
+    monkeypatch.setattr(lm.model, "generate", lambda rows, n, stop_tokens, **_: (torch.tensor([*rows[0], *[0] * n]),))
+    assert lm.generate_until([Request("a cat", {"max_gen_toks": 3})]) == [""]
+    command = importlib.import_module("sigattn.cli.evaluate")
+    adapters = []
+    monkeypatch.setattr(command, "load_language_model", lambda _: (lm.model, None, None))
+    monkeypatch.setattr(harness, "evaluate", lambda adapter, *_, **__: adapters.append(adapter) or {})
+    command.lm_eval(tmp_path)
+    assert adapters[0].generate_until([Request("a cat", {"max_gen_toks": 3})]) == ["\0" * 3]
 
 
 def test_a_local_task(lm, tmp_path, monkeypatch):

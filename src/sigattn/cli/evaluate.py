@@ -69,7 +69,9 @@ def generate(
     model, tokenizer, end = load_language_model(folder)
 
     def encode(text: str) -> list[int]:
-        return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text).ids)
+        if tokenizer is None:
+            return list(text.encode())
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)  # some tokenizers add an end to the prompt
 
     check_at_least(0, {"max_new_tokens": max_new_tokens})
     check_seed({"seed": seed})
@@ -115,7 +117,9 @@ def probe(
     else:
         images = ImageFolder(path, model.config.image_size, "none")
         train = (images.batch(i, 256, 0) for i in range(-(-len(images) // 256)))
-        found = [extract_features(model, train), extract_features(model, images.validation(256))]
+        features, labels = extract_features(model, train)
+        # the last batch is filled up with images of the next pass
+        found = [(features[: len(images)], labels[: len(images)]), extract_features(model, images.validation(256))]
     print(f"linear probe: top1 {linear_probe(found[0], found[1]):.4f}")
     if fine_tuning:
         if path is not None:
@@ -165,7 +169,7 @@ def lm_eval(
     model, tokenizer, end = load_language_model(folder)
     try:
         found = harness.evaluate(
-            harness.SigattnLM(model, tokenizer, batch_size, end or 0), tasks, include=include, limit=limit
+            harness.SigattnLM(model, tokenizer, batch_size, end), tasks, include=include, limit=limit
         )
     except (ValueError, ConnectionError) as error:
         raise SettingsError(" ".join(str(error).split())) from error

@@ -17,7 +17,7 @@ from sigattn.experiments import attention_norms, compare, pages, theory_report
 from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.theory.statements import Statement
-from sigattn.validation import check_at_least
+from sigattn.validation import SettingsError, check_at_least
 
 
 def reproduce(
@@ -58,6 +58,8 @@ def reproduce(
         _print_experiments()
         return
     check_at_least(1, {"seeds": seeds, "workers": workers, "longer": longer})
+    if scale == "paper" and longer != 1:
+        raise SettingsError(f'longer={longer} is for the scales "smoke" and "small", and does not change "paper"')
     results = folder / (scale if longer == 1 else f"{scale}-{longer}x")
     for experiment in EXPERIMENTS.values() if all else (find_experiment(name or ""),):
         print(f"{experiment.name}: {experiment.title} ({experiment.source})", flush=True)

@@ -48,6 +48,9 @@ def load_dataset(recipe: Recipe, path: Path | None, *, tokenizer: Path | None = 
         DataError: if the data is missing, or not of the kind that the recipe needs.
         SettingsError: if an option that the recipe needs is missing, or an option does not apply to it.
     """
+    others = (LanguageModelConfig, SequenceModelConfig, SpeechModelConfig)
+    if workers and (path is None or isinstance(recipe.model, others)):
+        raise SettingsError(f"workers={workers} is for folders of images, and {recipe.name} reads none: leave it out")
     if isinstance(recipe.model, LanguageModelConfig):
         return _text(recipe.model, path, tokenizer)
     if tokenizer is not None:

@@ -43,22 +43,26 @@ class SigattnLM(TemplateLM):
 
     Args:
         model: the model. tokenizer: of Hugging Face's ``tokenizers``; None for bytes.
-        batch: batch size. end: token that ends a document, and that replaces an empty context.
+        batch_size: sequences at a time.
+        end_token: token that ends a document, and that replaces an empty context; None if there is none: token 0 then
+            replaces an empty context.
     """
 
     batch_size: int
-    end_token: int
+    end_token: int | None
     model: LanguageModel
     tokenizer: Any
 
-    def __init__(self, model: LanguageModel, tokenizer: Any = None, batch_size: int = 8, end_token: int = 0) -> None:
+    def __init__(
+        self, model: LanguageModel, tokenizer: Any = None, batch_size: int = 8, end_token: int | None = None
+    ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.batch_size, self.end_token = model.eval(), tokenizer, batch_size, end_token
 
     @property
     def eot_token_id(self) -> int:
-        """Token that ends a document."""
-        return self.end_token
+        """Token that replaces an empty context: the one that ends a document, if there is one."""
+        return self.end_token or 0
 
     @property
     def max_length(self) -> int:
@@ -120,7 +124,7 @@ class SigattnLM(TemplateLM):
         for request in requests:
             windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.end_token,
+                prefix_token=self.eot_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
@@ -137,13 +141,17 @@ class SigattnLM(TemplateLM):
         until = [until] if isinstance(until, str) else list(until)
         max_tokens = int(options.get("max_gen_toks", 256))
         temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-        tokens = (self.tok_encode(context) or [self.end_token])[-max(1, self.max_length - max_tokens) :]
+        # a prompt keeps at least half of the context, and the continuation gets what it leaves
+        kept = max(self.max_length - max_tokens, -(-self.max_length // 2))
+        tokens = (self.tok_encode(context) or [self.eot_token_id])[-kept:]
+        max_tokens = min(max_tokens, self.max_length - len(tokens))
+        ends = [] if self.end_token is None else [self.end_token]
         prompt = torch.tensor(tokens, device=next(self.model.parameters()).device)
         generated: list[int] = []
         while len(generated) < max_tokens:  # 32 tokens at a time, to stop soon after a stop text
             step = min(32, max_tokens - len(generated))
-            so_far = torch.cat((prompt, prompt.new_tensor(generated)))[-self.max_length :]
-            (row,) = self.model.generate([so_far], step, temperature=temperature, stop_tokens=[self.end_token])
+            so_far = torch.cat((prompt, prompt.new_tensor(generated)))
+            (row,) = self.model.generate([so_far], step, temperature=temperature, stop_tokens=ends)
             generated += row[len(so_far) :].tolist()
             text = self.tok_decode(generated)
             if self.end_token in generated or any(u in text for u in until if u):
