@@ -1,12 +1,13 @@
 """Text: sources, splits, batches and errors."""
 
+import hashlib
 import re
 
 import pytest
 import torch
 
 from sigattn.data.dataset import DataError
-from sigattn.data.text import TokenText, load_text
+from sigattn.data.text import TextData, TokenText, load_text
 
 
 def test_default_text_is_cpythons_documentation():
@@ -47,6 +48,14 @@ def test_the_end_is_held_out():
     text = TokenText.split(bytes(range(200)) * 5, 8)
     assert len(text.validation) == 100
     assert bytes(text.training.tolist()) + bytes(text.validation.tolist()) == bytes(range(200)) * 5
+
+
+def test_texts_with_other_training_parts_have_other_fingerprints():
+    """A run cannot be resumed with held-out text in its training part; default splits have the hash of the text."""
+    text = b"some text " * 50
+    default, same, half = (TextData(TokenText.split(text, 8, *part), 8).fingerprint for part in ((), (0.1,), (0.5,)))
+    assert default == same == hashlib.sha256(text).hexdigest()
+    assert half != default
 
 
 def test_the_last_held_out_window_ends_with_the_text():

@@ -55,7 +55,7 @@ class TokenText:
     Attributes:
         training: tokens of the training part.
         validation: tokens of the held-out part.
-        sha256: hash of all tokens.
+        sha256: hash of all tokens, and the held-out fraction if it is not the default (``hash_of_split``).
         vocab_size: number of tokens in the vocabulary; a window with another token raises ``DataError``.
     """
 
@@ -72,7 +72,8 @@ class TokenText:
             DataError: if the held-out part is too short for one window of ``seq_len`` bytes and the next byte.
         """
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        return cls.split_tokens(tokens, seq_len, held_out, hashlib.sha256(text).hexdigest(), "bytes")
+        sha256 = hash_of_split(hashlib.sha256(text).hexdigest(), held_out, default=0.1)
+        return cls.split_tokens(tokens, seq_len, held_out, sha256, "bytes")
 
     @classmethod
     def split_tokens(
@@ -111,6 +112,11 @@ class TokenText:
         return _windows(self.validation, starts, seq_len, self.vocab_size)
 
 
+def hash_of_split(sha256: str, held_out: float, *, default: float) -> str:
+    """Return the identity of a text of which a fraction is held out: its hash alone if that is the default one."""
+    return sha256 if held_out == default else f"{sha256}, {held_out} held out"
+
+
 class TextData(Data):
     """Random training windows and evenly spread held-out windows of a text.
 
@@ -139,7 +145,7 @@ class TextData(Data):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the text or its tokens, and of the tokenizer."""
+        """Hash of the text or its tokens, with the held-out fraction if it is not the default, and of the tokenizer."""
         return self.text.sha256 if self.tokenizer is None else f"{self.text.sha256}, tokenizer {self.tokenizer}"
 
 

@@ -19,7 +19,7 @@ import torch
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import iter_documents
 from sigattn.data.hashing import file_sha256
-from sigattn.data.text import TokenText
+from sigattn.data.text import TokenText, hash_of_split
 from sigattn.files import FileFormatError, add_path_to_errors, read_json_object
 from sigattn.optional import require
 from sigattn.validation import SettingsError, check_at_least
@@ -98,7 +98,7 @@ def tokenize_corpus(path: Path, tokenizer: Any, vocab_size: int, seq_len: int, h
     encoded = document_encoder(tokenizer)
     parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in iter_documents(path)]
     tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
-    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    digest = hash_of_split(hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), held_out, default=0.05)
     return TokenText.split_tokens(tokens.long(), seq_len, held_out, digest, vocab_size=vocab_size)
 
 
@@ -184,7 +184,8 @@ def load_packed(path: Path, vocab_size: int, seq_len: int, held_out: float = 0.0
             f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that in {path.name}.json): pack again"
         )
     tokens = torch.from_file(str(path), shared=False, size=about["tokens"], dtype=torch.int32)
-    return TokenText.split_tokens(tokens, seq_len, held_out, about["sha256"], vocab_size=vocab_size)
+    digest = hash_of_split(about["sha256"], held_out, default=0.005)
+    return TokenText.split_tokens(tokens, seq_len, held_out, digest, vocab_size=vocab_size)
 
 
 def find_packed_tokenizer(path: Path, expected: Path | None = None) -> Path:
