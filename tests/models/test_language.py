@@ -165,6 +165,17 @@ class TestDocuments:
         for ours, theirs in zip(gradients, torch.autograd.grad(alone, list(model.parameters())), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
+    def test_a_bias_of_rotated_queries(self):
+        torch.manual_seed(0)
+        settings = {"attention_bias": "log_visible", "learn_bias": "quadratic"}
+        model = LanguageModel(LanguageModelConfig(**SMALL, **settings)).double()
+        for block in model.blocks:
+            for parameter in block.attention.attention_bias.query_term.parameters():
+                torch.nn.init.normal_(parameter)
+        together = model(self.TOKENS, documents=Documents.from_end_token(self.TOKENS, 0))
+        for part in self.PARTS[0]:
+            torch.testing.assert_close(together[:1, part], model(self.TOKENS[:1, part]), rtol=1e-5, atol=1e-5)
+
     def test_what_cannot_be(self):
         documents = Documents.from_end_token(self.TOKENS, 0)
         with pytest.raises(ValueError, match="VisibleKeysBias differs between rows"):

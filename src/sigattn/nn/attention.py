@@ -214,7 +214,7 @@ class Attention(nn.Module):
         self._check_call(kv_input, key_lengths, cache, documents)
         query_offset = 0 if cache is None else cache.length
         left_padding = None if cache is None else cache.left_padding
-        query, key, value = self._project(x, x if kv_input is None else kv_input, query_offset, left_padding)
+        query, key, value = self._project(x, x if kv_input is None else kv_input, query_offset, left_padding, documents)
         if cache is not None:
             key, value = cache.append(key, value)
         shard = self.sequence_shard
@@ -265,7 +265,12 @@ class Attention(nn.Module):
             )
 
     def _project(
-        self, x: Tensor, kv_input: Tensor, query_offset: int, left_padding: Tensor | None
+        self,
+        x: Tensor,
+        kv_input: Tensor,
+        query_offset: int,
+        left_padding: Tensor | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, Hq, N, D), keys and values (B, Hkv, M, D), after norms, positions and temperature."""
         query, key, value = self._by_head(self.query(x)), self._by_head(self.key(kv_input)), self.value(kv_input)
@@ -274,7 +279,10 @@ class Attention(nn.Module):
             query = self.attention_bias.added_to(query)
         if isinstance(self.position, RotaryEmbedding):
             positions = None if self.sequence_shard is None else self.sequence_shard.positions(x.device)
-            if left_padding is not None:  # a bias may depend on the rotated query, not on products with keys alone
+            # each sequence starts at 0: a bias may depend on the rotated query, not on products with keys alone
+            if documents is not None:
+                positions = documents.positions
+            if left_padding is not None:
                 positions = torch.arange(query_offset, query_offset + x.shape[1], device=x.device)
                 positions = positions - left_padding.to(x.device)[:, None]
             query, key = (self.position(t, query_offset, positions) for t in (query, key))
