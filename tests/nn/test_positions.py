@@ -88,15 +88,32 @@ def test_image_sinusoids():
         image_sinusoids(6, 2, 2)
 
 
-@pytest.mark.parametrize("make", [lambda: RotaryEmbedding(8), lambda: Alibi(6, "split"), lambda: SinusoidalEmbedding(8),
-                                  lambda: Cape(8), lambda: ImageCape(8, 2, 2)])  # fmt: skip
+LAYERS = (RotaryEmbedding, lambda _: Alibi(6, "split"), SinusoidalEmbedding, Cape, lambda dim: ImageCape(dim, 2, 2))
+
+
+@pytest.mark.parametrize("make", LAYERS)
 def test_buffers_can_be_filled_after_the_meta_device(make):
-    there = make()
+    there = make(8)
     with torch.device("meta"):
-        empty = make()
+        empty = make(8)
     filled = empty.to_empty(device="cpu")
     for buffer in filled.buffers():
         buffer.fill_(torch.nan)
     filled.reset_parameters()
     for a, b in zip(there.buffers(), filled.buffers(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("make", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_16_bits_do_not_round_the_angles(make, dtype):
+    exact, cast = make(8).eval(), make(8).eval().to(dtype)
+    for a, b in zip(exact.buffers(), cast.buffers(), strict=True):
+        assert b.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.equal(a, b.float())
+    assert all(b.dtype == torch.float32 and b.is_meta for b in make(8).to("meta", torch.bfloat16).buffers())
+    if not isinstance(cast, Alibi):
+        x = torch.zeros(1, 2, 4, 8) + 1 if isinstance(cast, RotaryEmbedding) else torch.zeros(1, 4, 8)
+        assert cast(x.to(dtype)).dtype == dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(cast(x), exact(x))

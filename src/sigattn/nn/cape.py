@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sigattn.nn.position import Float32Buffers
 from sigattn.shapes import Float
 
 
-class _Augmented(nn.Module):
+class _Augmented(Float32Buffers):
     """Base class: the sizes of the augmentation.
 
     Raises:
@@ -76,7 +77,7 @@ class Cape(_Augmented):
         super().__init__(embed_dim, max_global_shift, max_local_shift, max_scale)
         self.step: float = step
         self.frequency_scale: float = frequency_scale
-        self.register_buffer("frequencies", torch.empty(embed_dim // 2), persistent=False)
+        self.register_buffer("frequencies", torch.empty(embed_dim // 2, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -132,8 +133,8 @@ class ImageCape(_Augmented):
         super().__init__(embed_dim, max_global_shift, max_local_shift, max_scale)
         self.rows: int = rows
         self.columns: int = columns
-        self.register_buffer("frequencies", torch.empty(2, embed_dim // 2), persistent=False)
-        self.register_buffer("coordinates", torch.empty(rows * columns, 2), persistent=False)
+        self.register_buffer("frequencies", torch.empty(2, embed_dim // 2, dtype=torch.float32), persistent=False)
+        self.register_buffer("coordinates", torch.empty(rows * columns, 2, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -142,7 +143,7 @@ class ImageCape(_Augmented):
         k = torch.arange(self.frequencies.shape[1], device=device, dtype=torch.float32)
         self.frequencies.copy_(10.0 ** (2 * k / len(k)) * torch.stack([k.cos(), k.sin()]) * math.pi)
         sides = [
-            torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device)
+            torch.linspace(-1, 1, n, device=device, dtype=torch.float32) if n > 1 else torch.zeros(1, device=device)
             for n in (self.rows, self.columns)
         ]
         y, x = torch.meshgrid(*sides, indexing="ij")
@@ -160,7 +161,8 @@ class ImageCape(_Augmented):
             xy = xy + distance * _uniform(xy.shape, self.max_local_shift, x.device)
             xy = xy + _uniform((len(x), 1, 2), self.max_global_shift, x.device)
             xy = xy * _uniform((len(x), 1, 1), math.log(self.max_scale), x.device).exp()
-        return x + _waves(xy @ self.frequencies).to(x.dtype)
+        angles = xy[..., :1] * self.frequencies[0] + xy[..., 1:] * self.frequencies[1]  # autocast would round a product
+        return x + _waves(angles).to(x.dtype)
 
 
 def _waves(angles: Tensor) -> Tensor:  # (B, length, embed_dim / 2) → (B, length, embed_dim)

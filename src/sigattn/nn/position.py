@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,23 @@ from sigattn.flash.rotary import rotate_pairs
 from sigattn.shapes import Float, Int
 
 
-class Wavelengths(nn.Module):
+class Float32Buffers(nn.Module):
+    """Base class of modules whose buffers stay in float32 when the module is cast to 16 bits.
+
+    A frequency rounded to bfloat16 rotates by a wrong angle: an error of 0.4 % is 8 radians at position 2,000.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # of .to() and others
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            after = self._buffers[name]
+            if buffer is not None and after is not None and after.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = buffer.to(after.device, torch.float32)
+        return self
+
+
+class Wavelengths(Float32Buffers):
     """Base class of encodings by sines and cosines, of the frequencies base^(-2i / dim) for i = 0 … dim / 2 - 1."""
 
     frequencies: Tensor
@@ -19,7 +37,7 @@ class Wavelengths(nn.Module):
         if dim % 2:
             raise ValueError(f"{type(self).__name__} pairs the features, so {name} must be even, got {dim}")
         self.base = base
-        self.register_buffer("frequencies", torch.empty(dim // 2), persistent=False)
+        self.register_buffer("frequencies", torch.empty(dim // 2, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -78,10 +96,10 @@ def alibi_slopes(num_heads: int) -> Tensor:  # (num_heads,)
     below = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
     between = [2.0 ** (-4 * (i + 1) / below) for i in range(0, 2 * (num_heads - below), 2)]
-    return torch.tensor(first + between)
+    return torch.tensor(first + between, dtype=torch.float32)
 
 
-class Alibi(nn.Module):
+class Alibi(Float32Buffers):
     """ALiBi's slopes of a layer: the penalty of a logit for each position between query and key.
 
     Args:
@@ -107,7 +125,7 @@ class Alibi(nn.Module):
             raise ValueError('Alibi: sides="split" needs at least two heads, one for each side')
         self.num_heads, self.sides, self.steepness = num_heads, sides, steepness
         shape = (1, num_heads, 2) if sides == "split" else (num_heads,)
-        self.register_buffer("slopes", torch.empty(shape), persistent=False)
+        self.register_buffer("slopes", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
