@@ -234,6 +234,21 @@ class TestSpeech:
         model.eval()
         assert torch.equal(model(frames)[0], model(frames)[0])
 
+    @pytest.mark.parametrize("lengths", [None, torch.tensor([20, 11])], ids=["whole", "padded"])
+    def test_recomputed_blocks_count_a_batch_once(self, lengths):
+        plain, recomputed = (SpeechModel(replace(CONFORMER, attention_bias=-1.0)) for _ in range(2))
+        recomputed.load_state_dict(plain.state_dict())
+        recomputed.checkpoint_activations = True
+        x = torch.randn(2, 20, 16)
+        for model in (plain, recomputed):
+            for _ in range(3):
+                model.run_block(model.blocks[0], x, key_lengths=lengths).square().sum().backward()
+        assert recomputed.blocks[0].convolution.norm.num_batches_tracked == 3
+        for a, b in zip(plain.blocks[0].buffers(), recomputed.blocks[0].buffers(), strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(plain.blocks[0].parameters(), recomputed.blocks[0].parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
     def test_bad_calls(self):
         with pytest.raises(ValueError, match=r"does not support \['norm_placement'\]"):
             SpeechModel(replace(CONFORMER, norm_placement="hybrid"))

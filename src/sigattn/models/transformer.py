@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sigattn.nn.attention import Attention, Record
+from sigattn.nn.batch_norm import unchanged_running_stats
 from sigattn.nn.initialization import initialize
 from sigattn.ops.statistics import AttentionStatistics
 
@@ -68,6 +69,8 @@ class Transformer(nn.Module):
     def run_block(self, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
         """Return a block's output, with activation checkpointing if it is on."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():  # compiled, recomputation does not update buffers
+                options["context_fn"] = lambda: (nullcontext(), unchanged_running_stats(block))
             checkpointed: Tensor = checkpoint(block, x, use_reentrant=False, **options)
             return checkpointed
         result: Tensor = block(x, **options)

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from sigattn.shapes import Float
+
+
+@contextmanager
+def unchanged_running_stats(module: nn.Module) -> Iterator[None]:
+    """Restore the running statistics of a module's batch norms at the end of the context.
+
+    Within it they are copies, because ``checkpoint`` needs the same operations as in the first forward.
+    """
+    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm1d)]
+    kept = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
+    try:
+        for norm, buffers in kept:
+            for name, buffer in buffers.items():
+                setattr(norm, name, buffer.clone())
+        yield
+    finally:
+        for norm, buffers in kept:
+            for name, buffer in buffers.items():
+                setattr(norm, name, buffer)
 
 
 class BatchNorm(nn.BatchNorm1d):
