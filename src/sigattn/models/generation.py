@@ -69,8 +69,8 @@ class SamplingConfig:
 class GenerationState:
     """Prompts with their continuations, and the key/value cache of the model.
 
-    When a sequence exceeds the context, the model starts again from the last half of the context. Prompts of different
-    lengths are padded on the left; padding is masked.
+    When a sequence exceeds the context, it starts again from the last half of the context; the others keep theirs.
+    Prompts of different lengths are padded on the left; padding is masked.
 
     Args:
         step: the model. new_kv_cache: function from the left padding of each sample (None: all 0) to an empty cache.
@@ -96,18 +96,22 @@ class GenerationState:
         self.left_padding: Tensor = torch.tensor([longest - n for n in lengths], device=prompts[0].device)
         self.tokens = torch.stack([torch.cat((p.new_zeros(longest - len(p)), p)) for p in prompts])  # (B, total)
         self.cache: list[KVCache] = []
-        self._restart(min(longest, max_seq_len))
+        self._restart((longest - self.left_padding).clamp(max=max_seq_len))
 
-    def _restart(self, kept: int) -> None:
-        """Start with an empty cache and the last ``kept`` tokens as its next input."""
-        self.unseen = self.tokens[:, -kept:]
-        first = (self.left_padding - (self.tokens.shape[1] - kept)).clamp(min=0)
-        self.cache = self.new_kv_cache(first if first.any() else None)
+    def _restart(self, kept: Tensor) -> None:
+        """Start with an empty cache and the last ``kept`` tokens of each sequence, (B,), as its next input."""
+        longest = int(kept.max())
+        self.unseen = self.tokens[:, -longest:]
+        padding = longest - kept
+        self.cache = self.new_kv_cache(padding if padding.any() else None)
 
     def logits(self) -> Tensor:
         """Return the logits of each sample's next token, (B, vocabulary)."""
-        if self.cache[0].length + self.unseen.shape[1] > self.max_seq_len:
-            self._restart(max(1, self.max_seq_len // 2))
+        total = self.cache[0].length + self.unseen.shape[1]
+        if total > self.max_seq_len:
+            padding = self.cache[0].left_padding
+            lengths = total - (torch.zeros_like(self.left_padding) if padding is None else padding)
+            self._restart(torch.where(lengths > self.max_seq_len, max(1, self.max_seq_len // 2), lengths))
         return self.step(self.unseen, self.cache)[:, -1]
 
     def add(self, tokens: Tensor, samples: Tensor | None = None) -> None:

@@ -153,8 +153,8 @@ class LanguageModel(Transformer):
     ) -> Int[Tensor, "batch total"] | list[Tensor]:
         """Continue prompts of at least one token each.
 
-        Keys and values are cached, and dropout is off. When a sequence exceeds the context, the model starts again from
-        the last half of the context.
+        Keys and values are cached, and dropout is off. When a sequence exceeds the context, it starts again from the
+        last half of the context.
 
         Args:
             prompts: (B, N), or a list of prompts of any lengths, (N,) each.
