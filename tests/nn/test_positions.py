@@ -60,7 +60,7 @@ class TestCape:
         places = [(x, y) for y in (-1, 1) for x in (-1, 0, 1)]
         for i, (x, y) in enumerate(places):
             for k in range(4):
-                angle = math.pi * 10 ** (2 * k / 4) * (math.cos(k) * x + math.sin(k) * y)
+                angle = math.pi * 10 ** (2 * k / 8) * (math.cos(k) * x + math.sin(k) * y)
                 expected = torch.tensor([math.cos(angle), math.sin(angle)])
                 torch.testing.assert_close(out[1, i, 2 * k : 2 * k + 2], expected, atol=1e-4, rtol=0)
         layer.train()

@@ -105,7 +105,7 @@ class Cape(_Augmented):
 class ImageCape(_Augmented):
     """CAPE of an image's patches, whose coordinates run from -1 to 1, added to the input.
 
-    Feature 2k is cos(π ω_k · (x, y)), feature 2k + 1 the sine, with ω_k = 10^(4k / embed_dim) (cos k, sin k).
+    Feature 2k is cos(π ω_k · (x, y)), feature 2k + 1 the sine, with ω_k = 10^(2k / embed_dim) (cos k, sin k).
 
     Args:
         embed_dim: number of features, even.
@@ -141,7 +141,7 @@ class ImageCape(_Augmented):
         """Compute the frequencies and the patches' coordinates."""
         device = self.frequencies.device
         k = torch.arange(self.frequencies.shape[1], device=device, dtype=torch.float32)
-        self.frequencies.copy_(10.0 ** (2 * k / len(k)) * torch.stack([k.cos(), k.sin()]) * math.pi)
+        self.frequencies.copy_(10.0 ** (k / len(k)) * torch.stack([k.cos(), k.sin()]) * math.pi)
         sides = [
             torch.linspace(-1, 1, n, device=device, dtype=torch.float32) if n > 1 else torch.zeros(1, device=device)
             for n in (self.rows, self.columns)
