@@ -165,6 +165,12 @@ class TestMaskedAutoencoder:
     def test_ratio(self):
         with pytest.raises(ValueError, match="between 0 and 1, got 1"):
             MaskedAutoencoder(replace(MAE, mask_ratio=1.0))
+        for ratio, hidden in ((0.01, 1), (0.5, 2), (0.99, 3)):  # of four patches
+            model, images = MaskedAutoencoder(replace(MAE, mask_ratio=ratio)), torch.randn(2, 1, 8, 8)
+            assert model(images)[1].sum(1).tolist() == [hidden, hidden]
+            assert model.loss(images).isfinite()
+        with pytest.raises(ValueError, match="at least two, got 1"):
+            MaskedAutoencoder(replace(MAE, encoder=replace(MAE.encoder, image_size=4)))(torch.randn(2, 1, 4, 4))
 
 
 class TestSpeech:

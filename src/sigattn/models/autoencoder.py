@@ -26,7 +26,7 @@ class MaskedAutoencoderConfig:
         decoder_num_layers: number of blocks of the decoder; options not listed here are those of the encoder.
         decoder_embed_dim: number of features of a position in the decoder.
         decoder_num_heads: number of attention heads of the decoder.
-        mask_ratio: fraction of the patches that is hidden.
+        mask_ratio: fraction of the patches that is hidden; at least one is hidden, and one visible.
     """
 
     encoder: ViTConfig = field(default_factory=lambda: ViTConfig(attention_bias="log_batch"))
@@ -75,10 +75,17 @@ class MaskedAutoencoder(Transformer):
         """Return the predicted pixels of each patch, and 1 for hidden and 0 for visible patches.
 
         Each call draws the hidden patches at random.
+
+        Raises:
+            ValueError: for images of a single patch.
         """
         x = self.encoder.embed(images)
         batch, patches, _ = x.shape
-        num_visible = max(1, round(patches * (1 - self.config.mask_ratio)))
+        if patches < 2:
+            raise ValueError(
+                f"MaskedAutoencoder hides some patches and sees others: pass images of at least two, got {patches}"
+            )
+        num_visible = min(max(1, round(patches * (1 - self.config.mask_ratio))), patches - 1)
         order = torch.rand(batch, patches, device=x.device).argsort(1)
         hidden = torch.ones(batch, patches, device=x.device).scatter(1, order[:, :num_visible], 0.0)
         x = x.gather(1, order[:, :num_visible, None].expand(-1, -1, x.shape[2]))
