@@ -146,9 +146,12 @@ class TestPerformer:
             torch.testing.assert_close(directions @ directions.T, torch.eye(8), atol=1e-5, rtol=0)
 
     @pytest.mark.parametrize("length", [5, CHUNK + 3])
-    def test_causal_is_the_weights_cut_off(self, length):
+    @pytest.mark.parametrize("spread", [1, 12], ids=["alike", "far apart"])
+    def test_causal_is_the_weights_cut_off(self, length, spread):
+        torch.manual_seed(0)
         layer = PerformerFeatures(4, 12)
         q, k, v = (torch.randn(2, 2, length, 4, dtype=torch.float64) for _ in range(3))
+        k[:, :, :3] *= spread  # φ of the first keys is as small as e^(-300)
 
         def phi(x):
             x = x * 4**-0.25
@@ -157,6 +160,9 @@ class TestPerformer:
         weights = (phi(q) @ phi(k).mT).tril()
         expected = weights / weights.sum(-1, keepdim=True) @ v
         torch.testing.assert_close(layer(q, k, v, causal=True), expected)
+        narrow = layer(q.float(), k.float(), v.float(), causal=True)
+        torch.testing.assert_close(narrow.double(), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(narrow[:, :, 0].double(), v[:, :, 0])  # one visible key
 
     def test_padding_shared_heads_and_large_inputs(self):
         layer = PerformerFeatures(4, 12)

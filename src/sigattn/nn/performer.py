@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sigattn.shapes import Float, Int
 
@@ -78,26 +79,40 @@ class PerformerFeatures(nn.Module):
             value = value.masked_fill(~exists[:, None, :, None], 0)
         # subtracting the maximum avoids overflow; the factor cancels in the quotient
         q = (q - q.amax(-1, keepdim=True)).exp()
-        largest = k.amax((-2, -1), keepdim=True) if k.shape[2] else k.new_zeros(())
-        k = (k - largest.clamp(min=torch.finfo(wide).min)).exp().repeat_interleave(group_size, 1)
+        k = k.repeat_interleave(group_size, 1)
         v = torch.cat([value.to(wide), value.new_ones((*value.shape[:-1], 1), dtype=wide)], -1)
         v = v.repeat_interleave(group_size, 1)  # (B, Hq, M, Dv + 1): the last column sums to the denominator
-        out = _causal(q, k, v) if causal else q @ (k.mT @ v)
+        largest = k.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)  # (B, Hq, M, 1)
+        if not causal and k.shape[2]:
+            largest = largest.amax(-2, keepdim=True)
+        k = (k - largest).exp()
+        out = _causal(q, k, v, largest.mT) if causal else q @ (k.mT @ v)
         numerator, denominator = out.split([value.shape[-1], 1], -1)
-        return (numerator / denominator.clamp(min=torch.finfo(wide).tiny)).to(query.dtype)
+        return (numerator / denominator.masked_fill(denominator == 0, 1)).to(query.dtype)  # 0 without keys
 
     def _exponents(self, x: Tensor) -> Tensor:
         """Return log φ(x) = ω·x - |x|²/2."""
         return x @ self.directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return Σ_{j ≤ i} (q_i · k_j) v_j, chunk by chunk; a matrix holds the sum over the earlier chunks."""
+def _causal(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor) -> Tensor:
+    """Return Σ_{j ≤ i} e^(s_j - m_i) (q_i · k_j) v_j for s = ``log_scale``, (B, H, 1, M), and m_i = max_{j ≤ i} s_j.
+
+    Chunk by chunk; a matrix holds the sum over the earlier chunks, divided by e^s of their largest s. With one maximum
+    for all queries, the sums of those whose keys all lie far below it would underflow to 0.
+    """
     state = k.new_zeros((*k.shape[:2], k.shape[-1], v.shape[-1]))  # (B, H, F, Dv + 1)
+    largest = k.new_full((*k.shape[:2], 1, 1), torch.finfo(k.dtype).min)  # of the earlier chunks
     out = []
     for start in range(0, q.shape[2], CHUNK):
         chunk = slice(start, start + CHUNK)
-        weights = (q[:, :, chunk] @ k[:, :, chunk].mT).tril()  # (B, H, chunk, chunk)
-        out.append(weights @ v[:, :, chunk] + q[:, :, chunk] @ state)
-        state = state + k[:, :, chunk].mT @ v[:, :, chunk]
+        queries, keys, values, scales = q[:, :, chunk], k[:, :, chunk], v[:, :, chunk], log_scale[..., chunk]
+        hidden = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        seen = torch.cat([largest, scales], -1).masked_fill(F.pad(hidden, (1, 0)), -torch.inf)
+        factors = (seen - seen.amax(-1, keepdim=True)).exp()  # (B, H, chunk, 1 + chunk), first that of the state
+        weights = queries @ keys.mT * factors[..., 1:]
+        out.append(weights @ values + queries @ state * factors[..., :1])
+        new = torch.cat([largest, scales], -1).amax(-1, keepdim=True)
+        state = state * (largest - new).exp() + (keys * (scales - new).exp().mT).mT @ values
+        largest = new
     return torch.cat(out, 2) if out else v.new_zeros(q.shape[:3] + v.shape[-1:])
