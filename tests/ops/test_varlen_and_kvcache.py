@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
+from sigattn.flash import flash_attn_with_kvcache
 
 CU_Q, CU_K = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
 
@@ -132,3 +133,16 @@ def test_a_wrong_call_is_explained(what):
     call, error, message = WRONG[what]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_autocast_does_not_round_new_keys():
+    """With new keys, nothing is cast, whether or not the call is of those with little overhead."""
+    q, k, v = torch.randn(3, 2, 1, 4, 8).unbind()
+    keys, values = torch.randn(2, 2, 16, 4, 8).unbind()
+    bias = -2.3
+    expected = [formula(q[b], torch.cat([keys[b, :9], k[b]]), torch.cat([values[b, :9], v[b]]), bias) for b in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        for call, name in ((sigmoid_kvcache_attention, "bias"), (flash_attn_with_kvcache, "sigmoid_bias")):
+            out = call(q, keys.clone(), values.clone(), k, v, cache_seqlens=9, **{name: bias})
+            assert out.dtype is torch.float32
+            torch.testing.assert_close(out, torch.stack(expected))

@@ -191,8 +191,7 @@ def sigmoid_kvcache_attention(
     torch.Size([2, 1, 4, 64])
     """
     plain = left_padding is block_table is attn_mask is alibi_slopes is None and backend is None
-    plain = plain and softcap == num_splits == 0
-    if plain and (key is not None or not torch.is_autocast_enabled("cpu")):
+    if plain and softcap == num_splits == 0:
         out = fast_path(query, key_cache, value_cache, key, value, cache_seqlens, scale, bias, window, enable_gqa)
         if out is not None:
             return out
@@ -272,7 +271,7 @@ def fast_path(
     if (k is None) != (v is None) or type(bias) is not float or not (scale is None or type(scale) is float):
         return None
     tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
-    if not can_bypass_dispatcher(tensors):
+    if not can_bypass_dispatcher(tensors) or torch.is_autocast_enabled("cpu"):
         return None
     dtype = getattr(q, "dtype", None)
     for t in tensors:
