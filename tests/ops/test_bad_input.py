@@ -73,6 +73,13 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
     "window float": ((Q, K, V), {"window": (1.5, 0)}, TypeError, "each side of window must be an integer, got 1.5"),
     "window bool": ((Q, K, V), {"window": (True, 0)}, TypeError, "must be an integer, got True"),
     "window tensor": ((Q, K, V), {"window": (torch.tensor(1.0), 0)}, TypeError, "must be an integer"),
+    "offset": (
+        (Q, K, V),
+        {"query_offset": (1 << 30) + 1},
+        ValueError,
+        r"query_offset must lie in -2\^30 … 2\^30, got 10",
+    ),
+    "negative offset": ((Q, K, V), {"query_offset": -(1 << 40)}, ValueError, "query_offset must lie in"),
     "softcap": ((Q, K, V), {"softcap": -1.0}, ValueError, "softcap must be finite and at least 0"),
     "softcap inf": ((Q, K, V), {"softcap": math.inf}, ValueError, "softcap must be finite and at least 0"),
     "softcap nan": ((Q, K, V), {"softcap": math.nan}, ValueError, "softcap must be finite and at least 0"),

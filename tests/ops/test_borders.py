@@ -1,9 +1,11 @@
 """Edge cases that small random problems rarely hit: borders of windows and blocks, and limits of 16 bits."""
 
+import sys
+
 import pytest
 import torch
 
-from sigattn import sigmoid_attention
+from sigattn import attention_statistics, sigmoid_attention
 from sigattn.flash import flash_attn_func
 from tests.ops.cases import path, ways
 
@@ -40,6 +42,19 @@ def test_borders_of_a_window_at_the_borders_of_blocks(n, window):
     q, k, v = torch.randn(3, 1, 1, n, 8).unbind()
     out = sigmoid_attention(q, k, v, window=window, bias=-1.0, backend="blocked")
     torch.testing.assert_close(out.double(), formula(q, k, v, -1.0, *window), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [(-1, sys.maxsize), (sys.maxsize, -1), (sys.maxsize, 1)])
+def test_the_largest_side_of_a_window_hides_no_key(window):
+    """Added to or subtracted from the position of a query it would overflow."""
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+    expected = formula(q, k, v, -1.0, -1, min(window[1], 10))
+    for backend in ("reference", "blocked"):
+        out = sigmoid_attention(q, k, v, window=window, bias=-1.0, backend=backend)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    weights = formula(q, k, torch.eye(5).expand(1, 2, 5, 5), -1.0, -1, min(window[1], 10))
+    found = attention_statistics(q, k, v, window=window, bias=-1.0).row_mass_mean
+    torch.testing.assert_close(found.double(), weights.sum(-1).mean(-1), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("way", ways("blocked"))

@@ -15,7 +15,6 @@ from sigattn.ops import (
     nested,
     onnx,
     reference,
-    scalars,
     triton,
     validation,
     vmap,
@@ -171,7 +170,7 @@ def sigmoid_attention(
         window=window,
         alibi_slopes=alibi_slopes,
         key_lengths=key_lengths,
-        query_offset=scalars.integer(_NAME, "query_offset", query_offset),
+        query_offset=validation.position(_NAME, "query_offset", query_offset),
         softcap=softcap,
         **block_mask.fields(blocks),
     )

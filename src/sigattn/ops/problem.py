@@ -319,9 +319,9 @@ def band(
     j = torch.arange(*columns, device=device)
     visible = torch.ones((), dtype=torch.bool, device=device).expand(i.shape[0], j.shape[0])
     if left != UNLIMITED:
-        visible = visible & (j >= i - left)
+        visible = visible & (i - j <= left)  # i - left may overflow, and so may i + right
     if right != UNLIMITED:
-        visible = visible & (j <= i + right)
+        visible = visible & (j - i <= right)
     return visible
 
 

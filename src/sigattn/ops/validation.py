@@ -197,6 +197,17 @@ def count(caller: str, name: str, value: Any) -> int:
     return number
 
 
+def position(caller: str, name: str, value: Any) -> int:
+    """Return an integer in ±2^30 as int, because GPU kernels compute positions in 32 bits; raise for anything else.
+
+    A symbol of a traced graph may be anything.
+    """
+    number = scalars.integer(caller, name, value)
+    if not torch.compiler.is_compiling() and isinstance(number, int) and abs(number) > 1 << 30:
+        raise ValueError(f"{caller}: {name} must lie in -2^30 … 2^30, got {value!r}")
+    return number
+
+
 def mask(
     caller: str,
     attn_mask: Any,
