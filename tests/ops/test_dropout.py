@@ -21,6 +21,15 @@ def test_the_share_of_dropped_weights_is_p(p):
     assert abs(keep.double().mean() - (1 - p)) < 4 * standard_error
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_largest_p_drops_nearly_all_weights(backend):
+    """p · 2^32 is rounded to 2^32 there, one more than the largest hash."""
+    q, k = torch.randn(2, 1, 2, 16, 8, device=device_of(backend)).unbind()
+    v = torch.eye(16, device=q.device).expand(1, 2, 16, 16)  # the output is P itself
+    out = sigmoid_attention(q, k, v, dropout_p=1 - 1e-11, backend=backend)
+    assert not out.any()  # each weight is kept with probability 2^-32
+
+
 def test_dropped_weights_are_independent():
     """Independent of row, column, head and seed: correlations of neighbours and rows are those of chance."""
     keep = keep_mask(torch.tensor(7), torch.arange(4), torch.arange(256), torch.arange(256), 0.5).double() - 0.5

@@ -35,7 +35,12 @@ def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropou
     x *= _FOLD_1
     x ^= x >> 15
     x *= _FOLD_2
-    return x >= round(dropout_p * (1 << 32)) - (1 << 31)
+    return x >= threshold(dropout_p)
+
+
+def threshold(dropout_p: float) -> int:
+    """Return the smallest hash (int32) of a weight that is kept."""
+    return min(round(dropout_p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
 def _mix(x: Tensor) -> Tensor:

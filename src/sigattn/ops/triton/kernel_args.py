@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sigattn.ops import dropout
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.triton import activation, fitting, launch_cache, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
@@ -106,7 +107,7 @@ def prepare(problem: Problem | VarlenProblem) -> Launch:
         "blocks": None,
         "sequences": sequences,
         "seed": p.seed,
-        "threshold": round(p.dropout_p * (1 << 32)) - (1 << 31) if p.seed is not None else 0,
+        "threshold": dropout.threshold(p.dropout_p) if p.seed is not None else 0,
         "len_q": shape.n,
         "len_k": shape.m,
         "heads": heads,
