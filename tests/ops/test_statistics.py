@@ -66,6 +66,18 @@ def test_undefined_sparsity_is_left_out():
     assert attention_statistics(q, k[:, :, :0], v[:, :, :0]).row_mass_max == 0
 
 
+def test_sparsity_does_not_follow_the_default_dtype():
+    q, k, v = torch.randn(3, 1, 2, 15, 8, dtype=torch.float64).unbind()
+    p = formula(q, k, v, weights=True, bias=-2.0)
+    expected = torch.stack([torch.stack([hoyer(row) for row in head]).mean() for head in p[0]])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = attention_statistics(q, k, v, bias=-2.0).hoyer_sparsity
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=0.0)
+
+
 def test_row_mass_is_about_one_under_the_paper_s_bias():
     """Sect. 2 and App. E: with b = -log n the weights of a row sum to about one, at any length."""
     for n in (64, 512, 2048):

@@ -117,8 +117,8 @@ def _of_rows(problem: Problem, activation: str) -> tuple[Tensor, ...]:
     weights = reference.attention_weights(problem, activation)
     out = reference.combine(problem, weights)  # (B, Hq, R, Dv)
     n = visible.sum(-1)
-    root = n.sqrt()
     norm = weights.square().sum(-1).sqrt()
+    root = n.to(norm.dtype).sqrt()  # of integers, sqrt has torch's default dtype
     defined = (n > 1) & (norm > 0)
     hoyer = (root - weights.abs().sum(-1) / norm) / (root - 1)
     if logits.shape[-1] == 0:
