@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sigattn import sigmoid_attention
+from sigattn.flash import flash_attn_func
 from sigattn.ops.cpu import saved_weights
 
 SAVED = ("_SavedBackward", "_SavedSelfAttentionBackward", "ViewBackward0")  # the last: autograd's own, of few weights
@@ -185,6 +186,44 @@ def test_frozen_inputs(frozen, options):
         for backend in (None, "blocked")
     )
     torch.testing.assert_close(found, expected)
+
+
+IN_PLACE = {
+    "plain": ({}, 4, 4),
+    "causal": ({"is_causal": True}, 4, 4),
+    "shared heads": ({}, 4, 2),
+    "window": ({"window": (20, 3)}, 4, 4),
+    "bias": ({"bias": torch.tensor([-1.0, -2.0, -3.0, 0.0]).view(4, 1, 1)}, 4, 4),
+    "blocked": ({"backend": "blocked"}, 4, 4),
+    "one head, blocked": ({"backend": "blocked"}, 1, 1),
+    "three dimensions": ({}, 4, 4),
+}
+
+
+@pytest.mark.parametrize("what", IN_PLACE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [6, 100, 200])
+def test_the_output_can_be_changed_in_place(what, dtype, n):
+    """As in ``out += residual``; autograd refuses that for views."""
+    options, heads, key_heads = IN_PLACE[what]
+    leaves = operands(n, heads=heads, key_heads=key_heads, dtype=dtype, batch=1)
+    inputs = [t[0] for t in leaves] if what == "three dimensions" else leaves
+    residual = torch.randn(inputs[0].shape, dtype=dtype)
+    gradients = []
+    for change in (torch.add, torch.Tensor.add_):
+        out = sigmoid_attention(*inputs, enable_gqa=True, **options)
+        gradients.append(torch.autograd.grad(change(out, residual).square().sum(), leaves))
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_output_of_flash_attn_func_can_be_changed_in_place(heads):
+    q = torch.randn(1, 100, heads, 8, dtype=torch.float64, requires_grad=True)
+    out = flash_attn_func(q, q, q, causal=True)
+    out += 1
+    expected = sigmoid_attention(*(q.transpose(1, 2),) * 3, is_causal=True, bias=0.0, backend="reference") + 1
+    found = (torch.autograd.grad(o.square().sum(), q)[0] for o in (out, expected))
+    torch.testing.assert_close(*found)
 
 
 def test_inputs_changed_in_place_are_found():

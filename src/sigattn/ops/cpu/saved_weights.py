@@ -100,7 +100,7 @@ class _SavedSelfAttention(Function):
         out = short.compute(short.self_attention_operands(query, key, value, bias, scale, right), weights)
         ctx.save_for_backward(query, key, value, *weights)
         ctx.numbers = bias, scale, right
-        return out.view(query.shape)
+        return short.unsafe_view(out, query.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

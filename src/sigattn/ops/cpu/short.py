@@ -22,6 +22,9 @@ from sigattn.ops.problem import UNLIMITED, Problem
 
 WHOLE_UP_TO = 540**2  # weights per head; with more, tiles outside a window are skipped
 
+# reshapes a contiguous temporary; autograd refuses to change the output of a Function in place if it is a view
+unsafe_view = torch.ops.aten._unsafe_view.default
+
 _SMALL = 1 << 18  # bytes of weights that fit into the processor's caches, wherever they are
 
 
@@ -137,7 +140,8 @@ def formula(o: Operands) -> Tensor:  # (G, R, Dv)
 
 def forward(problem: Problem, dtype: torch.dtype, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)
     """Return the output of sigmoid attention, computed in ``dtype``; append the weights to ``saved``."""
-    return _to_dtype(compute(_operands(problem, dtype), saved), problem.query.dtype).view(*problem.query.shape[:3], -1)
+    out = _to_dtype(compute(_operands(problem, dtype), saved), problem.query.dtype)
+    return unsafe_view(out, (*problem.query.shape[:3], problem.value.shape[3]))
 
 
 def backward(
