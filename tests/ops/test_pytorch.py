@@ -9,6 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sigattn import flash, log_length_bias, sigmoid_attention
 from sigattn.ops.attention import BACKENDS
+from sigattn.ops.cpu import short
+from sigattn.ops.problem import Problem
 from tests.ops.cases import COMPILER_NOISE, PATHS, path, wide
 
 FAST = [b for b in BACKENDS if b != "reference"]
@@ -165,6 +167,19 @@ def test_opcheck(backend):
         torch.library.opcheck(
             torch.ops.sigattn.dense_backward.default, (grad, *tensors, *rest, [False, True, False, False, True, True])
         )
+
+
+def test_opcheck_of_projections_in_several_groups(monkeypatch):
+    """Heads as views of (L, B, H · D), so many that they are computed in groups: gradients are contiguous anyway."""
+    monkeypatch.setattr(short, "_group_size", lambda o: 3)
+    q, k, v, grad = (torch.randn(20, 2, 4, 8).permute(1, 2, 0, 3) for _ in range(4))
+    problem = Problem(q, k, v, torch.full((1, 4, 1, 1), -3.0))
+    needs = [True, True, True, True, False, False]
+    torch.library.opcheck(
+        torch.ops.sigattn.dense_backward.default,
+        (grad, *problem, "blocked", needs),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 @pytest.mark.parametrize("backend", ON_CPU)

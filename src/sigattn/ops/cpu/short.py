@@ -191,8 +191,9 @@ def differentiate(
     buffer, d = None if saved is not None else _buffer("logits", o, size), _buffer("outer", o, size)
     if size >= len(o.query):
         return _differentiate(o, grad_out, needs_grad, _weights(o, buffer) if saved is None else saved[0], d=d)
-    gradients = [torch.empty_like(t) if needed else None for t, needed in zip(o[:3], needs_grad[:3], strict=True)]
-    gradients.append(torch.empty_like(o.query[..., 0], dtype=o.sum_dtype) if needs_grad.bias else None)
+    # contiguous, which the compiler expects, whatever the order of the operands in memory
+    gradients = [t.new_empty(t.shape) if needed else None for t, needed in zip(o[:3], needs_grad[:3], strict=True)]
+    gradients.append(o.query.new_empty(o.query.shape[:2], dtype=o.sum_dtype) if needs_grad.bias else None)
     for i, (part, group) in enumerate(o.groups(size)):
         weights = _weights(part, buffer) if saved is None else saved[i]
         query, key, value, bias = (None if t is None else t[group] for t in gradients)
