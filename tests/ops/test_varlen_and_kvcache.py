@@ -146,3 +146,15 @@ def test_autocast_does_not_round_new_keys():
             out = call(q, keys.clone(), values.clone(), k, v, cache_seqlens=9, **{name: bias})
             assert out.dtype is torch.float32
             torch.testing.assert_close(out, torch.stack(expected))
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.int8, 127), (torch.uint8, 255), (torch.uint16, 9)])
+def test_lengths_of_narrow_integers_do_not_overflow(dtype, length):
+    q, k, v = torch.randn(3, 2, 1, 1, 4).unbind()
+    keys, values = torch.randn(2, 2, 260, 1, 4).unbind()
+    lengths = torch.tensor([length, 3]).to(dtype)
+    for call, name in ((sigmoid_kvcache_attention, "bias"), (flash_attn_with_kvcache, "sigmoid_bias")):
+        out = call(q, keys.clone(), values.clone(), k, v, cache_seqlens=lengths, **{name: -1.5})
+        for b, n in enumerate((length, 3)):
+            expected = formula(q[b], torch.cat([keys[b, :n], k[b]]), torch.cat([values[b, :n], v[b]]), -1.5)
+            torch.testing.assert_close(out[b], expected)

@@ -249,7 +249,7 @@ def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, defa
     if lengths.dim() == 0:
         lengths = lengths.expand(len(query))
     validation.integers(caller, name, lengths, (len(query),), "(B,)", query.device)
-    return lengths
+    return lengths if lengths.dtype in (torch.int32, torch.int64) else lengths.long()  # adding to others may overflow
 
 
 def fast_path(
