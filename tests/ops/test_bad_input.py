@@ -46,6 +46,13 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
         "not a multiple of the 3 value heads",
     ),
     "divisible": ((Q, K[:, :3], V[:, :3]), {"enable_gqa": True}, ValueError, "not a multiple"),
+    "no query heads": (
+        (Q[:, :0], K, V),
+        {"enable_gqa": True},
+        ValueError,
+        "the 0 heads of query are not a multiple of",
+    ),
+    "no query heads, one sample": ((Q[:1, :0], K, V), {"enable_gqa": True}, ValueError, "the 0 query heads are not a"),
     "mixed dtypes": ((Q, K.double(), V), {}, TypeError, r"one dtype.*float64"),
     "integers": ((Q.long(), K.long(), V.long()), {}, TypeError, "must be floating point"),
     "complex": ((Q.cfloat(), K.cfloat(), V.cfloat()), {}, TypeError, "must be floating point"),
@@ -141,9 +148,9 @@ def test_log_length_bias_needs_a_count(n):
 class TestWhatIsNotWrong:
     """Edges of the definition."""
 
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("backend", [*BACKENDS, None])
     @pytest.mark.parametrize(
-        "shape", [(0, 4, 4, 5, 6), (2, 4, 4, 0, 6), (2, 4, 4, 5, 0), (2, 0, 0, 5, 6), (1, 1, 1, 1, 1)]
+        "shape", [(0, 4, 4, 5, 6), (2, 4, 4, 0, 6), (2, 4, 4, 5, 0), (2, 0, 0, 5, 6), (2, 0, 1, 5, 6), (1, 1, 1, 1, 1)]
     )
     def test_empty_and_single(self, backend, shape):
         q, k, v = (t.requires_grad_() for t in operands(*shape))

@@ -76,7 +76,7 @@ def flatten(
     lead = _leading(query, key, value, given)
     heads = _number_of_heads(query, key, value, enable_gqa, given)
     query = query if query.shape[-3] == heads else query.expand(*query.shape[:-3], heads, *query.shape[-2:])
-    if key.shape[-3] != value.shape[-3]:
+    if key.shape[-3] != value.shape[-3] or not heads:
         key, value = (_repeat(t, heads) for t in (key, value))
     full = (*lead, heads, query.shape[-2])
     inner = 3 if rank > 2 else 2  # dimensions of one sample of the output
@@ -106,7 +106,7 @@ def _number_of_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
     heads, of_key, of_value = (t.shape[-3] for t in (query, key, value))
     if enable_gqa:
         for name, count in (("key", of_key), ("value", of_value)):
-            if heads != count and (not count or heads % count):
+            if heads != count and (not heads or not count or heads % count):
                 message = f"the {heads} query heads are not a multiple of the {count} {name} heads"
                 validation.wrong(_NAME, ValueError, message, **given)
         return heads

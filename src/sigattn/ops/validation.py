@@ -104,7 +104,7 @@ def operands(caller: str, layout: Sequence[str], *, enable_gqa: bool = True, **g
     if not enable_gqa:
         message = f"{q} has {heads} heads and {k} {shared}: pass enable_gqa=True if query heads share key heads"
         wrong(caller, ValueError, message, **given)
-    if not shared or heads % shared:
+    if not heads or not shared or heads % shared:
         wrong(caller, ValueError, f"the {heads} heads of {q} are not a multiple of the {shared} of {k}", **given)
 
 

@@ -377,7 +377,7 @@ def arithmetic(problem: Problem) -> tuple[torch.dtype, type[Products]]:
     sequences gain nothing from it.
     """
     query, key, mask = problem.query, problem.key, problem.attn_mask
-    per_head = query.shape[2] * key.shape[2] * (query.shape[1] // key.shape[1])
+    per_head = query.shape[2] * key.shape[2] * (query.shape[1] // max(key.shape[1], 1))
     wide = torch.promote_types(query.dtype, torch.float32)
     if query.device.type != "cpu" or not query.shape[-1] or per_head <= WIDE_UP_TO or problem.softcap:
         return wide, Products
