@@ -158,3 +158,11 @@ def test_lengths_of_narrow_integers_do_not_overflow(dtype, length):
         for b, n in enumerate((length, 3)):
             expected = formula(q[b], torch.cat([keys[b, :n], k[b]]), torch.cat([values[b, :n], v[b]]), -1.5)
             torch.testing.assert_close(out[b], expected)
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_decoding_of_an_empty_batch(new):
+    q, cache = torch.randn(0, 1, 4, 8), torch.randn(0, 16, 4, 8)
+    added = (q, q) if new else ()
+    assert sigmoid_kvcache_attention(q, cache, cache, *added, bias=-1.0, cache_seqlens=5).shape == q.shape
+    assert flash_attn_with_kvcache(q, cache, cache, *added, cache_seqlens=5, sigmoid_bias=-1.0).shape == q.shape

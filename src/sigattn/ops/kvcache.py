@@ -283,7 +283,7 @@ def fast_path(
     fit = n == 1 and held == batch and key_width == width and v_cache.shape[:3] == (held, capacity, key_heads)
     if k is not None:
         fit = fit and k.shape == (batch, 1, key_heads, width) and v.shape == (batch, 1, key_heads, dv)
-    if not fit or 0 in (heads, key_heads, width, dv) or not q.is_floating_point():
+    if not fit or 0 in (batch, heads, key_heads, width, dv) or not q.is_floating_point():
         return None
     if heads != key_heads and (heads % key_heads or not enable_gqa):
         return None
