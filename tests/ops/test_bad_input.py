@@ -161,6 +161,18 @@ class TestWhatIsNotWrong:
         if shape[4] == 0:
             assert not out.any()
 
+    @pytest.mark.parametrize("backend", ["reference", "blocked", None])
+    def test_a_head_dim_of_0_with_shared_key_heads(self, backend):
+        """Every logit is the bias."""
+        q, k, v = (t.requires_grad_() for t in operands(hkv=2, d=0))
+        out = sigmoid_attention(q, k, v, bias=0.0, enable_gqa=True, backend=backend)
+        expected = 0.5 * v.sum(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
+        torch.testing.assert_close(out, expected)
+        grad = torch.randn_like(out)
+        found = torch.autograd.grad(out, (q, k, v), grad)
+        assert [g.shape for g in found] == [q.shape, k.shape, v.shape]
+        torch.testing.assert_close(found[2], torch.autograd.grad(expected, v, grad)[0])
+
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("kind", ["bool", "-inf", "window", "lengths"])
     def test_a_row_that_sees_nothing_is_zero_with_zero_gradient(self, backend, kind):

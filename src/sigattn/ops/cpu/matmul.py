@@ -25,7 +25,7 @@ def fold(t: Tensor, rows: slice) -> Tensor:
     """Concatenate the given rows of the query heads that share a key head: (G, rep, N, E) → (G, rep·R, E)."""
     if t.shape[1] == 1:
         return t[:, 0, rows]
-    return t[:, :, rows].reshape(t.shape[0], -1, t.shape[-1])
+    return t[:, :, rows].flatten(1, 2)
 
 
 class Scratch:
