@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from sigattn import flash, log_length_bias, sigmoid_attention
+from sigattn import flash, log_length_bias, sigmoid_attention, sigmoid_kvcache_attention
 from sigattn.ops.attention import BACKENDS
 from sigattn.ops.cpu import short
 from sigattn.ops.problem import Problem
@@ -237,6 +237,30 @@ def test_vmap(backend, mapped, batch):
     folded = torch.vmap(torch.func.grad(loss_of_operands), in_dims=tuple(split[2:]))(*split[:2])
     for name in "qkv":
         torch.testing.assert_close(folded[name], gradients[name])
+
+
+@pytest.mark.parametrize("backend", ["reference", *ON_CPU])
+def test_vmap_over_key_lengths(backend):
+    q, k, v = (t.detach() for t in inputs())
+    lengths = torch.tensor([[9, 4], [1, 0], [5, 5]])
+
+    def call(lengths):
+        return sigmoid_attention(q, k, v, key_lengths=lengths, enable_gqa=True, backend=backend)
+
+    torch.testing.assert_close(torch.vmap(call)(lengths), torch.stack([call(one) for one in lengths]))
+
+
+def test_vmap_over_the_lengths_of_a_cache():
+    q, caches = torch.randn(2, 1, 2, 4), torch.randn(2, 2, 9, 2, 4)
+    lengths = torch.tensor([[9, 4], [1, 1], [5, 5]])
+    for attend, name in ((sigmoid_kvcache_attention, "bias"), (flash.flash_attn_with_kvcache, "sigmoid_bias")):
+
+        def call(lengths, attend=attend, name=name):
+            return attend(q, *caches, cache_seqlens=lengths, **{name: -1.0})
+
+        torch.testing.assert_close(torch.vmap(call)(lengths), torch.stack([call(one) for one in lengths]))
+        with pytest.raises(ValueError, match="a cache of 9 keys"):
+            torch.vmap(call)(lengths + 1)
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

@@ -277,7 +277,7 @@ def _on_reference(problem: Problem) -> Tensor:
             f'{_NAME}: torch.jit.trace would record backend="reference" for the lengths traced only; use another '
             "backend, which is recorded for all lengths"
         )
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):  # mapped lengths: no values
         check_key_lengths(problem)
     with without_autocast(problem.query.device.type):
         return reference.attention(problem)

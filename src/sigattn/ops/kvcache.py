@@ -38,9 +38,11 @@ def check_cache_bounds(
 ) -> None:
     """Raise ValueError unless all keys lie within the cache.
 
-    Tensors on an accelerator are not checked, to avoid synchronising. Those of a traced graph have no values.
+    Tensors on an accelerator are not checked, to avoid synchronising. Those of a traced graph or of torch.vmap have no
+    values; the op checks them.
     """
-    if torch.compiler.is_compiling() or seqlens.device.type != "cpu" or not seqlens.numel():
+    has_values = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    if not has_values or seqlens.device.type != "cpu" or not seqlens.numel():
         return
     stops = seqlens.tolist()
     if min(stops) < 0 or max(stops) > capacity:
