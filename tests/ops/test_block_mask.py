@@ -109,6 +109,17 @@ def test_with_every_other_option(backend):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize(("name", "sizes"), [("each sample its own", (1, 4)), ("each head its own", (2, 1))])
+def test_a_query_that_broadcasts(backend, name, sizes):
+    """The mask is of the samples and heads of the output."""
+    block, dense = make(name, 64, 64, 32)
+    q, k, v = torch.randn(*sizes, 64, 8), torch.randn(2, 4, 64, 8), torch.randn(2, 4, 64, 8)
+    out = sigmoid_attention(q, k, v, block, backend=backend)
+    expected = formula(q.expand(2, 4, 64, 8).double(), k.double(), v.double(), mask=dense)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("way", ["as users meet it", "fused"])
 def test_hidden_blocks_are_not_visited(way, monkeypatch):
     """Keys and values of blocks that no query sees are NaN, which would reach a result if they were computed."""
@@ -186,7 +197,7 @@ def test_memory_is_that_of_the_blocks_seen_in_part():
     n = 4096
     block = create_block_mask(causal, None, None, n, n, device="cpu")
     q = torch.empty(1, 1, n, 1)
-    table, tiles = block_mask.resolve(block, q, q)
+    table, tiles = block_mask.resolve(block, q, q, q)
     assert tiles.shape == (2 + n // 128, 128, 128)
     assert table.shape == (1, 1, n // 128, n // 128)
 
@@ -233,7 +244,7 @@ def test_blocks_that_kernels_do_not_serve_are_refused_by_name():
         ValueError, match=r"backend .triton. does not support this call: .*multiples of 128, not \(16, 16\)"
     ):
         sigmoid_attention(q, k, v, block, backend="triton")
-    table, tiles = block_mask.resolve(block, q, k)
+    table, tiles = block_mask.resolve(block, q, k, k)
     assert DENSE.choose(Problem(q, k, v, mask_table=table, mask_tiles=tiles), None) == "blocked"
 
 

@@ -133,7 +133,7 @@ def attend(q: Any, k: Any, v: Any, given: Options, attn_mask: Any, attention_chu
     query, key, value = (t.transpose(1, 2) for t in cast_operands(q, k, v))
     blocks = None
     if block_mask.is_block_mask(attn_mask):
-        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, _NAME)
+        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value, _NAME)
     if attn_mask is not None:
         validation.mask(_NAME, attn_mask, q, (batch, heads, n, m))
     if attention_chunk:

@@ -133,7 +133,7 @@ def sigmoid_attention(
     """
     blocks = None
     if block_mask.is_block_mask(attn_mask):
-        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key)
+        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value)
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key, query_offset=query_offset)
     unusual = attn_mask, blocks, window, alibi_slopes, key_lengths, backend
     if all(x is None for x in unusual) and dropout_p == softcap == query_offset == 0 and not isinstance(bias, Tensor):

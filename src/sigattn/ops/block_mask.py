@@ -80,8 +80,10 @@ def is_block_mask(mask: Any) -> bool:
     return module is not None and isinstance(mask, module.BlockMask)
 
 
-def resolve(mask: Any, query: Any, key: Any, caller: str = "sigmoid_attention") -> Blocks:
-    """Return the blocks of a ``BlockMask`` for query (B, Hq, N, D) and key (B, Hkv, M, D).
+def resolve(mask: Any, query: Any, key: Any, value: Any, caller: str = "sigmoid_attention") -> Blocks:
+    """Return the blocks of a ``BlockMask`` for query (B, Hq, N, D), key (B, Hkv, M, D) and value (B, Hkv, M, Dv).
+
+    Batch and heads may be 1 in some of them, which then broadcast.
 
     ``mask_mod`` is evaluated in partially visible blocks only, for sample or head 0 if the mask was created with B=None
     or H=None.
@@ -96,9 +98,10 @@ def resolve(mask: Any, query: Any, key: Any, caller: str = "sigmoid_attention") 
             f"{caller}: attn_mask is a BlockMask, which is not supported inside torch.compile or torch.export, because "
             "the number of partially visible blocks is unknown there; pass a bool mask (create_mask makes it)"
         )
-    if any(not isinstance(t, Tensor) or t.is_nested or t.dim() != 4 for t in (query, key)):
+    if any(not isinstance(t, Tensor) or t.is_nested or t.dim() != 4 for t in (query, key, value)):
         raise TypeError(f"{caller}: attn_mask is a BlockMask: query, key and value must be dense, of 4 dimensions")
-    (batch, heads, n, _), m = query.shape, key.shape[2]
+    n, m = query.shape[2], key.shape[2]
+    batch, heads = (max(t.shape[i] for t in (query, key, value)) for i in (0, 1))
     counts, indices = mask.kv_num_blocks, mask.kv_indices
     shape = tuple(counts.shape[:-1])
     if tuple(mask.seq_lengths) != (n, m):
