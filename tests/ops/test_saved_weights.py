@@ -226,6 +226,22 @@ def test_the_output_of_flash_attn_func_can_be_changed_in_place(heads):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 120), (torch.bfloat16, 380), (torch.float32, 1000)])
+def test_onednn_is_switched_between_forward_and_backward(dtype, n, monkeypatch):
+    leaves = operands(n, 128, 2, 2, dtype=dtype, batch=1)
+    bias = torch.full((2, 1, 1), -5.0)
+    truth = [t.detach().double().requires_grad_() for t in leaves]
+    expected = torch.autograd.grad(sigmoid_attention(*truth, bias=bias.double(), backend="reference").sum(), truth)
+    for enabled in (False, True):
+        monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda enabled=enabled: enabled)
+        out = sigmoid_attention(*leaves, bias=bias)
+        assert saves_weights(out)
+        monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda enabled=enabled: not enabled)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        for found, true in zip(gradients, expected, strict=True):
+            assert (found - true).norm() < 16 * torch.finfo(dtype).eps * true.norm()
+
+
 def test_inputs_changed_in_place_are_found():
     q, k, v = operands()
     scaled = q * 1

@@ -78,6 +78,7 @@ class _Saved(Function):
             out = blocked.forward(Problem(*fields), weights)
         ctx.save_for_backward(*fields[:_NUM_TENSORS], *weights)
         ctx.numbers = fields[_NUM_TENSORS:]
+        ctx.onednn = torch._C._get_mkldnn_enabled()
         return out
 
     @staticmethod
@@ -88,8 +89,10 @@ class _Saved(Function):
         if _needs_op(grad_out):
             gradients = _by_op(problem, grad_out, needs_grad)
         else:
+            # oneDNN determines the dtype and the tiles of the weights (``arithmetic``)
+            usable = ctx.onednn == torch._C._get_mkldnn_enabled()
             with without_autocast("cpu"):
-                gradients = blocked.backward(problem, grad_out, needs_grad, weights)
+                gradients = blocked.backward(problem, grad_out, needs_grad, weights if usable else None)
         return (*gradients, *(None,) * (len(problem) - len(gradients)))
 
 
