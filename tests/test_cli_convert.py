@@ -98,5 +98,33 @@ def test_what_it_refuses(tmp_path, capsys):
     assert "holds neither a run (run.json) nor a model" in message
     _, message = failure(["convert", str(tmp_path), "--learning-rate", "0"], capsys)
     assert "learning_rate must be a finite number above 0" in message
-    _, message = failure(["convert", str(tmp_path), "--distil", "1"], capsys)
-    assert "pass steps too" in message
+
+
+@pytest.mark.parametrize("option", [["--distil", "1"], ["--learning-rate", "5"], ["--resume"]], ids="".join)
+def test_options_of_the_fine_tuning_need_steps(tmp_path, capsys, option):
+    code, message = failure(["convert", str(tmp_path), *option], capsys)
+    assert code == 2
+    assert "applies to the fine-tuning only: pass steps too (--steps)" in message
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("steps", ["0", "2"])
+def test_a_converted_model_is_not_overwritten(tmp_path, capsys, steps):
+    model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=16, max_seq_len=16))
+    saving.save(model, tmp_path / "model")
+    folder = tmp_path / "new"
+    arguments = ["convert", str(tmp_path / "model"), "--folder", str(folder), "--batch-size", "2"]
+    cli.main([*arguments, "--batches", "2", "--steps", steps])
+    before = contents(folder)
+    capsys.readouterr()
+    code, message = failure([*arguments, "--batches", "3"], capsys)
+    assert code == 2
+    assert "already" in message
+    if steps != "0":
+        code, message = failure([*arguments, "--batches", "3", "--steps", "5", "--resume"], capsys)
+        assert code == 1
+        assert "differs in max_steps" in message
+    assert contents(folder) == before

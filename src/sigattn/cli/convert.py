@@ -27,7 +27,7 @@ from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks import Distillation, Task
 from sigattn.train import loop, metrics
-from sigattn.train.checkpoint import check_no_checkpoints
+from sigattn.train.checkpoint import check_no_checkpoints, list_checkpoints
 from sigattn.validation import SettingsError, check_at_least, check_not_negative, check_positive
 
 # recipes whose task and data are those of a model folder without a run
@@ -73,8 +73,9 @@ class ConvertConfig:
         check_at_least(0, self, "steps")
         check_positive(self, "learning_rate")
         check_not_negative(self, "distil")
-        if self.distil and not self.steps:
-            raise SettingsError("distil is a part of the fine-tuning's loss: pass steps too")
+        for name in ("learning_rate", "distil", "resume"):
+            if not self.steps and getattr(self, name) != getattr(ConvertConfig, name):
+                raise SettingsError(f"{name} applies to the fine-tuning only: pass steps too", "steps")
 
 
 def convert_run(options: ConvertConfig) -> None:
@@ -89,18 +90,18 @@ def convert_run(options: ConvertConfig) -> None:
         task = Distillation(task=task, teacher=str(model_folder.resolve()), weight=options.distil)
     if not options.resume:
         check_no_checkpoints(options.folder)
+    if (options.folder / "model").exists() and not list_checkpoints(options.folder / "checkpoints"):
+        raise SettingsError(f"{options.folder} holds a model already: name another folder", "folder")
     data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer)
     console = Console()
     model, report, stages = _convert(recipe, model_folder, data, options, console)
     recipe, rows = dataclasses.replace(recipe, model=model.config), []
-    options.folder.mkdir(parents=True, exist_ok=True)
-    report.save(options.folder / "conversion.json")
     if options.steps:
-        rows = _fine_tune(recipe, task, model, data, options)
+        rows = _fine_tune(recipe, task, model, report, data, options)
         last = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
         stages[f"fine-tuned, {options.steps} steps"] = last
     else:
-        write_run(options.folder, recipe, recipe.name, options)
+        _write_run(recipe, report, options)
         saving.save(model, options.folder / "model")
     (options.folder / "report.html").write_text(conversion_page.html_page(str(options.source), report, stages, rows))
     for name, values in stages.items():
@@ -190,7 +191,16 @@ def _convert(
         return model, report, {"softmax": before, "converted": evaluate()}
 
 
-def _fine_tune(recipe: Recipe, task: Task, model: Any, data: Data, options: ConvertConfig) -> list[dict[str, Any]]:
+def _write_run(recipe: Recipe, report: ConversionReport, options: ConvertConfig) -> None:
+    """Write run.json and conversion.json into the folder."""
+    assert options.folder is not None
+    write_run(options.folder, recipe, recipe.name, options)
+    report.save(options.folder / "conversion.json")
+
+
+def _fine_tune(
+    recipe: Recipe, task: Task, model: Any, report: ConversionReport, data: Data, options: ConvertConfig
+) -> list[dict[str, Any]]:
     """Train the converted model in the folder, and return the measurements of each step."""
     assert options.folder is not None
     folder = options.folder
@@ -204,6 +214,6 @@ def _fine_tune(recipe: Recipe, task: Task, model: Any, data: Data, options: Conv
             weights=model.state_dict(),
             resume=options.resume,
             on_row=functools.partial(progress.show, recipe.name),
-            on_start=lambda _: write_run(folder, recipe, recipe.name, options),
+            on_start=lambda _: _write_run(recipe, report, options),
         )
     return metrics.read_metrics(folder / "metrics.jsonl")
