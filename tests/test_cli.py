@@ -1,12 +1,14 @@
 """The command line: demo, info, bench, and errors of one line."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+import sigattn
 from sigattn import cli
 from sigattn.tasks.language import LanguageModelling
 
@@ -122,6 +124,23 @@ def test_info(capsys):
     said = capsys.readouterr().out
     for expected in ("sigattn 0.", "torch 2.", "on cpu:", "reference", "blocked", "(default)", "fused", "float64"):
         assert expected in said
+
+
+def test_version(capsys):
+    cli.main(["--version"])
+    assert capsys.readouterr().out == f"sigattn {sigattn.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [("bench", "sigattn bench NAME --help"), ("bench cpu", " options "), ("demo", " training options ")],
+)
+def test_help(command, expected, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    said = capsys.readouterr().out
+    assert expected in said
+    assert not re.search("(options|config)[. ](training )?options", said)  # the name of a parameter
 
 
 def test_bench_cpu(tmp_path, capsys):

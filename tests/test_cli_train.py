@@ -213,7 +213,7 @@ class TestTrain:
                 2,
                 "multiple of num_heads, got embed_dim=64, num_heads=5",
             ),
-            (["evaluate", "/nowhere"], 1, "cannot read the run in /nowhere"),
+            (["evaluate", "/nowhere"], 1, "cannot read the run in /nowhere: it holds no run.json; name a folder of"),
             (["recipes", "lm-2b"], 2, "no recipe is called"),
         ],
     )

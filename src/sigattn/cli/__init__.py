@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 try:
     import tyro
 
-    from sigattn import info
+    from sigattn import __version__, info
     from sigattn.bench.provenance import BenchmarkError
     from sigattn.cli.bench import BENCHMARKS
     from sigattn.cli.convert import convert_run
@@ -79,7 +79,13 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "theory": check_theory,
     "bench": bench,
 }
-DESCRIPTION = "Sigmoid self-attention. ``sigattn COMMAND --help`` lists the arguments of a command."
+DESCRIPTION = (
+    "Sigmoid self-attention. ``sigattn COMMAND --help`` lists the arguments of a command, ``sigattn --version`` prints "
+    "the version."
+)
+BENCH_DESCRIPTION = (
+    "Benchmarks of the attention on the CPU or GPU. ``sigattn bench NAME --help`` lists the arguments of a benchmark."
+)
 USAGE_ERRORS = (SettingsError, RecipeError, ExperimentError)
 DATA_ERRORS = (
     ConversionError,
@@ -117,14 +123,18 @@ def _dispatch(arguments: list[str]) -> None:
     if arguments[:1] == ["train"]:
         train_recipe(arguments[1:])
         return
-    commands, program = COMMANDS, "sigattn"
+    if arguments == ["--version"]:
+        print(f"sigattn {__version__}")
+        return
+    commands, program, description = COMMANDS, "sigattn", DESCRIPTION
     if arguments[:1] == ["bench"]:
-        commands, program, arguments = BENCHMARKS, "sigattn bench", arguments[1:]
+        commands, program, description = BENCHMARKS, "sigattn bench", BENCH_DESCRIPTION
+        arguments = arguments[1:]
     call = parse(
         lambda: tyro.extras.subcommand_cli_from_dict(
             {name: bind(command) for name, command in commands.items()},
             prog=program,
-            description=DESCRIPTION,
+            description=description,
             args=arguments,
             config=(tyro.conf.OmitArgPrefixes,),
         )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import io
+import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
+
+import tyro
 
 from sigattn.validation import SettingsError
 
@@ -33,10 +38,14 @@ def parse(parser: Callable[[], Parsed]) -> Parsed:
 
 
 def bind(command: Callable[..., object]) -> Callable[..., Any]:
-    """Return a function with the command's signature that returns the command bound to its arguments."""
+    """Return a function with the command's signature that returns the command bound to its arguments.
 
-    @functools.wraps(command)
-    def bound(*args: Any, **kwargs: Any) -> Callable[[], object]:
-        return functools.partial(command, *args, **kwargs)
-
-    return bound
+    Parameters that are configurations lose their names, which --help would show in the titles of groups of options.
+    """
+    bound: Any = functools.update_wrapper(lambda *args, **kwargs: functools.partial(command, *args, **kwargs), command)
+    bound.__signature__ = inspect.signature(command)
+    del bound.__wrapped__  # from which tyro would read the annotations
+    unnamed = tyro.conf.arg(name="")
+    hints = typing.get_type_hints(command, include_extras=True)
+    bound.__annotations__ = {n: Annotated[h, unnamed] if dataclasses.is_dataclass(h) else h for n, h in hints.items()}
+    return cast(Callable[..., Any], bound)

@@ -51,6 +51,10 @@ def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
     Raises:
         DataError: if the folder holds no run or one of another version, or its tokenizer is missing or has changed.
     """
+    if not (folder / "run.json").exists():
+        raise DataError(
+            f"cannot read the run in {folder}: it holds no run.json; name a folder of sigattn train or convert"
+        )
     try:
         version = read_json_object(folder / "run.json").get("format")
         if version != FORMAT:
