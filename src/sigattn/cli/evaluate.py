@@ -46,7 +46,7 @@ def generate(
     /,
     prompt: str = "The ",
     max_new_tokens: int = 200,
-    temperature: float = 0.7,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     num_beams: int = 1,
@@ -59,10 +59,10 @@ def generate(
         folder: folder of the run.
         prompt: text to continue.
         max_new_tokens: largest number of new tokens.
-        temperature: sampling temperature; 0 for the likeliest token each time.
+        temperature: sampling temperature, None for 0.7; 0 for the likeliest token each time.
         top_k: sample from this number of likeliest tokens only.
         top_p: sample from the likeliest tokens that together have this probability.
-        num_beams: above 1, beam search with this number of continuations; the temperature is then 0.
+        num_beams: above 1, beam search with this number of continuations, which does not sample.
         stop: end after this character, or any text that is one token.
         seed: seed of sampling.
     """
@@ -83,13 +83,15 @@ def generate(
         (made,) = model.generate(
             [torch.tensor(encode(prompt), dtype=torch.int64)],
             max_new_tokens,
-            temperature=0.0 if num_beams > 1 else temperature,
+            temperature=0.7 if temperature is None and num_beams == 1 else temperature,
             top_k=top_k,
             top_p=top_p,
             num_beams=num_beams,
             stop_tokens=ends,
             generator=torch.Generator().manual_seed(seed),
         )
+    except SettingsError:
+        raise
     except ValueError as error:
         raise SettingsError(str(error)) from error
     made = made.tolist()
@@ -138,6 +140,8 @@ def export(
         folder: folder of the run.
         save: the folder to write.
     """
+    if save.is_file() or any((save / name).exists() for name in ("run.json", "config.json")):
+        raise DataError(f"{save} is a file, or holds a run or a model already: name another folder")
     model_integration: Any = importlib.import_module("sigattn.integrations.transformers.model")
     model, tokenizer, end = load_language_model(folder)
     path = None if tokenizer is None else folder / TOKENIZER

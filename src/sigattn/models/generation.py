@@ -19,7 +19,7 @@ class SamplingConfig:
     """Options of sampling and beam search.
 
     Attributes:
-        temperature: divisor of the logits; 0 for greedy decoding.
+        temperature: divisor of the logits, None for 1; 0 for greedy decoding.
         top_k: number of most probable tokens to sample from; None for all.
         top_p: probability of the smallest set of most probable tokens to sample from; None for all.
         num_beams: number of beams of beam search; 1 for sampling.
@@ -30,7 +30,7 @@ class SamplingConfig:
         SettingsError: a ValueError, for numbers out of range, or sampling options with beam search.
     """
 
-    temperature: float = 1.0
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     num_beams: int = 1
@@ -44,17 +44,18 @@ class SamplingConfig:
         check_finite(self, "length_penalty")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise SettingsError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.num_beams > 1 and (self.temperature or self.top_k or self.top_p):
+        given = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name)]
+        if self.num_beams > 1 and given:
+            names = " and ".join(given)
             raise SettingsError(
-                f"beam search does not sample: with num_beams={self.num_beams} set temperature=0, top_k=None and "
-                "top_p=None"
+                f"beam search does not sample: with num_beams={self.num_beams} leave out {names}", *given
             )
 
     def sample_token(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw one token of each row of logits, (B, vocabulary); return (B,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        logits = logits.float() / (1.0 if self.temperature is None else self.temperature)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)

@@ -143,7 +143,7 @@ class LanguageModel(Transformer):
         prompts: Int[Tensor, "batch length"] | Sequence[Tensor],
         max_new_tokens: int,
         *,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         num_beams: int = 1,
@@ -159,8 +159,7 @@ class LanguageModel(Transformer):
         Args:
             prompts: (B, N), or a list of prompts of any lengths, (N,) each.
             max_new_tokens: largest number of tokens to add to each prompt.
-            temperature, top_k, top_p, num_beams, length_penalty, stop_tokens: as in ``SamplingConfig``; beam search
-                needs temperature=0.
+            temperature, top_k, top_p, num_beams, length_penalty, stop_tokens: as in ``SamplingConfig``.
             generator: random number generator for sampling.
 
         Returns:

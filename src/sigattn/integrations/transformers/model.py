@@ -202,7 +202,11 @@ def export(model: LanguageModel, folder: Path, tokenizer: Path | None = None, en
     Args:
         model: the model. folder: the folder, created if missing.
         tokenizer: JSON file of Hugging Face's tokenizers, to be saved with the model. end: its end-of-document token.
+
+    Raises:
+        OSError: if the folder cannot be created; ``save_pretrained`` would only log that it is a file.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     wrapped = wrap(model)
     if tokenizer is not None:
         fast = FastTokenizer(tokenizer_file=str(tokenizer), eos_token=end, pad_token=end, padding_side="left")
