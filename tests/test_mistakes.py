@@ -85,7 +85,10 @@ SETTINGS = [
     (["compare", "--only", "CTC"], "all selected rows need recordings of spoken digits (--speech)"),
     (["lm-eval", "run", "--limit", "0"], "limit must be at least 1, got 0"),
     (["reproduce", "flops", "--seeds", "0"], "seeds must be at least 1, got 0"),
-    (["reproduce", "nosuch"], "no experiment is called 'nosuch'"),
+    (["reproduce", "nosuch"], "no experiment is called 'nosuch'; sigattn reproduce --list lists them"),
+    (["reproduce", "--scale", "paper"], "name an experiment, list them, or run all of them (--list, --all)"),
+    (["reproduce", "flops", "--all"], "--all runs every experiment: leave out --all, or the name flops"),
+    (["reproduce", "speech-bias"], "this experiment needs recordings"),
     (["bench", "cpu", "--lengths", "0"], "lengths must be at least 1, got 0"),
     (["bench", "cpu", "--dtypes", "float8"], "dtypes must be one of float32, bfloat16, got 'float8'"),
     (
@@ -104,6 +107,29 @@ def test_settings(arguments, message, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["flops", "--speech", "nosuch"], "no such file or folder: nosuch"),
+        (["train-losses", "--scale", "smoke", "--data", "nosuch"], "no such file or folder: nosuch"),
+        (["--judge", "nosuch"], "no such folder: nosuch"),
+        (["--judge", "."], "holds no page (NAME/page.json)"),
+    ],
+)
+def test_files_of_experiments(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mistake(["reproduce", *arguments], DATA, message, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_overwrites_nothing(run, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for save in ("file", "run", "run/model"):
+        mistake(["export", run, tmp_path / save], DATA, "holds a run or a model already: name another folder", capsys)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def test_more_processes_than_there_are(tmp_path, capsys):
     arguments = ["train", *TINY, "--training.tensor-parallel", "2", "--folder", tmp_path / "run"]
     mistake(arguments, USAGE, "tensor_parallel=2 does not divide the 1 processes", capsys)
@@ -118,6 +144,7 @@ def test_more_processes_than_there_are(tmp_path, capsys):
         (["--top-k", "0"], "top_k must be at least 1, got 0"),
         (["--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
         (["--num-beams", "0"], "num_beams must be at least 1, got 0"),
+        (["--num-beams", "3", "--temperature", "0.9"], "with num_beams=3 leave out temperature (--temperature)"),
         (["--seed", "-1"], "seed must be at least 0, got -1"),
         (["--prompt", ""], "prompts of at least one token"),
     ],
@@ -135,7 +162,7 @@ def test_generating(arguments, message, run, capsys):
         ("not JSON", "run.json is no JSON"),
         ("\xff", "run.json is no JSON"),
         ("[" * 100_000, "run.json is no JSON"),
-        (None, "No such file"),
+        (None, "it holds no run.json"),
         ({"recipe": "nosuch"}, "no recipe is called 'nosuch'"),
         ({"recipe": 5}, "run.json has a wrong value for recipe: '5'"),
         ({"training": {}}, "'betas'"),

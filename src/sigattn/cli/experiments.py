@@ -13,6 +13,8 @@ from rich.markup import escape
 
 from sigattn.bench import provenance
 from sigattn.bench.tables import print_table
+from sigattn.data.dataset import DataError
+from sigattn.data.documents import is_streamed
 from sigattn.experiments import attention_norms, compare, pages, theory_report
 from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
@@ -54,9 +56,16 @@ def reproduce(
     if judge is not None:
         print(pages.count_verdicts(pages.judge_again(judge)))
         return
-    if list or (name is None and not all):
+    if list:
         _print_experiments()
         return
+    if name is None and not all:
+        raise SettingsError("name an experiment, list them, or run all of them", "list", "all")
+    if name is not None and all:
+        raise SettingsError(f"--all runs every experiment: leave out --all, or the name {name}")
+    for path in (data, tokenizer, speech):
+        if path is not None and not is_streamed(path) and not path.exists():
+            raise DataError(f"no such file or folder: {path}")
     check_at_least(1, {"seeds": seeds, "workers": workers, "longer": longer})
     if scale == "paper" and longer != 1:
         raise SettingsError(f'longer={longer} is for the scales "smoke" and "small", and does not change "paper"')
@@ -65,7 +74,6 @@ def reproduce(
         print(f"{experiment.name}: {experiment.title} ({experiment.source})", flush=True)
         start = time.perf_counter()
         own = results / experiment.name
-        own.mkdir(parents=True, exist_ok=True)
         setting = Setting(
             scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer, speech, longer
         )

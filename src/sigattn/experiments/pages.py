@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from sigattn.data.dataset import DataError
 from sigattn.experiments import report
 from sigattn.experiments.experiment import Experiment, Kind, Result, Scale, Setting
 from sigattn.experiments.intervals import VERDICTS
@@ -103,8 +104,15 @@ def judge_again(folder: Path) -> list[Page]:
     """Judge the data of every page in a folder by the rules of this version, and rewrite pages and index.
 
     Titles and sources are also those of this version. Figures and tables stay as measured.
+
+    Raises:
+        DataError: if the folder holds no pages.
     """
-    for written in read_pages(folder):
+    stored = read_pages(folder)
+    if not stored:
+        missing = f"{folder} holds no page (NAME/page.json)" if folder.is_dir() else f"no such folder: {folder}"
+        raise DataError(f"{missing}; name a folder of sigattn reproduce, for example runs/reproduce/small")
+    for written in stored:
         experiment, own = find_experiment(written.name), folder / written.name
         findings = _judge(experiment, (own / "data.jsonl").read_text().splitlines(), written.scale)
         judged = replace(written, title=experiment.title, source=experiment.source, findings=findings)

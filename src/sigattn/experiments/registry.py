@@ -50,5 +50,5 @@ def find_experiment(name: str) -> Experiment:
         ExperimentError: if there is none.
     """
     if name not in EXPERIMENTS:
-        raise ExperimentError(f"no experiment is called {name!r}; there are {', '.join(EXPERIMENTS)}")
+        raise ExperimentError(f"no experiment is called {name!r}; sigattn reproduce --list lists them")
     return EXPERIMENTS[name]
