@@ -57,11 +57,13 @@ class TestTrain:
 
     def test_resuming(self, tmp_path, capsys, monkeypatch):
         arguments = ["train", "lm-1b-2k", "--tiny", "--folder", str(tmp_path / "run"), *QUICK]
-        cli.main(arguments)
+        out = said(capsys, *arguments, "--resume")
+        assert f"nothing to resume in {tmp_path / 'run'}: starting" in out.replace("\n", " ")
+        assert "6 steps end within the warm-up of" in out
         code, message = failure(arguments, capsys)
         assert code == 2
         assert "holds a run already: resume it, or name another folder (--resume, --folder)" in message
-        cli.main([*arguments, "--resume"])
+        assert "nothing to resume" not in said(capsys, *arguments, "--resume")
         code, message = failure([*arguments, "--resume", "--model.embed-dim", "32"], capsys)
         assert code == 1
         assert "differs in embed_dim" in message

@@ -86,6 +86,25 @@ class TestLock:
             with lock_folder(tmp_path):
                 pass
 
+    @pytest.mark.skipif(folder_lock.fcntl is None or not hasattr(os, "fork"), reason="needs fcntl and fork")
+    def test_file_that_its_holder_deletes(self, tmp_path, monkeypatch):
+        """Between open and lock the holder ends, and another process creates and locks a new file."""
+        acquire, stack = folder_lock._acquire, contextlib.ExitStack()
+        with lock_folder(tmp_path):
+            assert (tmp_path / folder_lock.LOCK_FILE).exists()
+        assert not list(tmp_path.iterdir())
+
+        def late(file, folder):
+            monkeypatch.setattr(folder_lock, "_acquire", acquire)
+            (tmp_path / folder_lock.LOCK_FILE).unlink()
+            stack.enter_context(other_process(tmp_path))
+            acquire(file, folder)
+
+        monkeypatch.setattr(folder_lock, "_acquire", late)
+        with stack, pytest.raises(FolderInUseError), lock_folder(tmp_path):
+            pass
+        assert not list(tmp_path.iterdir())
+
     def test_another_thread(self, tmp_path):
         found = []
 

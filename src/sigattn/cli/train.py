@@ -20,7 +20,7 @@ from sigattn.experiments import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics
-from sigattn.train.checkpoint import check_no_checkpoints
+from sigattn.train.checkpoint import check_no_checkpoints, list_checkpoints
 from sigattn.validation import SettingsError, check_at_least
 
 
@@ -54,7 +54,7 @@ def _options(recipe: Recipe, arguments: list[str]) -> Any:
         ),
         ("tokenizer", Annotated[Path | None, tyro.conf.arg(help="of a language model; none for bytes")], None),
         ("folder", Annotated[Path, tyro.conf.arg(help="for metrics, checkpoints, model")], Path("runs") / recipe.name),
-        ("resume", Annotated[bool, tyro.conf.arg(help="continue from the last checkpoint")], False),
+        ("resume", Annotated[bool, tyro.conf.arg(help="continue from the last checkpoint, if any")], False),
         ("workers", Annotated[int, tyro.conf.arg(help="number of processes that read images")], 0),
     ]
     fields += [
@@ -76,6 +76,11 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     _check(recipe)
     if not options.resume:
         check_no_checkpoints(folder)  # before the data is read, which can take long
+    elif is_main_process and not list_checkpoints(folder / "checkpoints"):
+        print(f"nothing to resume in {folder}: starting")
+    steps, warmup_steps = recipe.training.max_steps, recipe.training.warmup_steps
+    if is_main_process and steps < warmup_steps:
+        print(f"{steps} steps end within the warm-up of {warmup_steps}: --training.warmup-steps sets its length")
     data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer, workers=options.workers)
     with TrainingProgress(recipe.training.max_steps, quiet=not is_main_process) as progress:
         loop.train(
