@@ -95,6 +95,14 @@ def test_refused():
         wrapped.gradient_checkpointing_enable({"use_reentrant": True})
 
 
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(FileExistsError, match="file"):
+        model_integration.export(
+            LanguageModel(LanguageModelConfig(num_layers=1, embed_dim=16, num_heads=2)), tmp_path / "file"
+        )
+
+
 def test_a_tokenizer_goes_along(tmp_path):
     (tmp_path / "text.txt").write_text("a cat and a dog " * 20)
     tokenizer = train_tokenizer(tmp_path / "text.txt", 270, tmp_path / "t.json")
