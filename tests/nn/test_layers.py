@@ -99,6 +99,18 @@ def test_what_does_not_go_together(options, message):
         Attention(8, 2, **options)
 
 
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        (RotaryEmbedding(8), r"RotaryEmbedding\(4\), got RotaryEmbedding\(8"),
+        (Alibi(4), r"Alibi\(2\), got Alibi\(num_heads=4"),
+    ],
+)
+def test_positions_must_be_of_these_heads(position, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(8, 2, activation="softmax", attention_bias=None, position=position)
+
+
 def test_heads_must_divide():
     with pytest.raises(ValueError, match="embed_dim=10, num_heads=4"):
         Attention(10, 4, activation="softmax", attention_bias=None)

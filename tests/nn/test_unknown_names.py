@@ -1,4 +1,4 @@
-"""Unknown names get the list of known ones. In a process of its own: here the type checker would speak first."""
+"""Unknown names, and arguments of other types. In a process of its own: here the type checker would speak first."""
 
 import subprocess
 import sys
@@ -8,6 +8,9 @@ import pytest
 CASES = {
     'Attention(8, 2, activation="relu3", attention_bias=None)': "one of ('sigmoid', 'relu', 'relu2'",
     'Attention(8, 2, activation="softmax", attention_bias=None, qk_norm="batch")': '"rms" or "layer", got \'batch\'',
+    'attention(position="rope")': "got 'rope'; instead of position='rope'",
+    "attention(position=Alibi)": "a RotaryEmbedding, an Alibi or None",
+    "attention(position=SinusoidalEmbedding(8))": "added to the input",
     'make_bias("log_n", num_heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
     'make_bias(0.0, learn="token", num_heads=2)': "'head', 'query', 'quadratic'), got 'token'",
     'Block(a, MLP(8, 8), 8, norm_placement="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
@@ -31,8 +34,13 @@ from sigattn.nn.bias_rules import *
 from sigattn.nn.block import *
 from sigattn.nn.feedforward import *
 from sigattn.nn.initialization import *
+from sigattn.nn.position import *
 import sys
-a = Attention(8, 2, activation="softmax", attention_bias=None)
+
+def attention(**options):
+    return Attention(8, 2, **{"activation": "softmax", "attention_bias": None, **options})
+
+a = attention()
 for call in sys.argv[1:]:
     try:
         eval(call)

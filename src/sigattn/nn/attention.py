@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import NoneType
 from typing import ClassVar, Literal
 
 import torch
@@ -66,8 +67,9 @@ class Attention(nn.Module):
             ``functional.attend``, and replaceable for experiments.
 
     Raises:
-        ValueError: if num_heads does not divide embed_dim, num_kv_heads does not divide num_heads, or two arguments
-            exclude each other.
+        ValueError: if num_heads does not divide embed_dim, num_kv_heads does not divide num_heads, position is of
+            another head_dim or num_heads, or two arguments exclude each other.
+        TypeError: if position is of another class.
     """
 
     causal: bool
@@ -164,6 +166,7 @@ class Attention(nn.Module):
 
     def _check(self, performer_features: int | None) -> None:
         """Raise for arguments that exclude each other, and warn of what the paper found not to train."""
+        _check_position(self.position, self.num_heads, self.head_dim)
         name = self.activation
         if name not in (*ELEMENTWISE, "softmax", "performer"):
             raise ValueError(f"activation must be one of {(*ELEMENTWISE, 'softmax', 'performer')}, got {name!r}")
@@ -370,3 +373,19 @@ def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
         )
+
+
+def _check_position(position: object, num_heads: int, head_dim: int) -> None:
+    if not isinstance(position, (RotaryEmbedding, Alibi, NoneType)):
+        raise TypeError(
+            f"Attention: position must be a RotaryEmbedding, an Alibi or None, got {position!r}; instead of "
+            "position='rope' of a configuration pass RotaryEmbedding(embed_dim // num_heads), instead of 'alibi' "
+            "Alibi(num_heads); other encodings, such as SinusoidalEmbedding, are added to the input of the first layer"
+        )
+    if isinstance(position, RotaryEmbedding) and 2 * len(position.frequencies) != head_dim:
+        raise ValueError(
+            f"Attention: position must be RotaryEmbedding(embed_dim // num_heads) = RotaryEmbedding({head_dim}), got "
+            f"{position!r}"
+        )
+    if isinstance(position, Alibi) and position.num_heads != num_heads:
+        raise ValueError(f"Attention: position must be Alibi(num_heads) = Alibi({num_heads}), got {position!r}")

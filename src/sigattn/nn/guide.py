@@ -8,6 +8,10 @@ from typing import NamedTuple
 class Recommendation(NamedTuple):
     """Configuration that the guide recommends for a domain and an objective.
 
+    The strings are values of the fields of ``sigattn.models``' configurations. For ``sigattn.nn.Attention``, "rope" is
+    ``RotaryEmbedding(embed_dim // num_heads)``, "alibi" is ``Alibi(num_heads)``, and a rule of b is a module that
+    ``sigattn.nn.make_bias`` creates; other position encodings are added to the input.
+
     Attributes:
         position: position encoding: "learnable", "sincos", "cape", "rope" or "alibi".
         qk_norm, layer_scale: True if they are recommended.
