@@ -1,8 +1,8 @@
 """Checks of settings, called in ``__post_init__`` of every configuration.
 
 Each function takes a configuration and names of its fields, or a dict of names and values. It raises ``SettingsError``
-with the field's name and value if a value is out of range, infinite, NaN or not a number. A field that is None passes;
-every element of a tuple is checked.
+with the field's name and value if a value is out of range, infinite, NaN or not a number. A bool is not a number. A
+field that is None passes; every element of a tuple is checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SettingsError(ValueError):
 def check_at_least(least: int, config: object, *names: str) -> None:
     """Require whole numbers of at least ``least``."""
     for name, value in _values(config, names):
-        if not isinstance(value, Integral):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise SettingsError(f"{name} must be a whole number, got {value!r}")
         if value < least:
             raise SettingsError(f"{name} must be at least {least}, got {value}")
@@ -66,6 +66,13 @@ def check_seed(config: object, *names: str) -> None:
     _check(config, names, "be below 2^32", lambda value: value < 2**32)
 
 
+def check_bool(config: object, *names: str) -> None:
+    """Require True or False; None does not pass."""
+    for name, value in _fields(config, names).items():
+        if not isinstance(value, bool):
+            raise SettingsError(f"{name} must be True or False, got {value!r}")
+
+
 def check_not_empty(config: object, *names: str) -> None:
     """Require tuples of at least one element."""
     for name in names:
@@ -82,13 +89,21 @@ def check_among(allowed: tuple[str, ...], config: object, *names: str) -> None:
 
 def _check(config: object, names: tuple[str, ...], rule: str, is_valid: Callable[[float], bool]) -> None:
     for name, value in _values(config, names):
-        if not isinstance(value, Real) or not math.isfinite(value) or not is_valid(float(value)):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, Real)
+            or not math.isfinite(value)
+            or not is_valid(float(value))
+        ):
             raise SettingsError(f"{name} must {rule}, got {value!r}")
 
 
 def _values(config: object, names: tuple[str, ...]) -> Iterator[tuple[str, object]]:
-    fields = config if isinstance(config, dict) else {name: getattr(config, name) for name in names}
-    for name, value in fields.items():
+    for name, value in _fields(config, names).items():
         for element in value if isinstance(value, (tuple, list)) else (value,):
             if element is not None:
                 yield name, element
+
+
+def _fields(config: object, names: tuple[str, ...]) -> dict[str, object]:
+    return config if isinstance(config, dict) else {name: getattr(config, name) for name in names}

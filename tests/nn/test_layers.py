@@ -164,6 +164,31 @@ def test_cross_attention():
     torch.testing.assert_close(layer(x, source), layer.output(out.transpose(1, 2).flatten(2)))
 
 
+def test_causal_by_default_in_self_attention_only():
+    options = {"activation": "sigmoid", "attention_bias": -1.0}
+    x, source = torch.randn(2, 3, 8), torch.randn(2, 7, 8)
+    assert Attention(8, 2, **options).causal
+    assert not Attention(8, 2, **options, kv_embed_dim=8).causal
+    with pytest.raises(ValueError, match="with kv_input choose causal"):
+        Attention(8, 2, **options)(x, source)
+    assert Attention(8, 2, **options, causal=True)(x, source).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("x", "source", "message"),
+    [
+        (torch.zeros(2, 3, 9), torch.zeros(2, 3, 5), r"x must be \(batch, length, 8\), got \(2, 3, 9\)"),
+        (torch.zeros(3, 8), None, r"x must be .*, got \(3, 8\)"),
+        (torch.zeros(2, 3, 8), None, r"kv_input must be \(batch, length, 5\), got \(2, 3, 8\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_inputs_of_another_shape(x, source, message):
+    layer = Attention(8, 2, activation="sigmoid", attention_bias=-1.0, kv_embed_dim=5)
+    with pytest.raises(ValueError, match=message):
+        layer(x, source)
+
+
 def test_dropout_only_while_training():
     layer = Attention(8, 2, activation="sigmoid", attention_bias=-1.0, dropout=0.5)
     x = torch.randn(1, 5, 8)

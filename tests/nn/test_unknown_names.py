@@ -11,6 +11,26 @@ CASES = {
     'attention(position="rope")': "got 'rope'; instead of position='rope'",
     "attention(position=Alibi)": "a RotaryEmbedding, an Alibi or None",
     "attention(position=SinusoidalEmbedding(8))": "added to the input",
+    "attention(attention_bias=True)": "must be a number or a module of sigattn.nn.bias, such as NoBias() or Vis",
+    'attention(attention_bias="log_visible")': "got 'log_visible'; make_bias creates the module of a rule's name",
+    "attention(attention_bias=NoBias)": "got <class 'sigattn.nn.bias.NoBias'>",
+    'sigmoidify(a, bias="x")': "sigmoidify: bias must be a number or a module",
+    "ConstantBias('a')": "ConstantBias: value must be a number, got 'a' (str)",
+    "LearnableBias(True)": "LearnableBias: initial must be a number, got True (bool)",
+    "LanguageModelConfig(attention_bias=True)": "attention_bias must be a finite number, got True",
+    "LanguageModelConfig(num_layers=True)": "num_layers must be a whole number, got True",
+    "LanguageModelConfig(tie_embeddings='no')": "tie_embeddings must be True or False, got 'no'",
+    "LanguageModelConfig(use_bias=None)": "use_bias must be True or False, got None",
+    "attention(temperature='a')": "temperature must be a finite number, got 'a'",
+    "attention(causal='no')": "causal must be True or False, got 'no'",
+    "attention(dropout=1.0)": "dropout must lie in [0, 1), got 1.0",
+    "attention(window=(3, 0))": "Attention: window must be an integer, got (3, 0)",
+    "attention(window=-1)": "Attention: window must not be negative, got -1",
+    "Attention(0, 2, activation='softmax', attention_bias=None)": "embed_dim must be at least 1, got 0",
+    "Attention(8, True, activation='softmax', attention_bias=None)": "num_heads must be a whole number, got True",
+    "Block(a, MLP(16, 8), 16)": "Block: attention must have embed_dim=16, got embed_dim=8",
+    "Block(a, MLP(8, 8), 8, init_values=-1)": "init_values must be a finite number of at least 0, got -1",
+    "Block(a, MLP(8, 8), 8, dropout=2)": "dropout must lie in [0, 1), got 2",
     'make_bias("log_n", num_heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
     'make_bias(0.0, learn="token", num_heads=2)': "'head', 'query', 'quadratic'), got 'token'",
     'Block(a, MLP(8, 8), 8, norm_placement="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
@@ -32,6 +52,7 @@ from sigattn.nn.attention import *
 from sigattn.nn.bias import *
 from sigattn.nn.bias_rules import *
 from sigattn.nn.block import *
+from sigattn.nn.conversion.convert import *
 from sigattn.nn.feedforward import *
 from sigattn.nn.initialization import *
 from sigattn.nn.position import *

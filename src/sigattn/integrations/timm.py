@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sigattn.nn.bias import ConstantBias
 from sigattn.nn.conversion.convert import convert_layers, enable_fused_attention, find_softmax
 from sigattn.nn.conversion.softmax_calls import listed
 from sigattn.nn.conversion.visible_keys import count_keys_per_query, is_visible
@@ -134,8 +135,8 @@ def _complete(model: nn.Module, layer_class: type[SigmoidAttention]) -> None:
             f'{type(model).__name__} ignores attn_layer in its blocks, so that output_norm="hybrid" cannot be applied: '
             f'{listed(blocks)}. Pass attention_layer(output_norm="none")'
         )
-    bias = layer_class.sigmoid_bias
-    convert_layers(model, replaced, [f for f in findings if not f.replaceable], None if bias == "log_visible" else bias)
+    bias = None if layer_class.sigmoid_bias == "log_visible" else ConstantBias(layer_class.sigmoid_bias)
+    convert_layers(model, replaced, [f for f in findings if not f.replaceable], bias)
 
 
 def _log_visible(query: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor:

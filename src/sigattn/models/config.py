@@ -15,7 +15,7 @@ from sigattn.nn.functional import Activation
 from sigattn.nn.initialization import Initialization
 from sigattn.nn.norm import Norm
 from sigattn.nn.position import Alibi, RotaryEmbedding
-from sigattn.validation import check_at_least, check_finite, check_not_negative, check_probability
+from sigattn.validation import check_at_least, check_bool, check_finite, check_not_negative, check_probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,7 @@ class TransformerConfig:
             check_finite(self, "attention_bias")
         check_not_negative(self, "init_values")
         check_probability(self, "dropout", "drop_path")
+        check_bool(self, "use_bias")
 
     @property
     def effective_mlp_dim(self) -> int:

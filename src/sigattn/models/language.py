@@ -24,7 +24,7 @@ from sigattn.nn.position import SinusoidalEmbedding
 from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
-from sigattn.validation import SettingsError, check_at_least
+from sigattn.validation import SettingsError, check_at_least, check_bool
 
 Position = Literal["rope", "alibi", "sincos", "none"]
 
@@ -55,6 +55,7 @@ class LanguageModelConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "vocab_size", "max_seq_len")
+        check_bool(self, "tie_embeddings")
 
     def make_block(self, layer: int) -> Block:
         """Create the block of a layer, 0 … num_layers - 1.

@@ -17,7 +17,7 @@ from sigattn.nn.initialization import initialize
 from sigattn.nn.norm import make_norm
 from sigattn.nn.position import LearnableEmbedding, image_sinusoids
 from sigattn.shapes import Float
-from sigattn.validation import check_at_least
+from sigattn.validation import check_at_least, check_bool
 
 Position = Literal["learnable", "sincos", "cape", "none"]
 
@@ -55,6 +55,7 @@ class ViTConfig(TransformerConfig):
         super().__post_init__()
         check_at_least(1, self, "image_size", "patch_size", "channels")
         check_at_least(0, self, "num_classes")
+        check_bool(self, "dynamic_img_size", "freeze_patch_embed")
 
     @property
     def grid_size(self) -> int:

@@ -19,9 +19,11 @@ from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
+from sigattn.ops import validation
 from sigattn.ops.problem import log_length_bias
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.shapes import Float, Int
+from sigattn.validation import check_at_least, check_bool, check_finite, check_probability
 
 Record = Literal["nothing", "norm", "everything"]
 
@@ -41,7 +43,8 @@ class Attention(nn.Module):
         qk_norm: norm of each head of Q and of K, before the position encoding: "rms", "layer" (both with a learned
             scale) or "none".
         position: ``RotaryEmbedding`` of embed_dim / num_heads, ``Alibi`` of num_heads, or None.
-        causal: True to mask the keys after a query.
+        causal: True to mask the keys after a query; None for True in self-attention, and for False if kv_embed_dim is
+            given. A layer that is called with kv_input, and has no kv_embed_dim, needs True or False.
         window: number of keys before itself that a query sees, and as many after it if not causal; None for all.
         temperature: initial value of the learned scalar t; the logits are multiplied by e^t (App. "LayerScale Free
             Sigmoid Attention": 10). None for no temperature.
@@ -67,14 +70,16 @@ class Attention(nn.Module):
             ``functional.attend``, and replaceable for experiments.
 
     Raises:
-        ValueError: if num_heads does not divide embed_dim, num_kv_heads does not divide num_heads, position is of
-            another head_dim or num_heads, or two arguments exclude each other.
-        TypeError: if position is of another class.
+        ValueError: if a number is out of its range, num_heads does not divide embed_dim, num_kv_heads does not divide
+            num_heads, position is of another head_dim or num_heads, or two arguments exclude each other.
+        TypeError: if attention_bias, position or window is of another type.
     """
 
     causal: bool
     dropout: float
+    embed_dim: int
     head_dim: int
+    kv_embed_dim: int
     num_heads: int
     num_kv_heads: int
     window: int | None
@@ -92,7 +97,7 @@ class Attention(nn.Module):
         num_kv_heads: int | None = None,
         qk_norm: Norm = "rms",
         position: RotaryEmbedding | Alibi | None = None,
-        causal: bool = True,
+        causal: bool | None = None,
         window: int | None = None,
         temperature: float | None = None,
         length_power: float = 0.0,
@@ -104,18 +109,28 @@ class Attention(nn.Module):
         performer_features: int | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        check_at_least(1, sizes | {"kv_embed_dim": kv_embed_dim, "performer_features": performer_features})
+        check_finite({"temperature": temperature, "length_power": length_power})
+        check_probability({"dropout": dropout})
+        check_bool({"causal": causal is None or causal, "output_norm_affine": output_norm_affine, "use_bias": use_bias})
+        window = None if window is None else validation.count("Attention", "window", window)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(embed_dim, num_heads, num_kv_heads)
+        self.embed_dim, self.kv_embed_dim = embed_dim, embed_dim if kv_embed_dim is None else kv_embed_dim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
-        self.activation, self.causal, self.window, self.dropout = activation, causal, window, dropout
+        self.activation, self.window, self.dropout = activation, window, dropout
+        self._is_causal_by_default = causal is None
+        self.causal = kv_embed_dim is None if causal is None else causal
         self.length_power = length_power
-        self.attention_bias: AttentionBias | None = None if attention_bias is None else as_bias(attention_bias)
+        self.attention_bias: AttentionBias | None = (
+            None if attention_bias is None else as_bias("attention_bias", attention_bias)
+        )
         self.position = position
         self._check(performer_features)
-        kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
         self.query: nn.Linear = nn.Linear(embed_dim, embed_dim, bias=use_bias)
-        self.key: nn.Linear = nn.Linear(kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
-        self.value: nn.Linear = nn.Linear(kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
+        self.key: nn.Linear = nn.Linear(self.kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
+        self.value: nn.Linear = nn.Linear(self.kv_embed_dim, num_kv_heads * self.head_dim, bias=use_bias)
         self.output: nn.Linear = nn.Linear(embed_dim, embed_dim, bias=use_bias)
         self.query_norm: nn.Module = make_norm(qk_norm, self.head_dim, bias=False)
         self.key_norm: nn.Module = make_norm(qk_norm, self.head_dim, bias=False)
@@ -214,6 +229,7 @@ class Attention(nn.Module):
         Raises:
             ValueError: if the arguments, or an argument and the layer's options, exclude each other.
         """
+        self._check_inputs(x, kv_input)
         self._check_call(kv_input, key_lengths, cache, documents)
         query_offset = 0 if cache is None else cache.length
         left_padding = None if cache is None else cache.left_padding
@@ -236,6 +252,18 @@ class Attention(nn.Module):
             self.statistics = functional.statistics(self.activation, query, key, value, spec)
         result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
         return result
+
+    def _check_inputs(self, x: Tensor, kv_input: Tensor | None) -> None:
+        """Raise ValueError unless the inputs have the layer's numbers of features, and causal fits them."""
+        source = x if kv_input is None else kv_input
+        for name, t, features in (("x", x, self.embed_dim), ("kv_input", source, self.kv_embed_dim)):
+            if t.dim() != 3 or t.shape[-1] != features:
+                raise ValueError(f"Attention: {name} must be (batch, length, {features}), got {tuple(t.shape)}")
+        if kv_input is not None and self.causal and self._is_causal_by_default:
+            raise ValueError(
+                "Attention: with kv_input choose causal when creating the layer: causal=False for cross-attention "
+                "(the default, True, is that of self-attention)"
+            )
 
     def _check_call(
         self, kv_input: Tensor | None, key_lengths: Tensor | None, cache: KVCache | None, documents: Documents | None
@@ -367,9 +395,9 @@ class Attention(nn.Module):
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
-    if num_heads < 1 or embed_dim % num_heads:
+    if embed_dim % num_heads:
         raise ValueError(f"embed_dim must be a multiple of num_heads, got embed_dim={embed_dim}, num_heads={num_heads}")
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
         )

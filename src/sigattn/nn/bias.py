@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sigattn.ops import scalars
 from sigattn.ops.problem import log_length_bias
 
 
@@ -98,7 +99,7 @@ class ConstantBias(AttentionBias):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.value: float = float(value)
+        self.value: float = scalars.real(type(self).__name__, "value", value)
 
     def forward(self, *_: Any, **__: Any) -> float:
         """Return the number."""
@@ -196,7 +197,7 @@ class LearnableBias(AttentionBias):
 
     def __init__(self, initial: float, num_heads: int | None = None) -> None:
         super().__init__()
-        self.initial: float = float(initial)
+        self.initial: float = scalars.real(type(self).__name__, "initial", initial)
         self.value: nn.Parameter = nn.Parameter(torch.empty(1 if num_heads is None else (num_heads, 1, 1)))
         self.reset_parameters()
 
@@ -231,6 +232,18 @@ class QueryBias(LearnableBias):
         return query + self.value.to(query.dtype)
 
 
-def as_bias(bias: AttentionBias | float) -> AttentionBias:
-    """Return a bias as it is, and a number as a ``ConstantBias``."""
-    return bias if isinstance(bias, AttentionBias) else ConstantBias(bias)
+def as_bias(name: str, bias: Any) -> AttentionBias:
+    """Return a bias as it is, and a number as a ``ConstantBias``; raise TypeError for anything else.
+
+    Args:
+        name: the argument's name, for the error message. bias: its value.
+    """
+    if isinstance(bias, AttentionBias):
+        return bias
+    try:
+        return ConstantBias(bias)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be a number or a module of sigattn.nn.bias, such as NoBias() or VisibleKeysBias(), got "
+            f"{bias!r}; make_bias creates the module of a rule's name"
+        ) from error

@@ -13,6 +13,7 @@ from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.residual_branch import DropPath, LayerScale
 from sigattn.nn.stability import warn_once
 from sigattn.shapes import Float, Int
+from sigattn.validation import check_bool, check_not_negative, check_probability
 
 NormPlacement = Literal["pre", "post", "hybrid", "hybrid_attention"]
 
@@ -42,7 +43,7 @@ class Block(nn.Module):
         drop_path: probability of dropping a branch for a sample, while training.
 
     Raises:
-        ValueError: for an unknown norm_placement.
+        ValueError: for an unknown norm_placement, attention of another embed_dim, or a number out of its range.
     """
 
     attention: Attention
@@ -66,6 +67,11 @@ class Block(nn.Module):
         super().__init__()
         if norm_placement not in get_args(NormPlacement):
             raise ValueError(f"norm_placement must be one of {get_args(NormPlacement)}, got {norm_placement!r}")
+        if attention.embed_dim != embed_dim:
+            raise ValueError(f"Block: attention must have embed_dim={embed_dim}, got embed_dim={attention.embed_dim}")
+        check_not_negative({"init_values": init_values})
+        check_probability({"dropout": dropout, "drop_path": drop_path})
+        check_bool({"branch_norm_affine": branch_norm_affine})
         if norm_placement == "post" and attention.activation == "sigmoid":
             warn_once(
                 "sigmoid attention in post-norm blocks is unstable or worse than softmax (App. ASR, results): use "

@@ -8,6 +8,7 @@ from typing import Literal
 from sigattn.validation import (
     SettingsError,
     check_at_least,
+    check_bool,
     check_fraction,
     check_not_negative,
     check_positive,
@@ -109,6 +110,7 @@ class TrainConfig:
         check_probability(self, "betas")
         check_fraction(self, "ema")
         check_seed(self, "seed")
+        check_bool(self, "independent_decay", "mup_simple", "checkpoint_activations", "compile")
         if self.independent_decay and (self.optimizer != "adamw" or not self.learning_rate):
             raise SettingsError(
                 'independent_decay=True needs optimizer="adamw" and a learning_rate above 0; got '

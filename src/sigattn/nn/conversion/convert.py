@@ -86,11 +86,13 @@ def sigmoidify(
     Raises:
         ValueError: if some attention layer cannot be replaced, naming it; if there is none; or if a pattern of
             ``allow_softmax`` matches no softmax. The model is unchanged.
+        TypeError: if bias is neither a number nor one of ``sigattn.nn.bias``.
 
     >>> encoder = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     >>> sigmoidify(encoder)
     [Replaced(name='self_attn', kind='MultiheadAttention', call='multi_head_attention_forward')]
     """
+    bias = None if bias is None else as_bias("sigmoidify: bias", bias)
     if isinstance(bias, QueryBias):
         raise ValueError(
             "sigmoidify does not support QueryBias, because these layers compute Q themselves: use another bias"
@@ -124,7 +126,7 @@ def enable_fused_attention(model: nn.Module, *, restore: bool = False) -> Iterat
 def _sigmoidify(
     model: nn.Module,
     example: Sequence[Any] | Mapping[str, Any] | None,
-    bias: AttentionBias | float | None,
+    bias: AttentionBias | None,
     allow_softmax: Sequence[str],
 ) -> list[Replaced | RemainingSoftmax]:
     findings = find_softmax(model, example)
@@ -164,7 +166,7 @@ def find_softmax(model: nn.Module, example: run_search.Example | None = None) ->
 
 
 def convert_layers(
-    model: nn.Module, findings: Sequence[Finding], staying: Sequence[Finding], bias: AttentionBias | float | None
+    model: nn.Module, findings: Sequence[Finding], staying: Sequence[Finding], bias: AttentionBias | None
 ) -> None:
     """Give the layers of the findings sigmoid attention.
 
@@ -176,14 +178,15 @@ def convert_layers(
         ValueError: if the bias needs lengths or causality, which a layer's own calls do not give.
     """
     for name, _, call, _, _ in findings:
-        if isinstance(bias, AttentionBias) and (bias.needs_causal or (bias.needs_lengths and call != MHA_NAME)):
+        if bias is not None and (bias.needs_causal or (bias.needs_lengths and call != MHA_NAME)):
             raise ValueError(
                 f"sigmoidify: {type(bias).__name__} needs lengths or causality, which {name!r} does not give; use "
                 "another bias (None is -log of the number of visible keys of each sample)"
             )
     biases = {
-        f.name: None if bias is None else copy.deepcopy(as_bias(bias)) for f in findings
-    }  # learned for each layer
+        f.name: None if bias is None else copy.deepcopy(bias)
+        for f in findings  # learned for each layer
+    }
     replace_layers(model, findings, staying, biases)
 
 
