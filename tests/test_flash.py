@@ -373,8 +373,9 @@ def test_precision():
         torch.testing.assert_close(
             flash.flash_attn_func(q, q, q), flash.flash_attn_func(q, q, q, sigmoid_precision="accurate")
         )
-        with pytest.raises(ValueError, match="unknown sigmoid precision 'quick'"):
-            set_sigmoid_precision("quick")
+        for unknown in ("quick", None):
+            with pytest.raises(ValueError, match=f"unknown precision {unknown!r}; choose one of 'accurate', 'fast'$"):
+                set_sigmoid_precision(unknown)
     finally:
         set_sigmoid_precision("accurate")
     with pytest.raises(ValueError, match="unknown sigmoid precision"):
@@ -447,6 +448,16 @@ WRONG = {
     "backend": (lambda: flash.flash_attn_func(Q, Q, Q, backend="cuda"), ValueError, "unknown backend 'cuda'"),
     "dropout": (lambda: flash.flash_attn_func(Q, Q, Q, dropout_p=1), ValueError, r"probability in \[0, 1\)"),
     "window": (lambda: flash.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "pair"),
+    "causal": (
+        lambda: flash.flash_attn_func(Q, Q, Q, causal="no"),
+        TypeError,
+        "causal must be True or False, got 'no'",
+    ),
+    "causal, varlen": (
+        lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 5, 5, causal=None),
+        TypeError,
+        "flash_attn_varlen_func: causal must be True or False",
+    ),
     "flash-attn 3's order": (
         lambda: flash.flash_attn_func(Q, Q, Q, 0.25, True),
         TypeError,

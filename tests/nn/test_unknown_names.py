@@ -31,6 +31,9 @@ CASES = {
     "Block(a, MLP(16, 8), 16)": "Block: attention must have embed_dim=16, got embed_dim=8",
     "Block(a, MLP(8, 8), 8, init_values=-1)": "init_values must be a finite number of at least 0, got -1",
     "Block(a, MLP(8, 8), 8, dropout=2)": "dropout must lie in [0, 1), got 2",
+    'recommend("language", sequence_length="4096")': "recommend: sequence_length must be an integer, got '4096'",
+    'recommend("language", sequence_length=True)': "recommend: sequence_length must be an integer, got True",
+    'recommend("language", small="no")': "recommend: small must be True or False, got 'no'",
     'make_bias("log_n", num_heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
     'make_bias(0.0, learn="token", num_heads=2)': "'head', 'query', 'quadratic'), got 'token'",
     'Block(a, MLP(8, 8), 8, norm_placement="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
@@ -54,6 +57,7 @@ from sigattn.nn.bias_rules import *
 from sigattn.nn.block import *
 from sigattn.nn.conversion.convert import *
 from sigattn.nn.feedforward import *
+from sigattn.nn.guide import *
 from sigattn.nn.initialization import *
 from sigattn.nn.position import *
 import sys

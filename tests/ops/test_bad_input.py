@@ -54,6 +54,11 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
     ),
     "no query heads, one sample": ((Q[:1, :0], K, V), {"enable_gqa": True}, ValueError, "the 0 query heads are not a"),
     "mixed dtypes": ((Q, K.double(), V), {}, TypeError, r"one dtype.*float64"),
+    "float8": (tuple(t.to(torch.float8_e4m3fn) for t in (Q, K, V)), {}, TypeError, "bfloat16, float32 or float64; got"),
+    "causal text": ((Q, K, V), {"is_causal": "no"}, TypeError, r"is_causal must be True or False, got 'no' \(str\)"),
+    "causal None": ((Q, K, V), {"is_causal": None}, TypeError, "is_causal must be True or False, got None"),
+    "causal mask": ((Q, K, V), {"is_causal": torch.ones(5, 6) > 0}, TypeError, "pass a mask as attn_mask"),
+    "gqa text": ((Q, K, V), {"enable_gqa": "no"}, TypeError, "enable_gqa must be True or False, got 'no'"),
     "integers": ((Q.long(), K.long(), V.long()), {}, TypeError, "must be floating point"),
     "complex": ((Q.cfloat(), K.cfloat(), V.cfloat()), {}, TypeError, "must be floating point"),
     "devices": ((Q, K.to(META), V.to(META)), {}, ValueError, r"one device.*on meta"),
@@ -127,6 +132,10 @@ def test_statistics_check_too():
         sigattn.attention_statistics(Q, K[..., :3], V)
     with pytest.raises(ValueError, match="unknown activation 'swish'"):
         sigattn.attention_statistics(Q, K, V, activation="swish")
+    with pytest.raises(ValueError, match=r"unknown activation None; choose one of .*'identity'$"):
+        sigattn.attention_statistics(Q, K, V, activation=None)
+    with pytest.raises(TypeError, match="attention_statistics: is_causal must be True or False"):
+        sigattn.attention_statistics(Q, K, V, is_causal=None)
     with pytest.raises(ValueError, match="at least one query"):
         sigattn.attention_statistics(Q[:, :, :0], K, V)
     with pytest.raises(ValueError, match="0…6"):

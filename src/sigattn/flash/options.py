@@ -41,6 +41,8 @@ class Options(NamedTuple):
                 "sigattn.flash.v3"
             )
         dropout_p, scale, window = validation.numbers(caller, self.dropout_p, self.softmax_scale, self.window_size)
+        validation.flag(caller, "causal", self.causal)
+        validation.flag(caller, "deterministic", self.deterministic)
         validation.choice(caller, "backend", self.backend, tuple(backends))
         if self.alibi_slopes is not None:
             validation.slopes(caller, self.alibi_slopes, q, batch, q.shape[-2], two_sided=False)

@@ -274,5 +274,5 @@ def _check(
             raise ValueError(f"{name}: {argument} must be None: float8 is not supported")
     validation.count(name, "num_splits", num_splits)
     validation.count(name, "sm_margin", sm_margin)
-    if pack_gqa is not None and not isinstance(pack_gqa, bool):
-        raise TypeError(f"{name}: pack_gqa must be a bool or None, got {pack_gqa!r}")
+    if pack_gqa is not None:
+        validation.flag(name, "pack_gqa", pack_gqa)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sigattn.ops import scalars, validation
+
 
 class Recommendation(NamedTuple):
     """Configuration that the guide recommends for a domain and an objective.
@@ -61,6 +63,7 @@ def recommend(
 
     Raises:
         ValueError: for a case that the guide, or the experiment, does not contain.
+        TypeError: if sequence_length is not an integer, or small not a bool.
 
     >>> recommend("language", sequence_length=4096).norm_placement
     'hybrid'
@@ -70,7 +73,8 @@ def recommend(
     objective = OBJECTIVES[domain][0] if objective is None else objective
     if objective not in OBJECTIVES[domain]:
         raise ValueError(f"recommend: for {domain} objective must be one of {OBJECTIVES[domain]}, got {objective!r}")
-    if sequence_length is not None and sequence_length < 1:
+    validation.flag("recommend", "small", small)
+    if sequence_length is not None and scalars.integer("recommend", "sequence_length", sequence_length) < 1:
         raise ValueError(f"recommend: sequence_length must be at least 1, got {sequence_length}")
     if small:
         return _small(domain, objective)

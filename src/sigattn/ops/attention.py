@@ -131,6 +131,8 @@ def sigmoid_attention(
     >>> sigmoid_attention(query, key, value, is_causal=True).shape
     torch.Size([2, 4, 128, 64])
     """
+    validation.flag(_NAME, "is_causal", is_causal)
+    validation.flag(_NAME, "enable_gqa", enable_gqa)
     blocks = None
     if block_mask.is_block_mask(attn_mask):
         attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value)

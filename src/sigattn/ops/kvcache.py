@@ -209,6 +209,7 @@ def sigmoid_kvcache_attention(
         validation.slopes(_NAME, alibi_slopes, query, batch, heads)
     if left_padding is not None:
         validation.integers(_NAME, "left_padding", left_padding, (batch,), "(B,)", query.device)
+    validation.flag(_NAME, "is_causal", is_causal)
     _, scale, window = validation.numbers(_NAME, 0.0, scale, window)
     softcap, num_splits = validation.softcap(_NAME, softcap), validation.count(_NAME, "num_splits", num_splits)
     validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))

@@ -24,7 +24,8 @@ def set_sigmoid_precision(precision: str) -> None:
     >>> set_sigmoid_precision("accurate")
     """
     global _precision
-    _precision = "fast" if is_fast(precision) else "accurate"
+    validation.choice("set_sigmoid_precision", "precision", precision, PRECISIONS, optional=False)
+    _precision = precision
 
 
 def get_sigmoid_precision() -> str:

@@ -73,12 +73,13 @@ def attention_statistics(
     >>> attention_statistics(query, key, value).row_mass_mean.shape
     torch.Size([2, 4])
     """
+    validation.flag(_NAME, "is_causal", is_causal)
     attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key)
     operands = {"query": query, "key": key, "value": value}
     _, scale, window, softcap = validate(
         _NAME, operands, enable_gqa, attn_mask, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
-    validation.choice(_NAME, "activation", activation, tuple(reference.ACTIVATIONS))
+    validation.choice(_NAME, "activation", activation, tuple(reference.ACTIVATIONS), optional=False)
     if query.shape[2] == 0:
         raise ValueError(f"{_NAME}: there must be at least one query; got {validation.describe(query=query, key=key)}")
     problem = canonical(

@@ -19,6 +19,7 @@ from sigattn.ops.mask import refuse_subclass
 ROWS_FIRST = ("batch", "length", "heads", "head_dim")
 HEADS_FIRST = ("batch", "heads", "length", "head_dim")
 PACKED = ("total", "heads", "head_dim")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLURALS = {"heads": "number of heads", "batch": "batch size", "pages": "number of pages"}
 _OTHER_LAYOUT = (
     "for tensors of (batch, length, heads, head_dim), as in flash-attn and triton-sigmoid, call sigattn.flash, or "
@@ -39,10 +40,18 @@ def wrong(caller: str, error: type[Exception], message: str, **arguments: Any) -
     raise error(f"{caller}: {message}; got {describe(**arguments)}")
 
 
-def choice(caller: str, name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise ValueError unless value is None or one of the allowed strings."""
-    if value is not None and value not in allowed:
-        raise ValueError(f"{caller}: unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))} or None")
+def choice(caller: str, name: str, value: Any, allowed: Sequence[str], *, optional: bool = True) -> None:
+    """Raise ValueError unless value is one of the allowed strings, or None if that is optional."""
+    if value not in ((*allowed, None) if optional else allowed):
+        or_none = " or None" if optional else ""
+        raise ValueError(f"{caller}: unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))}{or_none}")
+
+
+def flag(caller: str, name: str, value: Any) -> None:
+    """Raise TypeError unless value is a bool."""
+    if not isinstance(value, (bool, torch.SymBool)):
+        hint = "; pass a mask as attn_mask" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{caller}: {name} must be True or False, got {scalars.describe(value)}{hint}")
 
 
 # -- operands ---------------------------------------------------------------------------------------------------------
@@ -56,8 +65,9 @@ def tensors(caller: str, **given: Any) -> None:
         if t.is_nested or t.layout is not torch.strided:
             wrong(caller, TypeError, f"{name} must be a dense tensor", **{name: t.layout})
     first, *others = given.values()
-    if not first.is_floating_point():
-        wrong(caller, TypeError, f"{_listed(given)} must be floating point", **given)
+    if first.dtype not in _DTYPES:
+        message = f"{_listed(given)} must be floating point: float16, bfloat16, float32 or float64"
+        wrong(caller, TypeError, message, **given)
     dtype, device = first.dtype, first.device
     for t in others:
         if t.dtype != dtype:
@@ -84,6 +94,7 @@ def operands(caller: str, layout: Sequence[str], *, enable_gqa: bool = True, **g
         given: query, key and value under their names in the call.
     """
     tensors(caller, **given)
+    flag(caller, "enable_gqa", enable_gqa)
     (q, query), (k, key), (v, value) = given.items()
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     if not (len(of_query) == len(of_key) == len(of_value) == len(layout)):

@@ -136,6 +136,7 @@ def sigmoid_varlen_attention(
         validation.mask(_NAME, attn_mask, query, mask_target(batch, heads, max_q, max_k), "(B, Hq, max_q, max_k)")
     if alibi_slopes is not None:
         validation.slopes(_NAME, alibi_slopes, query, batch, heads)
+    validation.flag(_NAME, "is_causal", is_causal)
     dropout_p, scale, window = validation.numbers(_NAME, dropout_p, scale, window)
     validation.choice(_NAME, "backend", backend, tuple(VARLEN.backends))
     problem = canonical(
