@@ -68,6 +68,12 @@ WRONG = {
     "no tensor": (lambda: unpad_input(None, X > 0), TypeError, "hidden_states must be a tensor"),
     "indices": (lambda: pad_input(X, torch.ones(2), 2, 3), TypeError, "indices must be"),
     "number": (lambda: pad_input(X, torch.tensor([0]), 2, 3), ValueError, r"must be \(total,\) = \(2,\)"),
+    "beyond": (
+        lambda: pad_input(X, torch.tensor([0, 8]), 1, 8),
+        ValueError,
+        r"pad_input: .* 0 … 7 .*1 \* 8\), got 0 … 8",
+    ),
+    "row beyond": (lambda: index_first_axis(X, torch.tensor([0, 99])), ValueError, r"0 … 1 \(input has 2 rows\), got"),
     "bool indices": (lambda: index_first_axis(X, torch.tensor([True])), TypeError, "indices must be"),
 }
 

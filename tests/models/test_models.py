@@ -332,6 +332,8 @@ class TestSaving:
             load(tmp_path)
         with pytest.raises(TypeError, match="got Linear"):
             save(torch.nn.Linear(1, 1), tmp_path)
+        with pytest.raises(NotADirectoryError, match=r"save writes a folder, and a file: .*config.json'"):
+            save(LanguageModel(LANGUAGE), tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("name", MODELS)

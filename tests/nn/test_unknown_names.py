@@ -34,6 +34,14 @@ CASES = {
     'recommend("language", sequence_length="4096")': "recommend: sequence_length must be an integer, got '4096'",
     'recommend("language", sequence_length=True)': "recommend: sequence_length must be an integer, got True",
     'recommend("language", small="no")': "recommend: small must be True or False, got 'no'",
+    "m(torch.arange(5))": "LanguageModel: tokens must be (batch, length); got tokens (5,) int64 on cpu",
+    "m(torch.rand(1, 5))": "LanguageModel: tokens must be a tensor of integers, got (1, 5) float32 on cpu",
+    "m.generate(['abc'], 5)": "generate: prompts[0] must be a tensor of integers, got str",
+    "m.generate(torch.arange(5), 5)": "generate: prompts must be (batch, length), or a list of (length,); got",
+    "m.generate([torch.arange(5)], 1.5)": "generate: max_new_tokens must be an integer, got 1.5",
+    "m.generate([torch.arange(5)], True)": "generate: max_new_tokens must be an integer, got True",
+    "m.generate([torch.arange(5)], 1, stop_tokens=10)": "stop_tokens must be a sequence of tokens, such as [0], got 10",
+    'convert(m, [torch.zeros(1, 4).long()], loss="ce")': "convert: loss must be a function of model and batch",
     'make_bias("log_n", num_heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
     'make_bias(0.0, learn="token", num_heads=2)': "'head', 'query', 'quadratic'), got 'token'",
     'Block(a, MLP(8, 8), 8, norm_placement="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
@@ -47,6 +55,7 @@ CASES = {
     "build(3)": "int is not the configuration of a model",
 }
 PROGRAM = """
+from sigattn.convert import convert
 from sigattn.models.saving import build
 from sigattn.models.language import *
 from sigattn.models.speech import *
@@ -66,6 +75,7 @@ def attention(**options):
     return Attention(8, 2, **{"activation": "softmax", "attention_bias": None, **options})
 
 a = attention()
+m = LanguageModel(LanguageModelConfig(num_layers=1))
 for call in sys.argv[1:]:
     try:
         eval(call)

@@ -46,7 +46,7 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
             is then the output's attribute ``loss``, if there is one.
 
     Raises:
-        TypeError: if model is no module, or batches cannot be iterated or is a single mapping.
+        TypeError: if model is no module, batches cannot be iterated or is a single mapping, or loss is no function.
         ConversionError: a ValueError, if there are no batches, a batch does not run, an attention cannot be converted
             or is not reached by the batches, there is none, it is sigmoid already, or statistics or losses are not
             finite.
@@ -56,7 +56,7 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
     >>> [layer.name for layer in report.layers]
     ['layers.0.self_attn', 'layers.1.self_attn']
     """
-    _check_types(model, batches)
+    _check_types(model, batches, loss)
     batches = list(batches)
     if not batches:
         raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
@@ -99,7 +99,7 @@ def _adapter(model: nn.Module, run: Callable[[], object]) -> Adapter:
     return ModuleAdapter(model, run)
 
 
-def _check_types(model: object, batches: object) -> None:
+def _check_types(model: object, batches: object, loss: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be an nn.Module, got {type(model).__name__}")
     if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
@@ -107,6 +107,8 @@ def _check_types(model: object, batches: object) -> None:
             f"convert: batches must be an iterable of batches, got {type(batches).__name__}; pass a single batch as "
             "[batch]"
         )
+    if loss is not None and not callable(loss):
+        raise TypeError(f"convert: loss must be a function of model and batch, or None, got {loss!r}")
 
 
 def _answer_by(biases: Mapping[str, AttentionBias]) -> Attend:

@@ -66,6 +66,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     _check_indices("pad_input", hidden_states, indices)
     if len(indices) != len(hidden_states):
         _wrong(ValueError, "pad_input", f"indices must be (total,) = ({len(hidden_states)},)", indices)
+    _check_range("pad_input", indices, batch * seqlen, f"batch * seqlen = {batch} * {seqlen}")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
 
@@ -75,8 +76,10 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 (f
 
     Raises:
         TypeError: indices that are not integers.
+        ValueError: an index beyond the rows, on a CPU. (On an accelerator reading the indices would synchronise.)
     """
     _check_indices("index_first_axis", input, indices)
+    _check_range("index_first_axis", indices, len(input), f"input has {len(input)} rows")
     return input.index_select(0, indices)
 
 
@@ -98,6 +101,15 @@ def _check_indices(caller: str, rows: Any, indices: Any) -> None:
         _wrong(TypeError, caller, "the first argument must be a tensor of rows", rows)
     if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
         _wrong(TypeError, caller, "indices must be a one-dimensional tensor of int32 or int64", indices)
+
+
+def _check_range(caller: str, indices: Tensor, stop: int, reason: str) -> None:
+    """Raise ValueError unless the indices of a CPU lie in 0 … stop - 1."""
+    if indices.device.type != "cpu" or torch.compiler.is_compiling() or not len(indices):
+        return
+    first, last = (int(t) for t in indices.aminmax())
+    if first < 0 or last >= stop:
+        raise ValueError(f"{caller}: indices must lie in 0 … {stop - 1} ({reason}), got {first} … {last}")
 
 
 def _wrong(error: type[Exception], caller: str, what: str, given: Any) -> NoReturn:

@@ -23,6 +23,7 @@ from sigattn.nn.norm import Norm, make_norm
 from sigattn.nn.position import SinusoidalEmbedding
 from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
+from sigattn.ops import validation
 from sigattn.shapes import Float, Int
 from sigattn.validation import SettingsError, check_at_least, check_bool
 
@@ -100,8 +101,10 @@ class LanguageModel(Transformer):
             documents: boundaries of the documents that a row packs; attention stays within a document.
 
         Raises:
-            ValueError: if there are more tokens than the context.
+            ValueError: if tokens is not (B, N), or there are more tokens than the context.
+            TypeError: if tokens are not integers.
         """
+        validation.integers("LanguageModel", "tokens", tokens, (None, None), "(batch, length)")
         first = cache[0].length if cache else 0
         if first + tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(f"{first + tokens.shape[1]} tokens do not fit in a context of {self.config.max_seq_len}")
@@ -169,7 +172,10 @@ class LanguageModel(Transformer):
 
         Raises:
             ValueError: for an empty prompt, a token outside the vocabulary, or numbers out of range.
+            TypeError: if prompts are not tensors of integers, or max_new_tokens is not an integer.
         """
+        if isinstance(stop_tokens, (int, str)):
+            raise TypeError(f"generate: stop_tokens must be a sequence of tokens, such as [0], got {stop_tokens!r}")
         config = SamplingConfig(
             temperature=temperature,
             top_k=top_k,
@@ -178,8 +184,13 @@ class LanguageModel(Transformer):
             length_penalty=length_penalty,
             stop_tokens=tuple(stop_tokens),
         )
+        max_new_tokens = validation.count("generate", "max_new_tokens", max_new_tokens)
+        if isinstance(prompts, Tensor) and prompts.dim() != 2:
+            validation.wrong(
+                "generate", ValueError, "prompts must be (batch, length), or a list of (length,)", prompts=prompts
+            )
         rows = list(prompts)
-        self._check_generate(rows, max_new_tokens, config)
+        self._check_generate(rows, config)
         with evaluation_mode(self):
             state = GenerationState(self, self.new_kv_cache, rows, self.config.max_seq_len)
             if num_beams > 1:
@@ -191,16 +202,17 @@ class LanguageModel(Transformer):
         longest = max(map(len, results))
         return torch.stack([torch.cat((t, t[-1:].expand(longest - len(t)))) for t in results])
 
-    def _check_generate(self, prompts: list[Tensor], max_new_tokens: int, config: SamplingConfig) -> None:
+    def _check_generate(self, prompts: list[Tensor], config: SamplingConfig) -> None:
         last = self.config.vocab_size - 1
         if config.stop_tokens and max(config.stop_tokens) > last:
             raise SettingsError(
                 f"stop_tokens must contain tokens of the vocabulary, 0 … {last}, got {max(config.stop_tokens)}"
             )
-        if not prompts or max_new_tokens < 0 or any(p.dim() != 1 or not len(p) for p in prompts):
+        for i, prompt in enumerate(prompts):
+            validation.integers("generate", f"prompts[{i}]", prompt, (None,), "(length,)")
+        if not prompts or not all(map(len, prompts)):
             raise ValueError(
-                "generate needs prompts of at least one token and max_new_tokens ≥ 0, got "
-                f"{[tuple(p.shape) for p in prompts]} and {max_new_tokens}"
+                f"generate needs prompts of at least one token, got the shapes {[tuple(p.shape) for p in prompts]}"
             )
         if any(int(p.min()) < 0 or int(p.max()) > last for p in prompts):
             raise SettingsError(f"prompts must contain tokens of the vocabulary, 0 … {last}")

@@ -58,7 +58,7 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
 
     Raises:
         TypeError: if the model is not one of this library's.
-        OSError: if a file cannot be written.
+        OSError: if a file cannot be written, or ``folder`` is a file.
     """
     # isinstance, because FSDP makes a subclass of a model's class
     name = next((n for n, (_, kind) in MODELS.items() if isinstance(model, kind)), None)
@@ -67,6 +67,8 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
         raise TypeError(f"save supports {known}, got {type(model).__name__}")
     config: Any = model.config
     folder = Path(folder)
+    if folder.is_file():
+        raise NotADirectoryError(errno.ENOTDIR, "save writes a folder, and this is a file", str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     description = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
