@@ -443,11 +443,17 @@ WRONG = {
     "slopes": (
         lambda: flash.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3)),
         ValueError,
-        r"alibi_slopes must be \(Hq,\), \(B, Hq\)",
+        r"alibi_slopes must be \(Hq,\), \(B, Hq\); got q \(2, 5, 4, 8\)",
     ),
     "backend": (lambda: flash.flash_attn_func(Q, Q, Q, backend="cuda"), ValueError, "unknown backend 'cuda'"),
     "dropout": (lambda: flash.flash_attn_func(Q, Q, Q, dropout_p=1), ValueError, r"probability in \[0, 1\)"),
-    "window": (lambda: flash.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "pair"),
+    "window": (lambda: flash.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "window_size must be a pair"),
+    "scale": (lambda: flash.flash_attn_func(Q, Q, Q, softmax_scale="x"), TypeError, "softmax_scale must be a number"),
+    "other layout": (
+        lambda: flash.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]),
+        ValueError,
+        r"as in PyTorch's .*, call sigattn.sigmoid_attention",
+    ),
     "causal": (
         lambda: flash.flash_attn_func(Q, Q, Q, causal="no"),
         TypeError,
@@ -487,7 +493,7 @@ WRONG = {
     "longest": (
         lambda: flash.flash_attn_varlen_func(P, P, P, S, S, 4, 5),
         ValueError,
-        r"max_seqlen_q \(max_q\) is 4, but",
+        r"flash_attn_varlen_func\): max_seqlen_q \(max_q\) is 4, but",
     ),
     "longest type": (
         lambda: flash.flash_attn_varlen_func(P, P, P, S, S, torch.tensor([5]), 5),

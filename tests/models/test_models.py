@@ -332,7 +332,7 @@ class TestSaving:
             load(tmp_path)
         with pytest.raises(TypeError, match="got Linear"):
             save(torch.nn.Linear(1, 1), tmp_path)
-        with pytest.raises(NotADirectoryError, match=r"save writes a folder, and a file: .*config.json'"):
+        with pytest.raises(NotADirectoryError, match=r"save writes a folder, not a file: .*config.json'"):
             save(LanguageModel(LANGUAGE), tmp_path / "config.json")
 
 

@@ -69,6 +69,12 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
         ValueError,
         r"\(2, 4, 5, 6\).*attn_mask \(5, 5\)",
     ),
+    "mask of padding": (
+        (Q, K, V, torch.ones(2, 6) > 0),
+        {},
+        ValueError,
+        r"\(B, M\), pass attn_mask\[:, None, None, :\] or key_l",
+    ),
     "mask rank": ((Q, K, V, torch.ones(1, 1, 1, 5, 6, dtype=torch.bool)), {}, ValueError, "does not broadcast"),
     "mask grows batch": ((Q, K, V, torch.ones(3, 1, 1, 1)), {}, ValueError, "does not broadcast"),
     "mask dtype": ((Q, K, V, torch.ones(5, 6, dtype=torch.int32)), {}, TypeError, "bool"),

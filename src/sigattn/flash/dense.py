@@ -135,7 +135,7 @@ def attend(q: Any, k: Any, v: Any, given: Options, attn_mask: Any, attention_chu
     if block_mask.is_block_mask(attn_mask):
         attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value, _NAME)
     if attn_mask is not None:
-        validation.mask(_NAME, attn_mask, q, (batch, heads, n, m))
+        validation.mask(_NAME, attn_mask, q, (batch, heads, n, m), query_name="q")
     if attention_chunk:
         attn_mask = chunks.combined(chunks.dense(n, m, attention_chunk, q.device), attn_mask)
     options |= block_mask.fields(blocks)

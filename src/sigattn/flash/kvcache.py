@@ -184,7 +184,7 @@ def attend(
     if attn_mask is not None:
         if attention_chunk:
             raise ValueError(f"{_NAME}: attention_chunk with attn_mask is not supported: combine both into attn_mask")
-        validation.mask(_NAME, attn_mask, q, (batch, heads, n, None), "(B, Hq, N, K)")
+        validation.mask(_NAME, attn_mask, q, (batch, heads, n, None), "(B, Hq, N, K)", query_name="q")
     validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v, given.sigmoid_bias, given.alibi_slopes, attn_mask)
     for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary.seqlens)):
         if t is not None:

@@ -40,12 +40,19 @@ class Options(NamedTuple):
                 f"{self.softmax_scale!r}; flash-attn 3's order (q, k, v, softmax_scale, causal, …) is that of "
                 "sigattn.flash.v3"
             )
-        dropout_p, scale, window = validation.numbers(caller, self.dropout_p, self.softmax_scale, self.window_size)
+        dropout_p, scale, window = validation.numbers(
+            caller,
+            self.dropout_p,
+            self.softmax_scale,
+            self.window_size,
+            scale_name="softmax_scale",
+            window_name="window_size",
+        )
         validation.flag(caller, "causal", self.causal)
         validation.flag(caller, "deterministic", self.deterministic)
         validation.choice(caller, "backend", self.backend, tuple(backends))
         if self.alibi_slopes is not None:
-            validation.slopes(caller, self.alibi_slopes, q, batch, q.shape[-2], two_sided=False)
+            validation.slopes(caller, self.alibi_slopes, q, batch, q.shape[-2], two_sided=False, query_name="q")
         is_rule = isinstance(self.sigmoid_bias, str) and self.sigmoid_bias == LOG_LENGTH
         if not is_rule:
             flash_validation.bias(caller, self.sigmoid_bias, q, batch, queries)

@@ -62,7 +62,7 @@ def rotary(caller: str, cos: Any, sin: Any, q: Tensor, k: Any) -> None:
         message = "rotary_cos and rotary_sin must be (positions, rotary_dim / 2), rotary_dim at most head_dim"
         wrong(caller, ValueError, message, q=q, **given)
     for name, t in given.items():
-        validation.same_device(caller, name, t, q)
+        validation.same_device(caller, name, t, q, "q")
 
 
 def packed_together(caller: str, name: str, t: Any, dimensions: int, parts: int) -> tuple[Tensor, ...]:
@@ -92,4 +92,4 @@ def bias(caller: str, b: Any, q: Tensor, batch: int, queries: int | None = None)
         if queries is not None:
             message += f" or (B or 1, Hq or 1, N or 1) = ({batch} or 1, {heads} or 1, {queries} or 1)"
         wrong(caller, ValueError, message, sigmoid_bias=b)
-    validation.same_device(caller, "sigmoid_bias", b, q)
+    validation.same_device(caller, "sigmoid_bias", b, q, "q")

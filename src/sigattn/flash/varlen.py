@@ -170,7 +170,7 @@ def attend(
     batch = len(starts_q) - 1
     options = given.checked(_NAME, q, batch, VARLEN.backends)
     if attn_mask is not None:
-        validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k))
+        validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k), query_name="q")
     q, k, v = cast_operands(q, k, v)
     order = None
     used_q, used_k = seqused

@@ -68,7 +68,7 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     config: Any = model.config
     folder = Path(folder)
     if folder.is_file():
-        raise NotADirectoryError(errno.ENOTDIR, "save writes a folder, and this is a file", str(folder))
+        raise NotADirectoryError(errno.ENOTDIR, "save writes a folder, not a file", str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     description = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}

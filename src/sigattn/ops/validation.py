@@ -26,6 +26,11 @@ _OTHER_LAYOUT = (
     "transpose: t.transpose(1, 2) (docs/coming-from.md)"
 )
 
+_HEADS_FIRST_GIVEN = (
+    "for tensors of (batch, heads, length, head_dim), as in PyTorch's scaled_dot_product_attention, call "
+    "sigattn.sigmoid_attention, or transpose: t.transpose(1, 2)"
+)
+
 
 def describe(**arguments: Any) -> str:
     """Return a text of the arguments: shape, dtype and device of tensors, the value of others."""
@@ -116,7 +121,10 @@ def operands(caller: str, layout: Sequence[str], *, enable_gqa: bool = True, **g
         message = f"{q} has {heads} heads and {k} {shared}: pass enable_gqa=True if query heads share key heads"
         wrong(caller, ValueError, message, **given)
     if not heads or not shared or heads % shared:
-        wrong(caller, ValueError, f"the {heads} heads of {q} are not a multiple of the {shared} of {k}", **given)
+        message = f"the {heads} heads of {q} are not a multiple of the {shared} of {k}"
+        if layout == ROWS_FIRST and of_query[1] == of_key[1]:
+            message += f"; {_HEADS_FIRST_GIVEN}"
+        wrong(caller, ValueError, message, **given)
 
 
 def _listed(given: dict[str, Any]) -> str:
@@ -169,25 +177,33 @@ def cache(
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def numbers(caller: str, dropout_p: Any, scale: Any, window: Any) -> tuple[float, float | None, tuple[int, int] | None]:
+def numbers(
+    caller: str,
+    dropout_p: Any,
+    scale: Any,
+    window: Any,
+    *,
+    scale_name: str = "scale",
+    window_name: str = "window",
+) -> tuple[float, float | None, tuple[int, int] | None]:
     """Return a probability, a number or None, and a window or None, as Python's own; raise for anything else."""
     dropout_p = scalars.real(caller, "dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{caller}: dropout_p is a probability in [0, 1), got {dropout_p!r}")
     if scale is not None:
-        scale = scalars.real(caller, "scale", scale)
+        scale = scalars.real(caller, scale_name, scale)
         if scale != scale:
-            raise ValueError(f"{caller}: scale is NaN")
-    return dropout_p, scale, None if window is None else _window(caller, window)
+            raise ValueError(f"{caller}: {scale_name} is NaN")
+    return dropout_p, scale, None if window is None else _window(caller, window_name, window)
 
 
-def _window(caller: str, window: Any) -> tuple[int, int]:
+def _window(caller: str, name: str, window: Any) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"{caller}: window must be a pair (left, right), got {window!r}")
-    left, right = (scalars.integer(caller, "each side of window", side) for side in window)
+        raise TypeError(f"{caller}: {name} must be a pair (left, right), got {window!r}")
+    left, right = (scalars.integer(caller, f"each side of {name}", side) for side in window)
     if left < -1 or right < -1:
         raise ValueError(
-            f"{caller}: the sides of window must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
+            f"{caller}: the sides of {name} must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
         )
     return left, right
 
@@ -226,6 +242,7 @@ def mask(
     target: Sequence[Any],
     names: str = "(B, Hq, N, M)",
     key: Tensor | None = None,
+    query_name: str = "query",
 ) -> None:
     """Raise unless attn_mask is bool or floating point, broadcastable to the target, and on the query's device.
 
@@ -240,9 +257,12 @@ def mask(
     if not broadcasts(attn_mask.shape, target) or (target[-1] is None and not attn_mask.dim()):
         shape = f"({', '.join('K' if size is None else str(size) for size in target)})"
         advice = "" if key is None else layout_hint(query, key, attn_mask)
+        if tuple(attn_mask.shape) == (target[0], target[-1]):
+            advice = "; for a mask of each sample's keys, (B, M), pass attn_mask[:, None, None, :]"
+            advice += "" if key is None else " or key_lengths"
         message = f"attn_mask does not broadcast to {names} = {shape}{advice}"
-        wrong(caller, ValueError, message, query=query, attn_mask=attn_mask)
-    same_device(caller, "attn_mask", attn_mask, query)
+        wrong(caller, ValueError, message, **{query_name: query}, attn_mask=attn_mask)
+    same_device(caller, "attn_mask", attn_mask, query, query_name)
 
 
 def bias(caller: str, b: Any, query: Tensor, target: Sequence[int], name: str = "bias", advice: str = "") -> None:
@@ -258,7 +278,9 @@ def bias(caller: str, b: Any, query: Tensor, target: Sequence[int], name: str = 
     same_device(caller, name, b, query)
 
 
-def slopes(caller: str, s: Any, query: Tensor, batch: int, heads: int, *, two_sided: bool = True) -> None:
+def slopes(
+    caller: str, s: Any, query: Tensor, batch: int, heads: int, *, two_sided: bool = True, query_name: str = "query"
+) -> None:
     """Raise unless alibi_slopes fits this batch size and number of heads."""
     if not isinstance(s, Tensor) or not s.is_floating_point():
         raise TypeError(f"{caller}: alibi_slopes must be a floating-point tensor, got {scalars.describe(s)}")
@@ -267,8 +289,8 @@ def slopes(caller: str, s: Any, query: Tensor, batch: int, heads: int, *, two_si
         allowed += [(batch, heads, 2), (1, heads, 2)]
     if tuple(s.shape) not in allowed:
         either = " or (B or 1, Hq, 2; one slope before, one after the query)" if two_sided else ""
-        wrong(caller, ValueError, f"alibi_slopes must be (Hq,), (B, Hq){either}", query=query, alibi_slopes=s)
-    same_device(caller, "alibi_slopes", s, query)
+        wrong(caller, ValueError, f"alibi_slopes must be (Hq,), (B, Hq){either}", **{query_name: query}, alibi_slopes=s)
+    same_device(caller, "alibi_slopes", s, query, query_name)
 
 
 def integers(
@@ -300,11 +322,11 @@ def refuse_gradients(caller: str, *tensors: Any) -> None:
         raise RuntimeError(f"{caller} has no gradient: call it under torch.no_grad() or torch.inference_mode()")
 
 
-def same_device(caller: str, name: str, t: Tensor, query: Tensor) -> None:
+def same_device(caller: str, name: str, t: Tensor, query: Tensor, query_name: str = "query") -> None:
     """Raise unless a tensor is on the query's device."""
     if t.device != query.device:
         message = f"{name} must be on the query's device: move it with .to(device)"
-        wrong(caller, ValueError, message, query=query, **{name: t})
+        wrong(caller, ValueError, message, **{query_name: query, name: t})
 
 
 def broadcasts(shape: Sequence[int], target: Sequence[int | None]) -> bool:

@@ -14,6 +14,7 @@ from sigattn.ops.operands import canonical
 from sigattn.ops.problem import VarlenProblem
 
 _NAME = "sigmoid_varlen_attention"
+_CALLERS = f"{_NAME} (flash_attn_varlen_func)"  # of ``check_sequences``, which does not know who calls
 _BIAS_ADVICE = ": a bias per head is (Hq, 1, 1), per sequence (B, 1, 1, 1)"
 
 
@@ -26,8 +27,8 @@ def check_sequences(problem: VarlenProblem) -> None:
     longest = (p.max_seqlen_q, p.max_seqlen_k)
     if p.attn_mask is not None and any(a not in (1, b) for a, b in zip(p.attn_mask.shape[2:], longest, strict=True)):
         raise ValueError(
-            "attn_mask must be broadcastable to (B, Hq, longest query sequence, longest key sequence), whose last two "
-            f"are {longest}; got {tuple(p.attn_mask.shape)}"
+            f"{_CALLERS}: attn_mask must be broadcastable to (B, Hq, longest query sequence, longest key sequence), "
+            f"whose last two are {longest}; got {tuple(p.attn_mask.shape)}"
         )
     for side, starts, total, most in (
         ("q", p.cu_seqlens_q, len(p.query), p.max_seqlen_q),
@@ -38,12 +39,13 @@ def check_sequences(problem: VarlenProblem) -> None:
         lengths = starts.diff()
         if starts[0] != 0 or (lengths < 0).any() or starts[-1] > total:
             raise ValueError(
-                f"cu_seqlens_{side} (cu_seq_{side}) must begin at 0, never descend and end at most at {total}, the "
-                f"number of rows; got {starts.tolist()}"
+                f"{_CALLERS}: cu_seqlens_{side} (cu_seq_{side}) must begin at 0, never descend and end at most "
+                f"at {total}, the number of rows; got {starts.tolist()}"
             )
         if len(lengths) and lengths.max() > most:
             raise ValueError(
-                f"max_seqlen_{side} (max_{side}) is {most}, but the longest sequence has {lengths.max()} rows"
+                f"{_CALLERS}: max_seqlen_{side} (max_{side}) is {most}, but the longest sequence has {lengths.max()} "
+                "rows"
             )
 
 
