@@ -202,6 +202,17 @@ def test_a_state_dict_is_restored_into_a_new_model(family):
         torch.testing.assert_close(new.state_dict()[name], value)
 
 
+def test_a_shared_layer_is_restored():
+    def shared():
+        return nn.Sequential(*[Attend()] * 2)
+
+    model, new = shared(), shared()
+    convert(model, list(X))
+    restore(new, model.state_dict())
+    assert new[0] is new[1]
+    torch.testing.assert_close(new(X[0]), model(X[0]))
+
+
 def test_another_state_dict_is_not_restored():
     model, _ = multihead()
     with pytest.raises(ConversionError, match="in '', and the state dict has fitted biases for no layer"):

@@ -29,7 +29,9 @@ def restore(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         ConversionError: a ValueError, if the state dict has no fitted biases, or they belong to other layers.
         RuntimeError: as in ``load_state_dict``. The model is then converted, and some weights may be loaded.
     """
-    biases = {name: _bias(parameters) for name, parameters in _parameters(state).items()}
+    first_names: dict[nn.Module, str] = {}  # a state dict has all names of a shared layer, ``layers`` the first
+    aliases = {n: first_names.setdefault(m, n) for n, m in model.named_modules(remove_duplicate=False)}
+    biases = {aliases.get(name, name): _bias(parameters) for name, parameters in _parameters(state).items()}
     adapter = ModuleAdapter(model)
     names = adapter.layers()
     if set(names) != set(biases):
