@@ -161,6 +161,16 @@ def test_default_bias_is_saved(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).sigmoid_bias == -3.0
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3"])
+def test_a_bias_of_none_is_the_default(kind, tmp_path):
+    model, inputs = model_of(kind), inputs_of(kind)
+    model.config.sigmoid_bias = None
+    model.save_pretrained(tmp_path)
+    again = getattr(transformers, MODELS[kind][0]).from_pretrained(tmp_path)
+    assert sigmoid.check(again, **inputs) > 0
+    torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
+
+
 def test_bias_without_implementation(tmp_path):
     """A configuration with sigmoid_bias selects sigmoid attention if no implementation is asked for."""
     config_of("llama").save_pretrained(tmp_path / "config")

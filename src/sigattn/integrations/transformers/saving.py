@@ -64,7 +64,8 @@ def _recording(own: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str
         output.pop(_KEY, None)
         implementation = _implementation(self)
         if implementation == NAME:
-            output.setdefault("sigmoid_bias", _default_bias)
+            if output.get("sigmoid_bias") is None:
+                output["sigmoid_bias"] = _default_bias
             for key, part in vars(self).items():
                 if isinstance(part, PretrainedConfig) and (other := _implementation(part)) is not None:
                     output[key].setdefault(_KEY, other)
