@@ -241,6 +241,17 @@ class TestMultiheadAttention:
         assert none is None
         torch.testing.assert_close(out if options.get("batch_first") else out.transpose(0, 1), expected)
 
+    def test_a_causal_mask_and_the_learned_key(self):
+        """Every query sees the learned key, after all others, with and without the weights."""
+        layer = nn.MultiheadAttention(8, 2, add_bias_kv=True, batch_first=True)
+        sigmoidify(layer)
+        x, causal = torch.randn(2, 4, 8), nn.Transformer.generate_square_subsequent_mask(4)
+        seen = F.pad(torch.ones(4, 4).tril().bool(), (0, 1), value=True)
+        expected, _ = self.truth(layer, x, x, x, seen, -math.log(5))
+        for need_weights in (True, False):
+            out, _ = layer(x, x, x, attn_mask=causal, is_causal=True, need_weights=need_weights)
+            torch.testing.assert_close(out, expected)
+
     def test_added_masks_causality_and_single_samples(self):
         layer = nn.MultiheadAttention(8, 2, batch_first=True)
         sigmoidify(layer)

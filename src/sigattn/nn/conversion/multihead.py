@@ -140,7 +140,8 @@ def multi_head_attention_forward(
     if isinstance(sigmoid_bias, CallObserver):
         return _observed(sigmoid_bias, q, k, v, arguments)
     mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
-    causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
+    masked_otherwise = key_padding_mask is not None or bias_k is not None  # the learned key follows the causal ones
+    causal = is_causal and attn_mask is not None and not masked_otherwise and not need_weights
     options: dict[str, Any] = {
         "attn_mask": None if causal else mask,  # is_causal is faster than the same mask as a tensor
         "is_causal": causal,
