@@ -1,5 +1,7 @@
 """Sigmoid attention in timm's vision transformers."""
 
+import pickle
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -104,6 +106,15 @@ def test_hybrid_norm_is_on_the_branch():
     out = layer(torch.randn(2, 7, 48))
     torch.testing.assert_close(out.mean(-1), torch.zeros(2, 7), rtol=0, atol=1e-5)
     torch.testing.assert_close(out.std(-1, unbiased=False), torch.ones(2, 7), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_base_patch16_siglip_224"])
+def test_pickles(name):
+    model = timm.create_model(name, attn_layer=attention_layer(-1.0), **SMALL, patch_size=8).eval()
+    again = pickle.loads(pickle.dumps(model))
+    x = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(again(x), model(x))
+    assert str(again) == str(model)
 
 
 @pytest.mark.parametrize("causal", [False, True])

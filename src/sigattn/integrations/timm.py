@@ -16,6 +16,7 @@ attention there too, by ``sigmoidify``, or its construction raises and names wha
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 from typing import Any, Literal
@@ -96,7 +97,23 @@ def attention_layer(bias: Bias = "log_visible", output_norm: OutputNorm = "none"
     for model in (VisionTransformer, NaFlexVit):
         _complete_after_init(model)
     settings = {"sigmoid_bias": bias, "output_norm": output_norm, "__module__": __name__}
-    return type("SigmoidAttention", (SigmoidAttention,), settings)
+    return _LayerClass("SigmoidAttention", (SigmoidAttention,), settings)
+
+
+class _LayerClass(type):
+    """Type of the classes that ``attention_layer`` makes: they are pickled by their settings.
+
+    Models have such a class as the type of their layers, and timm keeps it in the model's arguments.
+    """
+
+
+def _reduce(layer_class: Any) -> Any:
+    if SigmoidAttention not in layer_class.__bases__:
+        return layer_class.__qualname__  # a subclass of a module, which is pickled by its name
+    return attention_layer, (layer_class.sigmoid_bias, layer_class.output_norm)
+
+
+copyreg.pickle(_LayerClass, _reduce)
 
 
 def _complete_after_init(model_class: Any) -> None:
