@@ -1,6 +1,7 @@
 """Conversion of every family: the fit against float64, the swapped model against the formula, what is refused."""
 
 import copy
+import functools
 import math
 import pickle
 
@@ -346,6 +347,23 @@ class TestRefusals:
                 return F.scaled_dot_product_attention(self.q(x), self.kv(x), self.kv(x))
 
         refused(Single(), list(X), r"shape \(B, H, N, D\), got \(2, 7, 16\)")
+
+    def test_a_forward_of_the_instance(self):
+        model = Both(Attend())
+        model.second.forward = functools.partial(model.second.forward)
+        refused(model, list(X), r"convert: the attention .* cannot be replaced: 'second' \(Attend: ")
+        state = convert(converted := Both(Attend()), list(X)) and converted.state_dict()
+        with pytest.raises(ConversionError, match="cannot be replaced: 'second'"):
+            restore(model, state)
+        assert type(model.first) is Attend
+
+    def test_offloaded_weights(self):
+        accelerate = pytest.importorskip("accelerate")
+        model = Both(Attend())
+        accelerate.cpu_offload(model, execution_device="cpu")
+        with pytest.raises(ConversionError, match="'first', 'second' are on the meta device"):
+            convert(model, list(X))
+        assert type(model.first) is Attend
 
     def test_an_attention_function_of_its_own(self):
         model = language()

@@ -200,6 +200,15 @@ class TestRefused:
         model = AutoModelForCausalLM.from_config(config)
         self.refused(model, batches_of("llama"), "does not use transformers' attention interface")
 
+    def test_offloaded_weights(self):
+        accelerate = pytest.importorskip("accelerate")
+        model, batches = model_of("llama", "sdpa"), batches_of("llama")
+        accelerate.cpu_offload(model, execution_device="cpu")
+        with pytest.raises(ConversionError, match=r"'model\.layers\.1\.self_attn' are on the meta device"):
+            convert(model, batches)
+        assert model.config._attn_implementation == "sdpa"
+        assert not [name for name, _ in model.named_modules() if "sigmoid_bias" in name]
+
     def test_converted_already(self):
         model, batches = model_of("llama", "sdpa"), batches_of("llama")
         convert(model, batches)

@@ -1,6 +1,7 @@
 """sigmoidify: models of others, answered by the formula; what it refuses, and by which name."""
 
 import copy
+import functools
 import math
 import pickle
 
@@ -64,6 +65,7 @@ class Net(nn.Module):
         return self.head(x).softmax(-1)  # no attention
 
 
+X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
 SDPA = "scaled_dot_product_attention"
 CLASSIFIER = RemainingSoftmax("", "Net", "softmax", "not attention")
 
@@ -169,6 +171,26 @@ class TestLayersThatCallTheFunction:
         q, k, v = layer.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
         out = (q @ k.mT / 2).sigmoid().masked_fill(~mask, 0) @ v
         torch.testing.assert_close(layer(x, mask), layer.proj(out.transpose(1, 2).flatten(2)))
+
+    @pytest.mark.parametrize("kind", [FusedAttention, lambda: nn.MultiheadAttention(8, 2)])
+    def test_a_forward_of_the_instance_is_refused(self, kind):
+        """The hooks of accelerate, and torch.compile(layer.forward), call the forward of the class before."""
+        model = nn.Sequential(kind(), kind())
+        model[1].forward = functools.partial(model[1].forward)
+        before = [type(m) for m in model.modules()]
+        with pytest.raises(
+            ValueError, match=r"cannot be replaced: '1' \(\w+: \w+\). Their forward was set on the inst"
+        ):
+            sigmoidify(model)
+        assert [type(m) for m in model.modules()] == before
+        sigmoidify(model, allow_softmax=["1"])
+
+    def test_traced_graphs_are_refused(self):
+        model = nn.Sequential(FusedAttention(), torch.fx.symbolic_trace(FusedAttention()))
+        for example in (None, (X,)):
+            with pytest.raises(ValueError, match=r"graphs cannot be replaced: '1' \("):
+                sigmoidify(model, example)
+        assert type(model[0]) is FusedAttention
 
 
 class Inherits(nn.MultiheadAttention):

@@ -17,6 +17,20 @@ class ConversionError(ValueError):
     """A model cannot be converted; the message names the layer or the batch, and the model is unchanged."""
 
 
+def refuse_offloaded(layers: Mapping[str, nn.Module]) -> None:
+    """Raise for layers whose parameters are on the meta device, because their biases would be lost there.
+
+    Raises:
+        ConversionError: naming the layers.
+    """
+    names = [name for name, layer in layers.items() if any(p.is_meta for p in layer.parameters())]
+    if names:
+        raise ConversionError(
+            f"convert: the parameters of {', '.join(map(repr, names))} are on the meta device, where a bias has no "
+            "values: convert the model before accelerate offloads it, or load its weights first"
+        )
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of a softmax attention, which the receiver answers with ``softmax()`` or ``sigmoid(bias)``.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.config import TransformerConfig
 from sigattn.models.transformer import Transformer
@@ -23,6 +23,7 @@ from sigattn.nn.conversion.convert import (
     enable_fused_attention,
     find_softmax,
     observed_layers,
+    refuse_wrapped,
     replace_layers,
 )
 from sigattn.nn.conversion.observer import CallObserver
@@ -50,6 +51,14 @@ class ModuleAdapter:
 
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
+        try:
+            return self._layers()
+        except ConversionError:
+            raise
+        except ValueError as error:
+            raise ConversionError(f"convert: {error}") from error
+
+    def _layers(self) -> Sequence[str]:
         with enable_fused_attention(self.model, restore=True):
             findings = find_softmax(self.model, self.run)
         self.staying = [f for f in findings if not f.replaceable]
@@ -60,10 +69,13 @@ class ModuleAdapter:
             )
         self.own = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and _is_normalised(n, m)}
         self.called = [f for f in findings if f.replaceable and f.name not in self.own]
+        refuse_wrapped(self.called)
         names = {*self.own, *(f.name for f in self.called)}
         if not names:
             raise ConversionError(_nothing_found(self.model))
-        return [name for name, _ in self.model.named_modules() if name in names]
+        layers = {name: m for name, m in self.model.named_modules() if name in names}
+        refuse_offloaded(layers)
+        return list(layers)
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:

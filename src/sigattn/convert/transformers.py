@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
 from sigattn.convert.row_statistics import row_blocks
 from sigattn.integrations.transformers import conversion
 from sigattn.integrations.transformers.interface import Call
@@ -43,6 +43,7 @@ class TransformersAdapter:
             raise ConversionError(f"convert: {error}") from error
         if not self.names:
             raise ConversionError(f"convert: {type(self.model).__name__} has no attention")
+        refuse_offloaded({name: layer for layer, name in self.names.items()})
         inside = {m for root in conversion.roots(self.model) for m in root.modules()}
         if self.model not in inside:
             others = [f for f in find_softmax(self.model, self.run) if f.attention and f.module not in inside]

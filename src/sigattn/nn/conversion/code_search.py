@@ -93,6 +93,8 @@ def reachable_calls(module: nn.Module) -> frozenset[str]:
         return frozenset({MHA_NAME})
     kind: Any = type(module)
     calls = _calls_of_class(kind).union(*(_calls_of_attribute(v) for v in vars(module).values()))
+    if isinstance(module, torch.fx.GraphModule):
+        calls |= _names_in(kind.forward.__code__)[0] & _CALLS  # the class is made for the graph
     if isinstance(module, nn.MultiheadAttention) and not calls & SOFTMAX_NAMES:
         calls |= {MHA_NAME}  # by its base class
     submodules = {n for n, m in module.named_children() if m is not None}

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.fx import GraphModule
 
 from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
 from sigattn.nn.conversion import code_search, run_search
@@ -85,7 +86,8 @@ def sigmoidify(
 
     Raises:
         ValueError: if some attention layer cannot be replaced, naming it; if there is none; or if a pattern of
-            ``allow_softmax`` matches no softmax. The model is unchanged.
+            ``allow_softmax`` matches no softmax. The model is unchanged. Layers whose forward was wrapped (accelerate,
+            ``torch.compile(layer.forward)``) and traced graphs cannot be replaced: wrap or trace after the call.
         TypeError: if bias is neither a number nor one of ``sigattn.nn.bias``.
 
     >>> encoder = nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -155,14 +157,37 @@ def find_softmax(model: nn.Module, example: run_search.Example | None = None) ->
     """Find every layer of a model that computes a softmax, in the model's order, as ``sigmoidify`` describes.
 
     The example may also be a function that runs the model.
+
+    Raises:
+        ValueError: if a traced or exported graph calls an attention function, which cannot be replaced in its code.
     """
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
+    graphs = code_search.search(model, [(n, m) for n, m in modules if isinstance(m, GraphModule)])
+    if graphs := [f for f in graphs if f.replaceable]:
+        raise ValueError(
+            f"the attention of traced or exported graphs cannot be replaced: {listed(graphs)}. Convert the model "
+            "before torch.fx or torch.export traces it"
+        )
     if example is None:
         return code_search.search(model, modules)
     result = run_search.search(model, example, CONVERTED)
     rest = code_search.search(model, [(n, m) for n, m in modules if m not in result.ran])
     order = {m: i for i, (_, m) in enumerate(modules)}
     return sorted([*result.findings, *rest], key=lambda f: order[f.module])
+
+
+def refuse_wrapped(findings: Iterable[Finding]) -> None:
+    """Raise for layers whose instance has a ``forward``, which replacing their class would not change.
+
+    Raises:
+        ValueError: naming the layers.
+    """
+    wrapped = [f for f in findings if "forward" in vars(f.module)]
+    if wrapped:
+        raise ValueError(
+            f"the attention of these layers cannot be replaced: {listed(wrapped)}. Their forward was set on the "
+            "instance, as accelerate's hooks and torch.compile(layer.forward) do: convert the model first, then wrap it"
+        )
 
 
 def convert_layers(
@@ -175,8 +200,10 @@ def convert_layers(
             ``sigmoidify``.
 
     Raises:
-        ValueError: if the bias needs lengths or causality, which a layer's own calls do not give.
+        ValueError: if the bias needs lengths or causality, which a layer's own calls do not give, or as
+            ``refuse_wrapped``.
     """
+    refuse_wrapped(findings)
     for name, _, call, _, _ in findings:
         if bias is not None and (bias.needs_causal or (bias.needs_lengths and call != MHA_NAME)):
             raise ValueError(
