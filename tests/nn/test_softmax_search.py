@@ -500,6 +500,31 @@ def test_layers_that_the_example_does_not_reach(x):
         sigmoidify(Half(Fused(), TorchSoftmax()), (x,))
 
 
+class Holder(nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.first, self.held = Fused(), held
+
+    def forward(self, x):
+        return next(iter(self.held[0].values()))(self.first(x))
+
+
+def test_modules_that_are_not_registered(x):
+    model = Holder([{"second": nn.Sequential(Fused())}])
+    with pytest.raises(
+        ValueError, match=r"'' \(Holder: .* of a module in self\.held, which is not registered\).*example"
+    ):
+        sigmoidify(model)
+    model.held[0]["second"].parent = [model]  # back to the holder
+    with pytest.raises(ValueError, match=r"'second' \(Sequential: .* in self\.parent"):
+        sigmoidify(nn.ModuleDict(model.held[0]))
+    expected = model.held[0]["second"][0].formula(model.first.formula(x, -math.log(5)), -math.log(5))
+    sigmoidify(model, (x,))
+    torch.testing.assert_close(model(x), expected)
+    registered = Fused()
+    assert len(sigmoidify(nn.Sequential(registered, Holder([{"first": registered}, nn.Linear(8, 8)])))) == 2
+
+
 def test_layers_may_be_kept(x):
     net = Net(Fused(), Fused())
     report = sigmoidify(net, (x,), allow_softmax=["layers.0"])

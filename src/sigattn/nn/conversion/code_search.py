@@ -44,6 +44,11 @@ def search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[F
     Args:
         model: the whole model. modules: its layers that are searched, by name.
     """
+    return _search(model, modules, set(model.modules()))
+
+
+def _search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], known: set[nn.Module]) -> list[Finding]:
+    """Search the code of some layers; ``known`` has the modules that need no report where a layer's list holds them."""
     findings = []
     for name, module in modules:
         calls = reachable_calls(module)
@@ -53,12 +58,36 @@ def search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[F
         if call is not None:
             findings.append(Finding(name, module, call, replaceable=True, attention=True))
             continue
+        if held := _unregistered_attention(module, known):
+            findings.append(Finding(name, module, held, replaceable=False, attention=True))
+            continue
         opaque = sorted(calls & OPAQUE_NAMES)
         softmax = sorted(calls & _SOFTMAX)
         if opaque or softmax:
             attention = bool(opaque) or named_as_attention(module) or _multiplies(model, name, calls)
             findings.append(Finding(name, module, (opaque or softmax)[0], replaceable=False, attention=attention))
     return findings
+
+
+def _unregistered_attention(module: nn.Module, known: set[nn.Module]) -> str | None:
+    """Return the call and the attribute of an attention in a list, tuple or dictionary that is no part of the model."""
+    for attribute, value in vars(module).items():
+        for held in _modules_in(value):
+            inside = set(held.modules())
+            if held in known or module in inside:  # registered, or a reference back to the model around the layer
+                continue
+            found = _search(held, held.named_modules(), known | inside)
+            if call := next((f.call for f in found if f.attention), None):
+                return f"{call} of a module in self.{attribute}, which is not registered"
+    return None
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif type(value) in (list, tuple, dict):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(member)
 
 
 def _reaches_sdpa(model: nn.Module, name: str) -> bool:
