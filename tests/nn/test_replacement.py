@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from sigattn.nn import LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, sigmoidify
 from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced
@@ -184,6 +185,31 @@ class TestLayersThatCallTheFunction:
             sigmoidify(model)
         assert [type(m) for m in model.modules()] == before
         sigmoidify(model, allow_softmax=["1"])
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_a_checkpointed_call_of_the_function_is_refused(self, reentrant):
+        """It is repeated in the backward pass, after the forward; so is a method of the layer, which is replaced."""
+
+        class Checkpointed(nn.Module):
+            def forward(self, x):
+                function = self.around if around else F.scaled_dot_product_attention
+                return checkpoint(function, x, x, x, use_reentrant=reentrant)
+
+            def around(self, q, k, v):
+                return F.scaled_dot_product_attention(q, k, v)
+
+        layer, x = Checkpointed(), X.clone().requires_grad_()
+        sigmoidify(layer, bias=-1.0)
+        around = False
+        with pytest.raises(
+            RuntimeError, match=r"Checkpointed .* calls torch.utils.checkpoint around its attention fun"
+        ):
+            layer(x)
+        around = True
+        layer(x).sum().backward()
+        checkpointed, x.grad = x.grad, None
+        (((x @ x.mT * 8**-0.5 - 1).sigmoid() @ x).sum()).backward()
+        torch.testing.assert_close(checkpointed, x.grad)
 
     def test_traced_graphs_are_refused(self):
         model = nn.Sequential(FusedAttention(), torch.fx.symbolic_trace(FusedAttention()))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.conversion.code_search import calling_methods
@@ -90,6 +94,10 @@ def _in_sigmoid_mode(method: Any) -> Any:
     return wrapped
 
 
+# the code that enters ``_SigmoidMode``
+_ENTRIES = {SigmoidLayer.forward.__code__, _in_sigmoid_mode(SigmoidLayer.forward).__code__}
+
+
 def _rebuild(kind: type[nn.Module]) -> nn.Module:
     layer_class: Any = kind
     sigmoid_layer_class = sigmoid_class(layer_class)
@@ -106,10 +114,10 @@ class _SigmoidMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_sdpa(func):
-            self.calls += 1
+            self._count_call()
             return sigmoid_sdpa(self.layer.sigmoid_bias, *args, **kwargs)
         if func is MHA:
-            self.calls += 1
+            self._count_call()
             return multi_head_attention_forward(self.layer.sigmoid_bias, *args, **kwargs)
         if getattr(func, "__name__", "") in SOFTMAX_NAMES and not self.layer.softmax_allowed:
             raise RuntimeError(
@@ -118,6 +126,25 @@ class _SigmoidMode(TorchFunctionMode):
                 "were requested). If that softmax is not an attention's, call sigmoidify with example=(...)"
             )
         return func(*args, **kwargs)
+
+    def _count_call(self) -> None:
+        """Count a call of an attention function.
+
+        Raises:
+            RuntimeError: if the layer checkpoints the call, which the backward pass would repeat without this mode.
+        """
+        self.calls += 1
+        if torch.compiler.is_dynamo_compiling():  # it traces what is checkpointed outside of this mode
+            return
+        frame: types.FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code not in _ENTRIES:
+            if frame.f_code.co_filename == checkpoint.__file__:
+                raise RuntimeError(
+                    f"{self.layer.softmax_class.__name__} was sigmoidified, but it calls torch.utils.checkpoint around "
+                    "its attention function, and the recomputation in the backward pass would compute softmax. "
+                    "Checkpoint the whole layer instead, where it is called, or a method of it"
+                )
+            frame = frame.f_back
 
 
 def sigmoid_sdpa(
