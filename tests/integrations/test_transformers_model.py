@@ -82,6 +82,20 @@ def test_training():
     assert wrapped(ids, logits_to_keep=2).logits.shape == (2, 2, 30)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_grows(tied, tmp_path):
+    model = model_of({"tie_embeddings": tied})
+    wrapped, ids = model_integration.wrap(model), torch.randint(1, 30, (2, 7))
+    expected = model(ids)
+    wrapped.resize_token_embeddings(33)
+    assert wrapped(ids).logits.shape == (2, 7, 33)
+    torch.testing.assert_close(wrapped(ids).logits[..., :30], expected)
+    assert model.config.vocab_size == 33
+    wrapped.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(ids).logits, wrapped(ids).logits)
+
+
 def test_refused():
     wrapped = model_integration.wrap(model_of({})).train()
     ids = torch.randint(1, 30, (1, 5))

@@ -86,6 +86,17 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the output layer, or None if its weights are tied to the embedding."""
         return self.model.output
 
+    def set_output_embeddings(self, value: Any) -> None:
+        """Replace the output layer."""
+        self.model.output = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Change the size of the vocabulary, as transformers describes, also in the model's own configuration."""
+        embedding: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
+        self.config.model["vocab_size"] = embedding.num_embeddings
+        self.model.config = self.config.language_model
+        return embedding
+
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
