@@ -105,6 +105,21 @@ def test_refused():
         wrapped.eval()(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
     with pytest.raises(ValueError, match=r"attention_mask must be \(B, N\)"):
         wrapped(ids, attention_mask=torch.ones(1, 1, 5, 5))
+    padded, shifted = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[1, 2, 3, 4, 5]])
+    for mask in (None, torch.ones_like(ids), padded):
+        with pytest.raises(ValueError, match="position_ids must count from 0"):
+            wrapped(ids, attention_mask=mask, position_ids=shifted)
+    with torch.no_grad():
+        wrapped(ids, attention_mask=padded, position_ids=torch.tensor([[1, 1, 0, 1, 2]]))
+    restarted = torch.tensor([[0, 1, 0, 1, 2]])
+    with pytest.raises(ValueError, match="position_ids must count from 0"):
+        wrapped(ids, attention_mask=torch.ones_like(ids), position_ids=restarted)
+    for options in ({"output_hidden_states": True}, {"inputs_embeds": torch.zeros(1, 5, 32)}, {"unknown": 1}):
+        with pytest.raises(ValueError, match=f"does not support {next(iter(options))}"):
+            wrapped(ids, **options)
+    loss, logits = wrapped(ids, labels=ids, return_dict=False, output_attentions=False, inputs_embeds=None)
+    assert torch.equal(logits, wrapped(ids).logits)
+    assert torch.equal(loss, wrapped(ids, labels=ids).loss)
     with pytest.raises(ValueError, match="use_reentrant=False"):
         wrapped.gradient_checkpointing_enable({"use_reentrant": True})
 

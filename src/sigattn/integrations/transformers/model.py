@@ -127,13 +127,17 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return the logits, (B, N, vocabulary), and the loss if there are labels.
 
         Raises:
-            ValueError: for a mask that hides tokens between others, or left padding in training with gradient.
+            ValueError: for a mask that hides tokens between others; left padding in training with gradient; positions
+                other than those of the documents, or of the cache and the padding; or options that are not supported.
         """
+        if unsupported := [n for n, v in kwargs.items() if v is not None and v is not False and n not in _PASSED]:
+            raise ValueError(f"SigattnForCausalLM does not support {', '.join(unsupported)}: leave them out")
         use_cache = use_cache if use_cache is not None else past_key_values is not None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
@@ -149,24 +153,52 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
             cache = self.model.new_kv_cache(first)
         elif attention_mask is None and position_ids is not None:
             documents = _documents(position_ids.expand(input_ids.shape))
+        if position_ids is not None:
+            expected = torch.arange(int(past), int(past) + input_ids.shape[1], device=input_ids.device)
+            expected = expected if first is None else expected - first[:, None]
+            expected = expected if documents is None else documents.positions
+            _check_positions(position_ids, expected, attention_mask, int(past))
         logits = self.model(input_ids, cache, documents)
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             logits = logits[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+
+# options of the loss, and the one of generation with which transformers counts the cached tokens
+_PASSED = {"num_items_in_batch", "ignore_index", "shift_labels", "cache_position"}
+
+
+def _visible(mask: Tensor, length: int) -> Tensor:
+    """Return (B, length) bool, True for tokens and False for padding."""
+    if mask.dim() == 4 and mask.dtype is torch.bool:  # the mask of a static cache, (B, 1, N, capacity)
+        mask = mask[:, 0, -1]
+    if mask.dim() != 2:
+        raise ValueError(f"attention_mask must be (B, N), 1 for tokens and 0 for padding; got {tuple(mask.shape)}")
+    return mask[:, :length].bool()
+
+
+def _check_positions(position_ids: Tensor, expected: Tensor, mask: Tensor | None, past: int) -> None:
+    """Raise ValueError if positions, (B or 1, N), differ from the model's own where there is no padding."""
+    differs = position_ids != expected
+    if mask is not None:
+        differs = differs & _visible(mask, past + differs.shape[1])[:, past:]
+    if differs.any():
+        raise ValueError(
+            "position_ids must count from 0 in each row, after its padding and with the tokens in the cache, or, "
+            f"without mask and cache, from 0 in each document; got {position_ids.tolist()}"
+        )
 
 
 def _left_padding(mask: Tensor | None, length: int) -> Tensor | None:
     """Return the first position of each sample, (B,); None if all are 0. Padding on the right needs no mask."""
     if mask is None:
         return None
-    if mask.dim() == 4 and mask.dtype is torch.bool:  # the mask of a static cache, (B, 1, N, capacity)
-        mask = mask[:, 0, -1]
-    if mask.dim() != 2:
-        raise ValueError(f"attention_mask must be (B, N), 1 for tokens and 0 for padding; got {tuple(mask.shape)}")
-    visible = mask[:, :length].bool()
+    visible = _visible(mask, length)
     if (visible[:, 1:].long() - visible[:, :-1].long()).abs().sum(1).gt(1 + (~visible[:, 0]).long()).any():
         raise ValueError("attention_mask may hide only padding on the left and on the right, not tokens between others")
     first = visible.long().argmax(1)
