@@ -40,7 +40,8 @@ class SigmoidLayer(nn.Module):
         """Call the layer's own forward with sigmoid attention.
 
         Raises:
-            RuntimeError: if that forward computes a softmax itself, or does not call an attention function.
+            RuntimeError: if that forward computes a softmax itself, does not call an attention function, or checkpoints
+                the call.
         """
         mode = _SigmoidMode(self)
         with mode:
