@@ -41,7 +41,7 @@ def test_least_squares_of_the_denominators(position, heads):
     handle.remove()
     report = convert(model, batches, loss=loss)
     x = torch.cat(inputs)
-    q, k, _ = layer._project(x, x, 0, None)
+    q, k, _ = layer._project(x, x, 0, None, None)
     logits = (q @ k.repeat_interleave(4 // heads, 1).mT / 2).double()
     i = torch.arange(24)
     if position == "alibi":
