@@ -134,12 +134,16 @@ def _strings(
         return int(torch.randint(limit, (), generator=generator))
 
     speakers, strings = sorted(by_speaker), []
+    # looked up once per recording: there are a hundred times as many digits in the strings
+    digits = {
+        speaker: [((p, 0.0, math.inf), DIGITS[int(p.stem.split("_")[0])], durations[p]) for p in by_speaker[speaker]]
+        for speaker in speakers
+    }
     for _ in range(count):
-        recordings = by_speaker[speakers[draw(len(speakers))]]
-        paths = [recordings[draw(len(recordings))] for _ in range(1 + draw(longest))]
-        text = " ".join(DIGITS[int(p.stem.split("_")[0])] for p in paths)
-        pieces = tuple((p, 0.0, math.inf) for p in paths)
-        strings.append(Utterance(pieces, text, sum(durations[p] for p in paths)))
+        recordings = digits[speakers[draw(len(speakers))]]
+        drawn = [recordings[draw(len(recordings))] for _ in range(1 + draw(longest))]
+        pieces, words, seconds = zip(*drawn, strict=True)
+        strings.append(Utterance(pieces, " ".join(words), sum(seconds)))
     return strings
 
 
