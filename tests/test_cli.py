@@ -71,7 +71,9 @@ def test_demo_resumes(tmp_path, capsys, monkeypatch):
     assert "or name another folder (--resume, --run-folder)" in message
     cli.main([*arguments, "--resume"])
     whole = tmp_path / "whole"
-    cli.main(["demo", "--run-folder", str(whole), *SMALL])
+    assert "nothing to resume" not in capsys.readouterr().out
+    cli.main(["demo", "--run-folder", str(whole), *SMALL, "--resume"])
+    assert f"nothing to resume in {whole}: starting" in capsys.readouterr().out
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
         rows = [
             [

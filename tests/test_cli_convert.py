@@ -53,7 +53,8 @@ def test_a_run_is_converted_and_fine_tuned(run, capsys):
 @pytest.mark.parametrize("distil", [[], ["--distil", "1"]])
 def test_interrupted_and_resumed(run, tmp_path, capsys, monkeypatch, distil):
     steps = ["convert", str(run), "--steps", "4", "--batches", "2", *distil]
-    cli.main([*steps, "--folder", str(tmp_path / "whole")])
+    cli.main([*steps, "--folder", str(tmp_path / "whole"), "--resume"])
+    assert f"nothing to resume in {tmp_path / 'whole'}: starting" in capsys.readouterr().out
 
     class Interrupting(TrainingProgress):
         def show(self, name, row):

@@ -95,6 +95,11 @@ SETTINGS = [
         ["bench", "decode", "--num-heads", "3", "--num-kv-heads", "2"],
         "num_heads must be a multiple of num_kv_heads, got 3",
     ),
+    (
+        ["reproduce", "flops", "--judge", ".", "--scale", "smoke"],
+        "--judge judges stored data and runs nothing: leave out NAME, --scale",
+    ),
+    (["reproduce", "--list", "--all"], "--list lists the experiments: leave out --all"),
     (["tokenizer", "--data", "x", "--save", "y", "--vocab-size", "5"], "vocab_size must be at least 257, got 5"),
     (["pack", "--data", "x", "--tokenizer", "y", "--save", "z.bin", "--limit", "0"], "limit must be at least 1, got 0"),
 ]

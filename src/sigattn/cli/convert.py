@@ -90,6 +90,8 @@ def convert_run(options: ConvertConfig) -> None:
         task = Distillation(task=task, teacher=str(model_folder.resolve()), weight=options.distil)
     if not options.resume:
         check_no_checkpoints(options.folder)
+    elif not list_checkpoints(options.folder / "checkpoints"):
+        print(f"nothing to resume in {options.folder}: starting")
     if (options.folder / "model").exists() and not list_checkpoints(options.folder / "checkpoints"):
         raise SettingsError(f"{options.folder} holds a model already: name another folder", "folder")
     data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer)

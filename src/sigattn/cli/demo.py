@@ -9,6 +9,8 @@ from sigattn.experiments import demo, report
 
 def train_demo(options: demo.DemoConfig) -> None:
     """Train one softmax and two sigmoid language models on text (4 to 5 minutes on 2 cores), and write a report."""
+    if options.resume and not any(options.run_folder.glob(demo.CHECKPOINTS)):
+        print(f"nothing to resume in {options.run_folder}: starting")
     with TrainingProgress(options.training.max_steps) as progress:
         runs = demo.train_models(options, progress.show)
     columns = [name for name, _ in report.TABLE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import Counter
 from pathlib import Path
@@ -53,6 +54,11 @@ def reproduce(
         judge: judge the data of the pages in this folder again and rewrite them; nothing is run.
         longer: factor of the training steps of scales "smoke" and "small", for findings that may change with training.
     """
+    given = [n for n, v in locals().items() if v != inspect.signature(reproduce).parameters[n].default]
+    for action, text in (("judge", "judges stored data and runs nothing"), ("list", "lists the experiments")):
+        others = ", ".join("NAME" if n == "name" else f"--{n}" for n in given if n != action)
+        if action in given and others:
+            raise SettingsError(f"--{action} {text}: leave out {others}")
     if judge is not None:
         print(pages.count_verdicts(pages.judge_again(judge)))
         return

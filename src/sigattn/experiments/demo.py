@@ -41,8 +41,7 @@ INTRODUCTION = (
     "without a bias. Without the bias every weight starts near 1/2, so the attention's output is initially orders of "
     "magnitude too large, and the final loss is higher."
 )
-
-
+CHECKPOINTS = "*/checkpoints/step-*"  # below a run folder
 SIZES = ("max_seq_len", "num_layers", "embed_dim", "num_heads")
 
 
@@ -160,7 +159,7 @@ def _prepare_folder(folder: Path, resume: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise DataError(f"cannot write to the run folder {folder}: {error.strerror}") from error
-    if not resume and any(folder.glob("*/checkpoints/step-*")):
+    if not resume and any(folder.glob(CHECKPOINTS)):
         raise SettingsError(
             f"the run folder {folder} holds a run already: resume it, or name another folder", "resume", "run_folder"
         )
