@@ -83,3 +83,15 @@ def test_bound_needs_the_scale_in_its_matrix():
     unscaled = Head(head.query, head.key, head.value, scale=1.0)
     torch.testing.assert_close(head.a, unscaled.a / 2)
     torch.testing.assert_close(head.logits(x), x @ head.query @ (x @ head.key).mT / 2 - math.log(7))
+
+
+def test_tokens_of_the_figure_are_independent_of_the_weights(monkeypatch):
+    """Tokens and weights drawn from generators of one seed would be the same numbers."""
+    drawn = []
+    monkeypatch.setattr(regularity, "jacobian_norm_matrix_free", lambda *args, **_: drawn.append(args) or 1.0)
+    regularity.norms_over_length((64,), trials=3)
+    assert len(drawn) == 3 * 4
+    for head, x in drawn:
+        for weights in (head.query, head.key, head.value):
+            for tokens in x.split(16):
+                assert torch.corrcoef(torch.stack([weights.flatten(), tokens.flatten()]))[0, 1].abs() < 0.3

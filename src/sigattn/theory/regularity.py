@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -263,11 +263,11 @@ def norms_over_length(
     for n in lengths:
         for trial in range(trials):
             generator = torch.Generator().manual_seed(seed + trial)
-            x = torch.randn(n, d, generator=generator, dtype=torch.float64)
+            drawn = random_head(d, "sigmoid", generator, std)
+            x = torch.randn(n, d, generator=generator, dtype=torch.float64)  # a generator of the same seed repeats W_q
             for activation, bound in (("sigmoid", sigmoid_bound), ("softmax", softmax_bound)):
                 for hybrid in (False, True):
-                    weights = torch.Generator().manual_seed(trial)
-                    head = random_head(d, activation, weights, std, hybrid)
+                    head = replace(drawn, activation=activation, hybrid_norm=hybrid)
                     norm = jacobian_norm_matrix_free(head, x, tolerance=1e-6)
                     row = {"n": n, "trial": trial, "activation": activation, "hybrid_norm": hybrid, "norm": norm}
                     rows.append({**row, "bound": None if hybrid else bound(head, x)})
