@@ -94,7 +94,7 @@ def measure_sensitivities(setting: Setting, variants: dict[str, Recipe]) -> Sens
     """Train every variant at every learning rate with every seed."""
     rates = setting.scaled((1e-3, 1e-1), RATES, RATES)
     at_all_rates = {k: v for name, recipe in variants.items() for k, v in at_rates(recipe, name, rates).items()}
-    outcomes = sweep.train_variants(setting, at_all_rates)
+    outcomes = sweep.train_variants(setting, at_all_rates, may_diverge=True)
     losses = {name: [final_losses(outcomes[f"{name}, {r:g}"]) for r in rates] for name in variants}
     # the first loss of a variant and seed does not depend on the rate
     starts = {name: [o.rows[0]["loss"] for o in outcomes[f"{name}, {rates[0]:g}"]] for name in variants}

@@ -108,7 +108,8 @@ def _train(
     use = JUDGING if seeds.start else CHOOSING
     batches = _held_out(setting, recipe, int(use == JUDGING))
     rows = []
-    for variant, outcomes in sweep.train_variants(replace(setting, seeds=seeds.stop), recipes).items():
+    found = sweep.train_variants(replace(setting, seeds=seeds.stop), recipes, may_diverge=True)
+    for variant, outcomes in found.items():
         for outcome in outcomes[seeds.start :]:
             value = task.guess
             if not outcome.diverged:

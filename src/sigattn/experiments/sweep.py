@@ -85,13 +85,21 @@ def shortened(recipe: Recipe, steps: int, batch_size: int, **training: Any) -> R
     return recipe.with_training(**{"max_steps": steps, "batch_size": batch_size, **usual, **training})
 
 
-def train_variants(setting: Setting, recipes: dict[str, Recipe]) -> dict[str, list[Outcome]]:
+def train_variants(
+    setting: Setting, recipes: dict[str, Recipe], *, may_diverge: bool = False
+) -> dict[str, list[Outcome]]:
     """Train every recipe with every seed, and return the outcomes by name and seed.
 
     A run is repeated only if its settings or its data have changed.
 
+    Args:
+        setting: arguments of the experiment. recipes: the recipes, by name.
+        may_diverge: True if the caller reads ``Outcome.diverged``. A run that diverged has no final metrics, no model
+            and no losses of the end of training.
+
     Raises:
-        ExperimentError: at the paper's scale, without data for language models; or without recordings for speech.
+        ExperimentError: for a run that diverged, unless ``may_diverge``; at the paper's scale, without data for
+            language models; or without recordings for speech.
     """
     fingerprints: dict[str, str] = {}
     runs = [_run(setting, name, recipe, seed) for seed in range(setting.seeds) for name, recipe in recipes.items()]
@@ -106,6 +114,11 @@ def train_variants(setting: Setting, recipes: dict[str, Recipe]) -> dict[str, li
         assert result is not None
         rows = metrics.read_metrics(run.folder / "metrics.jsonl")
         outcome = Outcome(run.recipe.training.seed, rows, result["final"], result["diverged"], run.folder)
+        if outcome.diverged and not may_diverge:
+            raise ExperimentError(
+                f"{run.name}, seed {outcome.seed}: the loss was not finite after {len(rows)} steps, so that there is "
+                f"nothing to compare; the measurements of the other steps are in {run.folder}"
+            )
         outcomes.setdefault(run.name, []).append(outcome)
     return outcomes
 
