@@ -8,6 +8,7 @@ import math
 import shutil
 import statistics
 from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from sigattn import cli
 from sigattn.experiments import (
+    ablation,
     cache,
     datasets,
     dropped_keys,
@@ -26,6 +28,7 @@ from sigattn.experiments import (
     sigma_accuracy,
     sweep,
 )
+from sigattn.experiments.ablation import Claim
 from sigattn.experiments.experiment import SCALES, Experiment, ExperimentError, Result, Setting
 from sigattn.experiments.intervals import Difference
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
@@ -147,13 +150,28 @@ class TestStatistics:
         assert lr_sensitivity.sensitivity([2.0, 3.0, 9.0, math.inf], 5.0) == pytest.approx((0 + 1 + 3 + 3) / 4)
 
 
+def test_claims_about_models_that_have_not_learned_are_not_shown():
+    claims = [Claim("x is worse.", "x", "higher", "y", 1.0), Claim("z is worse.", "z", "higher", "y", 1.0)]
+    values = {"x": [99.0, 100.0, 100.0], "y": [5.0, 5.1, 4.9], "z": [50.0, 51.0, 52.0]}
+    found = ablation.check_claims(claims, values, lambda errors: errors < 90)
+    assert [f.verdict for f in found] == ["not shown", "agrees"]
+    assert found[0].evidence.endswith("; not learned: x")
+    claims = [replace(claims[0], metric="gradient_spikes")]  # zero spikes are no sign of an untrained model
+    spikes = ablation.Ablation(lambda _: None, {}, "cer", "CER", claims, learned=bool)
+    rows = [{"variant": n, "cer": [0.0, 0.0], "gradient_spikes": v} for n, v in (("x", [9.0, 9.5]), ("y", [0.0, 0.0]))]
+    assert [f.verdict for f in spikes.judge(rows, "small")] == ["agrees"]
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_diverged_run_counts_as_infinite_loss(tmp_path):
     setting = Setting("smoke", 1, tmp_path)
     recipe = lr_sensitivity.base(setting, 1).with_transformer(qk_norm="none")
-    ((outcome,),) = sweep.train_variants(setting, lr_sensitivity.at_rates(recipe, "wild", [1e30])).values()
+    wild = lr_sensitivity.at_rates(recipe, "wild", [1e30])
+    ((outcome,),) = sweep.train_variants(setting, wild, may_diverge=True).values()
     assert outcome.diverged
     assert lr_sensitivity.final_losses([outcome]) == [math.inf]
+    with pytest.raises(ExperimentError, match=r"wild, 1e\+30, seed 0: the loss was not finite after"):
+        sweep.train_variants(setting, wild)  # as experiments do that compare trained models
 
 
 def test_run_with_changed_settings_is_repeated(tmp_path):

@@ -46,6 +46,7 @@ class Ablation:
         claims: statements to check; one whose variants were not trained is skipped.
         smoke: the variants of the smallest scale; None for all.
         curves: plot losses and this measurement over the steps; "" to plot the metric of each seed.
+        learned: True for a metric that only a model that has learned the task has (``check_claims``).
         paper: for experiments that cannot run at the paper's scale, the recipe of all variants (or the trainings), the
             name of the data and the command that evaluates a run; a run file is written instead (``write_run_file``).
     """
@@ -57,6 +58,7 @@ class Ablation:
     claims: Sequence[Claim]
     smoke: tuple[str, ...] | None = None
     curves: str = ""
+    learned: Callable[[float], bool] = lambda _: True
     paper: tuple[str | Trainings, str, str] | None = None
 
     def __call__(self, setting: Setting) -> Result:
@@ -90,6 +92,7 @@ class Ablation:
             for finding in check_claims(
                 [claim],
                 {row["variant"]: row[claim.metric or self.metric] for row in data if claim.metric in ("", *row)},
+                *(() if claim.metric else (self.learned,)),
             )
         ]
 
@@ -114,8 +117,17 @@ def train_changes(
     return sweep.train_variants(setting, {name: recipe.with_transformer(**variants[name]) for name in names})
 
 
-def check_claims(claims: Sequence[Claim], values: dict[str, list[float]]) -> list[Finding]:
-    """Return the findings for the claims about variants in ``values``, the metrics of each variant's seeds."""
+def check_claims(
+    claims: Sequence[Claim], values: dict[str, list[float]], learned: Callable[[float], bool] = lambda _: True
+) -> list[Finding]:
+    """Return the findings for the claims about variants in ``values``, the metrics of each variant's seeds.
+
+    A claim about a variant that has not learned the task is not shown: its metric says that these settings or steps are
+    not enough for it, and not how good it is.
+
+    Args:
+        learned: True for a mean that only a variant that has learned the task has.
+    """
     findings = []
     for claim in claims:
         if not {claim.name, claim.baseline} <= set(values):
@@ -125,10 +137,11 @@ def check_claims(claims: Sequence[Claim], values: dict[str, list[float]]) -> lis
             verdict = difference.verdict_equal(claim.tolerance)
         else:
             verdict = (difference if claim.relation == "higher" else -difference).verdict_positive(claim.tolerance)
-        tolerance = f", tolerance {claim.tolerance:g}" if claim.tolerance else ""
-        findings.append(
-            Finding(claim.text, verdict, f"({claim.name}) less ({claim.baseline}): {difference}{tolerance}")
-        )
+        evidence = f"({claim.name}) less ({claim.baseline}): {difference}"
+        evidence += f", tolerance {claim.tolerance:g}" if claim.tolerance else ""
+        if failed := [n for n in (claim.name, claim.baseline) if not learned(statistics.mean(values[n]))]:
+            verdict, evidence = "not shown", f"{evidence}; not learned: {', '.join(failed)}"
+        findings.append(Finding(claim.text, verdict, evidence))
     return findings
 
 

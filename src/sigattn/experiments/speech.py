@@ -24,6 +24,7 @@ from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.ctc import CTC
 from sigattn.train import metrics
 
+UNTRAINED = 90.0  # character errors in per cent; a model that has learned nothing has 100
 DIGITS = (2, 4, 7, 14)  # largest number of digits of the strings of each bucket; training strings have up to 7
 
 
@@ -102,8 +103,13 @@ class SpeechTable:
             at_trained[name] = [statistics.mean(of_seed) for of_seed in zip(*errors, strict=True)]
             at_longest[name] = select(data, "cer", variant=name, part=longest)
             spikes[name] = [float(n) for n in select(data, "gradient_spikes", variant=name, part=longest)]
-        checked = ((self.claims, at_trained), (self.longer, at_longest), (self.spikes, spikes))
-        return [finding for claims, values in checked for finding in ablation.check_claims(claims, values)]
+        checked = ((self.claims, at_trained), (self.longer, at_longest))
+        findings = [f for claims, values in checked for f in ablation.check_claims(claims, values, _learned)]
+        return [*findings, *ablation.check_claims(self.spikes, spikes)]
+
+
+def _learned(character_errors: float) -> bool:
+    return character_errors < UNTRAINED
 
 
 def strings_by_length(setting: Setting, recipe: Recipe) -> dict[str, Speech]:
