@@ -52,6 +52,25 @@ def test_commands_parse_to_the_settings(name, tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "fields"),
+    [
+        ("speech-stability", "Division by n", {"length_power"}),
+        ("speech-structure", "b = -log n", {"activation"}),
+        ("speech-structure", "b = 0", {"activation", "attention_bias"}),
+        ("length-power", "n^-", {"attention_bias", "length_power"}),
+        ("norm-structure", "With RoPE", {"attention_bias"}),
+    ],
+)
+def test_variants_of_a_claim_differ_in_what_it_names(name, words, fields):
+    table = EXPERIMENTS[name].run
+    claims = [c for c in table.claims if c.text.startswith(words)]
+    assert claims
+    for claim in claims:
+        first, second = (table.variants[n] for n in (claim.name, claim.baseline))
+        assert {k for k in first | second if first.get(k) != second.get(k)} == fields
+
+
 @pytest.mark.parametrize("variants", SPEECH, ids=["stability", "hybrid", "post", "structure"])
 def test_speech_variants_train(variants):
     small = {"embed_dim": 16, "num_heads": 2, "num_mel_bins": 8, "num_layers": 1, "conformer_kernel_size": 5}

@@ -17,6 +17,7 @@ from sigattn.experiments.run_file import Trainings
 from sigattn.experiments.speech import SpeechTable, speech_experiment
 
 TOLERANCE = 4.0  # points of CER, of errors from 15 to 30
+CONFORMER_TOLERANCE = 0.7  # as large a part of a conformer's errors, which are 4 to 5
 SPIKE = 1.0  # per run: the smallest difference of gradient spikes that would matter
 SOFTMAX: dict[str, Any] = {"activation": "softmax", "qk_norm": "none"}
 BIASES: dict[str, dict[str, Any]] = {
@@ -31,11 +32,18 @@ BIASES: dict[str, dict[str, Any]] = {
     "softmax, CAPE": {**SOFTMAX, "position": "cape"},
     "sigmoid, CAPE, b = -log n": {"position": "cape"},
 }
+NO_QK: dict[str, Any] = {"qk_norm": "none"}
+DEPTHS: dict[str, dict[str, Any]] = {  # Table "asr-pre-100h" has CAPE, and QK-norm in none of its rows
+    f"{name}, CAPE, {layers} layer{'s' * (layers > 1)}": {**changes, "position": "cape", "num_layers": layers}
+    for layers in (1, 3)
+    for name, changes in (
+        ("softmax", SOFTMAX),
+        ("sigmoid without QK-norm", NO_QK),
+        ("sigmoid without QK-norm and bias", {**NO_QK, "attention_bias": 0.0}),
+    )
+}
 STRUCTURES: dict[str, dict[str, Any]] = {
-    "softmax, 1 layer": {**SOFTMAX, "num_layers": 1},
-    "sigmoid, 1 layer": {"num_layers": 1},
-    "softmax, 3 layers": {**SOFTMAX, "num_layers": 3},
-    "sigmoid, 3 layers": {"num_layers": 3},
+    **DEPTHS,
     "sigmoid, hybrid-norm, no QK-norm, b = 0": {
         "norm_placement": "hybrid_attention",
         "qk_norm": "none",
@@ -46,12 +54,9 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "softmax, conformer": {**SOFTMAX, "block_kind": "conformer"},
     "sigmoid, conformer": {"block_kind": "conformer"},
     "sigmoid, conformer, b = -10, learned": {"block_kind": "conformer", "attention_bias": -10.0, "learn_bias": "layer"},
-    "sigmoid, 1 layer, b = 0": {"num_layers": 1, "attention_bias": 0.0},
-    "sigmoid, 3 layers, b = 0": {"num_layers": 3, "attention_bias": 0.0},
 }
 LEARNED: dict[str, Any] = {"attention_bias": -10.0, "learn_bias": "layer"}
 IN_QUERY: dict[str, Any] = {"attention_bias": -5.0, "learn_bias": "query"}
-NO_QK: dict[str, Any] = {"qk_norm": "none"}
 STABILITY: dict[str, dict[str, Any]] = {  # by position; rows of Table "asr-results" and Figs. "asr-spikes", "asr-logn"
     f"{name}, {label}": {"position": position, **changes}
     for position, label, rows in (
@@ -74,6 +79,7 @@ STABILITY: dict[str, dict[str, Any]] = {  # by position; rows of Table "asr-resu
             "RoPE",
             {
                 "sigmoid": {},
+                "sigmoid, b = -10 learned": LEARNED,
                 "sigmoid, b = -10 learned, α = 1": {**LEARNED, "length_power": 1.0},
                 "sigmoid, b = -5 in Q": IN_QUERY,
             },
@@ -162,9 +168,6 @@ BIAS = speech_experiment(
                 RULED,
                 TOLERANCE,
             ),
-            Claim(
-                "Without a bias sigmoid can still match.", "sigmoid, RoPE, b = 0", "same", "softmax, RoPE", TOLERANCE
-            ),
         ),
         smoke=("softmax, RoPE", RULED, "sigmoid, RoPE, b = -log of the batch's longest"),
         longer=(
@@ -185,33 +188,37 @@ STRUCTURE = speech_experiment(
     SpeechTable(
         STRUCTURES,
         (
-            Claim("A shallow model matches softmax.", "sigmoid, 1 layer", "same", "softmax, 1 layer", TOLERANCE),
-            Claim(
-                "Without the bias a shallow model still matches.",
-                "sigmoid, 1 layer, b = 0",
-                "same",
-                "softmax, 1 layer",
-                TOLERANCE,
+            *(
+                Claim(
+                    f"{text} matches softmax with CAPE, both without QK-norm ({layers}).",
+                    f"{name}, CAPE, {layers}",
+                    "same",
+                    f"softmax, CAPE, {layers}",
+                    TOLERANCE,
+                )
+                for layers in ("1 layer", "3 layers")
+                for text, name in (
+                    ("b = -log n", "sigmoid without QK-norm"),
+                    ("b = 0", "sigmoid without QK-norm and bias"),
+                )
             ),
-            Claim(
-                "Without the bias a deeper model still matches.",
-                "sigmoid, 3 layers, b = 0",
-                "same",
-                "softmax, 3 layers",
-                TOLERANCE,
-            ),
-            Claim("So does a deeper one.", "sigmoid, 3 layers", "same", "softmax, 3 layers", TOLERANCE),
             Claim("With post-norm, sigmoid is worse.", "sigmoid, post-norm", "higher", "softmax, post-norm", TOLERANCE),
-            Claim("A conformer with -log n matches.", "sigmoid, conformer", "same", "softmax, conformer", TOLERANCE),
+            Claim(
+                "A conformer with -log n matches.",
+                "sigmoid, conformer",
+                "same",
+                "softmax, conformer",
+                CONFORMER_TOLERANCE,
+            ),
         ),
-        smoke=("softmax, 1 layer", "sigmoid, 1 layer", "sigmoid, conformer, b = -10, learned"),
+        smoke=(*list(DEPTHS)[:2], "sigmoid, conformer, b = -10, learned"),
         longer=(
             Claim(
                 "A conformer with a learned b = -10 fails on longer recordings, where -log n does not.",
                 "sigmoid, conformer, b = -10, learned",
                 "higher",
                 "sigmoid, conformer",
-                TOLERANCE,
+                TOLERANCE,  # to fail is more than to double the errors, which are about 3
             ),
         ),
         paper=PAPER_STRUCTURES,
@@ -256,7 +263,7 @@ STABILITY_TABLE = speech_experiment(
                     f"Division by n is worse ({p}).",
                     f"sigmoid, b = -10 learned, α = 1, {p}",
                     "higher",
-                    f"sigmoid, {p}",
+                    f"sigmoid, b = -10 learned, {p}",
                     TOLERANCE,
                 )
                 for p in ("RoPE", "ALiBi")
