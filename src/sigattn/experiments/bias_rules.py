@@ -19,7 +19,6 @@ import torch
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.experiments import drawing, intervals, sweep
 from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
-from sigattn.experiments.intervals import Difference
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.registry import find_recipe
@@ -71,9 +70,9 @@ def judge_bias_rules(data: Sequence[Row], _: Scale) -> list[Finding]:
     context, longest = lengths[len(lengths) // 4], lengths[-1]  # the smallest scale has no length below the context
     values = {(name, n): select(data, "bits", variant=name, length=n) for name in VARIANTS for n in lengths}
     at_training, at_longest = (intervals.welch(values[FIXED, n], values[VISIBLE, n]) for n in (context, longest))
-    growth = {name: intervals.welch(values[name, context], values[name, longest]) for name in VARIANTS}
-    fixed, softmax = growth[FIXED], growth[SOFTMAX]
-    more = Difference(fixed.delta - softmax.delta, math.hypot(fixed.margin, softmax.margin))
+    both = {name: (values[name, context], values[name, longest]) for name in VARIANTS}  # of the same models
+    growth = {name: [b - a for a, b in zip(*bits, strict=True)] for name, bits in both.items()}
+    more = intervals.welch(growth[SOFTMAX], growth[FIXED])
     return [
         Finding(
             "At the training length both rules are equally good.",
@@ -88,8 +87,9 @@ def judge_bias_rules(data: Sequence[Row], _: Scale) -> list[Finding]:
         Finding(
             "With ALiBi and a fixed bias, sigmoid extrapolates to longer texts as softmax does.",
             more.verdict_equal(0.1),
-            ", ".join(f"{name}: {growth[name]}" for name in VARIANTS) + f" bits from {context} to {longest} tokens; "
-            "tolerance 0.1",
+            f"bits more from {context} to {longest} tokens, sigmoid less softmax: {more}, tolerance 0.1 ("
+            + ", ".join(f"{name}: {intervals.paired(*bits)}" for name, bits in both.items())
+            + ")",
         ),
     ]
 
