@@ -47,7 +47,7 @@ class ImageFolder(Data):
         root: folder of train and val, or of the shards.
         size: height and width in pixels.
         augmentation: "none", "crop" (random resized crop and flip), "randaugment" (crop and RandAugment), "simclr" (two
-            views with colour jitter and blur), or "multicrop" (DINO's two large and four small views).
+            views with colour jitter and blur), or "multicrop" (DINO's two large and eight small views).
         labels: include labels in the batches; ignored if there are several views.
         jitter: strength of the colour jitter.
         workers: number of processes that read images; 0 reads in this process.

@@ -11,6 +11,7 @@ from torch import Tensor
 from sigattn.optional import explain_import_errors
 
 Augmentation = Literal["none", "crop", "randaugment", "simclr", "multicrop"]
+SMALL_VIEWS = 8  # of "multicrop", with DINO's two large ones
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the channels
 
 
@@ -34,12 +35,25 @@ def transforms(augmentation: Augmentation, size: int, jitter: float = 0.5) -> Ca
     if augmentation == "randaugment":
         return crop(size, 0.08, v2.RandAugment())
     colours = v2.ColorJitter(0.8 * jitter, 0.8 * jitter, 0.8 * jitter, 0.2 * jitter)
-    views = [v2.RandomApply([colours], 0.8), v2.RandomGrayscale(0.2), v2.RandomApply([v2.GaussianBlur(23, (0.1, 2.0))])]
+
+    def view(pixels: int, scale: tuple[float, float], blur: float = 0.5, solarize: float = 0.0) -> Any:
+        return v2.Compose(
+            [
+                v2.RandomResizedCrop(pixels, scale),
+                v2.RandomHorizontalFlip(),
+                v2.RandomApply([colours], 0.8),
+                v2.RandomGrayscale(0.2),
+                v2.RandomApply([v2.GaussianBlur(23, (0.1, 2.0))], blur),
+                v2.RandomSolarize(128, solarize),
+                *finish,
+            ]
+        )
+
     if augmentation == "simclr":
-        return _Views([crop(size, 0.08, *views)] * 2)
+        return _Views([view(size, (0.08, 1.0))] * 2)
     small = 16 * round(size * 96 / 224 / 16) or 16
-    local = v2.Compose([v2.RandomResizedCrop(small, (0.05, 0.4)), v2.RandomHorizontalFlip(), *views, *finish])
-    return _Views([crop(size, 0.4, *views)] * 2 + [local] * 4)
+    large = (0.4, 1.0)
+    return _Views([view(size, large, 1.0), view(size, large, 0.1, 0.2)] + [view(small, (0.05, 0.4))] * SMALL_VIEWS)
 
 
 class _Views:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sigattn.data.task import Task
-from sigattn.data.transforms import Augmentation
+from sigattn.data.transforms import SMALL_VIEWS, Augmentation
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.config import TransformerConfig
 from sigattn.models.language import LanguageModelConfig
@@ -101,8 +101,8 @@ class Recipe:
             return samples * model.encoder.grid_size**2 * (1 - model.mask_ratio)
         if isinstance(model, SequenceModelConfig):
             return float(samples * model.seq_len)
-        # BYOL: two large and four small views, and the teacher's forward pass (a third of the FLOPs) of two large views
-        views = {SimCLR: 2.0, BYOL: 2 + 4 * (96 / 224) ** 2 + 2 / 3}.get(type(self.task), 1.0)
+        # BYOL: two large and the small views, and the teacher's forward pass (a third of the FLOPs) of two large views
+        views = {SimCLR: 2.0, BYOL: 2 + SMALL_VIEWS * (96 / 224) ** 2 + 2 / 3}.get(type(self.task), 1.0)
         return samples * model.num_tokens * views
 
     def gpu_hours(self, utilisation: float = 0.4) -> float:
