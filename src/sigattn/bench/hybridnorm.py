@@ -1,6 +1,6 @@
 """``sigattn bench hybridnorm``: the length from which sigmoid attention followed by a norm is faster than softmax.
 
-Hybrid norm applies a LayerNorm to the output of sigmoid attention (Sect. 6 and the paper's table of T*). Its cost is
+Hybrid norm applies a LayerNorm to the output of sigmoid attention (App. G.6, with the paper's table of T*). Its cost is
 linear in n and the gain of sigmoid attention quadratic, so there is a length T* from which it pays.
 """
 
