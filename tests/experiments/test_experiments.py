@@ -150,6 +150,20 @@ class TestStatistics:
         assert lr_sensitivity.sensitivity([2.0, 3.0, 9.0, math.inf], 5.0) == pytest.approx((0 + 1 + 3 + 3) / 4)
 
 
+def test_layer_scale_is_judged_by_sensitivity_and_by_the_best_loss():
+    """Sigmoid's best loss is the same with and without, and its losses at other rates are not; softmax's is lower."""
+    losses = {"sigmoid, both": (3.0, 2.0), "softmax, both": (2.5, 1.5)}  # at two rates
+    rows = []
+    for name in [f"{a}, {c}" for a in ("softmax", "sigmoid") for c in ("both", "no QK-norm", "no LayerScale")]:
+        at_rates = losses.get(name, (2.5, 2.0))
+        row = {"variant": f"{name}, κ = 1", "losses": [[x, x + 0.01, x - 0.01] for x in at_rates]}
+        rows.append({**row, "sensitivity": [lr_sensitivity.sensitivity(at_rates, 6.0) + d for d in (0.0, 1e-3, -1e-3)]})
+    *_, sensitivity, softmax_sensitivity, best, softmax_best = lr_sensitivity.judge_norms(rows, "small")
+    found = [f.verdict for f in (sensitivity, softmax_sensitivity, best, softmax_best)]
+    assert found == ["differs", "differs", "agrees", "agrees"]
+    assert "loss at its best learning rate" in best.claim
+
+
 def test_claims_about_models_that_have_not_learned_are_not_shown():
     claims = [Claim("x is worse.", "x", "higher", "y", 1.0), Claim("z is worse.", "z", "higher", "y", 1.0)]
     values = {"x": [99.0, 100.0, 100.0], "y": [5.0, 5.1, 4.9], "z": [50.0, 51.0, 52.0]}

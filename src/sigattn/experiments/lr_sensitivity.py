@@ -127,12 +127,16 @@ def compare_norms(setting: Setting) -> Result:
 
 
 def judge_norms(data: Sequence[Row], _: Scale) -> list[Finding]:
-    """Compare sensitivities with and without each norm, for the largest κ."""
-    largest = max(int(row["variant"].rpartition(" = ")[2]) for row in data)
+    """Compare sensitivities with and without each norm, for the largest κ.
 
-    def effect(activation: str, norm: str) -> intervals.Difference:
+    The paper's figures show sensitivities, and its text on LayerScale is about "performance": both are compared.
+    """
+    largest = max(int(row["variant"].rpartition(" = ")[2]) for row in data)
+    data = [{**row, "best": [min(losses) for losses in zip(*row["losses"], strict=True)]} for row in data]
+
+    def effect(activation: str, norm: str, measure: str = "sensitivity") -> intervals.Difference:
         (without,), (both,) = (
-            select(data, "sensitivity", variant=f"{activation}, {change}, κ = {largest}")
+            select(data, measure, variant=f"{activation}, {change}, κ = {largest}")
             for change in (f"no {norm}", "both")
         )
         return intervals.welch(without, both)
@@ -143,12 +147,13 @@ def judge_norms(data: Sequence[Row], _: Scale) -> list[Finding]:
         claim = f"QK-norm lowers {activation}'s sensitivity."
         evidence = f"with - without {qk_norm} nats, tolerance {TOLERANCE:g}"
         findings.append(Finding(claim, (-qk_norm).verdict_positive(TOLERANCE), evidence))
-    softmax, sigmoid = (effect(activation, "LayerScale") for activation in ("softmax", "sigmoid"))
-    claim = "LayerScale hardly changes sigmoid's sensitivity in language."
-    evidence = f"with - without {sigmoid} nats, tolerance {TOLERANCE:g}"
-    findings.append(Finding(claim, sigmoid.verdict_equal(TOLERANCE), evidence))
-    claim = "Softmax benefits slightly from LayerScale in language."
-    findings.append(Finding(claim, (-softmax).verdict_positive(), f"with - without {softmax} nats"))
+    for measure, words in (("sensitivity", "sensitivity"), ("best", "loss at its best learning rate")):
+        softmax, sigmoid = (effect(activation, "LayerScale", measure) for activation in ("softmax", "sigmoid"))
+        claim = f"LayerScale hardly changes sigmoid's {words} in language."
+        evidence = f"with - without {sigmoid} nats, tolerance {TOLERANCE:g}"
+        findings.append(Finding(claim, sigmoid.verdict_equal(TOLERANCE), evidence))
+        claim = f"LayerScale lowers softmax's {words} slightly in language."
+        findings.append(Finding(claim, (-softmax).verdict_positive(), f"with - without {softmax} nats"))
     return findings
 
 
