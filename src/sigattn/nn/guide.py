@@ -20,8 +20,7 @@ class Recommendation(NamedTuple):
         attention_bias: rule of b, as in ``sigattn.nn.bias_rules.make_bias``; 0.0 for none.
         norm_placement: "pre" or "hybrid" (for speech, "hybrid_attention").
         reason: reason, with the section or table of the paper.
-        recipe: name of the recipe with this configuration; speech's have CAPE (``--model.position`` changes it), and for
-            small models it differs in the bias.
+        recipe: name of the recipe with this configuration; for speech it has CAPE, and for small models another bias.
         learn_bias: what is learned of b, as in ``make_bias``.
     """
 
