@@ -136,8 +136,7 @@ def judge_norms(data: Sequence[Row], _: Scale) -> list[Finding]:
 
     def effect(activation: str, norm: str, measure: str = "sensitivity") -> intervals.Difference:
         (without,), (both,) = (
-            select(data, measure, variant=f"{activation}, {change}, κ = {largest}")
-            for change in (f"no {norm}", "both")
+            select(data, measure, variant=f"{activation}, {change}, κ = {largest}") for change in (f"no {norm}", "both")
         )
         return intervals.welch(without, both)
 
