@@ -54,6 +54,13 @@ class TestCape:
         assert 0.49 < scaled.min() < 0.55
         assert 1.8 < scaled.max() < 2.01
 
+    def test_shifts_of_speech_cover_a_minute_and_nothing_is_scaled(self):
+        """As in flashlight's cape/plugin/ctc_str3_tl_main_sinpos_trick_dp01_gl60s_nopad.cpp: 60 * 30, 1."""
+        times = self.times(Cape(8, frequency_scale=0.01, max_local_shift=0.0), 500, 20)
+        assert (times.diff() - 0.03).abs().max() < 2e-2
+        assert -30.1 < times[:, 0].min() < -28
+        assert 28 < times[:, 0].max() < 30.1
+
     def test_images(self):
         layer = ImageCape(8, 2, 3).eval()
         out = layer(torch.zeros(2, 6, 8))

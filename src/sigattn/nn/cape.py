@@ -49,7 +49,8 @@ class Cape(_Augmented):
     """CAPE along time, added to the input.
 
     Feature 2k is cos(ω_k t), feature 2k + 1 is sin(ω_k t), with ω_k = frequency_scale · 10000^(-2k / embed_dim) and t
-    in seconds. The defaults are those for speech: a position every 30 ms.
+    in seconds. The defaults are those of the CAPE authors' models of speech (flashlight's branch "cape"): a position every
+    30 ms, shifts by up to 30 seconds, so that they cover a minute, and no scaling.
 
     Args:
         embed_dim: number of features, even.
@@ -70,9 +71,9 @@ class Cape(_Augmented):
         *,
         step: float = 0.03,
         frequency_scale: float = 30.0,
-        max_global_shift: float = 60.0,
+        max_global_shift: float = 30.0,
         max_local_shift: float = 0.5,
-        max_scale: float = 2.0,
+        max_scale: float = 1.0,
     ) -> None:
         super().__init__(embed_dim, max_global_shift, max_local_shift, max_scale)
         self.step: float = step
