@@ -49,8 +49,8 @@ class Cape(_Augmented):
     """CAPE along time, added to the input.
 
     Feature 2k is cos(ω_k t), feature 2k + 1 is sin(ω_k t), with ω_k = frequency_scale · 10000^(-2k / embed_dim) and t
-    in seconds. The defaults are those of the CAPE authors' models of speech (flashlight's branch "cape"): a position every
-    30 ms, shifts by up to 30 seconds, so that they cover a minute, and no scaling.
+    in seconds. The defaults are those of CAPE's authors for speech (flashlight, branch "cape"): a position every 30 ms,
+    shifts by up to 30 seconds, so that they cover a minute, and no scaling.
 
     Args:
         embed_dim: number of features, even.
