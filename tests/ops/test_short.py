@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from sigattn import sigmoid_attention
+from sigattn import sigmoid_attention, sigmoid_kvcache_attention
 from sigattn.ops.cpu import short
 from sigattn.ops.cpu.matmul import fused_unavailable
 from sigattn.ops.operands import canonical
@@ -40,6 +40,31 @@ def test_fast_path(dtype, options):
     assert torch.equal(found, sigmoid_attention(q, k, v, **options, key_lengths=None, window=(-1, -1)))
     given = {"causal": arguments["is_causal"], "scale": arguments["scale"], "bias": arguments["bias"]}
     assert_as_good_as_formula(found, formula(q, k, v, **given), formula(q, k, v, **given, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [-3.0, None, "head"])
+def test_a_scale_of_zero(request, dtype, bias):
+    """oneDNN's products with alpha = 0 ignore beta, and write nothing if that is 0."""
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
+    torch.set_float32_matmul_precision("medium")
+    q, k, v = torch.randn(3, 2, 4, 48, 8, dtype=dtype).unbind()
+    bias = torch.full((4, 1, 1), -3.0) if bias == "head" else bias
+    expected = formula(q, k, v, bias=bias, scale=0.0)
+    for backend, saves in itertools.product([None, "blocked"], [False, True]):
+        inputs = [t.clone().requires_grad_(saves) for t in (q, k, v)]
+        out = sigmoid_attention(*inputs, scale=0.0, bias=bias, backend=backend)
+        torch.testing.assert_close(out.double(), expected, rtol=0.03, atol=0.03)
+        if saves:
+            out.sum().backward()
+            assert not inputs[0].grad.any()
+            assert not inputs[1].grad.any()
+    number = -3.0 if bias is None else bias
+    for length in (5, 48):  # of the cache
+        cached = (t.transpose(1, 2)[:, :length] for t in (k, v))
+        found = sigmoid_kvcache_attention(q.transpose(1, 2)[:, :1], *cached, bias=number, scale=0.0)
+        expected = formula(q[:, :, :1], k[:, :, :length], v[:, :, :length], bias=number, scale=0.0)
+        torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("dimensions", ["head", "query"])

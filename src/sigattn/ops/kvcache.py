@@ -293,7 +293,7 @@ def fast_path(
     if isinstance(seqlens, Tensor):
         seqlens = _common_length(seqlens, batch)
     old = capacity if seqlens is None and k is None else seqlens
-    if type(old) is not int or not math.isfinite(bias) or (scale is not None and not math.isfinite(scale)):
+    if type(old) is not int or not math.isfinite(bias) or not (scale is None or (scale and math.isfinite(scale))):
         return None
     start, stop = 0, old + (0 if k is None else 1)
     if window is not None and window != (-1, -1):

@@ -108,7 +108,9 @@ def _one_query(p: KVCacheProblem, samples: slice, first: int, length: int, posit
     paged = p.block_table is not None and p.block_table.shape[1] > 1
     by_head = own and stop - begin >= BY_HEAD_FROM and not paged and not p.softcap
     dtype = p.query.dtype if by_head else wide
-    query = p.query[samples].reshape(batch * key_heads, group, -1).to(dtype)  # (H, R, D)
+    query, scale = p.query[samples].reshape(batch * key_heads, group, -1).to(dtype), p.scale_value  # (H, R, D)
+    if scale == 0:  # not as alpha, with which oneDNN computes neither a product nor its bias
+        query, scale = torch.zeros_like(query), 1.0
     piece = max(stop - begin, 1) if by_head else max(PIECE // max(key_heads * width * batch, 1), 64)
     total: Tensor | None = None  # (H, R, Dv)
     for start in range(begin, stop, piece):
@@ -116,9 +118,9 @@ def _one_query(p: KVCacheProblem, samples: slice, first: int, length: int, posit
         one = query.new_ones(1, 1, 1)
         if by_head:
             heads = zip(query, key.mT, strict=True)
-            logits = torch.stack([torch.addmm(one[0], q, k, beta=added, alpha=p.scale_value) for q, k in heads])
+            logits = torch.stack([torch.addmm(one[0], q, k, beta=added, alpha=scale) for q, k in heads])
         else:
-            logits = torch.baddbmm(one, query, key.mT, beta=added, alpha=p.scale_value)  # (H, R, C)
+            logits = torch.baddbmm(one, query, key.mT, beta=added, alpha=scale)  # (H, R, C)
         if p.softcap:
             logits = logits.div_(p.softcap).tanh_().mul_(p.softcap)
         if slopes is not None:

@@ -63,7 +63,7 @@ def plan(problem: Problem) -> torch.dtype | None:
     p = problem
     if p.attn_mask is not None or p.alibi_slopes is not None or p.key_lengths is not None or p.seed is not None:
         return None
-    if p.softcap or p.mask_table is not None:
+    if p.softcap or p.mask_table is not None or p.scale == 0:  # oneDNN computes no product with alpha = 0, nor its bias
         return None
     _, heads, n, d = p.query.shape
     _, key_heads, m, _ = p.key.shape
@@ -94,9 +94,9 @@ def is_plain_self_attention(query: Tensor, key: Tensor, value: Tensor, scale: fl
         dtype is not torch.float32 and (n * n <= WIDE_UP_TO or fused_unavailable(query.device, dtype))
     ):
         return False
-    if (scale is not None and not (type(scale) is float and scale == scale)) or (
-        bias is not None and type(bias) is not float
-    ):
+    if scale is not None and (type(scale) is not float or scale != scale or scale == 0):  # for 0 see ``plan``
+        return False
+    if bias is not None and type(bias) is not float:
         return False
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
