@@ -1,5 +1,7 @@
 """The operator with PyTorch's transforms: compile, export, vmap, func, checkpoint, autocast, opcheck, FLOPs."""
 
+import itertools
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -392,9 +394,13 @@ def test_meta_and_fake_tensors():
     assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
     with FakeTensorMode():
         q, k, v = (torch.empty(t.shape, requires_grad=True) for t in (q, k, v))
-        out = sigmoid_attention(q, k, v, enable_gqa=True, is_causal=True)
-        assert out.shape == (2, 4, 7, 5)
-        assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+        lengths = torch.empty(2, dtype=torch.int64)
+        for backend, options in itertools.product([None, "reference"], [{"bias": -1.0}, {"key_lengths": lengths}]):
+            out = sigmoid_attention(q, k, v, enable_gqa=True, is_causal=True, backend=backend, **options)
+            assert out.shape == (2, 4, 7, 5)
+            assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+        cache, new = torch.empty(2, 2, 9, 2, 6), torch.empty(3, 2, 1, 2, 6)
+        assert sigmoid_kvcache_attention(new[0], *cache, *new[1:], bias=-1.0, cache_seqlens=3).shape == (2, 1, 2, 6)
 
 
 def test_inference_mode_and_no_grad():

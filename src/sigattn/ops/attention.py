@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from sigattn.ops import (
     block_mask,
@@ -36,7 +37,7 @@ _BIAS_ADVICE = (
 def check_key_lengths(problem: Problem) -> None:
     """Raise ValueError unless key_lengths lie in 0…M; not on an accelerator, where reading them would synchronise."""
     lengths, m = problem.key_lengths, problem.key.shape[2]
-    if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
+    if lengths is not None and lengths.device.type == "cpu" and lengths.numel() and not is_fake(lengths):
         values = lengths.tolist()
         if min(values) < 0 or max(values) > m:
             raise ValueError(f"{_NAME}: key_lengths must lie in 0…{m} (key has {m} keys), got {values}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from sigattn.ops import autograd, scalars, triton, validation
 from sigattn.ops.autocast import cast_operands
@@ -39,10 +40,10 @@ def check_cache_bounds(
     """Raise ValueError unless all keys lie within the cache.
 
     Tensors on an accelerator are not checked, to avoid synchronising. Those of a traced graph or of torch.vmap have no
-    values; the op checks them.
+    values; the op checks them. Fake tensors have none at all.
     """
-    has_values = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    if not has_values or seqlens.device.type != "cpu" or not seqlens.numel():
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if is_traced or is_fake(seqlens) or seqlens.device.type != "cpu" or not seqlens.numel():
         return
     stops = seqlens.tolist()
     if min(stops) < 0 or max(stops) > capacity:

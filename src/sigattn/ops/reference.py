@@ -68,7 +68,7 @@ def masked_logits(problem: Problem, activation: str = "sigmoid") -> tuple[Tensor
         visible = visible & (p.attn_mask != -torch.inf if p.attn_mask.is_floating_point() else p.attn_mask)
     if p.softcap:  # mask before tanh, because the derivative of tanh at a masked NaN would be NaN
         logits = p.softcap * torch.tanh(logits.masked_fill(~visible, 0) / p.softcap)
-    logits = logits + p.bias_value()
+    logits = logits + (p.bias_value() if p.bias is None else p.bias)  # a fake tensor has no number
     if p.alibi_slopes is not None:
         logits = logits + alibi(p.alibi_slopes, rows, columns, wide)
     if p.attn_mask is not None and p.attn_mask.is_floating_point():
