@@ -66,13 +66,18 @@ class TestCompile:
         eager = outputs_and_gradients(lambda: call(q, k, v, more), leaves)
         assert_close(outputs_and_gradients(lambda: compiled(q, k, v, more), leaves), eager)
 
-    def test_a_tensor_may_be_query_key_and_value(self):
-        x = inputs(heads=2, dv=6)[1]
-        compiled = torch.compile(lambda x: sigmoid_attention(x, x, x), fullgraph=True, backend="aot_eager")
-        assert_close([compiled(x)], [sigmoid_attention(x, x, x)])
+    @pytest.mark.parametrize("backend", [None, "reference"])
+    def test_a_tensor_may_be_query_key_and_value(self, backend):
+        x, lengths = inputs(heads=2, dv=6)[1], torch.tensor([3, 9])
+
+        def call(x):
+            return sigmoid_attention(x, x, x, key_lengths=lengths, backend=backend)
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert_close([compiled(x)], [call(x)])
         assert_close(
             torch.autograd.grad(compiled(x).square().sum(), x),
-            torch.autograd.grad(sigmoid_attention(x, x, x).square().sum(), x),
+            torch.autograd.grad(call(x).square().sum(), x),
         )
 
     def test_one_graph_where_the_compiler_cannot_ask_whether_autocast_is_available(self, monkeypatch):

@@ -138,7 +138,9 @@ def _sigmoid_of_cache(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) ->
     """Attend to a cache from one new token, or with prompts padded on the left; causal and without dropout."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options = p.operator_options()
-    out = sigmoid_kvcache_attention(q, k, v, left_padding=p.left_padding, enable_gqa=True, **options)
+    # a prompt may be processed in pieces, of which the first may hold only padding
+    padding = None if p.left_padding is None else p.left_padding.clamp(max=key.shape[2])
+    out = sigmoid_kvcache_attention(q, k, v, left_padding=padding, enable_gqa=True, **options)
     return out.transpose(1, 2)
 
 

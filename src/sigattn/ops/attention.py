@@ -275,12 +275,13 @@ def _on_nested(
 
 
 def _on_reference(problem: Problem) -> Tensor:
-    if torch._C._is_tracing():
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and torch._C._is_tracing():
         raise RuntimeError(
             f'{_NAME}: torch.jit.trace would record backend="reference" for the lengths traced only; use another '
             "backend, which is recorded for all lengths"
         )
-    if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):  # mapped lengths: no values
+    if not (is_compiling or torch._C._are_functorch_transforms_active()):  # mapped lengths: no values
         check_key_lengths(problem)
     with without_autocast(problem.query.device.type):
         return reference.attention(problem)
