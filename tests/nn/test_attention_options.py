@@ -139,6 +139,12 @@ class TestPerformer:
         assert errors[2] < 0.6 * errors[1]
         assert errors[2] < 0.1 * truth.norm()
 
+    def test_no_direction_is_preferred(self):
+        torch.manual_seed(0)
+        w, x = PerformerFeatures(2, 1000).directions, 0.5 * torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
+        estimate = (2 * x @ w.T - x.square().sum(-1, keepdim=True)).exp().mean(-1)  # of e^(x·x)
+        torch.testing.assert_close(estimate, torch.full((4,), math.exp(0.25)), rtol=0.2, atol=0)
+
     def test_directions_are_orthogonal(self):
         w = PerformerFeatures(8, 16).directions
         for block in w.split(8):
