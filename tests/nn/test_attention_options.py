@@ -70,6 +70,7 @@ def test_temperature(activation):
     torch.testing.assert_close(layer(x), finish(layer, ACTIVATIONS[activation](logits) @ v))
     layer(x).square().sum().backward()
     assert layer.temperature.grad.abs() > 0
+    assert "initial_temperature=1.5" in layer.extra_repr()
 
 
 def test_a_large_temperature_does_not_overflow_in_float16():
@@ -95,6 +96,7 @@ def test_length_power_divides_by_the_keys_each_query_sees(power, causal, window)
     n = seen.sum(-1, keepdim=True).clamp(min=1)
     out, expected = layer(x, key_lengths=lengths), plain(x, key_lengths=lengths) * n**-power
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)  # n^-α is computed in float32
+    assert layer(x[:, :0]).shape == (2, 0, 8)
 
 
 def test_a_bias_in_q_is_added_after_the_norm():

@@ -149,7 +149,8 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the settings that no submodule shows."""
-        names = ("num_heads", "num_kv_heads", "activation", "causal", "window", "length_power", "dropout")
+        names = ["num_heads", "num_kv_heads", "activation", "causal", "window", "length_power", "dropout"]
+        names += [] if self.temperature is None else ["initial_temperature"]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def shard_heads(self, rank: int, ranks: int) -> None:

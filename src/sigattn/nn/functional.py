@@ -112,7 +112,7 @@ def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.devi
     last = i + (0 if spec.causal else window)  # (N,)
     total = torch.tensor([keys], device=device) if spec.key_lengths is None else spec.key_lengths.to(device)
     last = torch.minimum(last, total[:, None] - 1)  # (B, N)
-    return (last - first + 1).clamp(min=0).view(-1, 1, queries, 1).float()
+    return (last - first + 1).clamp(min=0)[:, None, :, None].float()
 
 
 def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:

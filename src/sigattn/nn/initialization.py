@@ -16,10 +16,12 @@ _DRAWN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 def initialize(model: nn.Module, kind: Initialization) -> None:
-    """Initialise all parameters of a model.
+    """Initialise the parameters of a model's submodules.
 
     Weights of linear layers, convolutions and embeddings are drawn by ``kind``, their biases are set to zero, and the
     other submodules (norms, LayerScale, learned biases, positions, random features) are reset by ``reset_parameters``.
+    Parameters of the model itself, such as the temperature of an ``Attention``, are left to its own
+    ``reset_parameters``, which may call this function.
 
     Args:
         model: any module.
