@@ -111,6 +111,71 @@ class Processed(Mixer):
         return self.processor(self, q, k, v)
 
 
+class Held(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.mix = F.scaled_dot_product_attention
+
+
+class HeldInTable(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.table = {"fused": [functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)]}
+
+    def mix(self, q, k, v):
+        return self.table["fused"][0](q, k, v)
+
+
+class OfClass(Mixer):
+    mix = staticmethod(F.scaled_dot_product_attention)
+
+
+class Default(Mixer):
+    def mix(self, q, k, v, function=F.scaled_dot_product_attention):
+        return function(q, k, v)
+
+
+class Helper:
+    """No layer."""
+
+    @staticmethod
+    def static(q, k, v):
+        return fused(q, k, v)
+
+    def method(self, q, k, v):
+        return self.static(q, k, v)
+
+    def unrelated(self, q, k, v):
+        return eager(q, k, v)
+
+
+helper = Helper()
+
+
+class ByClass(Mixer):
+    def mix(self, q, k, v):
+        return Helper.static(q, k, v)
+
+
+class ByObject(Mixer):
+    def mix(self, q, k, v):
+        return helper.method(q, k, v)
+
+
+class ByHeldObject(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.helper = Helper()
+
+    def mix(self, q, k, v):
+        return self.helper.method(q, k, v)
+
+
+class ByNewObject(Mixer):
+    def mix(self, q, k, v):
+        return Processor()(self, q, k, v)
+
+
 class Projected(Mixer):
     """The layer around it calls its method, not its forward."""
 
@@ -127,6 +192,7 @@ class Projected(Mixer):
 
 
 SERVED = [Fused, Inherited, Renamed, Function, Builtin, Operator, Overload, Stored, Processed]
+SERVED += [Held, HeldInTable, OfClass, Default, ByClass, ByObject, ByHeldObject, ByNewObject]
 
 
 class TorchSoftmax(Mixer):

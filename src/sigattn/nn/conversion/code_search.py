@@ -23,6 +23,7 @@ from sigattn.nn.conversion.softmax_calls import (
     SOFTMAX_MODULES,
     SOFTMAX_NAMES,
     Finding,
+    is_sdpa,
     named_as_attention,
 )
 
@@ -121,7 +122,8 @@ def reachable_calls(module: nn.Module) -> frozenset[str]:
     if type(module) is nn.MultiheadAttention:
         return frozenset({MHA_NAME})
     kind: Any = type(module)
-    calls = _calls_of_class(kind).union(*(_calls_of_attribute(v) for v in vars(module).values()))
+    names = _names_of_class(kind)
+    calls = _calls_of_class(kind).union(*(_calls_of_value(v, names, _DEPTH) for v in vars(module).values()))
     if isinstance(module, torch.fx.GraphModule):
         calls |= _names_in(kind.forward.__code__)[0] & _CALLS  # the class is made for the graph
     if isinstance(module, nn.MultiheadAttention) and not calls & SOFTMAX_NAMES:
@@ -134,16 +136,6 @@ def calling_methods(kind: Any) -> list[str]:
     """Return the names of a class's methods, other than forward, that can reach a function that can be replaced."""
     names = {n for n, f in _methods(kind) if _calls_of_function(f, _DEPTH) & {SDPA_NAME, MHA_NAME}}
     return sorted(n for n in names - {"forward"} if isinstance(inspect.getattr_static(kind, n), types.FunctionType))
-
-
-def _calls_of_attribute(value: Any) -> frozenset[str]:
-    """Return the calls of an object that a layer holds: a function, or another object that is no module."""
-    value = getattr(value, "__func__", value)
-    if isinstance(value, (types.FunctionType, functools.partial)):
-        return _calls_of_function(value, _DEPTH)
-    kind: Any = type(value)
-    known = isinstance(value, (nn.Module, Tensor)) or not callable(value) or not _followed(kind.__module__)
-    return frozenset() if known else _calls_of_class(kind)
 
 
 def _names_in_graph(module: Any) -> frozenset[str]:
@@ -159,6 +151,33 @@ def _calls_of_class(kind: Any) -> frozenset[str]:
     found: set[str] = set()
     for _, function in _methods(kind):
         found |= _calls_of_function(function, _DEPTH)
+    attributes: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        attributes |= vars(base) if _followed(base.__module__) else dict.fromkeys(vars(base))
+    for value in attributes.values():
+        if not any(_functions_in(value)):  # no method, but a function of PyTorch, or a table of functions
+            found |= _calls_of_value(getattr(value, "__func__", value), _names_of_class(kind), _DEPTH)
+    return frozenset(found)
+
+
+@functools.cache
+def _names_of_class(kind: Any) -> frozenset[str]:
+    return frozenset().union(*(_names_in(function.__code__)[0] for _, function in _methods(kind)))
+
+
+@functools.cache
+def _calls_of_helper(kind: Any, names: frozenset[str], depth: int) -> frozenset[str]:
+    """Return the calls of a class that is no layer, in its methods that code with these names can reach."""
+    methods: dict[str, list[types.FunctionType]] = {}
+    for name, function in _methods(kind):
+        methods.setdefault(name, []).append(function)
+    entries = {"forward", "backward"} if issubclass(kind, torch.autograd.Function) else {"__call__"}
+    waiting, seen, found = methods.keys() & (names | entries), set[str](), set[str]()
+    while waiting:
+        seen.add(name := waiting.pop())
+        for function in methods[name]:
+            found |= _calls_of_function(function, depth)
+            waiting |= (_names_in(function.__code__)[0] & methods.keys()) - seen
     return frozenset(found)
 
 
@@ -215,31 +234,47 @@ def _calls_of_function(function: Any, depth: int) -> frozenset[str]:
         found |= names & _CALLS
         found |= {"bmm"} if multiplies else set()
         for value in _values_named(each, names):
-            found |= {getattr(value, "__name__", "")} & _CALLS  # imported under another name
-            found |= _calls_of_value(value, depth)
+            found |= _calls_of_value(value, frozenset(names), depth)
         if "getattr" in names:  # getattr(F, "softmax")
             found |= strings & _CALLS
     return frozenset(found)
 
 
-def _calls_of_value(value: Any, depth: int) -> frozenset[str]:
-    if depth == 0:
+def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[str]:
+    """Return the calls that code with these names can reach through a value that it holds.
+
+    The value is a function, under any name; an object or a class with methods; or a table of these.
+    """
+    if isinstance(value, (nn.Module, Tensor, types.ModuleType)):
         return frozenset()
+    if isinstance(value, functools.partial):
+        value = (value.func, *value.args, *value.keywords.values())
+    if type(value) in (dict, list, tuple):
+        members = value.values() if isinstance(value, dict) else value
+        return frozenset().union(*(_calls_of_value(m, names, depth - 1) for m in members)) if depth else frozenset()
+    if is_sdpa(value):
+        return frozenset({SDPA_NAME})
+    found = frozenset({getattr(value, "__name__", "")} & _CALLS) if callable(value) else frozenset()
+    if depth == 0:
+        return found
+    if isinstance(value, types.MethodType):  # of an object or, as an autograd function's ``apply``, of a class
+        found |= _calls_of_value(value.__self__, names | {value.__name__}, depth)
+        value = value.__func__
     if isinstance(value, torch.jit.ScriptFunction):
         graph = str(value.graph)
         return frozenset(n for n in _CALLS if f"aten::{n}(" in graph)
-    if isinstance(value, type):
-        differentiable = issubclass(value, torch.autograd.Function) and _followed(value.__module__)
-        return _calls_of_class(value) if differentiable else frozenset()
-    if isinstance(value, (types.FunctionType, functools.partial)) or hasattr(value, "_torchdynamo_orig_callable"):
+    if isinstance(value, types.FunctionType) or hasattr(value, "_torchdynamo_orig_callable"):
         functions = [f for f in _functions_in(value) if _followed(f.__module__)]
-        return frozenset().union(*(_calls_of_function(f, depth - 1) for f in functions))
-    return frozenset()
+        return found.union(*(_calls_of_function(f, depth - 1) for f in functions))
+    kind: Any = value if isinstance(value, type) else type(value)
+    is_helper = _followed(kind.__module__) and not issubclass(kind, (nn.Module, Tensor))
+    return found | _calls_of_helper(kind, names, depth - 1) if is_helper else found
 
 
 def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any]:
-    """Yield the values of a function's names: globals, closures, and functions in named modules and tables."""
+    """Yield the values that a function can use: defaults, closures, globals, and what it names in modules."""
     values = [function.__globals__[n] for n in names if n in function.__globals__]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:
             values.append(cell.cell_contents)
@@ -248,9 +283,6 @@ def _values_named(function: types.FunctionType, names: set[str]) -> Iterator[Any
     for value in values:
         if isinstance(value, types.ModuleType) and _followed(value.__name__):
             yield from (vars(value)[n] for n in names if n in vars(value))
-        elif type(value) in (dict, list, tuple):  # a table of functions
-            members = value.values() if isinstance(value, dict) else value
-            yield from (m for m in members if isinstance(m, (types.FunctionType, functools.partial)))
         else:
             yield value
 
