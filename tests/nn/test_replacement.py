@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import pickle
+import threading
 
 import pytest
 import torch
@@ -153,6 +154,16 @@ class TestLayersThatCallTheFunction:
             other.layers[0].qkv.weight.data.zero_()
             assert not torch.allclose(other(x), net(x))
 
+    def test_copies_of_a_layer_with_a_state_of_its_own(self):
+        class Locked(FusedAttention):
+            def __getstate__(self):
+                return {name: value for name, value in vars(self).items() if name != "lock"}
+
+        net, x = Net(Locked()), torch.randn(2, 5, 8)
+        net.layers[0].lock = threading.Lock()  # cannot be copied
+        sigmoidify(net)
+        torch.testing.assert_close(copy.deepcopy(net)(x), net(x))
+
     @pytest.mark.usefixtures("unchecked")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_compiled(self):
@@ -202,7 +213,7 @@ class TestLayersThatCallTheFunction:
         sigmoidify(layer, bias=-1.0)
         around = False
         with pytest.raises(
-            RuntimeError, match=r"Checkpointed .* calls torch.utils.checkpoint around its attention fun"
+            RuntimeError, match=r"Checkpointed .* calls torch.utils.checkpoint, .*, around its attention fun"
         ):
             layer(x)
         around = True
@@ -210,6 +221,34 @@ class TestLayersThatCallTheFunction:
         checkpointed, x.grad = x.grad, None
         (((x @ x.mT * 8**-0.5 - 1).sigmoid() @ x).sum()).backward()
         torch.testing.assert_close(checkpointed, x.grad)
+
+    def test_a_call_in_an_autograd_function_is_refused(self):
+        """Its backward pass is softmax's, or repeats the call after the forward."""
+
+        class Recomputed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return F.scaled_dot_product_attention(x, x, x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                with torch.enable_grad():
+                    return torch.autograd.grad(F.scaled_dot_product_attention(x, x, x), x, grad)
+
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.function = Recomputed.apply
+
+            def forward(self, x):
+                return self.function(x)
+
+        layer = Layer()
+        assert len(sigmoidify(nn.Sequential(FusedAttention(), layer))) == 2
+        with pytest.raises(RuntimeError, match=r"Layer .* or an autograd.Function, around its attention function"):
+            layer(X)
 
     def test_traced_graphs_are_refused(self):
         model = nn.Sequential(FusedAttention(), torch.fx.symbolic_trace(FusedAttention()))
@@ -315,6 +354,8 @@ class TestMultiheadAttention:
         for options in ({}, {"is_causal": True}, {"is_causal": True, "need_weights": False}):
             torch.testing.assert_close(layer(x, x, x, attn_mask=causal, **options)[0], expected)
         torch.testing.assert_close(layer(x[0], x[0], x[0], attn_mask=causal)[0], expected[0])
+        with pytest.raises(ValueError, match="pass attn_mask"):  # as PyTorch
+            layer(x, x, x, is_causal=True)
 
     @pytest.mark.parametrize("padded", [False, True])
     @pytest.mark.parametrize("nested", [False, True])

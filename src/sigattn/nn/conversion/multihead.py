@@ -116,11 +116,14 @@ def multi_head_attention_forward(
     ``in_proj_weight`` is None. A ``sigmoid_bias`` of None is -log of each sample's visible keys.
 
     Raises:
-        ValueError: for ``static_k`` and ``static_v``, or inputs of another embed_dim than ``embed_dim_to_check``.
+        ValueError: for ``static_k`` and ``static_v``, inputs of another embed_dim than ``embed_dim_to_check``, or
+            ``is_causal`` without the mask that it describes.
     """
     arguments = {name: value for name, value in locals().items() if name != "sigmoid_bias"}
     if static_k is not None or static_v is not None:
         raise ValueError("sigmoid multi_head_attention_forward does not support static_k and static_v; pass None")
+    if is_causal and attn_mask is None:
+        raise ValueError("multi_head_attention_forward: is_causal only says that attn_mask is causal: pass attn_mask")
     if query.shape[-1] != embed_dim_to_check:
         raise ValueError(f"expected a query of embed_dim {embed_dim_to_check}, got {tuple(query.shape)}")
     unbatched = query.dim() == 2

@@ -40,8 +40,8 @@ class SigmoidLayer(nn.Module):
         """Call the layer's own forward with sigmoid attention.
 
         Raises:
-            RuntimeError: if that forward computes a softmax itself, does not call an attention function, or checkpoints
-                the call.
+            RuntimeError: if that forward computes a softmax itself, does not call an attention function, or calls it in
+                a checkpoint or another autograd function.
         """
         mode = _SigmoidMode(self)
         with mode:
@@ -62,7 +62,7 @@ class SigmoidLayer(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle the layer by its original class, because this class is made at run time."""
-        return _rebuild, (self.softmax_class,), self.__dict__
+        return _rebuild, (self.softmax_class,), self.__getstate__()
 
 
 _CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
@@ -95,6 +95,8 @@ def _in_sigmoid_mode(method: Any) -> Any:
     return wrapped
 
 
+# files with a function that has a backward pass of its own: ``checkpoint`` and ``Function.apply``
+_OWN_BACKWARD = {checkpoint.__file__, torch.autograd.function.__file__}
 # the code that enters ``_SigmoidMode``
 _ENTRIES = {SigmoidLayer.forward.__code__, _in_sigmoid_mode(SigmoidLayer.forward).__code__}
 
@@ -124,7 +126,7 @@ class _SigmoidMode(TorchFunctionMode):
             raise RuntimeError(
                 f"{self.layer.softmax_class.__name__} was sigmoidified, but this forward computes a softmax itself "
                 "instead of calling F.scaled_dot_product_attention (a flag such as fused_attn=False, or the weights "
-                "were requested). If that softmax is not an attention's, call sigmoidify with example=(...)"
+                "were requested). If that softmax is not an attention's, call sigmoidify or restore with example=(...)"
             )
         return func(*args, **kwargs)
 
@@ -132,18 +134,19 @@ class _SigmoidMode(TorchFunctionMode):
         """Count a call of an attention function.
 
         Raises:
-            RuntimeError: if the layer checkpoints the call, which the backward pass would repeat without this mode.
+            RuntimeError: if the layer calls it in a checkpoint or another autograd function, whose backward pass would
+                compute that of softmax.
         """
         self.calls += 1
         if torch.compiler.is_dynamo_compiling():  # it traces what is checkpointed outside of this mode
             return
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code not in _ENTRIES:
-            if frame.f_code.co_filename == checkpoint.__file__:
+            if frame.f_code.co_filename in _OWN_BACKWARD:
                 raise RuntimeError(
-                    f"{self.layer.softmax_class.__name__} was sigmoidified, but it calls torch.utils.checkpoint around "
-                    "its attention function, and the recomputation in the backward pass would compute softmax. "
-                    "Checkpoint the whole layer instead, where it is called, or a method of it"
+                    f"{self.layer.softmax_class.__name__} was sigmoidified, but it calls torch.utils.checkpoint, or an "
+                    "autograd.Function, around its attention function, and the backward pass would compute that of "
+                    "softmax. Checkpoint the whole layer instead, where it is called, or a method of it"
                 )
             frame = frame.f_back
 
