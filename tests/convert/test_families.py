@@ -23,7 +23,7 @@ from sigattn.models import (
     ViTConfig,
     saving,
 )
-from sigattn.nn import Attention, SigmoidMultiheadAttention
+from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention, sigmoidify
 
 SMALL = {"activation": "softmax", "num_layers": 2, "embed_dim": 16, "num_heads": 4}
 IMAGE = {**SMALL, "image_size": 8, "patch_size": 2, "channels": 1}
@@ -52,6 +52,20 @@ class Attend(nn.Module):
     def forward(self, x, y=None, **options):
         out = F.scaled_dot_product_attention(*self.heads(x, x if y is None else y), enable_gqa=True, **options)
         return out.transpose(1, 2).flatten(2)
+
+
+class ByMethod(Attend):
+    """The same by a method, with another attention inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Attend()
+
+    def attend(self, *heads):
+        return F.scaled_dot_product_attention(*heads, enable_gqa=True)
+
+    def forward(self, x):
+        return self.attend(*self.heads(x, x)).transpose(1, 2).flatten(2) + self.inner(x)
 
 
 class Eager(Attend):
@@ -262,6 +276,27 @@ class TestOwnModels:
         torch.testing.assert_close(compiled(batches[0]), model(batches[0]))
 
 
+def test_attention_by_a_method_and_in_a_layer_inside():
+    """Their fits are those of the same attention alone."""
+    model = ByMethod()
+    alone = copy.deepcopy(model.inner), Attend()
+    alone[1].load_state_dict({n: t for n, t in model.state_dict().items() if "inner" not in n})
+    report = convert(model, list(X))
+    expected = [convert(m, list(X)).layers[0] for m in alone]
+    assert [layer.heads for layer in report.layers] == [layer.heads for layer in reversed(expected)]
+    torch.testing.assert_close(model(X[0]), sum(m(X[0]) for m in alone))
+
+
+def test_biases_are_float32_where_the_default_is_less():
+    model = Attend()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        convert(model, list(X))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
+
+
 class Both(nn.Module):
     """Attention that can be converted, and one that cannot, or a router."""
 
@@ -288,6 +323,35 @@ def test_a_softmax_that_is_no_attention_stays():
     assert [layer.name for layer in report.layers] == ["first"]
     x = X[0]
     torch.testing.assert_close(model(x), model.second(model.first(x)))
+
+
+class Gated(Attend):
+    """Attention, and a softmax that is none, in one layer."""
+
+    def forward(self, x):
+        return super().forward(x) * x.softmax(-1)
+
+
+class Experts(Router):
+    """A softmax that is no attention, in a layer that multiplies matrices."""
+
+    def forward(self, x):
+        return super().forward(x) @ self.score.weight
+
+
+def restored_by_code(model, state):
+    restore(model, state)
+    return model
+
+
+@pytest.mark.parametrize("kind", [lambda: Both(Experts()), Gated])
+def test_restored_with_an_example(kind):
+    model, new = kind(), kind()
+    convert(model, list(X))
+    restore(new, model.state_dict(), (X[0],))
+    torch.testing.assert_close(new(X[0]), model(X[0]))
+    with pytest.raises((ConversionError, RuntimeError), match=r"with example=|pass example="):
+        restored_by_code(kind(), model.state_dict())(X[0])
 
 
 def refused(model, batches, message, **options):
@@ -364,6 +428,15 @@ class TestRefusals:
         with pytest.raises(ConversionError, match="'first', 'second' are on the meta device"):
             convert(model, list(X))
         assert type(model.first) is Attend
+
+    @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDPModule"])
+    def test_distributed_training(self, wrapper):
+        """It would not synchronise the gradients of the biases. (The classes are recognised by name.)"""
+        wrapped = type(wrapper, (Both,), {})(Attend())
+        refused(wrapped, list(X), rf"'' \({wrapper}\) is part of distributed training")
+        with pytest.raises(ValueError, match="is part of distributed training"):
+            sigmoidify(wrapped, bias=LearnableBias(-1.0))
+        sigmoidify(wrapped)
 
     def test_an_attention_function_of_its_own(self):
         model = language()

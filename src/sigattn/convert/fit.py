@@ -112,7 +112,7 @@ class BiasFit:
     def solve(self, *, with_query: bool) -> QuadraticBias:
         """Return the fitted bias, the margin subtracted, with a term of 0 in the query unless ``with_query``."""
         with torch.random.fork_rng(devices=[]):  # its initial directions are random, and replaced below
-            bias = QuadraticBias(self.num_heads, self.head_dim, self.query_dim)
+            bias = QuadraticBias(self.num_heads, self.head_dim, self.query_dim).float()
         used = slice(None if with_query else 2)
         count = self.products[:, :1, :1].clamp(min=1)
         products, targets = self.products[:, used, used] / count, self.targets[:, used] / count[..., 0]

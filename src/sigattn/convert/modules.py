@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _pop_mode_temporarily
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
@@ -23,10 +24,12 @@ from sigattn.nn.conversion.convert import (
     enable_fused_attention,
     find_softmax,
     observed_layers,
+    refuse_distributed,
     refuse_wrapped,
     replace_layers,
 )
 from sigattn.nn.conversion.observer import CallObserver
+from sigattn.nn.conversion.run_search import Example
 from sigattn.nn.conversion.softmax_calls import Finding, listed
 from sigattn.nn.conversion.visible_keys import is_visible
 from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
@@ -39,12 +42,12 @@ class ModuleAdapter:
     """Softmax attention of a model of PyTorch, found by ``sigattn.nn.conversion``.
 
     Args:
-        model: the model. run: runs the model on one batch, in evaluation mode; None to search its code only.
+        model: the model. example: arguments of its forward, or a function that runs it; None to search its code only.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], object] | None = None) -> None:
+    def __init__(self, model: nn.Module, example: Example | None = None) -> None:
         self.model: nn.Module = model
-        self.run: Callable[[], object] | None = run
+        self.example: Example | None = example
         self.own: dict[str, Attention] = {}
         self.called: list[Finding] = []  # layers that call PyTorch's functions
         self.staying: list[Finding] = []
@@ -59,13 +62,15 @@ class ModuleAdapter:
             raise ConversionError(f"convert: {error}") from error
 
     def _layers(self) -> Sequence[str]:
+        refuse_distributed(self.model)
         with enable_fused_attention(self.model, restore=True):
-            findings = find_softmax(self.model, self.run)
+            findings = find_softmax(self.model, self.example)
         self.staying = [f for f in findings if not f.replaceable]
         if refused := [f for f in self.staying if f.attention]:
             raise ConversionError(
                 f"convert: these layers compute a softmax themselves, where it cannot be replaced: {listed(refused)}. "
                 "Let them use F.scaled_dot_product_attention, or rewrite them with sigattn.nn.Attention"
+                + (". Only the code was examined: pass example=(...)" if self.example is None else "")
             )
         self.own = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and _is_normalised(n, m)}
         self.called = [f for f in findings if f.replaceable and f.name not in self.own]
@@ -135,7 +140,17 @@ class _Observer(CallObserver):
         if mask is not None and mask.is_floating_point():
             mask = mask.masked_fill(~is_visible(mask), -torch.inf)
         problem = canonical(Problem, query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, window=window)
-        return self.attend(AttentionCall(self.name, problem, softmax, sigmoid))
+        with _without_function_modes():
+            return self.attend(AttentionCall(self.name, problem, softmax, sigmoid))
+
+
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """Within the context no ``TorchFunctionMode`` is active: those of the layers around a call refuse its softmax."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def _is_normalised(name: str, layer: Attention) -> bool:

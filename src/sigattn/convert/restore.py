@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +16,9 @@ from sigattn.nn.fitted_bias import FITTED
 _ATTRIBUTES = ("sigmoid_bias", "attention_bias")  # names of the bias within a layer
 
 
-def restore(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def restore(
+    model: nn.Module, state: Mapping[str, Tensor], example: Sequence[Any] | Mapping[str, Any] | None = None
+) -> None:
     """Convert a softmax model as the model of a state dict was converted, in place, and load the state dict.
 
     Models of this library have folders (``sigattn.models.saving``), and transformers' models ``from_pretrained``; this
@@ -24,6 +27,8 @@ def restore(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Args:
         model: a softmax model of the same class and sizes, such as a new one. state: from a model that ``convert``
             converted.
+        example: arguments of one forward call, positional or by name, as in ``sigmoidify``: the model is run once to
+            distinguish other softmaxes from attention, as ``convert`` does. None examines its code only.
 
     Raises:
         ConversionError: a ValueError, if the state dict has no fitted biases, or they belong to other layers.
@@ -32,7 +37,7 @@ def restore(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     first_names: dict[nn.Module, str] = {}  # a state dict has all names of a shared layer, ``layers`` the first
     aliases = {n: first_names.setdefault(m, n) for n, m in model.named_modules(remove_duplicate=False)}
     biases = {aliases.get(name, name): _bias(parameters) for name, parameters in _parameters(state).items()}
-    adapter = ModuleAdapter(model)
+    adapter = ModuleAdapter(model, example)
     names = adapter.layers()
     if set(names) != set(biases):
         softmax, fitted = (", ".join(map(repr, given)) for given in (names, biases))
@@ -70,7 +75,7 @@ def _bias(parameters: Mapping[str, Tensor]) -> AttentionBias:
     for kind in FITTED.values():
         bias = kind(**{name: sizes[name] for name in inspect.signature(kind).parameters})
         if {n: t.shape for n, t in bias.state_dict().items()} == {n: t.shape for n, t in parameters.items()}:
-            return bias
+            return bias.to(parameters["constant"].dtype)
     raise ConversionError(
         f"restore: the state dict has a bias with the parameters {', '.join(parameters)}, which is none of "
         f"{', '.join(FITTED)}: load it with the version of sigattn that wrote it"

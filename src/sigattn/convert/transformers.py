@@ -14,7 +14,7 @@ from sigattn.convert.row_statistics import row_blocks
 from sigattn.integrations.transformers import conversion
 from sigattn.integrations.transformers.interface import Call
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.conversion.convert import find_softmax
+from sigattn.nn.conversion.convert import find_softmax, refuse_distributed
 from sigattn.nn.conversion.softmax_calls import listed
 from sigattn.nn.conversion.visible_keys import evaluate_bias, is_visible
 from sigattn.ops import reference
@@ -38,6 +38,7 @@ class TransformersAdapter:
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
         try:
+            refuse_distributed(self.model)
             self.names = {layer: name for name, layer in conversion.attention_layers(self.model).items()}
         except ValueError as error:
             raise ConversionError(f"convert: {error}") from error

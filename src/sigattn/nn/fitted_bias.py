@@ -27,7 +27,6 @@ from sigattn.ops.autocast import without_autocast
 MAX_LOG_SCALE = 5.0  # bound of |log scale| of ``RowScale``, e⁵ ≈ 150
 EPS = 1e-6  # added to a row's norm
 MAX_DIRECTIONS = 8  # of ``QueryTerm``; with 24 converted models are hardly better (docs/log.md), and slower
-NO_LIMIT = torch.finfo(torch.float32).max  # of ``QueryTerm``; not inf, which a check for non-finite weights would find
 
 
 class VisibleKeysLinearBias(AttentionBias):
@@ -200,8 +199,9 @@ class QueryTerm(nn.Module):
         nn.init.zeros_(self.linear)
         nn.init.zeros_(self.curvature)
         nn.init.normal_(self.directions, std=max(self.query_dim, 1) ** -0.5)
-        nn.init.constant_(self.lower, -NO_LIMIT)
-        nn.init.constant_(self.upper, NO_LIMIT)
+        limit = torch.finfo(self.upper.dtype).max  # not inf, which a check for non-finite weights would find
+        nn.init.constant_(self.lower, -limit)
+        nn.init.constant_(self.upper, limit)
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""

@@ -88,6 +88,7 @@ def sigmoidify(
         ValueError: if some attention layer cannot be replaced, naming it; if there is none; or if a pattern of
             ``allow_softmax`` matches no softmax. The model is unchanged. Layers whose forward was wrapped (accelerate,
             ``torch.compile(layer.forward)``) and traced graphs cannot be replaced: wrap or trace after the call.
+            So is a learned bias in a model that is wrapped for distributed training.
         TypeError: if bias is neither a number nor one of ``sigattn.nn.bias``.
 
     >>> encoder = nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -99,8 +100,26 @@ def sigmoidify(
         raise ValueError(
             "sigmoidify does not support QueryBias, because these layers compute Q themselves: use another bias"
         )
+    if bias is not None and next(bias.parameters(), None) is not None:
+        refuse_distributed(model)
     with enable_fused_attention(model):
         return _sigmoidify(model, example, bias, allow_softmax)
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """Raise for a model that distributed training has wrapped or sharded, because it would not know new parameters.
+
+    Raises:
+        ValueError: naming the wrapped layer.
+    """
+    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+    for name, module in model.named_modules():
+        distributed = wrappers & {kind.__name__ for kind in type(module).__mro__}
+        if distributed or any(type(p).__name__ == "DTensor" for p in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) is part of distributed training, which would not synchronise the "
+                "gradients of new biases: convert the model first, then wrap or shard it"
+            )
 
 
 @contextlib.contextmanager
