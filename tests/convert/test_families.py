@@ -1,5 +1,6 @@
 """Conversion of every family: the fit against float64, the swapped model against the formula, what is refused."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -285,6 +286,24 @@ def test_attention_by_a_method_and_in_a_layer_inside():
     expected = [convert(m, list(X)).layers[0] for m in alone]
     assert [layer.heads for layer in report.layers] == [layer.heads for layer in reversed(expected)]
     torch.testing.assert_close(model(X[0]), sum(m(X[0]) for m in alone))
+
+
+def test_the_mode_of_each_layer_is_restored_by_its_own_method():
+    """As in layers that merge a low-rank update in evaluation, and in frozen normalisation layers."""
+
+    class Merging(nn.Linear):
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    model = nn.Sequential(Attend(), Merging(16, 16), nn.BatchNorm1d(7).eval())
+    for run in (lambda: sigmoidify(model, (X[0],), allow_softmax=["2*"]), lambda: convert(model, list(X))):
+        with contextlib.suppress(ValueError):  # the pattern matches nothing: refused after the run
+            run()
+        assert [m.training for m in model] == [True, True, False]
+        assert not model[1].merged
 
 
 def test_biases_are_float32_where_the_default_is_less():

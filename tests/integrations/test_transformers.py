@@ -115,7 +115,10 @@ def test_models(kind, bias):
             assert p.grad is None, name
             continue
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    next(ours.train().children()).eval()
+    modes = [m.training for m in ours.modules()]
     assert sigmoid.check(ours, **inputs) >= 2
+    assert [m.training for m in ours.modules()] == modes
 
 
 @pytest.mark.parametrize("kind", DECODERS)

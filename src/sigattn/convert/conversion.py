@@ -18,6 +18,7 @@ from sigattn.convert.modules import ModuleAdapter
 from sigattn.convert.output_scale import fit_output_scales
 from sigattn.convert.report import ConversionReport
 from sigattn.nn.bias import AttentionBias, BatchLengthBias
+from sigattn.nn.conversion.run_search import evaluation_mode
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -150,14 +151,10 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 @contextlib.contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
     """Within the context, run a model uncompiled in evaluation mode and without PyTorch's fused encoder layers."""
-    training = {module: module.training for module in model.modules()}
     fused = torch.backends.mha.get_fastpath_enabled()
-    model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        for module, mode in training.items():
-            module.training = mode

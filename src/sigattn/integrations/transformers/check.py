@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.saving import NAME
+from sigattn.nn.conversion.run_search import evaluation_mode
 
 _SOFTMAX = {"softmax", "_softmax", "Softmax", "flex_attention"}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention"}
@@ -198,15 +199,12 @@ def check(model: nn.Module, **inputs: Any) -> int:
 
     hooks = [m.register_forward_pre_hook(enter(path, m)) for path, m in model.named_modules()]
     hooks += [m.register_forward_hook(leave, always_call=True) for m in model.modules()]
-    training = model.training
-    model.eval()
     active_recorders.append(recorder)
     try:
-        with torch.no_grad(), recorder:
+        with evaluation_mode(model), torch.no_grad(), recorder:
             model(**inputs)
     finally:
         active_recorders.remove(recorder)
-        model.train(training)
         for hook in hooks:
             hook.remove()
     if recorder.softmax:

@@ -63,8 +63,9 @@ def sigmoidify(
 ) -> list[Replaced | RemainingSoftmax]:
     """Turn a model's softmax attention into sigmoid attention, in place.
 
-    Weights, parameter names and the state dict are unchanged (a learnable bias is added to it). A model that was
-    trained with softmax must be trained further, because it computes another function.
+    Weights, parameter names and the state dict are unchanged (a learnable bias is added to it), so that a new model
+    into which it is loaded needs the same call. A model that was trained with softmax must be trained further, because
+    it computes another function.
 
     Every attention is replaced, or the call raises and names it. A softmax that does not belong to an attention (a
     classifier, a router) stays and is listed.

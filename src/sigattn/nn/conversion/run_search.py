@@ -56,20 +56,37 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
     """
     names = {module: name for name, module in model.named_modules()}
     trace = _Trace(names, _storages(model), skipped)
-    training = {m: m.training for m in names}
+    with (
+        evaluation_mode(model),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        trace.hooks(),
+        _Calls(trace),
+        _Operators(trace),
+    ):
+        if callable(example):
+            example()
+        elif isinstance(example, Mapping):
+            model(**example)
+        else:
+            model(*example)
+    return SearchResult(trace.findings(), trace.ran)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within the context a model is in evaluation mode; the mode of each layer is restored after it.
+
+    It is set by the layer's ``train``, which some layers override: to merge weights, or to keep values in evaluation.
+    """
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), trace.hooks(), _Calls(trace), _Operators(trace):
-            if callable(example):
-                example()
-            elif isinstance(example, Mapping):
-                model(**example)
-            else:
-                model(*example)
+        yield
     finally:
         for module, mode in training.items():
-            module.training = mode
-    return SearchResult(trace.findings(), trace.ran)
+            if module.training != mode:
+                module.train(mode)
 
 
 def _storages(model: nn.Module) -> set[int]:
