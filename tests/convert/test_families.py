@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sigattn.convert import ConversionError, convert, restore
-from sigattn.convert.fit import MARGIN
+from sigattn.convert.fit import MARGIN, BiasFit
 from sigattn.models import (
     LanguageModel,
     LanguageModelConfig,
@@ -25,6 +25,8 @@ from sigattn.models import (
     saving,
 )
 from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention, sigmoidify
+from sigattn.ops.operands import canonical
+from sigattn.ops.problem import Problem
 
 SMALL = {"activation": "softmax", "num_layers": 2, "embed_dim": 16, "num_heads": 4}
 IMAGE = {**SMALL, "image_size": 8, "patch_size": 2, "channels": 1}
@@ -316,6 +318,21 @@ def test_biases_are_float32_where_the_default_is_less():
     assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
 
 
+def test_biases_are_made_on_the_device_of_the_model():
+    """Sums of the fit stay on the CPU. (Here the default device is another one than the model's.)"""
+    model = Attend()
+    torch.set_default_device("meta")
+    try:
+        convert(model, list(X))
+    finally:
+        torch.set_default_device(None)
+    assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
+    problem = canonical(Problem, *torch.randn(3, 1, 2, 5, 4))
+    fit = BiasFit(problem)
+    fit.device = torch.device("meta")
+    assert {t.device.type for t in fit.solve(with_query=False).state_dict().values()} == {"meta"}
+
+
 class Both(nn.Module):
     """Attention that can be converted, and one that cannot, or a router."""
 
@@ -430,6 +447,14 @@ class TestRefusals:
                 return F.scaled_dot_product_attention(self.q(x), self.kv(x), self.kv(x))
 
         refused(Single(), list(X), r"shape \(B, H, N, D\), got \(2, 7, 16\)")
+
+    def test_calls_of_different_sizes(self):
+        class Two(Attend):
+            def forward(self, x):
+                q, k, v = self.heads(x, x)
+                return super().forward(x) + F.scaled_dot_product_attention(q[:, :2], k, v).sum()
+
+        refused(Both(Two()), list(X), r"'second' calls attention with .* \(4, 4, 4\) and \(2, 4, 4\)")
 
     def test_a_forward_of_the_instance(self):
         model = Both(Attend())

@@ -7,6 +7,7 @@ then becomes p / (1 + p e^-MARGIN), which is nearly p where single keys dominate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ class QueryFeatures:
         num_heads, _, dim = query.shape
         moments = (query.mT @ query / query.shape[1]).double().cpu()
         mean_square = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
-        moments = moments + (1e-3 * mean_square + torch.finfo(torch.float32).tiny) * torch.eye(dim).double()
+        identity = torch.eye(dim, dtype=torch.float64, device="cpu")
+        moments = moments + (1e-3 * mean_square + torch.finfo(torch.float32).tiny) * identity
         key = key - key.mean(1, keepdim=True)
         covariance = (key.mT @ key / key.shape[1]).double().cpu().repeat_interleave(num_heads // len(key), 0)
         values, vectors = torch.linalg.eigh(moments)
@@ -88,9 +90,20 @@ class BiasFit:
         self.query_dim: int = problem.query.shape[3]
         self.head_dim: int = problem.value.shape[3]
         self.features: QueryFeatures = QueryFeatures(problem)
+        self.device: torch.device = problem.query.device
         size = 2 + self.features.count
-        self.products: Tensor = torch.zeros(self.num_heads, size, size, dtype=torch.float64)  # Σ x xᵀ
-        self.targets: Tensor = torch.zeros(self.num_heads, size, dtype=torch.float64)  # Σ x (-lse + log visible)
+        options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        self.products: Tensor = torch.zeros(self.num_heads, size, size, **options)  # Σ x xᵀ
+        self.targets: Tensor = torch.zeros(self.num_heads, size, **options)  # Σ x (-lse + log visible)
+
+    def check_sizes(self, call: AttentionCall) -> None:
+        """Raise ConversionError if a call has other heads or features than the first, because a bias has one size."""
+        sizes = call.problem.query.shape[1], call.problem.query.shape[3], call.problem.value.shape[3]
+        if sizes != (first := (self.num_heads, self.query_dim, self.head_dim)):
+            raise ConversionError(
+                f"convert: {call.name!r} calls attention with (heads, features of a query, of a value) {first} and "
+                f"{sizes}, so that no bias for each head fits it"
+            )
 
     def update(self, query: Tensor, rows: RowStatistics) -> None:
         """Add the rows of a call, with queries (B, Hq, N, D). x is 1, log visible, and the features of the query."""
@@ -111,14 +124,14 @@ class BiasFit:
 
     def solve(self, *, with_query: bool) -> QuadraticBias:
         """Return the fitted bias, the margin subtracted, with a term of 0 in the query unless ``with_query``."""
-        with torch.random.fork_rng(devices=[]):  # its initial directions are random, and replaced below
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # initial directions are random, replaced below
             bias = QuadraticBias(self.num_heads, self.head_dim, self.query_dim).float()
         used = slice(None if with_query else 2)
         count = self.products[:, :1, :1].clamp(min=1)
         products, targets = self.products[:, used, used] / count, self.targets[:, used] / count[..., 0]
         # features have a mean square of about 1; what is far less is rounding, in a direction that queries do not take
         strength = (_RIDGE + _PRIOR_ROWS / count[:, :, 0]) * products.diagonal(dim1=1, dim2=2).clamp(min=1)
-        strength[:, :2] = torch.tensor([_PRIOR**2, _PRIOR], dtype=torch.float64)
+        strength[:, :2] = torch.tensor([_PRIOR**2, _PRIOR], dtype=torch.float64, device="cpu")
         root = torch.linalg.cholesky(products + torch.diag_embed(strength))
         solution = torch.cholesky_solve(targets.unsqueeze(-1), root).squeeze(-1)
         with torch.no_grad():
@@ -131,7 +144,7 @@ class BiasFit:
             bias.query_term.curvature.copy_(curvature.flatten())
             if with_query:
                 self._set_limits(bias, solution[:, 2:], products)
-        return bias
+        return bias.to(self.device)
 
     def _set_limits(self, bias: QuadraticBias, solution: Tensor, products: Tensor) -> None:
         """Set the limits of the query's term from its mean and variance over the rows."""
@@ -165,6 +178,7 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
             check_finite(call.name, rows)
             if call.name not in fits:
                 fits[call.name] = BiasFit(call.problem)
+            fits[call.name].check_sizes(call)
             fits[call.name].update(call.problem.query, rows)
         return call.softmax()
 

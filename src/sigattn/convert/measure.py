@@ -20,8 +20,9 @@ class _LayerMeasurement:
     """Running sums of one layer."""
 
     def __init__(self, num_heads: int) -> None:
-        self.moments: Tensor = torch.zeros(5, num_heads, dtype=torch.float64)  # rows, Σ y, Σ y², Σ (y - b), Σ (y - b)²
-        self.squares: Tensor = torch.zeros(3, dtype=torch.float64)  # ‖O‖², ‖O_log_n - O‖², ‖O_fitted - O‖²
+        options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        self.moments: Tensor = torch.zeros(5, num_heads, **options)  # rows, Σ y, Σ y², Σ (y - b), Σ (y - b)²
+        self.squares: Tensor = torch.zeros(3, **options)  # ‖O‖², ‖O_log_n - O‖², ‖O_fitted - O‖²
 
     def update(self, rows: RowStatistics, bias: Tensor, outputs: Sequence[Tensor]) -> None:
         """Add a call: its rows, the bias (B, Hq, N) of each, and the outputs of softmax, b = -log n and this bias."""

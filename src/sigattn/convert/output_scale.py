@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +40,9 @@ class OutputScaleFit:
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         size = head_dim + _POWER
-        self.products: Tensor = torch.zeros(num_heads, size, size, dtype=torch.float64)  # Σ w x xᵀ
-        self.targets: Tensor = torch.zeros(num_heads, size, dtype=torch.float64)  # Σ w x (log α - MARGIN)
+        options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+        self.products: Tensor = torch.zeros(num_heads, size, size, **options)  # Σ w x xᵀ
+        self.targets: Tensor = torch.zeros(num_heads, size, **options)  # Σ w x (log α - MARGIN)
         self.rows: float = 0.0
 
     def update(self, output: Tensor, softmax: Tensor, counted: Tensor) -> None:
@@ -108,7 +110,7 @@ def fit_output_scales(
     candidates = {
         name: [fit.candidates(bias) for bias, fit in zip(of, fits[name], strict=True)] for name, of in biases.items()
     }
-    errors = {name: torch.zeros(len(of), 3, dtype=torch.float64) for name, of in candidates.items()}
+    errors = {name: torch.zeros(len(of), 3, dtype=torch.float64, device="cpu") for name, of in candidates.items()}
 
     def compare(call: AttentionCall) -> object:
         with without_autocast(call.problem.query.device.type):

@@ -33,7 +33,6 @@ class TransformersAdapter:
         self.model: nn.Module = model
         self.run: Callable[[], object] = run
         self.names: dict[nn.Module, str] = {}
-        self.num_heads: dict[str, int] = {}  # query heads in the first call of a layer
 
     def layers(self) -> Sequence[str]:
         """Return the names of the attention layers; see ``Adapter``."""
@@ -59,7 +58,7 @@ class TransformersAdapter:
         """Within the context, let ``attend`` answer every call of the layers; see ``Adapter``."""
 
         def answer(layer: nn.Module, call: Call) -> Tensor:
-            name = self._name(layer, call)
+            name = self._name(layer)
             mask = call.mask
             if mask is not None and mask.is_floating_point():
                 mask = mask.masked_fill(~is_visible(mask), -torch.inf)
@@ -90,16 +89,10 @@ class TransformersAdapter:
         except ValueError as error:
             raise ConversionError(f"convert: {error}") from error
 
-    def _name(self, layer: nn.Module, call: Call) -> str:
+    def _name(self, layer: nn.Module) -> str:
         if layer not in self.names:
             raise ConversionError(f"convert: attention was called by a {type(layer).__name__} outside of the model")
-        name, num_heads = self.names[layer], call.query.shape[1]
-        if self.num_heads.setdefault(name, num_heads) != num_heads:
-            raise ConversionError(
-                f"convert: {name!r} was called with {self.num_heads[name]} and with {num_heads} heads, so that no bias "
-                "for each head fits it"
-            )
-        return name
+        return self.names[layer]
 
 
 def contains_transformers_model(model: nn.Module) -> bool:
