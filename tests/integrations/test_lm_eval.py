@@ -77,6 +77,31 @@ def test_generation_stops(lm):
         assert cut == free.split(free[2])[0]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_new_tokens": 7, "do_sample": False, "temperature": 0.8, "num_beams": 1}, (7, {"temperature": 0.0})),
+        ({"max_tokens": 5, "max_gen_toks": 3, "temperature": 0.5}, (3, {"temperature": 0.5})),
+        ({"max_gen_toks": 3, "do_sample": True, "temperature": 0.2, "top_p": 0.95, "top_k": 9},
+         (3, {"temperature": 0.2, "top_p": 0.95, "top_k": 9})),
+        ({"max_gen_toks": 3, "top_p": 0.95}, (3, {"temperature": 0.0})),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_of_a_task(lm, monkeypatch, options, expected):
+    """The names and the meaning of the harness's own models (``normalize_gen_kwargs``)."""
+    calls, generate = [], lm.model.generate
+    monkeypatch.setattr(lm.model, "generate", lambda *a, **k: calls.append((a[1], k)) or generate(*a, **k))
+    lm.generate_until([Request("a cat", options)])
+    ((steps, given),) = calls
+    assert (steps, {n: v for n, v in given.items() if v is not None and n != "stop_tokens"}) == expected
+
+
+def test_unsupported_options_of_a_task(lm):
+    with pytest.raises(ValueError, match=r"does not support .*num_beams=4, repetition_penalty=1\.2"):
+        lm.generate_until([Request("a", {"num_beams": 4, "repetition_penalty": 1.2, "max_gen_toks": 3})])
+
+
 def test_long_prompts_keep_half_of_the_context(lm, monkeypatch):
     """The harness's default of 256 new tokens is more than this context of 32."""
     prompts, generate = [], lm.model.generate

@@ -36,6 +36,8 @@ PAPER = {
     "triviaqa": 1,
     "webqs": 1,
 }
+# the harness's names of the number of new tokens, the one that counts first
+_MAX_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class SigattnLM(TemplateLM):
@@ -137,10 +139,7 @@ class SigattnLM(TemplateLM):
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, options: dict[str, Any]) -> str:
-        until = options.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        max_tokens = int(options.get("max_gen_toks", 256))
-        temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
+        until, max_tokens, sampling = _generation_options(options)
         # a prompt keeps at least half of the context, and the continuation gets what it leaves
         kept = max(self.max_length - max_tokens, -(-self.max_length // 2))
         tokens = (self.tok_encode(context) or [self.eot_token_id])[-kept:]
@@ -151,7 +150,7 @@ class SigattnLM(TemplateLM):
         while len(generated) < max_tokens:  # 32 tokens at a time, to stop soon after a stop text
             step = min(32, max_tokens - len(generated))
             so_far = torch.cat((prompt, prompt.new_tensor(generated)))
-            (row,) = self.model.generate([so_far], step, temperature=temperature, stop_tokens=ends)
+            (row,) = self.model.generate([so_far], step, stop_tokens=ends, **sampling)
             generated += row[len(so_far) :].tolist()
             text = self.tok_decode(generated)
             if self.end_token in generated or any(u in text for u in until if u):
@@ -162,6 +161,30 @@ class SigattnLM(TemplateLM):
         for u in until:
             text = text.split(u)[0] if u else text
         return text
+
+
+def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
+    """Return stop texts, number of new tokens and arguments of ``generate`` for a task's ``generation_kwargs``.
+
+    They have the harness's meaning: without ``do_sample``, a temperature above 0 requests sampling.
+
+    Raises:
+        ValueError: for options that are not supported, such as several beams.
+    """
+    rest = dict(options)
+    until = rest.pop("until", None) or []
+    limits = [rest.pop(name, None) for name in _MAX_NEW_TOKENS]
+    max_tokens = next((int(n) for n in limits if n is not None), 256)
+    temperature = float(rest.pop("temperature", None) or 0.0)
+    if rest.pop("do_sample", None) is False:
+        temperature = 0.0
+    limited = {name: rest.pop(name, None) or None for name in ("top_k", "top_p")}
+    if rest.get("num_beams") == 1:
+        del rest["num_beams"]
+    if unsupported := [f"{name}={value!r}" for name, value in rest.items() if value is not None]:
+        raise ValueError(f"SigattnLM does not support the task's generation_kwargs {', '.join(unsupported)}")
+    sampling = {"temperature": temperature, **(limited if temperature else {})}
+    return [until] if isinstance(until, str) else list(until), max_tokens, sampling
 
 
 def evaluate(
