@@ -95,7 +95,7 @@ class MaskedAutoencoder(Transformer):
         """Insert mask tokens for the hidden patches, restore the order of the patches, and predict their pixels."""
         x = residual_stream(self.bridge(x))
         cls, x = (x[:, :1], x[:, 1:]) if self.encoder.cls is not None else (x[:, :0], x)
-        mask = self.mask_token.to(x.dtype).expand(len(x), order.shape[1] - num_visible, -1)
+        mask = self.mask_token.to(x.dtype).expand(x.shape[0], order.shape[1] - num_visible, -1)
         index = order.argsort(1)[:, :, None].expand(-1, -1, x.shape[2])
         x = torch.cat([cls, self.position(torch.cat([x, mask], 1).gather(1, index))], 1)
         for block in self.blocks:

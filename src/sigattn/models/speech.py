@@ -143,9 +143,9 @@ class SpeechModel(Transformer):
             ValueError: if lengths does not have the shape (batch,), or there are too few frames for ``front_end``.
         """
         if lengths is None:
-            lengths = torch.full((len(frames),), frames.shape[1], device=frames.device)
-        if lengths.shape != (len(frames),):
-            raise ValueError(f"lengths must be (batch,) = ({len(frames)},), got {tuple(lengths.shape)}")
+            lengths = torch.full(frames.shape[:1], frames.shape[1], device=frames.device)
+        if lengths.shape != frames.shape[:1]:
+            raise ValueError(f"lengths must be (batch,) = ({frames.shape[0]},), got {tuple(lengths.shape)}")
         exists = torch.arange(frames.shape[1], device=frames.device) < lengths[:, None]  # (B, length)
         x = residual_stream(self.convolution((frames * exists[:, :, None]).mT).mT)  # (B, steps, embed_dim)
         steps = self.steps(lengths)

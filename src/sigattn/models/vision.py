@@ -150,7 +150,7 @@ class ViT(Transformer):
     def encode(self, x: Float[Tensor, "batch patches embed_dim"]) -> Float[Tensor, "batch tokens embed_dim"]:
         """Apply all blocks and the norm; the CLS token, if there is one, is the first of the output."""
         if self.cls is not None:
-            x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
+            x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1)
         for block in self.blocks:
             x = self.run_block(block, x)
         result: Tensor = self.norm(x)

@@ -133,8 +133,10 @@ class BatchLengthBias(AttentionBias):
 
     cache_safe = False
 
-    def forward(self, num_queries: int, num_keys: int, **_: Any) -> float:
-        """Return -log of the number of keys."""
+    def forward(self, num_queries: int, num_keys: int, *, device: torch.device, **_: Any) -> float | Tensor:
+        """Return -log of the number of keys, a 0-d tensor while compiling."""
+        if torch.compiler.is_compiling():  # the logarithm of a Python number would fix it in the program
+            return log_length_bias(torch.full((), num_keys, device=device).clamp(min=1))
         return log_length_bias(max(num_keys, 1))
 
 

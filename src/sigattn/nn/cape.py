@@ -156,7 +156,7 @@ class ImageCape(_Augmented):
 
     def forward(self, x: Float[Tensor, "batch length embed_dim"]) -> Float[Tensor, "batch length embed_dim"]:
         """Add the encoding to patches in row-major order."""
-        xy = self.coordinates.expand(len(x), -1, -1)  # (B, length, 2)
+        xy = self.coordinates.expand(x.shape[0], -1, -1)  # (B, length, 2)
         if self.training:
             distance = torch.tensor([2 / max(n - 1, 1) for n in (self.columns, self.rows)], device=x.device)
             xy = xy + distance * _uniform(xy.shape, self.max_local_shift, x.device)

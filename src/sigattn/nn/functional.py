@@ -110,8 +110,10 @@ def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.devi
     if spec.left_padding is not None:
         first = torch.maximum(first, spec.left_padding.to(device)[:, None])  # (B, N)
     last = i + (0 if spec.causal else window)  # (N,)
-    total = torch.tensor([keys], device=device) if spec.key_lengths is None else spec.key_lengths.to(device)
-    last = torch.minimum(last, total[:, None] - 1)  # (B, N)
+    if spec.key_lengths is None:
+        last = last.clamp(max=keys - 1)[None]  # (1, N)
+    else:
+        last = torch.minimum(last, spec.key_lengths.to(device)[:, None] - 1)  # (B, N)
     return (last - first + 1).clamp(min=0)[:, None, :, None].float()
 
 
@@ -189,7 +191,7 @@ def _softmax(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> 
         attn_mask=mask,
         dropout_p=p.dropout,
         is_causal=p.causal and mask is None,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=bool(query.shape[1] != key.shape[1]),  # torch.jit.trace has tensors for sizes
     )
 
 
