@@ -96,6 +96,29 @@ def test_a_vocabulary_that_grows(tied, tmp_path):
     torch.testing.assert_close(loaded(ids).logits, wrapped(ids).logits)
 
 
+def test_spread_over_devices(tmp_path):
+    """A block stays whole; weights that are offloaded are read again, or the output that needs them raises."""
+    accelerate = pytest.importorskip("accelerate")
+    ids = torch.randint(1, 30, (2, 7))
+    for tied in (False, True):
+        model = model_of({"tie_embeddings": tied})
+        folder = tmp_path / str(tied)
+        model_integration.export(model, folder)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, device_map="auto", max_memory={"cpu": 60_000}, offload_folder=folder / "disk"
+        )
+        assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
+        assert not [name for name in loaded.hf_device_map if name.startswith("model.blocks.") and name.count(".") > 2]
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(ids).logits, model(ids))
+            offloaded = accelerate.cpu_offload(model_of({"tie_embeddings": tied}), execution_device="cpu")
+            if not tied:
+                torch.testing.assert_close(offloaded(ids), model(ids))
+                continue
+            with pytest.raises(RuntimeError, match="were offloaded: keep the embedding on its device"):
+                offloaded(ids)
+
+
 def test_refused():
     wrapped = model_integration.wrap(model_of({})).train()
     ids = torch.randint(1, 30, (1, 5))

@@ -32,6 +32,28 @@ def test_number_of_parameters():
     assert sum(p.numel() for p in model.parameters()) == 50 * 24 + 2 * layer + 24
 
 
+def test_an_output_that_was_replaced():
+    """As LoRA and quantisation do, whose layers have the weight of the layer that they replace, or none."""
+
+    class Added(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        @property
+        def weight(self):
+            return self.base.weight
+
+        def forward(self, x):
+            return self.base(x) + 1
+
+    model = LanguageModel(LanguageModelConfig(**SMALL, tie_embeddings=False))
+    tokens = torch.randint(50, (3, 16))
+    logits = model(tokens)
+    model.output = Added(model.output)
+    torch.testing.assert_close(model(tokens), logits + 1)
+
+
 @pytest.mark.filterwarnings("ignore:.*sigmoid attention without a bias")
 def test_the_bias_of_every_layer():
     def of(**settings):

@@ -103,6 +103,7 @@ class LanguageModel(Transformer):
         Raises:
             ValueError: if tokens is not (B, N), or there are more tokens than the context.
             TypeError: if tokens are not integers.
+            RuntimeError: if the embedding's weights, tied to the output, were offloaded.
         """
         validation.integers("LanguageModel", "tokens", tokens, (None, None), "(batch, length)")
         first = cache[0].length if cache else 0
@@ -113,8 +114,16 @@ class LanguageModel(Transformer):
             x = self.position(x, first, self._positions(tokens, first, cache, documents))
         for i, block in enumerate(self.blocks):
             x = self.run_block(block, x, cache=cache[i] if cache else None, documents=documents)
-        weight = self.embedding.weight if self.output is None else self.output.weight
-        return F.linear(self.norm(x), weight)
+        x = self.norm(x)
+        if self.output is not None:
+            result: Tensor = self.output(x)  # a module, which may have been replaced (LoRA, quantisation)
+            return result
+        if self.embedding.weight.is_meta and not x.is_meta:  # F.linear would return uninitialised memory
+            raise RuntimeError(
+                "tie_embeddings=True needs the embedding's weights for the output, too, and they were offloaded: keep "
+                "the embedding on its device"
+            )
+        return F.linear(x, self.embedding.weight)
 
     def _positions(
         self, tokens: Tensor, first: int, cache: Sequence[KVCache] | None, documents: Documents | None
