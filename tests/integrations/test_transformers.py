@@ -168,6 +168,29 @@ def test_compiled():
     torch.testing.assert_close(compiled(**inputs).logits, ours(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_exported_and_traced_for_any_length():
+    """Shared key heads and a window, at lengths within and beyond it."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, padding):
+            n = query.shape[2]
+            window = {"mask_function": sliding_window_causal_mask_function(6), "local_size": 6}
+            mask = sigmoid_mask(len(query), n, n, attention_mask=padding, allow_is_causal_skip=True, **window)
+            return sigmoid.attention(self, query, key, key, mask, sliding_window=6)[0]
+
+    def inputs(n):
+        return torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), torch.arange(n) >= torch.tensor([[0], [2]])
+
+    n = torch.export.Dim("n", min=3, max=60)
+    exported = torch.export.export(Layer(), inputs(9), dynamic_shapes=({2: n}, {2: n}, {1: n})).module()
+    traced = torch.jit.trace(Layer(), inputs(9), check_trace=False)
+    for length in (5, 30):
+        operands = inputs(length)
+        torch.testing.assert_close(exported(*operands), Layer()(*operands))
+        torch.testing.assert_close(traced(*operands), Layer()(*operands))
+
+
 def test_trainer(tmp_path):
     pytest.importorskip("accelerate")
     ours, _ = pair("llama")

@@ -99,7 +99,7 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
-    """Load the model in a folder, in evaluation mode; its class is read from ``config.json``.
+    """Load the model in a folder, in evaluation mode and PyTorch's default dtype; ``config.json`` has its class.
 
     Raises:
         ModelError: if the folder does not contain a model of this version.

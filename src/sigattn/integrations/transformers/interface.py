@@ -76,7 +76,7 @@ class Call(NamedTuple):
             self.dropout,
             self.causal,
             self.scale,
-            enable_gqa=self.query.shape[1] != self.key.shape[1],
+            enable_gqa=True,
             bias=bias,
             softcap=self.softcap,
         )

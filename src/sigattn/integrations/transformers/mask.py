@@ -37,7 +37,7 @@ def sigmoid_mask(
     ``mask_function`` hides nothing beyond causality and a window (or chunk) of ``local_size`` keys. A plain causal mask
     is marked, see ``is_plain_causal``; it takes N·M bytes whatever the batch size.
     """
-    skippable = allow_is_causal_skip and (local_size is None or kv_length < local_size) and not _tracing(attention_mask)
+    skippable = allow_is_causal_skip and not _tracing(attention_mask) and (local_size is None or kv_length < local_size)
     if skippable and isinstance(q_offset, int):
         if q_offset == kv_offset == 0 and _all_visible(attention_mask, 0, min(q_length, kv_length)):
             dense = torch.ones(q_length, kv_length, dtype=torch.bool, device=kwargs.get("device", "cpu")).tril()
