@@ -62,7 +62,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _can_compile_fullgraph = False
-    _no_split_modules = ["Block"]  # of device_map="auto"
+    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers' attribute, for device_map="auto")
 
     def __init__(self, config: SigattnConfig) -> None:
         super().__init__(config)
