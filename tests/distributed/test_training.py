@@ -57,7 +57,7 @@ def runs(tmp_path_factory):
     def job(name, kind="language", **more):
         return {"folder": str(root / name), "kind": kind, **more}
 
-    closely = {"statistics_every": 2}
+    closely = {"statistics_every": 2, "batch_size": 7}
     worker.run([job("one-closely", training=closely)])
     worker.run(
         [job(f"one-{kind}", kind) for kind in ("language", "documents", "rope", "vision", "contrast", "teacher")]
@@ -66,7 +66,7 @@ def runs(tmp_path_factory):
     shared += [job("2-rope-tensor", "rope", training={"tensor_parallel": 2})]
     again = {"context_parallel": 2, "grad_accum_steps": 2, "checkpoint_activations": True}
     shared += [job("2-rope-context", "rope", training=again)]
-    shared += [job("2-closely", training={**closely, "parallel": "fsdp"})]
+    shared += [job("2-closely", training={**closely, "parallel": "fsdp", "grad_accum_steps": 2})]
     shared += [job("2-vision-context", "vision", training={"context_parallel": 2})]
     shared += [job("2-vision-fsdp", "vision", training={"parallel": "fsdp"})]
     shared += [
@@ -78,7 +78,9 @@ def runs(tmp_path_factory):
     shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]
     half = {"parallel": "fsdp", "precision": "bfloat16"}
     shared += [job("2-half-vision", "vision", training=half), job("2-half-rope", "rope", training=half)]
-    shared += [job("2-average", training={"parallel": "fsdp", "ema": 0.9})]
+    shared += [job(f"2-average-{n}", training={**PARALLELISM[n], "ema": 0.9}) for n in ("fsdp", "tensor")]
+    shared += [job("2-odd", training={"tensor_parallel": 2}, model={"mlp_dim": 33})]
+    shared += [job("2-one-key-head", training={"tensor_parallel": 2}, model={"num_kv_heads": 1})]
     shared += [
         job("2-few", training={"batch_size": 1}),
         job("2-contrast-tensor", "contrast", training={"tensor_parallel": 2}),
@@ -149,7 +151,10 @@ def test_resume_with_another_number_of_processes(runs):
 def test_unsupported_tensor_parallelism_raises(runs):
     assert "tensor_parallel=3 does not divide the 4 processes" in (runs / "4-uneven" / "error").read_text()
     assert "SimCLR does not support tensor_parallel=2" in (runs / "2-contrast-tensor" / "error").read_text()
-    assert 'needs the whole weights on each process: set parallel="ddp"' in (runs / "2-average" / "error").read_text()
+    for name in ("2-average-fsdp", "2-average-tensor"):
+        assert 'needs the whole weights on each process: set parallel="ddp"' in (runs / name / "error").read_text()
+    for name, reason in (("2-odd", "33 hidden features do"), ("2-one-key-head", "4 heads and 1 key heads do")):
+        assert f"tensor_parallel=2 is not possible: {reason}" in (runs / name / "error").read_text()
 
 
 def test_fewer_samples_than_processes_raise(runs):

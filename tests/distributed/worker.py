@@ -88,7 +88,7 @@ def run(jobs):
     for job in jobs:
         task, model, data = setting(job["kind"])
         stop = functools.partial(interrupt, job.get("stop_after"))
-        config = replace(TRAINING, **job.get("training", {}))
+        model, config = replace(model, **job.get("model", {})), replace(TRAINING, **job.get("training", {}))
         if "terminate" in job:
             data = terminated(data, *job["terminate"])
         if job["kind"] in ("contrast", "teacher"):  # batch norm of 8 samples makes rounding errors grow fast

@@ -24,10 +24,13 @@ class Task(ABC):
         metric: key of the main metric in the result of ``evaluate``.
         needs_whole_batch: True if the loss of a sample depends on the other samples of the batch, so that the batch
             cannot be split into micro-batches.
+        needs_whole_sequences: True if the loss needs all positions of a sequence on one process, so that context
+            parallelism is not supported.
     """
 
     metric: str
     needs_whole_batch = False
+    needs_whole_sequences = False
 
     @abstractmethod
     def build(self, model: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -106,18 +107,24 @@ class ProcessMesh:
             dist.all_reduce(square, group=self.cp_mesh.get_group())
         return square.sqrt()
 
-    def reduce_statistics(self, layers: Sequence[AttentionStatistics]) -> dict[str, float]:
-        """Return means of row mass and sparsity over layers, heads, samples and processes, and the largest logit."""
-        means = [
-            torch.stack([getattr(s, n).float().mean() for s in layers]) for n in ("row_mass_mean", "hoyer_sparsity")
-        ]
-        mean = torch.stack(means).mean(1)  # (2,)
-        largest = torch.stack([s.max_logit.float().max() for s in layers]).max()
+    def reduce_statistics(self, statistics: Sequence[AttentionStatistics]) -> dict[str, float]:
+        """Return means of row mass and sparsity over layers, heads and samples of all processes, and the largest logit.
+
+        Args:
+            statistics: those of each layer and micro-batch of this process, which may have none. A sparsity of NaN is
+                left out.
+        """
+        none, lowest = torch.zeros(0, device=self.device), torch.full((1,), -math.inf, device=self.device)
+        sums = []
+        for name in ("row_mass_mean", "hoyer_sparsity"):
+            each = torch.cat([none, *(getattr(s, name).nanmean(1) for s in statistics)])  # (layers · samples,)
+            sums += [each.nansum(), (~each.isnan()).sum().to(each.dtype)]
+        total, largest = torch.stack(sums), torch.cat([lowest, *(s.max_logit.flatten() for s in statistics)]).max()
         if self.world_size > 1:
-            dist.all_reduce(mean)
-            mean /= self.world_size
+            dist.all_reduce(total)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return {"row_mass": mean[0].item(), "hoyer_sparsity": mean[1].item(), "max_logit": largest.item()}
+        row_mass, sparsity = (total[0::2] / total[1::2]).tolist()
+        return {"row_mass": row_mass, "hoyer_sparsity": sparsity, "max_logit": largest.item()}
 
     def reduce_max(self, value: int) -> int:
         """Return the largest value of all processes."""

@@ -33,15 +33,18 @@ def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precisi
         precision: "bfloat16" makes FSDP gather weights in it; gradients are summed in float32.
 
     Raises:
-        SettingsError: a ValueError, for another value of parallel.
-        ValueError: if a layer does not support tensor parallelism over so many processes.
+        SettingsError: a ValueError, for another value of parallel, or if a layer does not support tensor parallelism
+            over so many processes.
     """
     if parallel not in ("ddp", "fsdp"):
         raise SettingsError(f'parallel must be "ddp" or "fsdp", got {parallel!r}')
     if processes.mesh is None:
         return module
     if processes.tp_size > 1:
-        _apply_tensor_parallelism(module, processes.mesh["tensor"])
+        try:
+            _apply_tensor_parallelism(module, processes.mesh["tensor"])
+        except ValueError as error:
+            raise SettingsError(f"tensor_parallel={processes.tp_size} is not possible: {error}") from error
     if processes.num_replicas == 1:
         return module
     if parallel == "fsdp" or processes.tp_size > 1:
@@ -68,6 +71,11 @@ def _apply_tensor_parallelism(module: nn.Module, mesh: DeviceMesh) -> None:
             shard_heads = getattr(part, "shard_heads", None)
             if shard_heads is not None:
                 shard_heads(mesh.get_local_rank(), mesh.size())
+            for name, way in split.items():
+                linear: Any = part.get_submodule(name)
+                features = linear.out_features if way == "columns" else linear.in_features
+                if features % mesh.size():
+                    raise ValueError(f"{features} hidden features do not divide among {mesh.size()} processes")
             parallelize_module(part, mesh, {name: styles[way]() for name, way in split.items()})
 
 

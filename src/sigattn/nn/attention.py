@@ -249,7 +249,7 @@ class Attention(nn.Module):
             out = out * (n**-self.length_power).to(out.dtype)
         if self.record != "nothing":
             self.output_frobenius_norm = torch.linalg.vector_norm(out.detach().float(), dim=(1, 2, 3))
-        if self.record == "everything" and shard is None:
+        if self.record == "everything":
             self.statistics = functional.statistics(self.activation, query, key, value, spec)
         result: Tensor = self.output(self.output_norm(out.transpose(1, 2).flatten(2)))
         return result
@@ -285,6 +285,8 @@ class Attention(nn.Module):
                 "context parallelism needs sigmoid self-attention without padding, cache, documents or dropout: got "
                 f"one of those, or activation={self.activation!r}, or dropout={self.dropout}"
             )
+        if self.sequence_shard is not None and self.record == "everything":
+            raise ValueError('context parallelism does not support statistics, record="everything": set record="norm"')
         if documents is not None and (not whole_rows or not self.causal or self.activation == "performer"):
             raise ValueError(
                 "documents need causal self-attention of whole rows: got kv_input, key_lengths or a cache too, or "

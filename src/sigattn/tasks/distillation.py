@@ -40,6 +40,8 @@ class Distillation(Task):
     teacher: str
     weight: float = 1.0
 
+    needs_whole_sequences = True  # the teacher is not context-parallel
+
     def __post_init__(self) -> None:
         check_positive(self, "weight")
         if not isinstance(self.task, (LanguageModelling, Classification, CTC)):  # others' outputs are no distributions
@@ -57,11 +59,8 @@ class Distillation(Task):
         """Return the other task's module.
 
         Raises:
-            SettingsError: under context parallelism, because the teacher would see a part of each sequence only.
             ModelError: if the teacher cannot be loaded.
         """
-        if init_process_mesh().cp_size > 1:
-            raise SettingsError("Distillation does not support context_parallel: the teacher needs whole sequences")
         _ = self._teacher
         return self.task.build(model)
 

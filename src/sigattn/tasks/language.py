@@ -33,6 +33,11 @@ class LanguageModelling(Task):
 
     metric = "bits"
 
+    @property
+    def needs_whole_sequences(self) -> bool:  # type: ignore[override]
+        """True if rows are divided into documents."""
+        return self.end_token is not None
+
     def __post_init__(self) -> None:
         check_at_least(0, self, "end_token")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sigattn.train.config import TrainConfig
 
-# settings that may change when a run is resumed: they change its results by rounding at most
+# settings that may change when a run is resumed: they change rounding, and what is drawn at random within a step
 CHANGEABLE_SETTINGS = {
     "parallel",
     "tensor_parallel",

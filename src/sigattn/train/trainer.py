@@ -24,6 +24,7 @@ from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.transformer import Transformer, recording
 from sigattn.nn.attention import Attention
+from sigattn.ops.statistics import AttentionStatistics
 from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig
 from sigattn.train.interrupt import StopRequest
@@ -81,6 +82,7 @@ class Trainer:
         weights: Mapping[str, Tensor] | None = None,
     ) -> Trainer:
         """Build the module, distribute it over the processes, and create its optimiser; ``weights`` as in ``train``."""
+        _check_context(task, model, config)
         module = task.build(model)
         if weights is not None:
             task.backbone(module).load_state_dict(weights)
@@ -91,15 +93,16 @@ class Trainer:
             module.compile()
         embed_dim = getattr(model, "embed_dim", None) or model.encoder.embed_dim
         processes = processes.with_mesh(config.tensor_parallel, config.context_parallel)
-        _check_context(model, config)
         _check_batch(task, config, data, processes)
         if config.parallel != "fsdp" or processes.num_replicas == 1 or config.tensor_parallel > 1:
             module = module.to(processes.device)  # else a device holds at most its shard and one whole block
         module = sharding.distribute(module, processes, config.parallel, config.precision)
         average = None
         if config.ema is not None:
-            if processes.world_size > 1 and config.parallel == "fsdp":
-                raise SettingsError('ema needs the whole weights on each process: set parallel="ddp", or ema=None')
+            if processes.world_size > 1 and (config.parallel == "fsdp" or processes.tp_size > 1):
+                raise SettingsError(
+                    'ema needs the whole weights on each process: set parallel="ddp" and tensor_parallel=1, or ema=None'
+                )
             average = AveragedModel(
                 sharding.unwrap(module), multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True
             )
@@ -189,8 +192,7 @@ class Trainer:
         log_norms = bool(config.log_attention_every) and step % config.log_attention_every == 0
         log_statistics = bool(config.statistics_every) and step % config.statistics_every == 0
         with recording(self.module, "everything" if log_statistics else "norm" if log_norms else "nothing") as layers:
-            loss, attention_norm = self._backward(batch, layers if log_norms or log_statistics else [])
-            statistics = [layer.statistics for layer in layers if log_statistics and layer.statistics is not None]
+            loss, attention_norm, statistics = self._backward(batch, layers if log_norms or log_statistics else [])
         norm = sharding.total_grad_norm(self.module, self.processes)
         measured, gradient_norm = loss.item(), norm.item()
         if not math.isfinite(measured) or not math.isfinite(gradient_norm):
@@ -206,15 +208,18 @@ class Trainer:
         row: Row = {"step": step, "loss": measured, "learning_rate": rate, "gradient_norm": gradient_norm}
         if attention_norm is not None:
             row["attention_norm"] = attention_norm.item()
-        row |= self.processes.reduce_statistics(statistics) if statistics else {}
+        row |= self.processes.reduce_statistics(statistics) if log_statistics and layers else {}
         row["samples_per_second"] = config.batch_size / (time.perf_counter() - start)
         return row
 
-    def _backward(self, batch: Batch, recorded: list[Attention]) -> tuple[Tensor, Tensor | None]:
+    def _backward(
+        self, batch: Batch, recorded: list[Attention]
+    ) -> tuple[Tensor, Tensor | None, list[AttentionStatistics]]:
         """Compute the gradients of the mean loss over the whole batch, in micro-batches.
 
         Returns:
-            That mean, and the mean norm of the outputs of the ``recorded`` layers (None without such layers).
+            That mean, the mean norm of the outputs of the ``recorded`` layers (None without such layers), and the
+            layers' last statistics in each of this process's micro-batches.
         """
         processes, device = self.processes, self.processes.device
         shard = self._sequence_shard(batch)
@@ -223,7 +228,7 @@ class Trainer:
         # the weights are by the terms of all processes: a mean over each one's own would depend on their number
         total = processes.reduce_sum(torch.as_tensor(sum(counts), dtype=torch.float32, device=device)).clamp(min=1)
         mean = torch.zeros((), device=device)
-        norms = [torch.zeros(0, device=device)]
+        norms, statistics = [torch.zeros(0, device=device)], []
         for i, (micro_batch, is_counted) in enumerate(micro_batches):
             weight = counts[i] / total
             sync = i == len(micro_batches) - 1
@@ -235,17 +240,17 @@ class Trainer:
                 loss = self.task.loss(self.module, micro_batch)
             if is_counted:
                 norms += [layer.output_frobenius_norm for layer in recorded if layer.output_frobenius_norm is not None]
+                statistics += [layer.statistics for layer in recorded if layer.statistics is not None]
             # gradients are averaged over processes but the losses are to be added, hence the factor num_replicas
             with sharding.gradient_sync(self.module, sync), context_parallel(self.module, shard):
                 (loss * weight * processes.num_replicas).backward()
             mean += loss.detach() * weight
         mean = processes.reduce_sum(mean)
         if not recorded:
-            return mean, None
+            return mean, None, []
         norm = processes.reduce_norm(torch.cat(norms))
-        return mean, processes.reduce_sum(norm.sum()) / processes.reduce_sum(
-            torch.tensor(float(len(norm)), device=device)
-        )
+        count = processes.reduce_sum(torch.tensor(float(len(norm)), device=device))
+        return mean, processes.reduce_sum(norm.sum()) / count, statistics
 
     def _micro_batches(self, batch: Batch, shard: ContextParallelShard | None) -> list[tuple[Batch, bool]]:
         """Return this process's micro-batches on its device, each with False if it does not count.
@@ -310,7 +315,7 @@ def _check_batch(task: Task, config: TrainConfig, data: Data, processes: Process
         )
 
 
-def _check_context(model: Any, config: TrainConfig) -> None:
+def _check_context(task: Task, model: Any, config: TrainConfig) -> None:
     """Raise SettingsError if context parallelism does not support the model or the settings.
 
     A sequence can be split over processes only if sigmoid attention is the only layer that mixes its positions.
@@ -319,5 +324,17 @@ def _check_context(model: Any, config: TrainConfig) -> None:
         return
     if not isinstance(model, LanguageModelConfig) or model.activation != "sigmoid":
         raise SettingsError(f"context_parallel supports language models with sigmoid attention only, got {model}")
-    if config.compile:
-        raise SettingsError("context_parallel does not support compile=True: set compile=False")
+    if task.needs_whole_sequences:
+        raise SettingsError(f"context_parallel does not support {task}, whose loss needs whole sequences")
+    for name, value in (
+        ("compile", config.compile),
+        ("statistics_every", config.statistics_every),
+        ("dropout", model.dropout),
+    ):
+        if value:
+            raise SettingsError(f"context_parallel does not support {name}={value}: set {name}={type(value)()}")
+    if config.context_strategy == "reduce" and model.attention_bias == "log_visible":
+        raise SettingsError(
+            'context_strategy="reduce" does not support attention_bias="log_visible", which differs between queries: '
+            'set context_strategy to "ring" or "gather"'
+        )
