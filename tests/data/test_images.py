@@ -1,11 +1,15 @@
 """Images: digits and folders, in an order that depends on seed and step; missing and broken files."""
 
 import io
+import multiprocessing
+import os
+import signal
 import tarfile
 
 import pytest
 import torch
 
+from sigattn.data import images
 from sigattn.data.dataset import DataError, draw_samples, sample_generator
 from sigattn.data.digits import Digits
 from sigattn.data.images import ImageFolder
@@ -66,6 +70,28 @@ def folder(tmp_path):
             for i in range(count):
                 image.new("RGB", (40, 30), colour).save(where / f"{i}.png")
     return tmp_path
+
+
+def first_pixel(image):
+    return torch.tensor(image.getpixel((0, 0)))
+
+
+def test_stop_signals_do_not_end_the_workers(tmp_path, monkeypatch):
+    """Schedulers send SIGTERM, and terminals SIGINT, to all processes; the step must still be completed."""
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.setattr(images, "transforms", lambda *_: first_pixel)
+    for i, part in enumerate(("train/a", "train/b", "val/a", "val/b")):
+        (tmp_path / part).mkdir(parents=True)
+        image.new("RGB", (4, 4), (i, 0, 0)).save(tmp_path / part / "0.png")
+    others, data = multiprocessing.active_children(), ImageFolder(tmp_path, 4, "none", workers=2)
+    for step, batch in zip(range(8), data.batches(0, 2, seed=0), strict=False):
+        if step == 1:  # both workers have returned a batch
+            workers = [p.pid for p in multiprocessing.active_children() if p not in others]
+            for worker in workers:
+                os.kill(worker, signal.SIGTERM)
+                os.kill(worker, signal.SIGINT)
+        assert torch.equal(batch[0], data.batch(step, 2, seed=0)[0])
+    assert len(workers) == 2
 
 
 @pytest.mark.torchvision

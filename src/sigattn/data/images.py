@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,12 @@ class ImageFolder(Data):
         steps: Any = itertools.count(first_step)
         dataset = _Steps(self, size, seed, shard)
         for batch, found in torch.utils.data.DataLoader(
-            dataset, batch_size=None, sampler=steps, num_workers=self.workers, prefetch_factor=2
+            dataset,
+            batch_size=None,
+            sampler=steps,
+            num_workers=self.workers,
+            prefetch_factor=2,
+            worker_init_fn=_ignore_stop_signals,
         ):
             self.unreadable.merge(found)
             if isinstance(batch, DataError):
@@ -188,6 +194,12 @@ class _Steps(torch.utils.data.Dataset[tuple[Batch | DataError, dict[str, str]]])
         except DataError as error:  # DataLoader would add the worker's traceback to the message
             batch = error
         return batch, dict(list(self.data.unreadable.errors.items())[known:])
+
+
+def _ignore_stop_signals(_worker: int) -> None:
+    """Ignore signals that schedulers and terminals send to all processes; the training process ends its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _sharded(root: Path, split: str) -> list[ShardedImage]:
