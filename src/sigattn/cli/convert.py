@@ -166,6 +166,7 @@ def _training(recipe: Recipe, options: ConvertConfig) -> dict[str, Any]:
         "checkpoint_every": max(1, steps // 4),
         "log_attention_every": 1,
         "ema": None,
+        "tensor_parallel": 1,
     }
 
 
