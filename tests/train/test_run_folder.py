@@ -1,6 +1,7 @@
 """Run folders: one run at a time, unchanged by a failed resume, checkpoints with finite weights only."""
 
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -153,6 +154,20 @@ class TestFailedResume:
         _, message = failure([*run, *QUICK, "--resume"], capsys)
         assert "its files are damaged" in message
         assert contents(tmp_path) == before
+
+    def test_full_disk_keeps_the_metrics(self, tmp_path, monkeypatch):
+        log = metrics.MetricsLog(tmp_path)
+        log.write({"step": 0, "loss": 1.0})
+        log.close()
+
+        def half_written(path, text):
+            path.open("w").close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("pathlib.Path.write_text", half_written)
+        with pytest.raises(OSError, match="No space left on device: .*metrics.jsonl"):
+            metrics.MetricsLog(tmp_path, 1)
+        assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 1.0}]
 
     def test_the_demo(self, tmp_path, capsys):
         run = ["demo", "--run-folder", str(tmp_path), "--max-seq-len", "16", "--num-layers", "1", "--embed-dim", "16"]

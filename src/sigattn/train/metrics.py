@@ -41,8 +41,10 @@ class MetricsLog:
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings or {})
         self.path: Path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
-        with add_path_to_errors(self.path):
-            self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        unfinished = self.path.with_name(self.path.name + ".unfinished")
+        with add_path_to_errors(unfinished):
+            unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        unfinished.replace(self.path)
         self._file = self.path.open("a")
         self._board = SummaryWriter(str(folder), purge_step=first_step)
 
