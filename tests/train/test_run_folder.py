@@ -165,7 +165,7 @@ class TestFailedResume:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr("pathlib.Path.write_text", half_written)
-        with pytest.raises(OSError, match="No space left on device: .*metrics.jsonl"):
+        with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
             metrics.MetricsLog(tmp_path, 1)
         assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 1.0}]
 
