@@ -108,7 +108,7 @@ STEPS = (
     Step("profile", 90, _TUNING, {"variants": True}, _TINY_TUNE, under=_NCU),
     Step("sanitizer", 60, pytest=("tests/ops/test_kernel_sweep.py",), under=_SANITIZER,
          environment={"SIGATTN_KERNEL_SWEEP": "12", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-    Step("tests", 110, pytest=(*_TESTS, "-k", "triton or launch_cache"),
+    Step("tests", 110, pytest=(*_TESTS, "-k", "triton or launch_cache or cuda_graph"),
          environment={"SIGATTN_FUZZ_EXAMPLES": "3" if TINY else "12"}),
     Step("hopper_tests", 80, pytest=("tests/ops/test_hopper.py", "-k", "on_a_gpu")),
     Step("hopper_sanitizer", 60, pytest=("tests/ops/test_hopper.py", "-k", "tables_on_a_gpu and 64"),

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -243,9 +244,12 @@ def test_every_step_of_the_script_can_be_configured(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(root / "benchmarks")
     steps = importlib.import_module("gpu_steps").STEPS
     assert len({step.name for step in steps}) == len(steps)
+    on_a_gpu = re.compile(r"skipif\(not torch.cuda.is_available\(\).*\n(?:@.*\n)*def (\w+)")
     for step in steps:
         for path in (x for x in step.pytest if x.endswith(".py")):
-            assert (root / path).exists()
+            chosen = step.pytest[-1].split(" or ") if step.name == "tests" else [""]
+            for test in on_a_gpu.findall((root / path).read_text()):
+                assert any(word in f"{path}::{test}" for word in chosen), test
         if step.benchmark:
             module, kind, function = step.benchmark
             found = importlib.import_module(f"sigattn.bench.{module}")

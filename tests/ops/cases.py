@@ -47,13 +47,16 @@ class Case:
     seed: int
     softcap: float = 0.0
 
-    def tensors(self):
-        """Return leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths."""
+    def tensors(self, device="cpu"):
+        """Return leaves by name, in the order query, key, value, bias, mask, slopes; and key_lengths.
+
+        They are laid out on the device itself: a copy to another device is contiguous where there are gaps or overlaps.
+        """
         batch, kv, rep, n, m, d, dv = self.shape
         g = torch.Generator().manual_seed(self.seed)
 
         def randn(*shape, dtype=self.dtype):
-            return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+            return torch.randn(shape, generator=g, dtype=torch.float64).to(device, dtype)
 
         heads = kv * rep
         q, k, v = (self._lay_out(randn, s) for s in ((batch, heads, n, d), (batch, kv, m, d), (batch, kv, m, dv)))
@@ -69,7 +72,7 @@ class Case:
             given["attn_mask"] = mask > -0.5 if kind == "bool" else mask
         if self.slopes:
             given["alibi_slopes"] = randn(*self._slopes_shape(), dtype=other).abs() / 8
-        lengths = torch.randint(0, m + 1, (batch,), generator=g) if self.lengths else None
+        lengths = torch.randint(0, m + 1, (batch,), generator=g).to(device) if self.lengths else None
         return given, lengths
 
     def _slopes_shape(self):

@@ -28,10 +28,10 @@ def run(function, given, options, grad_out):
     leaves = {k: t.detach().clone() if t.dtype is torch.bool else t.detach().requires_grad_() for k, t in given.items()}
     out = function(leaves["query"], leaves["key"], leaves["value"], **options(leaves))
     floating = {k: t for k, t in leaves.items() if t.is_floating_point()}
-    gradients = torch.autograd.grad(out, list(floating.values()), grad_out.to(out.dtype), allow_unused=True)
+    gradients = torch.autograd.grad(out, list(floating.values()), grad_out.to(out), allow_unused=True)
     zeros = {k: torch.zeros_like(t) for k, t in floating.items()}
-    return out.detach(), {
-        k: zeros[k] if g is None else g for (k, _), g in zip(floating.items(), gradients, strict=True)
+    return out.detach().cpu(), {
+        k: (zeros[k] if g is None else g).cpu() for (k, _), g in zip(floating.items(), gradients, strict=True)
     }
 
 
@@ -40,6 +40,7 @@ def check(case: Case, backend: str, repeats: int = 0) -> None:
     if case.dtype is torch.float64 and wide(backend) is not torch.float64:
         case.dtype = wide(backend)
     inputs, lengths = case.tensors()
+    there, lengths_there = case.tensors(device_of(backend))
     batch, kv, rep, n, _, _, dv = case.shape
     grad_out = torch.randn(batch, kv * rep, n, dv, generator=torch.Generator().manual_seed(1)).to(case.dtype)
 
@@ -50,13 +51,11 @@ def check(case: Case, backend: str, repeats: int = 0) -> None:
         return run(call, inputs, lambda leaves: case.formula_options(leaves, lengths), grad_out)
 
     def ours(*tensors, **o):
-        there = [t.to(device_of(backend)) for t in tensors]
-        more = {k: t.to(device_of(backend)) if isinstance(t, torch.Tensor) else t for k, t in o.items()}
-        return sigmoid_attention(*there, backend=backend, **more).cpu()
+        return sigmoid_attention(*tensors, backend=backend, **o)
 
     truth, truth_grads = in_dtype(torch.float64)
     same, same_grads = in_dtype(case.dtype)
-    out, grads = run(ours, inputs, lambda leaves: case.options(leaves, lengths), grad_out)
+    out, grads = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out)
     double = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
     magnitude = sums_of_magnitudes(double, grad_out, **case.formula_options(double, lengths))
     assert_as_good_as_formula(out, truth, same, magnitude["output"], "output")
@@ -66,7 +65,7 @@ def check(case: Case, backend: str, repeats: int = 0) -> None:
             gradient, truth_grads[name].double(), same_grads[name], magnitude[name], name, case.dtype
         )
     for _ in range(repeats):
-        again, more = run(ours, inputs, lambda leaves: case.options(leaves, lengths), grad_out)
+        again, more = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out)
         assert torch.equal(again, out), "output differs between two runs"
         for name, gradient in grads.items():  # a broadcast mask's gradient is added atomically
             assert name == "attn_mask" or torch.equal(more[name], gradient), f"{name} differs between two runs"

@@ -112,7 +112,7 @@ def test_seeds_stay_on_the_device():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_replays_of_a_graph_drop_other_weights_and_the_backward_pass_the_same():
+def test_replays_of_a_cuda_graph_drop_other_weights_and_the_backward_pass_the_same():
     q, k = torch.randn(2, 1, 2, 64, 32, device="cuda").unbind()
     v = torch.eye(64, device="cuda").expand(1, 2, 64, 64).clone().requires_grad_()  # the output is P itself
 

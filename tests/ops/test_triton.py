@@ -61,12 +61,12 @@ def test_missing_triton_and_old_gpus(monkeypatch):
 
 
 LAYOUTS = {  # (B, H, N, D) as views of what models hold
-    "heads first": lambda b, h, n, d: torch.randn(b, h, n, d),
-    "rows first": lambda b, h, n, d: torch.randn(b, n, h, d).transpose(1, 2),
-    "one projection": lambda b, h, n, d: torch.randn(b, n, 3, h, d)[:, :, 1].transpose(1, 2),
-    "batch inside rows": lambda b, h, n, d: torch.randn(n, b, h, d).permute(1, 2, 0, 3),
-    "columns first": lambda b, h, n, d: torch.randn(b, h, d, n).mT,
-    "one head for all": lambda b, h, n, d: torch.randn(b, 1, n, d).expand(b, h, n, d),
+    "heads first": lambda b, h, n, d: torch.randn(b, h, n, d, device=DEVICE),
+    "rows first": lambda b, h, n, d: torch.randn(b, n, h, d, device=DEVICE).transpose(1, 2),
+    "one projection": lambda b, h, n, d: torch.randn(b, n, 3, h, d, device=DEVICE)[:, :, 1].transpose(1, 2),
+    "batch inside rows": lambda b, h, n, d: torch.randn(n, b, h, d, device=DEVICE).permute(1, 2, 0, 3),
+    "columns first": lambda b, h, n, d: torch.randn(b, h, d, n, device=DEVICE).mT,
+    "one head for all": lambda b, h, n, d: torch.randn(b, 1, n, d, device=DEVICE).expand(b, h, n, d),
 }
 
 
@@ -74,7 +74,7 @@ LAYOUTS = {  # (B, H, N, D) as views of what models hold
 @pytest.mark.parametrize("size", [(2, 3, 5, 16), (1, 1, 5, 16), (2, 3, 1, 16)])
 def test_output_strides_match_the_fakes(layout, size):
     """A compiled graph asserts the strides of the fake implementations."""
-    x = LAYOUTS[layout](*size).to(DEVICE)
+    x = LAYOUTS[layout](*size)
     arguments = (*Problem(x, x, x[..., :8], scale=0.25), "triton")
     out, fake = DENSE._forward(*arguments), DENSE._fake_forward(*arguments)
     assert (out.shape, out.stride()) == (fake.shape, fake.stride())
@@ -95,7 +95,7 @@ def test_output_strides_match_the_fakes(layout, size):
     ],
 )
 def test_output_can_be_viewed_as_rows(layout, back):
-    q = LAYOUTS[layout](2, 3, 9, 16).to(DEVICE)
+    q = LAYOUTS[layout](2, 3, 9, 16)
     out = sigmoid_attention(q, q, q[..., :8], backend="triton")
     assert back(out).is_contiguous()
     torch.testing.assert_close(out, sigmoid_attention(*(t.contiguous() for t in (q, q, q[..., :8])), backend="triton"))
@@ -162,6 +162,7 @@ def test_atomic_dq_is_the_same(monkeypatch):
     """The kernel that adds dQ atomically, from some length on; no architecture uses it by default yet."""
     run, atomic = launch._run, []
     monkeypatch.setattr(launch, "_run", lambda *a, **kw: atomic.append(kw.get("ATOMIC_DQ", False)) or run(*a, **kw))
+    monkeypatch.setattr(tuning, "supports_atomic_dq", lambda *_: True)  # also with the tiles of float32 on Hopper
     q, k, v = (torch.randn(1, 4, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
 
     def gradients():
@@ -173,7 +174,7 @@ def test_atomic_dq_is_the_same(monkeypatch):
         assert not any(atomic)
         monkeypatch.setattr(tuning, "ATOMIC_DQ_MIN_QUERIES", {kernel_args.architecture(q.device): least})
         for a, b in zip(gradients(), expected, strict=True):
-            torch.testing.assert_close(a, b)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums in another order
     assert any(atomic)
 
 
@@ -394,12 +395,13 @@ def test_a_bias_of_one_entry_is_read_from_memory(dtype):
     q, k, v = torch.randn(3, 1, 2, 20, 16).to(DEVICE, dtype).unbind()
     bias = torch.tensor(-7.3, device=DEVICE)
     assert kernel_args.prepare(Problem(q, k, v, bias.view(1, 1, 1, 1))).options.BIAS == "scalar"
-    truth, rough = (formula(q, k, v, bias=bias, dtype=d) for d in (torch.float64, dtype))
+    on_cpu = {"q": q.cpu(), "k": k.cpu(), "v": v.cpu(), "bias": bias.cpu()}
+    truth, rough = (formula(**on_cpu, dtype=d) for d in (torch.float64, dtype))
     out = sigmoid_attention(q, k, v, bias=bias, backend="triton")
-    assert_as_good_as_formula(out, truth, rough)
+    assert_as_good_as_formula(out.cpu(), truth, rough)
     cache = (t.transpose(1, 2) for t in (q, k, v))
     cached = flash.flash_attn_with_kvcache(*cache, sigmoid_bias=bias, causal=False, backend="triton")
-    assert_as_good_as_formula(cached.transpose(1, 2), truth, rough)
+    assert_as_good_as_formula(cached.transpose(1, 2).cpu(), truth, rough)
 
 
 def test_numbers_of_compiled_graphs_stay_on_the_device(monkeypatch):
