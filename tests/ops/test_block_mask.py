@@ -21,7 +21,8 @@ def causal(b, h, i, j):
 
 
 def documents(b, h, i, j):
-    return (DOCUMENTS[i] == DOCUMENTS[j]) & (j <= i)
+    of_token = DOCUMENTS.to(i.device)
+    return (of_token[i] == of_token[j]) & (j <= i)
 
 
 def window_by_head(b, h, i, j):
@@ -29,7 +30,7 @@ def window_by_head(b, h, i, j):
 
 
 def prefix_by_sample(b, h, i, j):
-    return (j < STARTS[b]) | (i == j)
+    return (j < STARTS.to(b.device)[b]) | (i == j)
 
 
 MASKS = {
