@@ -197,6 +197,11 @@ class Attention(nn.Module):
             raise ValueError(
                 f"{type(self.attention_bias).__name__} counts the keys before a query and needs causal=True"
             )
+        if isinstance(self.attention_bias, VisibleKeysBias) and self.attention_bias.window != self.window:
+            raise ValueError(
+                f"VisibleKeysBias counts the keys of a window of its own: pass VisibleKeysBias({self.window}) with "
+                f"window={self.window}, got {self.attention_bias!r}"
+            )
         if name != "performer" and performer_features is not None:
             raise ValueError(f"performer_features needs activation='performer', got {name!r}")
         if name == "performer" and (self.window is not None or isinstance(self.position, Alibi) or self.dropout):

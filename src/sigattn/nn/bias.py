@@ -164,7 +164,7 @@ class VisibleKeysBias(AttentionBias):
     """Bias of -log of the number of keys that a query sees: i + 1 for query i, at most window + 1.
 
     Args:
-        window: number of keys before itself that a query sees; None for all.
+        window: number of keys before itself that a query sees, the window of the layer; None for all.
     """
 
     needs_causal = True
