@@ -149,7 +149,7 @@ def test_directions_that_values_do_not_take():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_outputs_in_blocks_of_rows(causal, monkeypatch):
-    monkeypatch.setattr("sigattn.convert.row_statistics._BLOCK_BYTES", 4000)
+    monkeypatch.setattr("sigattn.ops.reference._BLOCK_BYTES", 4000)
     q, k, v = torch.randn(2, 4, 9, D), torch.randn(2, 2, 9, D), torch.randn(2, 2, 9, D + 1)
     biases = torch.randn(2, 2, 4, 9).unbind()
     problem = canonical(Problem, q, k, v, is_causal=causal)

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sigattn import attention_statistics, log_length_bias, sigmoid_attention
-from sigattn.ops import statistics
+from sigattn.ops import reference
 from sigattn.ops.reference import ACTIVATIONS
 from tests.ops.truth import formula
 
@@ -17,7 +17,7 @@ def hoyer(c):
 
 @pytest.mark.parametrize("block_bytes", [1, 8 << 20])
 def test_against_the_materialised_weights(monkeypatch, block_bytes):
-    monkeypatch.setattr(statistics, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(reference, "_BLOCK_BYTES", block_bytes)
     q, k, v = torch.randn(3, 2, 3, 11, 6, dtype=torch.float64).unbind()
     options = {"bias": torch.randn(2, 3, 11, 1, dtype=torch.float64), "slopes": torch.rand(3, dtype=torch.float64)}
     stats = attention_statistics(
@@ -107,4 +107,4 @@ def test_memory_is_linear_in_the_length():
     q, k, v = torch.randn(3, 1, 2, 8192, 4).unbind()
     with Watch():
         attention_statistics(q, k, v, is_causal=True)
-    assert largest <= 2 * statistics._BLOCK_BYTES
+    assert largest <= 2 * reference._BLOCK_BYTES

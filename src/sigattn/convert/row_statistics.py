@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sigattn.ops import reference
 from sigattn.ops.problem import Problem
-
-_BLOCK_BYTES = 8 << 20  # bytes of the logits of one block of rows
+from sigattn.ops.reference import row_blocks
 
 
 class RowStatistics(NamedTuple):
@@ -61,11 +60,3 @@ def _outputs(problem: Problem, biases: Sequence[Tensor]) -> list[Tensor]:
     softmax = logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1)
     weights = [softmax, *((logits + b.unsqueeze(-1)).sigmoid() for b in biases)]
     return [reference.combine(problem, w.masked_fill(~visible, 0)) for w in weights]
-
-
-def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Yield the first row and the end of each block of rows, so that the logits of a block fit ``_BLOCK_BYTES``."""
-    batch, heads, n, _ = problem.query.shape
-    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
-    for start in range(0, n, step):
-        yield start, min(start + step, n)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
-from sigattn.convert.row_statistics import row_blocks
 from sigattn.integrations.transformers import conversion
 from sigattn.integrations.transformers.interface import Call
 from sigattn.nn.bias import AttentionBias
@@ -113,4 +112,4 @@ def _softmax(problem: Problem) -> Tensor:
             scale=p.scale,
             enable_gqa=p.query.shape[1] != p.key.shape[1],
         )
-    return torch.cat([reference.attention(p.rows(i, stop), "softmax") for i, stop in row_blocks(p)], 2)
+    return torch.cat([reference.attention(p.rows(i, stop), "softmax") for i, stop in reference.row_blocks(p)], 2)

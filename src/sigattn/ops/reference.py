@@ -10,7 +10,7 @@ forward-mode and double differentiation, ``torch.func`` and ``vmap`` apply to it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import Problem, alibi, band
+
+_BLOCK_BYTES = 8 << 20  # bytes of the float32 weights of one block of rows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -33,6 +35,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def attention(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, Hq, N, Dv)
     """Return the attention output, in the query's dtype."""
     return combine(problem, _drop(problem, attention_weights(problem, activation))).to(problem.query.dtype)
+
+
+def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Yield the first row and the end of each block of rows, so that the weights of a block fit ``_BLOCK_BYTES``."""
+    batch, heads, n, _ = problem.query.shape
+    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
+    for start in range(0, n, step):
+        yield start, min(start + step, n)
 
 
 def combine(problem: Problem, weights: Tensor) -> Tensor:  # (B, Hq, N, M) → (B, Hq, N, Dv)

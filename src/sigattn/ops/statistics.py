@@ -14,7 +14,6 @@ from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
 
 _NAME = "attention_statistics"
-_BLOCK_BYTES = 8 << 20  # bytes of the weights of one block of rows
 
 
 class AttentionStatistics(NamedTuple):
@@ -102,9 +101,7 @@ def attention_statistics(
 
 
 def _over_rows(problem: Problem, activation: str) -> AttentionStatistics:
-    batch, heads, n, _ = problem.query.shape
-    step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
-    parts = [_of_rows(problem.rows(i, min(i + step, n)), activation) for i in range(0, n, step)]
+    parts = [_of_rows(problem.rows(i, stop), activation) for i, stop in reference.row_blocks(problem)]
     mass, square, largest, hoyer, counted = (torch.cat(p, dim=-1) for p in zip(*parts, strict=True))  # each (B, Hq, N)
     count = counted.sum(-1)
     return AttentionStatistics(
