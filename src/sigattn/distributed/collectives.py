@@ -1,10 +1,8 @@
-"""Collectives for tensors whose shapes differ between processes, with a count of the bytes sent."""
+"""Collectives for tensors whose shapes differ between processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,47 +11,12 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 
-@dataclass
-class Traffic:
-    """Traffic that this process sent.
-
-    Attributes:
-        bytes: number of bytes. messages: number of tensors.
-    """
-
-    bytes: int = 0
-    messages: int = 0
-
-
-_counting: list[Traffic] = []
-
-
-@contextmanager
-def count_traffic() -> Iterator[Traffic]:
-    """Count the tensors that this process sends through this module within the context."""
-    traffic = Traffic()
-    _counting.append(traffic)
-    try:
-        yield traffic
-    finally:
-        _counting.remove(traffic)
-
-
-def record_sent(t: Tensor) -> None:
-    """Add a sent tensor to the active counts."""
-    for traffic in _counting:
-        traffic.bytes += t.numel() * t.element_size()
-        traffic.messages += 1
-
-
 def _start(
     sent: Iterable[tuple[int, Tensor]], received: Iterable[tuple[int, Tensor]], group: ProcessGroup
 ) -> list[dist.Work]:
     """Start sending and receiving contiguous tensors, each with the rank within the group of the other process."""
-    ranks, operations = dist.get_process_group_ranks(group), []
-    for rank, t in sent:
-        record_sent(t)
-        operations += [dist.P2POp(dist.isend, t, ranks[rank], group)] if t.numel() else []
+    ranks = dist.get_process_group_ranks(group)
+    operations = [dist.P2POp(dist.isend, t, ranks[rank], group) for rank, t in sent if t.numel()]
     operations += [dist.P2POp(dist.irecv, t, ranks[rank], group) for rank, t in received if t.numel()]
     return dist.batch_isend_irecv(operations) if operations else []
 

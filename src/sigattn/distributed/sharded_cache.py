@@ -11,7 +11,6 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sigattn.distributed import collectives
 from sigattn.flash import options
 from sigattn.flash import validation as flash_validation
 from sigattn.ops import validation
@@ -93,7 +92,6 @@ def sharded_cache_attention(
         softcap=softcap,
     )
     out = KV_CACHE(problem, backend).to(torch.promote_types(q.dtype, torch.float32))
-    collectives.record_sent(out)
     dist.all_reduce(out, group=mesh.get_group())
     return out.to(q.dtype)
 
