@@ -188,9 +188,10 @@ class TestBeams:
 
 def test_dropout_is_off_and_training_goes_on():
     model = model_of({}, dropout=0.5, feed_forward="gelu").train()
+    frozen = model.blocks[0].eval()
     prompt = torch.tensor([[1, 2]])
     assert torch.equal(model.generate(prompt, 9, temperature=0.0), model.generate(prompt, 9, temperature=0.0))
-    assert model.training
+    assert [model.training, frozen.training, model.blocks[1].training] == [True, False, True]
     assert math.isfinite(model.loss(prompt, prompt).item())
 
 

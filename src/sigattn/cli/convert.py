@@ -21,8 +21,8 @@ from sigattn.models import saving
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
-from sigattn.models.transformer import evaluation_mode
 from sigattn.models.vision import ViTConfig
+from sigattn.nn.evaluation import evaluation_mode
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks import Distillation, Task

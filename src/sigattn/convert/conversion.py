@@ -18,7 +18,7 @@ from sigattn.convert.modules import ModuleAdapter
 from sigattn.convert.output_scale import fit_output_scales
 from sigattn.convert.report import ConversionReport
 from sigattn.nn.bias import AttentionBias, BatchLengthBias
-from sigattn.nn.conversion.run_search import evaluation_mode
+from sigattn.nn.evaluation import evaluation_mode
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from sigattn.models.config import TransformerConfig
 from sigattn.models.generation import GenerationState, SamplingConfig, beam_search, sample
-from sigattn.models.transformer import Transformer, evaluation_mode, residual_stream
+from sigattn.models.transformer import Transformer, residual_stream
 from sigattn.nn.bias_rules import Rule
 from sigattn.nn.block import Block
 from sigattn.nn.documents import Documents
+from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.feedforward import FeedForward
 from sigattn.nn.initialization import Initialization
 from sigattn.nn.kv_cache import KVCache

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sigattn.nn.attention import Attention, Record
 from sigattn.nn.batch_norm import unchanged_running_stats
+from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.initialization import initialize
 from sigattn.ops.statistics import AttentionStatistics
 
@@ -28,17 +29,6 @@ def recording(module: nn.Module, what: Record = "norm") -> Iterator[list[Attenti
     finally:
         for layer in layers:
             layer.record = "nothing"
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Set a module to evaluation mode within the context."""
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)
 
 
 def residual_stream(x: Tensor) -> Tensor:

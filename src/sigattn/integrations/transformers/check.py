@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.saving import NAME
-from sigattn.nn.conversion.run_search import evaluation_mode
+from sigattn.nn.evaluation import evaluation_mode
 
 _SOFTMAX = {"softmax", "_softmax", "Softmax", "flex_attention"}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention"}

@@ -24,6 +24,7 @@ from sigattn.nn.conversion.softmax_calls import (
     named_as_attention,
     operator_kind,
 )
+from sigattn.nn.evaluation import evaluation_mode
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "_int_mm"})
 _PRODUCTS |= {"_sparse_mm", "_sparse_addmm", "_sparse_sparse_matmul"}
@@ -71,22 +72,6 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
         else:
             model(*example)
     return SearchResult(trace.findings(), trace.ran)
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Within the context a model is in evaluation mode; the mode of each layer is restored after it.
-
-    It is set by the layer's ``train``, which some layers override: to merge weights, or to keep values in evaluation.
-    """
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            if module.training != mode:
-                module.train(mode)
 
 
 def _storages(model: nn.Module) -> set[int]:
