@@ -44,7 +44,7 @@ def test_norms_stay_below_their_bounds(seed):
 
 
 def test_search_finds_no_violation_of_theorem_3_2():
-    found = regularity.search(trials=1500, climbs=15, steps=60)
+    found = regularity.search(trials=1500, climbs=15)
     assert found.cases == 1500 + 15 * 60
     assert found.exceeded == 0
     assert found.largest_searched > 0.9  # the bound is nearly attained

@@ -183,9 +183,9 @@ def universal_approximation() -> Iterator[Statement]:
 # -- Theorem 3.2 ------------------------------------------------------------------------------------------------------
 
 
-def jacobian_bounds(trials: int = 2000) -> Iterator[Statement]:
+def jacobian_bounds() -> Iterator[Statement]:
     """Check Theorem 3.2's bound, an inequality of its proof, and the growth of softmax's Jacobian norm."""
-    found = regularity.search(trials, climbs=20)
+    found = regularity.search(2000, climbs=20)
     note = f"A = scale · W_q W_kᵀ; largest ratio to the bound {found.largest_random:.3f} at random, "
     note += f"{found.largest_searched:.3f} by gradient ascent (attained if the logits hardly vary)"
     yield _verdict("‖Jac‖ ≤ ‖W_v‖ (σ∞ + 2 σ'∞ ‖A‖ mean ‖x‖²)", "Thm. 3.2", found.cases, found.exceeded, note)
@@ -257,12 +257,12 @@ def _small_and_large_weights() -> Statement:
 # -- App. E -----------------------------------------------------------------------------------------------------------
 
 
-def bias_rules(rows: int = 2000) -> Iterator[Statement]:
+def bias_rules() -> Iterator[Statement]:
     """Check the normalizing bias, its bounds and the rules derived from it."""
     generator = torch.Generator().manual_seed(0)
     outside = unsolved = cases = 0
     for n in (2, 3, 10, 100, 4096):
-        count = min(rows, 400_000 // n)
+        count = min(2000, 400_000 // n)
         z = 5 * torch.randn(count, n, generator=generator, dtype=torch.float64)
         b = bias.normalizing_bias(z)
         low, high = bias.bias_bounds(z)
@@ -271,7 +271,7 @@ def bias_rules(rows: int = 2000) -> Iterator[Statement]:
         cases += count
     note = "b* by bisection; for equal logits it is -log(n - 1) exactly"
     yield _verdict("-log(n-1) - M ≤ b* ≤ -log(n-1) - m", "App. E, proposition", cases, outside + unsolved, note)
-    z = torch.randn(rows, 64, generator=generator, dtype=torch.float64)
+    z = torch.randn(2000, 64, generator=generator, dtype=torch.float64)
     p, softmax = torch.sigmoid(z - math.log(64)), z.softmax(-1)
     _, gap = bias.gradient_gap(z, -math.log(64))
     wrong = int((gap - ((p - softmax) * (1 - p - softmax)).abs()).abs().gt(1e-12).sum())
