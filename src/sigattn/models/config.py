@@ -97,7 +97,7 @@ class TransformerConfig:
         Raises:
             ValueError: if num_heads does not divide embed_dim.
         """
-        if self.num_heads < 1 or self.embed_dim % self.num_heads:
+        if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got embed_dim={self.embed_dim}, num_heads={self.num_heads}"
             )
