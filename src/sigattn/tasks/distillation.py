@@ -82,7 +82,7 @@ class Distillation(Task):
 
     @functools.cached_property
     def _teacher(self) -> nn.Module:
-        return saving.load(Path(self.teacher), init_process_mesh().device).eval().requires_grad_(False)
+        return saving.load(Path(self.teacher), init_process_mesh().device).requires_grad_(False)
 
 
 def distillation_loss(task: Task, module: nn.Module, batch: Batch, teacher: nn.Module, weight: float) -> Tensor:
