@@ -53,13 +53,7 @@ Attend = Callable[[AttentionCall], Any]  # returns the result of a call
 
 @runtime_checkable
 class Adapter(Protocol):
-    """Softmax attention of one family of models: its layers, their calls, and their conversion.
-
-    Attributes:
-        model: the model.
-    """
-
-    model: nn.Module
+    """Softmax attention of one family of models: its layers, their calls, and their conversion."""
 
     def layers(self) -> Sequence[str]:
         """Return the names of the layers to convert, in the model's order.
