@@ -99,8 +99,7 @@ def _jobs(config: TrainingBenchmark) -> list[tuple[str, Recipe, Data]]:
         "num_classes": 10,
         "drop_path": 0.0,
     }
-    vision = find_recipe("vit-supervised").with_transformer(**{**size, **layers})
-    vision = replace(vision, training=replace(vision.training, learning_rate=1e-3))
+    vision = find_recipe("vit-supervised").with_transformer(**{**size, **layers}).with_training(learning_rate=1e-3)
     jobs.append((f"ViT-S, digits of {8 * config.upscale} pixels", vision, Digits(upscale=config.upscale)))
     return jobs
 

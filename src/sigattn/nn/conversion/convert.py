@@ -230,10 +230,7 @@ def convert_layers(
                 f"sigmoidify: {type(bias).__name__} needs lengths or causality, which {name!r} does not give; use "
                 "another bias (None is -log of the number of visible keys of each sample)"
             )
-    biases = {
-        f.name: None if bias is None else copy.deepcopy(bias)
-        for f in findings  # learned for each layer
-    }
+    biases = {f.name: copy.deepcopy(bias) for f in findings}  # learned for each layer
     replace_layers(model, findings, staying, biases)
 
 
