@@ -284,7 +284,7 @@ def test_hopper_kernels():
 def test_which_advisories_say_that_products_are_serialised():
     injected = "ptxas info : (C7519) warpgroup.arrive is injected in around line 3187 by compiler"
     serialised = "ptxas info : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    assert machine_code.advisories_in(f"{injected}\n{serialised}\nptxas info : Used 128 registers") == [serialised]
+    assert machine_code.advisories(f"{injected}\n{serialised}\nptxas info : Used 128 registers") == [serialised]
 
 
 def test_missing_fences_are_found():

@@ -93,7 +93,8 @@ class Launched:
 
     def advisories(self) -> list[str]:
         """Return ptxas's advisories that it serialised asynchronous tensor core instructions (C75xx)."""
-        return machine_code.advisories(self.compiled.asm["ptx"], self.compiled.metadata.target.arch)
+        log = machine_code.ptxas_log(self.compiled.asm["ptx"], self.compiled.metadata.target.arch)
+        return machine_code.advisories(log)
 
 
 @dataclass(frozen=True, eq=False)

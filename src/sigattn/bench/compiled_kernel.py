@@ -79,7 +79,7 @@ def summarize(
         spills=sum(op.startswith(("STL", "LDL")) for op, _ in code),
         shared=shared,
         programs=hopper_model.programs(architecture, registers, config.warps, shared),
-        advisories=machine_code.advisories_in(log),
+        advisories=machine_code.advisories(log),
         tensor_instructions=", ".join(tensor) or "none",
         loops=tuple(loops),
     )

@@ -24,17 +24,12 @@ def compile_with_log(source: Any, architecture: int, options: dict[str, Any]) ->
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     log = printed.getvalue()
-    return compiled, log if "ptxas info" in log else _assemble(
-        compiled.asm["ptx"], architecture
-    )  # the kernel was in the compiler's cache
+    if "ptxas info" not in log:  # the kernel was in the compiler's cache
+        log = ptxas_log(compiled.asm["ptx"], architecture)
+    return compiled, log
 
 
-def advisories(ptx: str, architecture: int) -> list[str]:
-    """Return ptxas's advisories that it serialised a kernel's wgmma instructions."""
-    return advisories_in(_assemble(ptx, architecture))
-
-
-def advisories_in(log: str) -> list[str]:
+def advisories(log: str) -> list[str]:
     """Return the advisories C7500 … C7599 in a log of ptxas, without C7519.
 
     By these, ptxas makes every asynchronous tensor core instruction (wgmma) wait for the previous one. C7519 only says
@@ -43,7 +38,7 @@ def advisories_in(log: str) -> list[str]:
     return [line for line in log.splitlines() if re.search(r"\(C75(?!19)\d\d\)|wgmma.*serialized", line)]
 
 
-def _assemble(ptx: str, architecture: int) -> str:
+def ptxas_log(ptx: str, architecture: int) -> str:
     """Return the log of Triton's own ptxas."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
