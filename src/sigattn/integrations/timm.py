@@ -21,14 +21,14 @@ import functools
 import inspect
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from sigattn.nn.bias import ConstantBias
 from sigattn.nn.conversion.convert import convert_layers, enable_fused_attention, find_softmax
 from sigattn.nn.conversion.softmax_calls import listed
-from sigattn.nn.conversion.visible_keys import count_keys_per_query, is_visible
+from sigattn.nn.conversion.visible_keys import visible_per_query
 from sigattn.ops.attention import sigmoid_attention
+from sigattn.ops.operands import combine_window
 from sigattn.ops.problem import log_length_bias
 from sigattn.optional import explain_import_errors
 
@@ -159,11 +159,7 @@ def _complete(model: nn.Module, layer_class: type[SigmoidAttention]) -> None:
 def _log_visible(query: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor:
     """Return -log of the number of visible keys: a number, or (B or 1, H or 1, N or 1, 1)."""
     length = query.shape[2]
-    if mask is None:
-        if not is_causal:
-            return log_length_bias(length)
-        return log_length_bias(torch.arange(1, length + 1, device=query.device)).unsqueeze(-1)
-    visible = is_visible(mask)
-    if is_causal:
-        visible = visible & torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()
-    return log_length_bias(count_keys_per_query(visible, length))
+    if mask is None and not is_causal:
+        return log_length_bias(length)
+    window = combine_window(None, is_causal)
+    return log_length_bias(visible_per_query(mask, length, length, window, query.device))

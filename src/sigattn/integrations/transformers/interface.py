@@ -16,8 +16,9 @@ from sigattn.integrations.transformers.learned_bias import ATTRIBUTE
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
 from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, Bias, register_saved, validate_bias
 from sigattn.integrations.transformers.selection import CONFIGS, wrap_selection
-from sigattn.nn.conversion.visible_keys import count_keys_per_query, evaluate_bias
+from sigattn.nn.conversion.visible_keys import evaluate_bias, visible_per_query
 from sigattn.ops.attention import sigmoid_attention
+from sigattn.ops.operands import combine_window
 from sigattn.ops.problem import log_length_bias
 
 _default: Bias = LOG_VISIBLE
@@ -208,11 +209,10 @@ def _bias(module: nn.Module, call: Call) -> float | Tensor | None:
         )
     if not isinstance(bias, str):
         return float(bias)
-    if call.mask is not None:
-        return log_length_bias(count_keys_per_query(call.mask, num_keys))
-    if call.causal:
-        return log_length_bias(torch.arange(1, num_queries + 1, device=call.query.device)).unsqueeze(-1)
-    return None
+    if call.mask is None and not call.causal:
+        return None
+    window = combine_window(None, call.causal)
+    return log_length_bias(visible_per_query(call.mask, num_queries, num_keys, window, call.query.device))
 
 
 def _configured_bias(module: nn.Module) -> Bias | dict[str, Any]:

@@ -74,7 +74,7 @@ def evaluate_bias(
             f"{type(bias).__name__} has a value for each head and query and needs plain queries of shape (B, H, N, D), "
             f"got {'nested ones' if query.is_nested else tuple(query.shape)}"
         )
-    visible = _visible_per_query(mask, num_queries, num_keys, combine_window(window, is_causal), query.device)
+    visible = visible_per_query(mask, num_queries, num_keys, combine_window(window, is_causal), query.device)
     return bias(
         num_queries,
         num_keys,
@@ -85,7 +85,7 @@ def evaluate_bias(
     )
 
 
-def _visible_per_query(
+def visible_per_query(
     mask: Tensor | None, num_queries: int, num_keys: int, window: tuple[int, int], device: torch.device
 ) -> Tensor:
     """Count the keys that each query sees, at least 1: (B or 1, H or 1, N or 1, 1), float32."""
