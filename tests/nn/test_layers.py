@@ -118,7 +118,7 @@ def test_heads_must_divide():
         Attention(8, 4, activation="softmax", attention_bias=None, num_kv_heads=3)
     with pytest.raises(ValueError, match="VisibleKeysBias counts the keys before a query"):
         Attention(8, 4, activation="sigmoid", attention_bias=VisibleKeysBias(), causal=False)
-    with pytest.raises(ValueError, match=r"pass VisibleKeysBias\(3\) with window=3, got VisibleKeysBias\(window=None\)"):
+    with pytest.raises(ValueError, match=r"VisibleKeysBias\(3\) with window=3, got VisibleKeysBias\(window=None\)"):
         Attention(8, 4, activation="sigmoid", attention_bias=VisibleKeysBias(), window=3)
 
 
