@@ -58,8 +58,10 @@ def test_tokenizer_neither_cuts_nor_pads_documents(corpus, tmp_path):
 
 
 def test_packed_corpus_is_memory_mapped(corpus, tmp_path):
-    with gzip.open(corpus / "c.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"text": "zipped up"}) + "\n")
+    for name in ("c.jsonl.gz", "c4-train.00000-of-01024.json.gz"):
+        with gzip.open(corpus / name, "wt") as file:
+            file.write(json.dumps({"text": "zipped up"}) + "\n")
+    assert len(list(iter_documents(corpus))) == 5
     tokenizer = train_tokenizer(corpus, 300, tmp_path / "tokenizer.json")
     count = pack_corpus(corpus, tokenizer, tmp_path / "new" / "corpus.bin")
     text = load_packed(tmp_path / "new" / "corpus.bin", 300, seq_len=8, held_out=0.1)
@@ -70,7 +72,7 @@ def test_packed_corpus_is_memory_mapped(corpus, tmp_path):
     tokens, targets = data.batch(3, 4, seed=0)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    with pytest.raises(DataError, match=r"the tokenizer has .* tokens, and the model 256"):
+    with pytest.raises(DataError, match=r"the tokenizer has .* tokens, and the model 256: set model.vocab_size to"):
         load_packed(tmp_path / "new" / "corpus.bin", 256, seq_len=8)
     with (tmp_path / "new" / "corpus.bin").open("ab") as file:
         file.write(b"more")

@@ -15,7 +15,8 @@ def make_tokenizer(data: Path, save: Path, vocab_size: int = 32_768) -> None:
     """Train a byte-level BPE tokenizer on a text.
 
     Args:
-        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
+        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz, .json.gz or .parquet; or
+            hf:NAME:CONFIGURATION.
         save: the JSON file to write.
         vocab_size: number of tokens.
     """
@@ -28,7 +29,8 @@ def pack_tokens(data: Path, tokenizer: Path, save: Path, limit: int | None = Non
     """Tokenize a corpus into one file, for training language models.
 
     Args:
-        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz or .parquet; or hf:NAME:CONFIGURATION.
+        data: a file or a folder of .txt, .md, .rst, .py, .jsonl, .jsonl.gz, .json.gz or .parquet; or
+            hf:NAME:CONFIGURATION.
         tokenizer: JSON file written by sigattn tokenizer, or by Hugging Face's tokenizers.
         save: the file to write, ending in .bin.
         limit: number of tokens after which to stop, at the end of a document.

@@ -12,7 +12,8 @@ from sigattn.data.dataset import DataError
 from sigattn.optional import require
 
 PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
-SUFFIXES = (*PLAIN_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
+SUFFIXES = (*PLAIN_SUFFIXES, *JSON_SUFFIXES, ".parquet")
 HUB = "hf:"
 
 
@@ -33,8 +34,9 @@ def find_text_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def iter_documents(path: Path) -> Iterator[str]:
     """Iterate over the documents of a file, a folder (sorted by path) or a Hugging Face data set.
 
-    A document is a text file, the "text" of a line of a .jsonl or .jsonl.gz file (the format of C4 and RedPajama), the
-    "text" of a row of a .parquet file, or a sample of a data set such as ``hf:allenai/c4:realnewslike``.
+    A document is a text file, the "text" of a line of a .jsonl, .jsonl.gz or .json.gz file (the formats of C4 and
+    RedPajama), the "text" of a row of a .parquet file, or a sample of a data set such as
+    ``hf:allenai/c4:realnewslike``.
 
     Raises:
         DataError: if there are no files, a file cannot be read, or a text is not UTF-8.
@@ -44,7 +46,7 @@ def iter_documents(path: Path) -> Iterator[str]:
         yield from hub_documents(path)
         return
     for file in find_text_files(path, SUFFIXES):
-        if file.name.endswith((".jsonl", ".jsonl.gz")):
+        if file.name.endswith(JSON_SUFFIXES):
             yield from _json_lines(file)
         elif file.suffix == ".parquet":
             yield from _parquet(file)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sigattn.data.dataset import Batch, Data, DataError
-from sigattn.data.documents import PLAIN_SUFFIXES, find_text_files
+from sigattn.data.documents import JSON_SUFFIXES, PLAIN_SUFFIXES, find_text_files
 from sigattn.shapes import Int
 
 
@@ -22,11 +22,17 @@ def load_text(path: Path | None = None) -> bytes:
         path: a file or a folder; None for the language reference that comes with CPython (``pydoc_data.topics``).
 
     Raises:
-        DataError: if the file or folder does not exist, cannot be read, or contains no text.
+        DataError: if the file or folder does not exist, cannot be read, contains no text, or is a .jsonl, .jsonl.gz,
+            .json.gz or .parquet file, whose bytes are not its text.
     """
     if path is None:
         return _documentation()
     files = find_text_files(path, PLAIN_SUFFIXES)
+    if files == [path] and path.name.endswith((*JSON_SUFFIXES, ".parquet")):
+        raise DataError(
+            f"{path} is no plain text, and a model of bytes would learn its format: name a text file, or use sigattn "
+            "tokenizer and sigattn pack, which read its documents"
+        )
     try:
         text = b"\n".join(f.read_bytes() for f in files)
     except OSError as error:

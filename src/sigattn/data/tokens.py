@@ -93,13 +93,20 @@ def tokenize_corpus(path: Path, tokenizer: Any, vocab_size: int, seq_len: int, h
     Raises:
         DataError: if the tokenizer has more tokens than the model, or the text is too short.
     """
-    if tokenizer.get_vocab_size() > vocab_size:
-        raise DataError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, and the model {vocab_size}")
+    check_vocabulary(tokenizer.get_vocab_size(), vocab_size)
     encoded = document_encoder(tokenizer)
     parts = [torch.tensor(encoded(text), dtype=torch.int32) for text in iter_documents(path)]
     tokens = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
     digest = hash_of_split(hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), held_out, default=0.05)
     return TokenText.split_tokens(tokens.long(), seq_len, held_out, digest, vocab_size=vocab_size)
+
+
+def check_vocabulary(tokens: int, vocab_size: int) -> None:
+    """Raise DataError if a tokenizer has more tokens than the model."""
+    if tokens > vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokens} tokens, and the model {vocab_size}: set model.vocab_size to {tokens} or more"
+        )
 
 
 def document_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
@@ -177,8 +184,7 @@ def load_packed(path: Path, vocab_size: int, seq_len: int, held_out: float = 0.0
     status = path.stat()
     if status.st_size != 4 * about["tokens"]:
         raise DataError(f"{path} should hold {about['tokens']} tokens of 4 bytes, and has {status.st_size} bytes")
-    if about["vocab_size"] > vocab_size:
-        raise DataError(f"the tokenizer has {about['vocab_size']} tokens, and the model {vocab_size}")
+    check_vocabulary(about["vocab_size"], vocab_size)
     if status.st_mtime_ns != about.get("mtime_ns") and file_sha256(path) != about["sha256"]:
         raise DataError(
             f"{path} has changed since sigattn pack wrote it (its SHA-256 is not that in {path.name}.json): pack again"

@@ -15,7 +15,14 @@ from sigattn.data.images import ImageFolder
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.data.stream import StreamedText
 from sigattn.data.text import TextData, TokenText, load_text
-from sigattn.data.tokens import document_encoder, find_packed_tokenizer, load_packed, load_tokenizer, tokenize_corpus
+from sigattn.data.tokens import (
+    check_vocabulary,
+    document_encoder,
+    find_packed_tokenizer,
+    load_packed,
+    load_tokenizer,
+    tokenize_corpus,
+)
 from sigattn.data.unreadable import UnreadableFiles
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
@@ -107,11 +114,10 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
             return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.max_seq_len)
         return TextData(TokenText.split(load_text(path), model.max_seq_len), model.max_seq_len)
     if path is None:
-        raise SettingsError("a tokenizer needs a text: a file, or a folder of .txt, .md, .rst, .py or .jsonl", "data")
+        raise SettingsError("a tokenizer needs a text: a file, or a folder of .txt, .md, .rst, .py, .jsonl or .parquet", "data")
     vocabulary = load_tokenizer(tokenizer)
     if is_streamed(path):
-        if vocabulary.get_vocab_size() > model.vocab_size:
-            raise DataError(f"the tokenizer has {vocabulary.get_vocab_size()} tokens, and the model {model.vocab_size}")
+        check_vocabulary(vocabulary.get_vocab_size(), model.vocab_size)
         name = f"{_streamed(path)} as {tokenizer.name}, {file_sha256(tokenizer)}"
         return StreamedText(
             lambda: hub_documents(path),
