@@ -114,7 +114,9 @@ def _text(model: LanguageModelConfig, path: Path | None, tokenizer: Path | None)
             return StreamedText(lambda: hub_documents(path), f"{_streamed(path)} as bytes", _bytes, model.max_seq_len)
         return TextData(TokenText.split(load_text(path), model.max_seq_len), model.max_seq_len)
     if path is None:
-        raise SettingsError("a tokenizer needs a text: a file, or a folder of .txt, .md, .rst, .py, .jsonl or .parquet", "data")
+        raise SettingsError(
+            "a tokenizer needs a text: a file, or a folder of .txt, .jsonl, .parquet and others", "data"
+        )
     vocabulary = load_tokenizer(tokenizer)
     if is_streamed(path):
         check_vocabulary(vocabulary.get_vocab_size(), model.vocab_size)
