@@ -58,7 +58,8 @@ def attention_statistics(
 
     Args:
         query, key, value, attn_mask, is_causal, scale, enable_gqa, bias, window, alibi_slopes, key_lengths, softcap: as
-            in ``sigmoid_attention``, with four dimensions and one batch size. The weights are those before dropout.
+            in ``sigmoid_attention``, with four dimensions and one batch size, and attn_mask not a ``BlockMask``. The
+            weights are those before dropout.
         activation: "sigmoid", or for comparison "softmax", "relu", "relu2", "gelu", "tanh" or "identity", for which
             bias=None is 0.
 
