@@ -94,7 +94,7 @@ def test_the_report_says_what_is_poor(tmp_path):
     assert "-2.00 … -1.00  -0.50" in shown
     assert "125.0%" in shown
     assert "loss: 1.0000 with softmax, 2.0000 with b = −log n, 1.0000 converted" in shown
-    report_of(0.6).save(tmp_path / "report.json")
+    report_of(0.6).save(str(tmp_path / "report.json"))
     saved = json.loads((tmp_path / "report.json").read_text())
     assert saved["layers"][0]["heads"][1] == {"r2": None, "constant": -2.0, "slope": -0.5}
     assert saved["warnings"] == report_of(0.6).warnings

@@ -113,12 +113,13 @@ class ConversionReport:
             )
         return "\n".join([*lines, *self.warnings])
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the report as JSON; NaN becomes null.
 
         Raises:
             OSError: if the file cannot be written.
         """
+        path = Path(path)
         with add_path_to_errors(path):
             path.write_text(json.dumps(_without_nan({**asdict(self), "warnings": self.warnings}), indent=1) + "\n")
 
