@@ -50,6 +50,8 @@ def base(setting: Setting, k: int, small_steps: int = 1600, **model: Any) -> Rec
     recipe = replace(find_recipe("k-summation").with_transformer(**model), task=KSummation(k=k))
     if setting.scale != "paper":
         recipe = recipe.with_transformer(seq_len=16)
+    if setting.scale == "smoke":
+        recipe = recipe.with_transformer(embed_dim=32)
     steps = setting.steps(POINTS, small_steps, recipe.training.max_steps)
     return sweep.shortened(recipe, steps, setting.scaled(8, 64, 256), warmup_steps=0)
 

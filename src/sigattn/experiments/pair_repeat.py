@@ -30,6 +30,8 @@ def base(setting: Setting) -> Recipe:
     if setting.scale != "paper":
         task = PairRepeat(lengths=(8, 9))
         recipe = replace(recipe.with_transformer(num_symbols=5, seq_len=12), task=task)
+    if setting.scale == "smoke":
+        recipe = recipe.with_transformer(embed_dim=32)
     return sweep.shortened(recipe, steps, setting.scaled(64, 64, 256), warmup_steps=steps // 20)
 
 
