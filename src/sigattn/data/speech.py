@@ -21,6 +21,9 @@ from sigattn.data.speech_features import log_mel, spec_augment
 from sigattn.data.unreadable import UnreadableFiles
 
 
+_KEPT_BYTES = 1 << 28  # of frames in memory: computing them takes up to a third of a small model's training
+
+
 @dataclass(frozen=True)
 class Utterance:
     """Transcribed speech.
@@ -77,6 +80,8 @@ class Speech(Data):
         self._archive, self._source = {} if archive is None else read_members(archive, ".wav"), archive
         self._epochs: list[list[list[int]]] = []
         self._epochs_key: tuple[int, int] | None = None  # (size, seed) of _epochs
+        self._kept: dict[Utterance, Tensor] = {}
+        self._kept_bytes = 0
 
     def batch(self, step: int, size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> Batch:
         """Return frames (B, T, num_mel_bins), lengths (B,), targets (B, C) and target lengths (B,).
@@ -163,7 +168,12 @@ class Speech(Data):
         return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
 
     def _frames(self, utterance: Utterance) -> Tensor | None:
-        """Return the log-mel frames of an utterance, or None if one of its recordings cannot be read."""
+        """Return the log-mel frames of an utterance, or None if one of its recordings cannot be read.
+
+        The frames of the first utterances are kept, up to ``_KEPT_BYTES``.
+        """
+        if utterance in self._kept:
+            return self._kept[utterance]
         parts, rate = [], 0
         for piece in utterance.pieces:
             try:
@@ -172,7 +182,11 @@ class Speech(Data):
                 self.unreadable.add(str(piece[0]), f"{type(error).__name__}: {error}")
                 return None
             parts.append(wave)
-        return log_mel(torch.cat(parts), rate, self.num_mel_bins)
+        frames = log_mel(torch.cat(parts), rate, self.num_mel_bins)
+        if self._kept_bytes + frames.nbytes <= _KEPT_BYTES:
+            self._kept[utterance] = frames
+            self._kept_bytes += frames.nbytes
+        return frames
 
     def _wave(self, path: Path, first: float, last: float) -> tuple[Tensor, int]:
         """Read a recording, averaged over channels: (samples,) and the sampling rate in Hz."""

@@ -38,10 +38,11 @@ def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Op
         {"params": parameters, "weight_decay": decay, "factor": factor, "lr": config.learning_rate * factor}
         for (decay, factor), parameters in groups.items()
     ]
+    adam = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "fused": True}
     if config.optimizer == "adamw":
-        return AdamW(options, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+        return AdamW(options, **adam)
     if config.optimizer == "adam":
-        return Adam(options, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+        return Adam(options, **adam)
     if config.optimizer == "adagrad":
         return Adagrad(options, lr=config.learning_rate)
     raise SettingsError(f'optimizer must be "adamw", "adam" or "adagrad", got {config.optimizer!r}')
