@@ -204,6 +204,9 @@ class StandIn:
         registers, spills, most_threads = 0, 0, 1024  # not read by Triton's launch path, but for the last
         return object(), Binary(name, code, shared), registers, spills, most_threads
 
+    def unload_module(self, module: Any) -> None:
+        pass
+
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": self.shared, "multiprocessor_count": MULTIPROCESSORS, "warpSize": self.warp}
 
@@ -241,7 +244,9 @@ class StandIn:
     def close(self) -> None:
         """Discard the kernels compiled for this stand-in."""
         for function in self.functions:
-            function.device_caches.pop(self.device, None)
+            kernels, *_ = function.device_caches.pop(self.device, ({},))
+            for kernel in kernels.values():
+                kernel.module = None  # Triton 3.8 unloads it with the kernel, by the driver of that time
         self.folder.cleanup()
 
 

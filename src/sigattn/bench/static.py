@@ -188,7 +188,7 @@ def _arguments(element: str, options: Options) -> dict[str, Any]:
     names = ("query", "key", "value", "grad_out")
     loaded = dict.fromkeys(names, tensor)
     if options.TMA:
-        sizes = {name: [getattr(options, size) for size in tma.TILES[name]] for name in names}
+        sizes = tma.tile_sizes(options)
         loaded = {name: f"tensordesc<{element}[1, 1, {rows}, {width}]>" for name, (rows, width) in sizes.items()}
     pointer = {"none": None, "bool": "*u8", "added": "*fp32"}[options.MASK]
     bias = "*fp32" if options.BIAS in ("scalar", "tensor") else None

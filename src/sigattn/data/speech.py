@@ -20,7 +20,6 @@ from sigattn.data.hashing import files_sha256
 from sigattn.data.speech_features import log_mel, spec_augment
 from sigattn.data.unreadable import UnreadableFiles
 
-
 _KEPT_BYTES = 1 << 28  # of frames in memory: computing them takes up to a third of a small model's training
 
 

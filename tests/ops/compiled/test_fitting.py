@@ -10,7 +10,7 @@ from triton.runtime.errors import OutOfResources
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import fitting, launch, launch_cache, tuning
-from sigattn.ops.triton.args import Options
+from sigattn.ops.triton.args import Options, padded_head_dim
 from tests.ops import standin_driver
 from tests.ops.calls import Call
 
@@ -23,7 +23,7 @@ def problem(d=64, n=200, dtype=torch.bfloat16, **options):
 
 def needed(kernel, options, settings):
     """Return the simulated shared memory of a kernel: its tiles in flight."""
-    return settings["num_stages"] * (options.BLOCK_M + options.BLOCK_N) * options.BLOCK_D * 2
+    return settings["num_stages"] * (options.BLOCK_M + options.BLOCK_N) * padded_head_dim(options.D) * 2
 
 
 def shape(launched):

@@ -143,16 +143,6 @@ class Options(NamedTuple):
     QUERY_ENDS: bool = False
     TABLE: bool = False
 
-    @property
-    def BLOCK_D(self) -> int:  # noqa: N802
-        """Width of a tile of queries or keys."""
-        return padded_head_dim(self.D)
-
-    @property
-    def BLOCK_DV(self) -> int:  # noqa: N802
-        """Width of a tile of values."""
-        return padded_head_dim(self.DV)
-
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the width of a tile: a power of two, and at least 16, which ``tl.dot`` needs."""

@@ -38,6 +38,7 @@ from sigattn.ops.triton.tile import (
     sample_sizes,
     store,
     tile_bounds,
+    tile_width,
     weights,
     zero_accumulator,
 )
@@ -91,8 +92,8 @@ def bwd_dkdv_kernel(
     last = tl.minimum(start_n + BLOCK_N, sizes.len_k) - sizes.query_offset
     bounds = tile_bounds(first, last, sizes.len_q, right, left, BLOCK_M, OPT.HAS_RIGHT, OPT.HAS_LEFT)
 
-    acc_k = zero_accumulator(BLOCK_N, OPT.BLOCK_D, OPT.WGMMA)  # [BLOCK_N, D]
-    acc_v = zero_accumulator(BLOCK_N, OPT.BLOCK_DV, OPT.WGMMA)  # [BLOCK_N, DV]
+    acc_k = zero_accumulator(BLOCK_N, tile_width(OPT.D), OPT.WGMMA)  # [BLOCK_N, D]
+    acc_v = zero_accumulator(BLOCK_N, tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_N, DV]
     for phase in tl.static_range(0 if OPT.HAS_RIGHT else 1, 3):  # at an edge of the window, inside, at the other edge
         tiles = tl.cdiv(tl.maximum(bounds[phase + 1] - bounds[phase], 0), BLOCK_M)
         for step in tl.range(0, OPT.GROUP * tiles):  # of the query heads that share this key head, one after another
@@ -140,7 +141,7 @@ def bwd_dkdv_kernel(
                         acc_k = dot(ds, q, acc_k, OPT)  # [BLOCK_N, BLOCK_M] @ [BLOCK_M, D] -> [BLOCK_N, D]
                     if OPT.ATOMIC_DQ:
                         dq = dot(tl.trans(ds), k, None, OPT)  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, D] -> [BLOCK_M, D]
-                        offs_d = tl.arange(0, OPT.BLOCK_D)[None, :]
+                        offs_d = tl.arange(0, tile_width(OPT.D))[None, :]
                         pointers = grad_query + b * gq_strides.b + h * gq_strides.h + q_start * gq_strides.n
                         pointers += offs_m[:, None].to(tl.int64) * gq_strides.n + offs_d * gq_strides.d
                         inside = in_bounds(offs_m[:, None], offs_d, sizes.len_q, OPT.D)
@@ -204,7 +205,7 @@ def bwd_dq_kernel(
     last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
     bounds = tile_bounds(first, last, sizes.len_k, left, right, BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
 
-    acc = zero_accumulator(BLOCK_M, OPT.BLOCK_D, OPT.WGMMA)  # [BLOCK_M, D]
+    acc = zero_accumulator(BLOCK_M, tile_width(OPT.D), OPT.WGMMA)  # [BLOCK_M, D]
     acc_bias = tl.zeros((BLOCK_M,), tl.float32)
     acc_before = tl.zeros((BLOCK_M,), tl.float32)
     acc_after = tl.zeros((BLOCK_M,), tl.float32)

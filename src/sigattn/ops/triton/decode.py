@@ -20,6 +20,7 @@ from sigattn.ops.triton.tile import (
     in_bounds,
     load_bias,
     load_shift,
+    tile_width,
     weights,
     zero_accumulator,
 )
@@ -72,7 +73,7 @@ def decode_kernel(
     stop = tl.minimum(stop, start + keys_per_split)
 
     i64, h64 = i.to(tl.int64), h.to(tl.int64)
-    offs_d, offs_dv = tl.arange(0, OPT.BLOCK_D)[None, :], tl.arange(0, OPT.BLOCK_DV)[None, :]
+    offs_d, offs_dv = tl.arange(0, tile_width(OPT.D))[None, :], tl.arange(0, tile_width(OPT.DV))[None, :]
     # a cache with features first has strides along them that times D exceed 32 bits
     d64, dv64 = offs_d.to(tl.int64), offs_dv.to(tl.int64)
     pointers = query + b * q_strides.b + i64[:, None] * q_strides.n + h64[:, None] * q_strides.h + offs_d * q_strides.d
@@ -90,7 +91,7 @@ def decode_kernel(
         z_bias = load_bias(bias, 0, offs_m, sizes, OPT)
     shift, unit = load_shift(bias, 1, OPT)
 
-    acc = zero_accumulator(BLOCK_M, OPT.BLOCK_DV, OPT.WGMMA)  # [BLOCK_M, DV]
+    acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_M, DV]
     for start_n in tl.range(start, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         valid = (offs_n >= begin) & (offs_n < stop)

@@ -28,6 +28,7 @@ from sigattn.ops.triton.tile import (
     row_hash,
     store,
     tile_bounds,
+    tile_width,
     weights,
     zero_accumulator,
 )
@@ -75,7 +76,7 @@ def fwd_kernel(
     last = sizes.query_offset + tl.minimum(start_m + BLOCK_M, sizes.len_q)
     bounds = tile_bounds(first, last, sizes.len_k, left, right, BLOCK_N, OPT.HAS_LEFT, OPT.HAS_RIGHT)
 
-    acc = zero_accumulator(BLOCK_M, OPT.BLOCK_DV, OPT.WGMMA)  # [BLOCK_M, DV]
+    acc = zero_accumulator(BLOCK_M, tile_width(OPT.DV), OPT.WGMMA)  # [BLOCK_M, DV]
     for phase in tl.static_range(0 if OPT.HAS_LEFT else 1, 3):  # at an edge of the window, inside, at the other edge
         for start_n in tl.range(bounds[phase], bounds[phase + 1], BLOCK_N):
             state = block_state(blocks, b, h, start_m, start_n, OPT) if OPT.BLOCK_Q else 1

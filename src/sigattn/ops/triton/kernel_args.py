@@ -18,7 +18,7 @@ from torch import Tensor
 from sigattn.ops import dropout
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem
 from sigattn.ops.triton import activation, fitting, launch_cache, tuning
-from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
+from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides, padded_head_dim
 from sigattn.ops.triton.forward import fwd_kernel
 
 LOG2E: float = activation.LOG2E.value
@@ -73,7 +73,8 @@ class Launch:
 
 def operand_sizes(o: Options, itemsize: int, mask: Tensor | None, mask_gradient: bool = False) -> fitting.Operands:
     """Return the sizes that decide how much shared memory a kernel takes."""
-    return fitting.Operands(o.BLOCK_D, o.BLOCK_DV, itemsize, 0 if mask is None else mask.element_size(), mask_gradient)
+    widths = padded_head_dim(o.D), padded_head_dim(o.DV)
+    return fitting.Operands(*widths, itemsize, 0 if mask is None else mask.element_size(), mask_gradient)
 
 
 def architecture(device: torch.device) -> int:

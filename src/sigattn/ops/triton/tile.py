@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 
 from sigattn.ops.triton.activation import LOG2E, sigmoid, tanh
-from sigattn.ops.triton.args import Mask, Sizes, Strides
+from sigattn.ops.triton.args import Mask, Sizes, Strides, padded_head_dim
 
 # Triton's interpreter has no products of bfloat16 and truncates where the hardware rounds.
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+# A property of ``Options`` would do in Triton 3.7, but kernels of Triton 3.8 see its fields only.
+tile_width = triton.constexpr_function(padded_head_dim)
 
 
 # -- the tile of a program --------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def load(
 
     source: pointer to the matrix; with TMA, a descriptor of (B, H, length, WIDTH), and the matrix is that of b and h.
     """
-    BLOCK_WIDTH: tl.constexpr = OPT.BLOCK_D if WIDTH == OPT.D else OPT.BLOCK_DV
+    BLOCK_WIDTH: tl.constexpr = tile_width(WIDTH)
     if OPT.TMA:
         index = [tl.cast(b, tl.int32), tl.cast(h, tl.int32), tl.cast(start, tl.int32), 0]
         tile = source.load(index).reshape(ROWS, BLOCK_WIDTH)

@@ -6,15 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from sigattn.ops.triton.args import Options
+from sigattn.ops.triton.args import Options, padded_head_dim
 
-# Tensors that the portable kernels load tiles of, and the sizes of these.
-TILES = {
-    "query": ("BLOCK_M", "BLOCK_D"),
-    "key": ("BLOCK_N", "BLOCK_D"),
-    "value": ("BLOCK_N", "BLOCK_DV"),
-    "grad_out": ("BLOCK_M", "BLOCK_DV"),
-}
+
+def tile_sizes(options: Options) -> dict[str, tuple[int, int]]:
+    """Return the tensors that the portable kernels load tiles of, and the rows and columns of these."""
+    width, value_width = padded_head_dim(options.D), padded_head_dim(options.DV)
+    key, value = (options.BLOCK_N, width), (options.BLOCK_N, value_width)
+    return {"query": (options.BLOCK_M, width), "key": key, "value": value, "grad_out": (options.BLOCK_M, value_width)}
 
 
 def supports(t: Tensor) -> bool:
@@ -31,10 +30,12 @@ def describe(arguments: dict[str, Any], options: Options) -> dict[str, Any] | No
 
     A descriptor does not contain the ends of packed sequences or of a sample's keys.
     """
-    loaded = {name: arguments[name] for name in TILES if name in arguments}
+    sizes = tile_sizes(options)
+    loaded = {name: arguments[name] for name in sizes if name in arguments}
     if options.VARLEN or options.LENGTHS or not all(map(supports, loaded.values())):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    blocks = {name: [1, 1, *(getattr(options, size) for size in TILES[name])] for name in loaded}
-    return {name: TensorDescriptor(t, list(t.shape), list(t.stride()), blocks[name]) for name, t in loaded.items()}
+    return {
+        name: TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, *sizes[name]]) for name, t in loaded.items()
+    }
