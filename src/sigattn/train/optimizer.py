@@ -38,7 +38,7 @@ def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Op
         {"params": parameters, "weight_decay": decay, "factor": factor, "lr": config.learning_rate * factor}
         for (decay, factor), parameters in groups.items()
     ]
-    adam = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "fused": True}
+    adam: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "fused": True}
     if config.optimizer == "adamw":
         return AdamW(options, **adam)
     if config.optimizer == "adam":
