@@ -233,7 +233,7 @@ class StandIn:
         """Return a CompiledKernel without code; replaces ``triton.compiler.compile``."""
         constants = {source.fn.arg_names[at]: value for (at, *_), value in source.constants.items()}
         metadata = {"name": source.fn.__name__, "target": vars(target), "num_ctas": 1, "tmem_size": None}
-        metadata |= {name: options[name] for name in ("num_warps", "num_stages")}
+        metadata |= {name: options[name] for name in ("num_warps", "num_stages")} | {"warp_size": self.warp}
         metadata |= {"shared": self.needed(source.fn.__name__, constants.get("OPT"), options)}
         path = Path(self.folder.name) / f"{next(_files)}.json"
         path.write_text(json.dumps(metadata))

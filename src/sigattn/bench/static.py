@@ -165,7 +165,7 @@ def compile_kernel(
         compiled, log = machine_code.compile_with_log(
             ASTSource(function, signature, constexprs, attributes),
             architecture,
-            {"num_warps": config.warps, "num_stages": config.stages},
+            {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
         )
     except PTXASError as error:
         if "is not defined for option 'gpu-name'" not in str(error):

@@ -55,7 +55,7 @@ def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.Hopp
     }
     signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
     source = GluonASTSource(functions[kernel], signature, constants)
-    compiled, log = machine_code.compile_with_log(source, 90, {"num_warps": 4})
+    compiled, log = machine_code.compile_with_log(source, 90, {"num_warps": 4, "enable_fp_fusion": True})
     if line := missing_fence(compiled.asm["ptx"]):
         raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: no fence and barrier before {line}")
     scores = ROWS * config.block / 128
