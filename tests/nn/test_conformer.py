@@ -132,6 +132,17 @@ class TestInitialization:
         for weight in (block.attention.query.weight, block.attention.key.weight):
             assert weight.abs().max() == pytest.approx((6 / 128) ** 0.5, rel=0.01)
 
+    def test_weights_that_are_computed_from_others(self):
+        layer = nn.utils.parametrizations.weight_norm(nn.Linear(64, 32))
+        before = layer.weight.clone()
+        initialize(layer, "trunc_normal")
+        assert not torch.equal(layer.weight, before)
+        assert layer.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        with pytest.warns(FutureWarning):
+            older = nn.utils.weight_norm(nn.Linear(64, 32))
+        with pytest.raises(TypeError, match="weight of Linear is no parameter but computed from others"):
+            initialize(older, "fan_in")
+
     def test_mup_simple_slows_the_matrices_within_blocks(self):
         factors = mup_simple(self.model(), embed_dim=1536)
         slow = {name for name, factor in factors.items() if factor == 0.5}

@@ -245,10 +245,14 @@ class TestLayersThatCallTheFunction:
             def forward(self, x):
                 return self.function(x)
 
-        layer = Layer()
-        assert len(sigmoidify(nn.Sequential(FusedAttention(), layer))) == 2
-        with pytest.raises(RuntimeError, match=r"Layer .* or an autograd.Function, around its attention function"):
-            layer(X)
+        class Direct(nn.Module):
+            def forward(self, x):
+                return Recomputed.apply(x)
+
+        for layer in (Layer(), Direct()):
+            assert len(sigmoidify(nn.Sequential(FusedAttention(), layer))) == 2
+            with pytest.raises(RuntimeError, match=r" .* or an autograd.Function, around its attention function"):
+                layer(X)
 
     def test_traced_graphs_are_refused(self):
         model = nn.Sequential(FusedAttention(), torch.fx.symbolic_trace(FusedAttention()))

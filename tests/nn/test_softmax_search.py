@@ -440,7 +440,7 @@ def test_every_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):
 
 
 @pytest.mark.parametrize("by_example", [False, True])
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")
 def test_a_scripted_layer_is_refused(by_example, x):
     net = Net(Fused(), torch.jit.script(Scripted()))
     with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1'"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.feedforward import MLP, SwiGLU
@@ -31,19 +32,35 @@ def initialize(model: nn.Module, kind: Initialization) -> None:
 
     Raises:
         ValueError: for another kind.
+        TypeError: if a weight is no parameter.
     """
     if kind not in _KINDS:
         raise ValueError(f"initialization must be one of {', '.join(_KINDS)}, got {kind!r}")
     for module in model.modules():
         if isinstance(module, _DRAWN):
-            _KINDS[kind](module.weight)
-            bias = getattr(module, "bias", None)
-            if bias is not None:
-                nn.init.zeros_(bias)
+            _fill(module, "weight", _KINDS[kind])
+            if getattr(module, "bias", None) is not None:
+                _fill(module, "bias", nn.init.zeros_)
         elif module is not model:
             reset = getattr(module, "reset_parameters", None)
             if reset is not None:
                 reset()
+
+
+def _fill(module: nn.Module, name: str, fill: Callable[[Tensor], object]) -> None:
+    """Fill a parameter; one that is parametrized, as by weight norm, is computed from others, which get the values."""
+    value = getattr(module, name)
+    if parametrize.is_parametrized(module, name):
+        value = value.detach().clone()
+        fill(value)
+        setattr(module, name, value)
+    elif isinstance(value, nn.Parameter):
+        fill(value)
+    else:
+        raise TypeError(
+            f"initialize: {name} of {type(module).__name__} is no parameter but computed from others, as by the older "
+            "torch.nn.utils.weight_norm: use torch.nn.utils.parametrizations, or initialize the model before"
+        )
 
 
 def _fan_in(weight: Tensor) -> None:

@@ -24,6 +24,7 @@ from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.transformer import Transformer, recording
 from sigattn.nn.attention import Attention
+from sigattn.nn.evaluation import evaluation_mode
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.train import checkpoint
 from sigattn.train.config import TrainConfig
@@ -280,14 +281,12 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Return metrics on the held-out data; every process evaluates all of it."""
         module = sharding.unwrap(self.module) if self.average is None else self.average.module
-        module.eval()
         device = self.processes.device
         held_out = self.data.validation(self.config.eval_batch_size)
         batches = (tuple(t.to(device) for t in batch) for batch in held_out)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
-            metrics = self.task.evaluate(module, batches)
-        module.train()
-        return metrics
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
+        with evaluation_mode(module), autocast:
+            return self.task.evaluate(module, batches)
 
     def save_model(self, folder: Path) -> nn.Module:
         """Save the trained model in ``folder/model``, and return it."""

@@ -257,6 +257,8 @@ def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[
     found = frozenset({getattr(value, "__name__", "")} & _CALLS) if callable(value) else frozenset()
     if depth == 0:
         return found
+    if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, type):
+        return found | _calls_of_value(value.__self__, names, depth)  # ``apply`` of an autograd function, PyTorch 2.14
     if isinstance(value, types.MethodType):  # of an object or, as an autograd function's ``apply``, of a class
         found |= _calls_of_value(value.__self__, names | {value.__name__}, depth)
         value = value.__func__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from typing import Any
@@ -107,12 +108,20 @@ def _rebuild(kind: type[nn.Module]) -> nn.Module:
     return sigmoid_layer_class.__new__(sigmoid_layer_class)
 
 
+def _autograd_forwards(kind: type = torch.autograd.Function) -> set[types.CodeType]:
+    """Return the code of the forward passes of all autograd functions."""
+    own = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    found = {own.__code__} if isinstance(own, types.FunctionType) else set[types.CodeType]()
+    return found.union(*map(_autograd_forwards, kind.__subclasses__()))
+
+
 class _SigmoidMode(TorchFunctionMode):
     """Mode that computes sigmoid attention for a layer's attention functions, counts them, and refuses softmax."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer, self.calls = layer, 0
+        self.has_grad = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,9 +149,11 @@ class _SigmoidMode(TorchFunctionMode):
         self.calls += 1
         if torch.compiler.is_dynamo_compiling():  # it traces what is checkpointed outside of this mode
             return
+        # without gradient within a layer with one: perhaps in a ``forward`` that PyTorch 2.14 calls from C++
+        forwards = _autograd_forwards() if self.has_grad and not torch.is_grad_enabled() else set[types.CodeType]()
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code not in _ENTRIES:
-            if frame.f_code.co_filename in _OWN_BACKWARD:
+            if frame.f_code.co_filename in _OWN_BACKWARD or frame.f_code in forwards:
                 raise RuntimeError(
                     f"{self.layer.softmax_class.__name__} was sigmoidified, but it calls torch.utils.checkpoint, or an "
                     "autograd.Function, around its attention function, and the backward pass would compute that of "

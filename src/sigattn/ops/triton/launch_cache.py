@@ -42,8 +42,8 @@ class Launched(NamedTuple):
 def launch(
     kernel: Any, grid: tuple[int, ...], device: torch.device, options: dict[str, int], arguments: dict[str, Any]
 ) -> Launched:
-    """Launch a kernel through Triton, with products and sums fused: Triton 3.9 warns that this will not be its default."""
-    options = {**options, "enable_fp_fusion": True}
+    """Launch a kernel through Triton."""
+    options = {**options, "enable_fp_fusion": True}  # Triton 3.9 warns that its default will change
     with _on(device):
         compiled = kernel[grid](**arguments, **options)
     return Launched(kernel, grid, arguments, options, compiled)
