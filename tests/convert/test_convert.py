@@ -105,3 +105,11 @@ def test_one_batch_only():
     report = convert(model, batches[:1], loss=loss)
     assert not report.held_out
     assert "There was one batch only" in report.warnings[0]
+
+
+def test_a_model_converted_in_inference_mode_trains():
+    model, batches = model_and_batches()
+    with torch.inference_mode():
+        convert(model, batches, loss=loss)
+    loss(model.train(), batches[0]).backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "bias" in name)

@@ -6,6 +6,7 @@ import tarfile
 import pytest
 import torch
 
+from sigattn.data import speech
 from sigattn.data.corpora import group_by_duration, librispeech, spoken_digits, tedlium
 from sigattn.data.dataset import DataError, PlaceholderBatch
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
@@ -130,6 +131,23 @@ class TestBatches:
         assert not torch.equal(kept[1], kept[2])
         again = masked.batch(1, 1000, seed=0)[0]
         assert torch.equal(again, masked.batch(1, 1000, seed=0)[0])
+
+    def test_frames_are_kept_as_they_are(self, digits, monkeypatch):
+        training, held_out, _ = spoken_digits(digits, training=12, held_out=2)
+        data = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=0)
+        plain = Speech(training, held_out, CharTokenizer(ALPHABET), spec_augment_from=None)
+        first = plain.batch(0, 1000, seed=0)[0]
+        assert not torch.equal(data.batch(0, 1000, seed=0)[0], first)
+        data.spec_augment_from = None
+        monkeypatch.setattr(Speech, "_wave", None)  # nothing is read again
+        assert torch.equal(data.batch(0, 1000, seed=0)[0], first)
+
+    def test_memory_of_kept_frames_is_limited(self, digits, monkeypatch):
+        monkeypatch.setattr(speech, "_KEPT_BYTES", 100_000)
+        data = self.data(digits)
+        for _ in range(2):
+            data.batch(0, 1000, seed=0)
+        assert 0 < sum(frames.nbytes for frames in data._kept.values()) == data._kept_bytes <= 100_000
 
     def test_broken_recordings_are_counted_and_left_out(self, digits, capsys):
         data = self.data(digits)

@@ -23,6 +23,7 @@ from sigattn.nn.evaluation import evaluation_mode
 Loss = Callable[[Any, Any], Tensor]
 
 
+@torch.inference_mode(False)  # or the new parameters could not be trained
 @torch.no_grad()
 def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None) -> ConversionReport:
     """Turn a model's softmax attention into sigmoid attention with a fitted bias and output scale, in place.

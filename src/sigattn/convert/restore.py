@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sigattn.convert.attention_call import ConversionError
@@ -16,6 +17,7 @@ from sigattn.nn.fitted_bias import FITTED
 _ATTRIBUTES = ("sigmoid_bias", "attention_bias")  # names of the bias within a layer
 
 
+@torch.inference_mode(False)  # or the biases could not be trained
 def restore(
     model: nn.Module, state: Mapping[str, Tensor], example: Sequence[Any] | Mapping[str, Any] | None = None
 ) -> None:

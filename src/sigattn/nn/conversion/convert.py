@@ -14,6 +14,7 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -54,6 +55,7 @@ class RemainingSoftmax(NamedTuple):
     reason: str
 
 
+@torch.inference_mode(False)  # or a learned bias could not be trained
 def sigmoidify(
     model: nn.Module,
     example: Sequence[Any] | Mapping[str, Any] | None = None,
