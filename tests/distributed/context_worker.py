@@ -229,6 +229,10 @@ def invalid(mesh):
             context_parallel_attention(q, q, q, mesh=mesh, **change)
     with pytest.raises(ValueError, match="must have the same number of positions"):
         context_parallel_attention(q[:, :, :3], q, q, mesh=mesh)
+    for n in (1, 6):  # each process's query may have a bias of its own, also if it has one query
+        part = q[:, :, :n]
+        with pytest.raises(ValueError, match="a bias for each query needs"):
+            context_parallel_attention(part, part, part, mesh=mesh, strategy="reduce", bias=torch.ones(1, 2, n, 1))
 
 
 def dying(mesh):

@@ -113,8 +113,12 @@ def _check_exchange(
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"{_NAME}: query and key must have the same number of positions; got "
                          f"{validation.describe(query=query, key=key)}")  # fmt: skip
-    if strategy == "reduce" and isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] > 1:
-        raise ValueError(f'{_NAME}: a bias for each query needs strategy="ring" or "gather", got "reduce"')
+    # of a process that has one query, a bias of any shape with rows may be that query's own
+    if strategy == "reduce" and isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == query.shape[2]:
+        raise ValueError(
+            f'{_NAME}: a bias for each query needs strategy="ring" or "gather", got "reduce" and a bias of shape '
+            f"{tuple(bias.shape)} for {query.shape[2]} queries"
+        )
 
 
 @dataclass(frozen=True)
