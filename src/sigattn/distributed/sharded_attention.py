@@ -75,9 +75,16 @@ def context_parallel_attention(
     _, scale, window, softcap = validate(
         _NAME, operands, enable_gqa, None, 0.0, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
-    _check_exchange(query, key, bias, mesh, strategy)
+    _check_exchange(query, key, mesh, strategy)
     group = mesh.get_group()
     sharding = infer_sequence_sharding(query.shape[2], length, group, is_causal if balanced is None else balanced)
+    # if every process has one query, a bias of one row may be that query's own
+    rows = bias.shape[-2] if isinstance(bias, Tensor) and bias.dim() > 1 else 0
+    if strategy == "reduce" and (rows > 1 or (rows == 1 and sharding.length == mesh.size())):
+        raise ValueError(
+            f'{_NAME}: a bias for each query needs strategy="ring" or "gather", got "reduce" and a bias of {rows} rows '
+            f"for a sequence of {sharding.length} on {mesh.size()} processes"
+        )
     validation.choice(_NAME, "backend", backend, tuple(DENSE.backends))
     if bias is None:
         bias = log_length_bias(sharding.length)
@@ -102,9 +109,7 @@ def context_parallel_attention(
     return out
 
 
-def _check_exchange(
-    query: Tensor, key: Tensor, bias: float | Tensor | None, mesh: DeviceMesh, strategy: Strategy
-) -> None:
+def _check_exchange(query: Tensor, key: Tensor, mesh: DeviceMesh, strategy: Strategy) -> None:
     """Raise ValueError if the mesh or the strategy does not fit the call."""
     if strategy not in get_args(Strategy):
         raise ValueError(f"{_NAME}: strategy must be one of {get_args(Strategy)}, got {strategy!r}")
@@ -113,12 +118,6 @@ def _check_exchange(
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"{_NAME}: query and key must have the same number of positions; got "
                          f"{validation.describe(query=query, key=key)}")  # fmt: skip
-    # of a process that has one query, a bias of any shape with rows may be that query's own
-    if strategy == "reduce" and isinstance(bias, Tensor) and bias.dim() > 1 and bias.shape[-2] == query.shape[2]:
-        raise ValueError(
-            f'{_NAME}: a bias for each query needs strategy="ring" or "gather", got "reduce" and a bias of shape '
-            f"{tuple(bias.shape)} for {query.shape[2]} queries"
-        )
 
 
 @dataclass(frozen=True)

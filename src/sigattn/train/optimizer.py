@@ -38,11 +38,10 @@ def make_optimizer(module: nn.Module, config: TrainConfig, embed_dim: int) -> Op
         {"params": parameters, "weight_decay": decay, "factor": factor, "lr": config.learning_rate * factor}
         for (decay, factor), parameters in groups.items()
     ]
-    adam: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "fused": True}
     if config.optimizer == "adamw":
-        return AdamW(options, **adam)
+        return AdamW(options, lr=config.learning_rate, betas=config.betas, eps=config.eps)
     if config.optimizer == "adam":
-        return Adam(options, **adam)
+        return Adam(options, lr=config.learning_rate, betas=config.betas, eps=config.eps)
     if config.optimizer == "adagrad":
         return Adagrad(options, lr=config.learning_rate)
     raise SettingsError(f'optimizer must be "adamw", "adam" or "adagrad", got {config.optimizer!r}')
