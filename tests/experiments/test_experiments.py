@@ -176,6 +176,15 @@ def test_claims_about_models_that_have_not_learned_are_not_shown():
     assert [f.verdict for f in spikes.judge(rows, "small")] == ["agrees"]
 
 
+def test_a_tolerance_may_be_a_part_of_the_baseline():
+    claim = Claim("x is as good as y.", "x", "same", "y", relative=0.15)
+    errors = {"x": [3.0, 3.1, 3.2], "y": [2.0, 2.1, 2.2]}
+    (small,) = ablation.check_claims([claim], errors)
+    (large,) = ablation.check_claims([claim], {n: [20 + e for e in values] for n, values in errors.items()})
+    assert (small.verdict, large.verdict) == ("differs", "differs, but by less than matters")
+    assert small.evidence.endswith(", tolerance 0.315")
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_diverged_run_counts_as_infinite_loss(tmp_path):
     setting = Setting("smoke", 1, tmp_path)

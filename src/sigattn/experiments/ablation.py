@@ -26,6 +26,7 @@ class Claim:
         relation: the metric of ``name`` is the "same" as, "higher" or "lower" than that of ``baseline``.
         tolerance: for "same", the largest difference that does not matter; for the others, the smallest that would
             (``Difference``). metric: "gradient_spikes", or "" for the metric of the ablation.
+        relative: the tolerance as a part of the baseline's mean, if ``tolerance`` is 0.
     """
 
     text: str
@@ -34,6 +35,7 @@ class Claim:
     baseline: str
     tolerance: float = 0.0
     metric: str = ""
+    relative: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,13 @@ def check_claims(
         if not {claim.name, claim.baseline} <= set(values):
             continue
         difference = intervals.welch(values[claim.baseline], values[claim.name])
+        tolerance = claim.tolerance or claim.relative * statistics.mean(values[claim.baseline])
         if claim.relation == "same":
-            verdict = difference.verdict_equal(claim.tolerance)
+            verdict = difference.verdict_equal(tolerance)
         else:
-            verdict = (difference if claim.relation == "higher" else -difference).verdict_positive(claim.tolerance)
+            verdict = (difference if claim.relation == "higher" else -difference).verdict_positive(tolerance)
         evidence = f"({claim.name}) less ({claim.baseline}): {difference}"
-        evidence += f", tolerance {claim.tolerance:g}" if claim.tolerance else ""
+        evidence += f", tolerance {tolerance:.3g}" if tolerance else ""
         if failed := [n for n in (claim.name, claim.baseline) if not learned(statistics.mean(values[n]))]:
             verdict, evidence = "not shown", f"{evidence}; not learned: {', '.join(failed)}"
         findings.append(Finding(claim.text, verdict, evidence))
