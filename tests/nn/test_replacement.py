@@ -222,6 +222,32 @@ class TestLayersThatCallTheFunction:
         (((x @ x.mT * 8**-0.5 - 1).sigmoid() @ x).sum()).backward()
         torch.testing.assert_close(checkpointed, x.grad)
 
+    @pytest.mark.usefixtures("unchecked")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("kind", ["method", "local", "function"])
+    def test_compiled_checkpoints(self, kind, compiler):
+        """torch.compile traces a checkpointed function outside of the layer's mode, and repeats it in the backward."""
+
+        class Checkpointed(nn.Module):
+            def forward(self, x):
+                def inside(x):
+                    return F.scaled_dot_product_attention(x, x, x)
+
+                if kind == "function":
+                    return checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False)
+                return checkpoint(inside if kind == "local" else self.around, x, use_reentrant=False)
+
+            def around(self, x):
+                return F.scaled_dot_product_attention(x, x, x)
+
+        layer, x = Checkpointed(), X.clone().requires_grad_()
+        sigmoidify(layer, bias=-1.0)
+        torch.compiler.reset()
+        (grad,) = torch.autograd.grad(torch.compile(layer, backend=compiler)(x).square().sum(), x)
+        (expected,) = torch.autograd.grad(((x @ x.mT * 8**-0.5 - 1).sigmoid() @ x).square().sum(), x)
+        torch.testing.assert_close(grad, expected)
+
     def test_a_call_in_an_autograd_function_is_refused(self):
         """Its backward pass is softmax's, or repeats the call after the forward."""
 

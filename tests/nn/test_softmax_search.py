@@ -423,6 +423,28 @@ def test_a_method_that_the_layer_around_calls(by_example, x):
 
 
 @pytest.mark.parametrize("by_example", [False, True])
+def test_a_forward_that_the_layer_around_calls(by_example, x):
+    """A direct call of forward runs no hooks: the layer is found all the same."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Fused()
+
+        def forward(self, x):
+            return self.inner.forward(x)
+
+    net = Net(Around())
+    report = sigmoidify(net, (x,) if by_example else None)
+    assert [r.name for r in report] == ["layers.0.inner"]
+    torch.testing.assert_close(net(x), net.layers[0].inner.formula(x, -math.log(5)))
+    net = Net(Around())
+    net.layers[0].inner = TorchSoftmax()
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.0\.inner'"):
+        sigmoidify(net, (x,) if by_example else None)
+
+
+@pytest.mark.parametrize("by_example", [False, True])
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_every_spelling_of_a_softmax_is_refused_by_name(kind, by_example, x):

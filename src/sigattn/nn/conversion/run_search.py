@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sigattn.nn.conversion.code_search import calling_methods
 from sigattn.nn.conversion.softmax_calls import (
     MHA,
     MHA_NAME,
@@ -149,10 +152,25 @@ class _Trace:
         """Record a softmax of the running layer."""
         if not self.running or any(isinstance(m, self.skipped) for m in self.running):
             return None
-        module = self.running[-1]
+        module = self._innermost()
+        if isinstance(module, self.skipped):
+            return None
+        self.ran.add(module)
         site = _Site(module, call, replaceable, attention or named_as_attention(module))
         self.sites.append(site)
         return site
+
+    def _innermost(self) -> nn.Module:
+        """Return the running layer, or the one inside it whose method was called directly, which calls no hooks."""
+        inside = set(self.running[-1].modules())
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            layer = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(layer, nn.Module) and layer in inside and _attends(type(layer), code.co_name):
+                return layer
+            frame = frame.f_back
+        return self.running[-1]
 
     def findings(self) -> list[Finding]:
         """Return one finding for each layer and value of ``replaceable``, in the order of the model's layers."""
@@ -167,6 +185,11 @@ class _Trace:
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return True for a parameter or a buffer, a view of one, or a copy in another dtype."""
         return tensor in self.constants or _storage(tensor) in self.parameters
+
+
+def _attends(kind: type[nn.Module], method: str) -> bool:
+    """Return True for the forward of a class of layers, and for other methods that call an attention function."""
+    return method == "forward" or method in calling_methods(kind)
 
 
 class _Calls(TorchFunctionMode):

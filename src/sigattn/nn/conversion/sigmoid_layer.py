@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch._ops import HigherOrderOperator
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.conversion.code_search import calling_methods
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
 from sigattn.nn.conversion.observer import CallObserver
-from sigattn.nn.conversion.softmax_calls import MHA, SDPA, SOFTMAX_NAMES, is_sdpa
+from sigattn.nn.conversion.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX_NAMES, is_sdpa
 from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
@@ -47,8 +48,7 @@ class SigmoidLayer(nn.Module):
         mode = _SigmoidMode(self)
         with mode:
             result = super().forward(*args, **kwargs)
-        inside = bool(self.attention_methods) or any(isinstance(m, _CONVERTED) for m in self.modules() if m is not self)
-        if not mode.calls and not inside:
+        if not mode.calls and not any(isinstance(m, _CONVERTED) for m in self.modules() if m is not self):
             raise RuntimeError(
                 f"{self.softmax_class.__name__} was sigmoidified, but this forward did not call "
                 "F.scaled_dot_product_attention: it took another path (a flag such as fused_attn=False, or the "
@@ -90,6 +90,9 @@ def sigmoid_class(kind: Any) -> type[nn.Module]:
 def _in_sigmoid_mode(method: Any) -> Any:
     @functools.wraps(method)
     def wrapped(self: SigmoidLayer, *args: Any, **kwargs: Any) -> Any:
+        modes = [m for m in _get_current_function_mode_stack() if isinstance(m, _SigmoidMode)]
+        if modes and modes[-1].layer is self:  # of its forward, which counts its calls
+            return method(self, *args, **kwargs)
         with _SigmoidMode(self):
             return method(self, *args, **kwargs)
 
@@ -131,13 +134,25 @@ class _SigmoidMode(TorchFunctionMode):
         if func is MHA:
             self._count_call()
             return multi_head_attention_forward(self.layer.sigmoid_bias, *args, **kwargs)
-        if getattr(func, "__name__", "") in SOFTMAX_NAMES and not self.layer.softmax_allowed:
+        if getattr(func, "__name__", "") in SOFTMAX_NAMES | OPAQUE_NAMES and not self.layer.softmax_allowed:
             raise RuntimeError(
                 f"{self.layer.softmax_class.__name__} was sigmoidified, but this forward computes a softmax itself "
                 "instead of calling F.scaled_dot_product_attention (a flag such as fused_attn=False, or the weights "
                 "were requested). If that softmax is not an attention's, call sigmoidify or restore with example=(...)"
             )
+        if isinstance(func, HigherOrderOperator):  # of torch.compile, which traces its functions outside of this mode
+            self.calls += func is torch.ops.higher_order.tag_activation_checkpoint
+            args = [self._within(a) if callable(a) else a for a in args]
         return func(*args, **kwargs)
+
+    def _within(self, function: Any) -> Any:
+        """Return a function that runs another in a mode of its own."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with _SigmoidMode(self.layer):
+                return function(*args, **kwargs)
+
+        return wrapped
 
     def _count_call(self) -> None:
         """Count a call of an attention function.
@@ -147,19 +162,25 @@ class _SigmoidMode(TorchFunctionMode):
                 compute that of softmax.
         """
         self.calls += 1
-        if torch.compiler.is_dynamo_compiling():  # it traces what is checkpointed outside of this mode
+        without_grad = self.has_grad and not torch.is_grad_enabled()  # within a layer with one
+        if torch.compiler.is_dynamo_compiling():  # it traces what is checkpointed, and has no frames
+            if without_grad:
+                raise RuntimeError(self._own_backward())
             return
-        # without gradient within a layer with one: perhaps in a ``forward`` that PyTorch 2.14 calls from C++
-        forwards = _autograd_forwards() if self.has_grad and not torch.is_grad_enabled() else set[types.CodeType]()
+        # perhaps in a ``forward`` that PyTorch 2.14 calls from C++
+        forwards = _autograd_forwards() if without_grad else set[types.CodeType]()
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code not in _ENTRIES:
             if frame.f_code.co_filename in _OWN_BACKWARD or frame.f_code in forwards:
-                raise RuntimeError(
-                    f"{self.layer.softmax_class.__name__} was sigmoidified, but it calls torch.utils.checkpoint, or an "
-                    "autograd.Function, around its attention function, and the backward pass would compute that of "
-                    "softmax. Checkpoint the whole layer instead, where it is called, or a method of it"
-                )
+                raise RuntimeError(self._own_backward())
             frame = frame.f_back
+
+    def _own_backward(self) -> str:
+        return (
+            f"{self.layer.softmax_class.__name__} was sigmoidified, but it calls torch.utils.checkpoint, or an "
+            "autograd.Function, around its attention function, and the backward pass would compute that of softmax. "
+            "Checkpoint the whole layer instead, where it is called, or a method of it"
+        )
 
 
 def sigmoid_sdpa(
