@@ -54,8 +54,9 @@ test: setup
 # without inductor, which needs a minute to compile on two cores
 test-minimum: setup-minimum
 	PYTHONPATH=$(CURDIR)/src .venv-minimum/bin/python -m pytest -n auto --durations=10 \
-	    -k "not (real_tiles or test_hopper or different_calls or tma_is_used or masked_weights or bad_input or borders \
-	    or statistics or broadcasting or inductor or small or (triton and (kvcache or block_mask)))" \
+	    -k "not (real_tiles or hopper or different_calls or tma_is_used or masked_weights or bad_input or borders \
+	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or block_mask)) \
+	    or (match_the_formula and (batched or few)))" \
 	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/bench/test_static.py::test_every_option_compiles
 
 test-kernels: setup

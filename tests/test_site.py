@@ -13,16 +13,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def test_the_site(tmp_path):
+    """In one test, because processes of pytest share no fixture, and a build takes 20 seconds."""
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "docs", folder]  # as make docs
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "docs", tmp_path]  # as make docs
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
-    return folder
+    every_public_name_is_in_the_reference(tmp_path)
+    pages_load_nothing_from_elsewhere(tmp_path)
+    prose_links_to_the_reference(tmp_path)
 
 
 def exported(module):
@@ -34,7 +35,7 @@ def exported(module):
     return []
 
 
-def test_every_public_name_is_in_the_reference(site):
+def every_public_name_is_in_the_reference(site):
     from sphinx.util.inventory import InventoryFile
 
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
@@ -50,7 +51,7 @@ def test_every_public_name_is_in_the_reference(site):
     assert public - described == set()
 
 
-def test_pages_load_nothing_from_elsewhere(site):
+def pages_load_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 50
     for page in pages:
@@ -64,7 +65,7 @@ def test_pages_load_nothing_from_elsewhere(site):
     assert not re.search(r"@import|url\(\"?(?:https?:)?//", styles)
 
 
-def test_prose_links_to_the_reference(site):
+def prose_links_to_the_reference(site):
     page = (site / "operator.html").read_text()
     assert 'href="reference/sigattn.html#sigattn.sigmoid_varlen_attention"' in page
 

@@ -78,6 +78,10 @@ def runs(tmp_path_factory):
     shared += [job(f"2-{k}-fsdp", k, training={"parallel": "fsdp"}) for k in ("contrast", "teacher")]
     half = {"parallel": "fsdp", "precision": "bfloat16"}
     shared += [job("2-half-vision", "vision", training=half), job("2-half-rope", "rope", training=half)]
+    bias = {"attention_bias": -4.015625}  # halfway between two numbers of bfloat16, 1.6 % of each weight away
+    probed = {"precision": "bfloat16", "statistics_every": 1}
+    shared += [job(f"2-half-bias-{n}", training={**probed, "parallel": n}, model=bias) for n in ("ddp", "fsdp")]
+    shared += [job("2-half-query", training=half, model={"learn_bias": "query", "attention_bias": -5.0})]
     shared += [job(f"2-average-{n}", training={**PARALLELISM[n], "ema": 0.9}) for n in ("fsdp", "tensor")]
     shared += [job("2-odd", training={"tensor_parallel": 2}, model={"mlp_dim": 33})]
     shared += [job("2-one-key-head", training={"tensor_parallel": 2}, model={"num_kv_heads": 1})]
@@ -137,6 +141,13 @@ def test_half_precision_is_close(runs, kind):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=0.1)
     assert rows(runs / f"2-half-{kind}")[0]["loss"] != rows(runs / f"one-{kind}")[0]["loss"]
+
+
+def test_biases_keep_their_precision(runs):
+    """The mass of a row of weights is proportional to exp(b)."""
+    replicated, sharded = (rows(runs / f"2-half-bias-{n}")[0]["row_mass"] for n in ("ddp", "fsdp"))
+    assert sharded == pytest.approx(replicated, rel=2e-3)
+    assert len(rows(runs / "2-half-query")) == 5  # the layer's bias that is no bias of logits
 
 
 @pytest.mark.parametrize("way", ["ddp", "mixed", "context", "context-tensor"])

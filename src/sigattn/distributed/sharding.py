@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -30,7 +31,8 @@ def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precisi
         module: the model, with the same parameters on each process (same seed).
         processes: from ``ProcessMesh.with_mesh``.
         parallel: "ddp" or "fsdp", for the processes with different data. Tensor parallelism always uses FSDP.
-        precision: "bfloat16" makes FSDP gather weights in it; gradients are summed in float32.
+        precision: "bfloat16" makes FSDP gather weights in it, except those of layers with ``full_precision``.
+            Gradients are summed in float32.
 
     Raises:
         SettingsError: a ValueError, for another value of parallel, or if a layer does not support tensor parallelism
@@ -53,6 +55,12 @@ def distribute(module: nn.Module, processes: ProcessMesh, parallel: str, precisi
         narrow = torch.bfloat16 if precision == "bfloat16" else None
         # inputs are not cast: autocast casts the operands of products, and the residual stream stays in float32
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if narrow is not None:
+            full = replace(policy, param_dtype=None)
+            for part in module.modules():
+                if getattr(part, "full_precision", False) and next(part.parameters(), None) is not None:
+                    # gathered until the backward pass, because output_scale uses the parameters after the forward
+                    fully_shard(part, mesh=processes.mesh["data"], mp_policy=full, reshard_after_forward=False)
         for block in getattr(module, "blocks", []):
             fully_shard(block, mesh=processes.mesh["data"], mp_policy=policy)
         fully_shard(module, mesh=processes.mesh["data"], mp_policy=policy)

@@ -40,6 +40,8 @@ class AttentionBias(nn.Module):
         needs_visible: True if the number of keys that each query sees must be given.
         needs_query: True if the queries must be given.
         cache_safe: True if a query gets the same bias when the keys before it come from a cache.
+        full_precision: True if FSDP must not gather the parameters in bfloat16: a bias that is rounded near -7.6
+            changes every weight of the attention by up to 1.6 %.
     """
 
     needs_lengths = False
@@ -47,6 +49,7 @@ class AttentionBias(nn.Module):
     needs_visible = False
     needs_query = False
     cache_safe = True
+    full_precision = True
 
     def forward(
         self,
@@ -225,6 +228,8 @@ class QueryBias(LearnableBias):
     Args:
         initial: initial value; -5 in the paper.
     """
+
+    full_precision = False  # it is added to Q in Q's dtype, by a method for which FSDP does not gather it
 
     def __init__(self, initial: float = -5.0) -> None:
         super().__init__(initial)
