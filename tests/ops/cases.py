@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from sigattn.ops.attention import BACKENDS
 from sigattn.ops.cpu import saved_weights, short, tiles
 from sigattn.ops.triton import tuning
 
@@ -20,6 +21,10 @@ COMPILER_NOISE = [
 ]
 
 
+# the backends that support all options; tests/ops/test_llvm.py has the tests of "llvm"
+COMPLETE = tuple(b for b in BACKENDS if b != "llvm")
+
+
 def device_of(backend):
     """Return the device on which a backend is tested: the GPU for GPU backends, if there is one."""
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
@@ -27,7 +32,7 @@ def device_of(backend):
 
 def wide(backend):
     """Return the widest dtype that a backend supports."""
-    return torch.float32 if backend == "triton" else torch.float64
+    return torch.float32 if backend in ("triton", "llvm") else torch.float64
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 
 import sigattn
 from sigattn import log_length_bias, sigmoid_attention
-from sigattn.ops.attention import BACKENDS
+from tests.ops.cases import COMPLETE
 
 
 def operands(b=2, hq=4, hkv=4, n=5, m=6, d=8, dv=7, dtype=torch.float32):
@@ -126,7 +126,7 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE)
 def test_a_wrong_call_is_explained(what, backend):
     args, options, error, message = WRONG[what]
     with pytest.raises(error, match=f"(?s)sigmoid_attention: .*{message}"):
@@ -163,7 +163,7 @@ def test_log_length_bias_needs_a_count(n):
 class TestWhatIsNotWrong:
     """Edges of the definition."""
 
-    @pytest.mark.parametrize("backend", [*BACKENDS, None])
+    @pytest.mark.parametrize("backend", [*COMPLETE, None])
     @pytest.mark.parametrize(
         "shape", [(0, 4, 4, 5, 6), (2, 4, 4, 0, 6), (2, 4, 4, 5, 0), (2, 0, 0, 5, 6), (2, 0, 1, 5, 6), (1, 1, 1, 1, 1)]
     )
@@ -188,7 +188,7 @@ class TestWhatIsNotWrong:
         assert [g.shape for g in found] == [q.shape, k.shape, v.shape]
         torch.testing.assert_close(found[2], torch.autograd.grad(expected, v, grad)[0])
 
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("backend", COMPLETE)
     @pytest.mark.parametrize("kind", ["bool", "-inf", "window", "lengths"])
     def test_a_row_that_sees_nothing_is_zero_with_zero_gradient(self, backend, kind):
         q, k, v = (t.requires_grad_() for t in operands(n=9, m=6))
@@ -206,7 +206,7 @@ class TestWhatIsNotWrong:
         gradient = torch.autograd.grad(out.sum(), q)[0]
         assert not (gradient[0] if kind == "lengths" else gradient[:, :, 7:]).any()
 
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("backend", COMPLETE)
     @pytest.mark.parametrize("lengths", [[4, 6], [4, 2], [0, 3]])
     def test_what_lies_beyond_key_lengths_does_not_exist(self, backend, lengths):
         lengths = torch.tensor(lengths)
@@ -224,7 +224,7 @@ class TestWhatIsNotWrong:
         assert not gradients[1].masked_select(beyond).any()
         assert not gradients[2].masked_select(beyond).any()
 
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("backend", COMPLETE)
     def test_nan_and_inf_propagate(self, backend):
         q, k, v = operands()
         q[0, 0, 2, 0] = math.nan
@@ -242,7 +242,7 @@ class TestWhatIsNotWrong:
             sigmoid_attention(q, k, v, backend=backend)[0], v[0].sum(1, keepdim=True).expand(4, 5, 7)
         )
 
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("backend", COMPLETE)
     def test_masks_combine(self, backend):
         q, k, v = operands(n=6)
         mask = torch.rand(6, 6) > 0.3

@@ -7,13 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies
 
 from sigattn import sigmoid_attention
-from sigattn.ops.attention import BACKENDS
 from sigattn.ops.triton import kernel_args
-from tests.ops.cases import Case, cases, device_of, path, ways, wide
+from tests.ops.cases import COMPLETE, Case, cases, device_of, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
 
 EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "60"))
-WAYS = [(b, p) for b in (*BACKENDS, None) for p in ways(b)]
+WAYS = [(b, p) for b in (*COMPLETE, None) for p in ways(b)]
 
 fuzz = settings(
     max_examples=EXAMPLES,
@@ -130,7 +129,7 @@ def test_sizes_that_cross_the_tiles_of_a_hopper_gpu_with_triton(monkeypatch, cau
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0.6])
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if wide(b) is torch.float64])
+@pytest.mark.parametrize("backend", [b for b in COMPLETE if wide(b) is torch.float64])
 def test_gradcheck(backend, softcap):
     q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
     bias = torch.randn(2, 4, 1, dtype=torch.float64, requires_grad=True)
@@ -144,7 +143,7 @@ def test_gradcheck(backend, softcap):
     assert torch.autograd.gradcheck(call, (q, k, v, bias, mask, slopes))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE)
 def test_small_weights_keep_their_relative_accuracy(backend):
     """With b = -log n and very negative logits P is tiny; its error must be small relative to P, not to 1."""
     q = torch.full((1, 1, 3, 1), 1.0)
@@ -156,7 +155,7 @@ def test_small_weights_keep_their_relative_accuracy(backend):
     assert ((out - truth).abs() / truth).max() < 2e-5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE)
 @pytest.mark.parametrize("softcap", [0.01, 1.0, 1e4])
 def test_a_soft_cap_keeps_the_accuracy_of_logits_of_any_size(backend, softcap):
     """tanh needs a small relative error: with a large cap, its arguments are small."""
@@ -177,7 +176,7 @@ def test_a_soft_cap_applies_to_the_scaled_product_alone():
     q, k = torch.full((1, 1, 1, 1), 1e6), torch.ones(1, 1, 2, 1)
     v = torch.eye(2).view(1, 1, 2, 2)
     mask, slopes = torch.tensor([0.0, 2.0]), torch.tensor([0.5])
-    for backend in BACKENDS:
+    for backend in COMPLETE:
         there = (t.to(device_of(backend)) for t in (q, k, v, mask, slopes))
         q_, k_, v_, mask_, slopes_ = there
         out = sigmoid_attention(q_, k_, v_, mask_, bias=-4.0, alibi_slopes=slopes_, softcap=3.0, backend=backend)

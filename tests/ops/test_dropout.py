@@ -5,11 +5,10 @@ import torch
 
 from sigattn import sigmoid_attention
 from sigattn.ops import operands
-from sigattn.ops.attention import BACKENDS
 from sigattn.ops.dropout import keep_mask
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args
-from tests.ops.cases import PATHS, device_of, path, wide
+from tests.ops.cases import COMPLETE, PATHS, device_of, path, wide
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -21,7 +20,7 @@ def test_the_share_of_dropped_weights_is_p(p):
     assert abs(keep.double().mean() - (1 - p)) < 4 * standard_error
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE)
 def test_the_largest_p_drops_nearly_all_weights(backend):
     """p · 2^32 is rounded to 2^32 there, one more than the largest hash."""
     q, k = torch.randn(2, 1, 2, 16, 8, device=device_of(backend)).unbind()
@@ -57,7 +56,7 @@ def test_all_backends_drop_the_same_weights(monkeypatch, way, dtype):
     k, v = (torch.randn(2, 2, 29, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     results = []
     with path(way):
-        for backend in BACKENDS:
+        for backend in COMPLETE:
             if dtype is torch.float64 and wide(backend) is not dtype:
                 continue
             there = (t.to(device_of(backend)) for t in (q, k, v))
@@ -68,7 +67,7 @@ def test_all_backends_drop_the_same_weights(monkeypatch, way, dtype):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE)
 def test_seeded_scaled_and_unbiased(backend):
     q, k = torch.randn(2, 1, 2, 16, 8, dtype=wide(backend), device=device_of(backend)).unbind()
     v = torch.eye(16, dtype=q.dtype, device=q.device).expand(1, 2, 16, 16)  # the output is P itself
@@ -92,7 +91,7 @@ def test_seeded_scaled_and_unbiased(backend):
     assert abs(ratio.mean() - 1) < 4 * standard_error / ratio.numel() ** 0.5
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if wide(b) is torch.float64])
+@pytest.mark.parametrize("backend", [b for b in COMPLETE if wide(b) is torch.float64])
 def test_gradient_uses_the_forward_s_mask(backend):
     q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
 

@@ -7,8 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from sigattn import attention_statistics, sigmoid_attention
 from sigattn.nn import sigmoidify
-from sigattn.ops.attention import BACKENDS
-from tests.ops.cases import COMPILER_NOISE
+from tests.ops.cases import COMPILER_NOISE, COMPLETE
 
 pytestmark = [
     pytest.mark.filterwarnings(w) for w in (*COMPILER_NOISE, "ignore:Lower right causal bias", "ignore:.*MaskedTensors")
@@ -31,7 +30,7 @@ def formula(q, k, v, visible, b):
 
 @CAUSAL
 @SHAPES
-@pytest.mark.parametrize("backend", [*BACKENDS, None])
+@pytest.mark.parametrize("backend", [*COMPLETE, None])
 def test_a_causal_bias_is_its_triangle(kind, n, m, backend):
     make, triangle = MADE[kind]
     q, k, v = operands(n, m)
@@ -103,7 +102,7 @@ class Tagged(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, None])
+@pytest.mark.parametrize("backend", [*COMPLETE, None])
 def test_other_subclasses_are_refused_by_name(backend):
     q, k, v = operands(5, 5)
     mask = torch.ones(5, 5, dtype=torch.bool)

@@ -10,12 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from sigattn import flash, log_length_bias, sigmoid_attention, sigmoid_kvcache_attention
-from sigattn.ops.attention import BACKENDS
 from sigattn.ops.cpu import short
 from sigattn.ops.problem import Problem
-from tests.ops.cases import COMPILER_NOISE, PATHS, path, wide
+from tests.ops.cases import COMPILER_NOISE, COMPLETE, PATHS, path, wide
 
-FAST = [b for b in BACKENDS if b != "reference"]
+FAST = [b for b in COMPLETE if b != "reference"]
 # what follows from the ops alone need not be shown with interpreted kernels, which would take minutes
 ON_CPU = [b for b in FAST if b != "triton"]
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
@@ -323,7 +322,7 @@ class TestWhatFastBackendsRefuse:
         assert torch.autograd.gradgradcheck(call, leaves)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_checkpoint(backend, use_reentrant, dropout_p):
@@ -346,7 +345,7 @@ def test_checkpoint(backend, use_reentrant, dropout_p):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE)
 def test_autocast(backend):
     q, k, v = inputs(dtype=torch.float32)
     cast = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from sigattn import attention_statistics, flash, sigmoid_attention
-from sigattn.ops.attention import BACKENDS
+from tests.ops.cases import COMPLETE
 
 Q, K, V = torch.randn(3, 2, 4, 7, 8).unbind()
 REALS = [np.float32, np.float64, np.float16, torch.tensor, fractions.Fraction]
 INTEGERS = [np.int32, np.int64, np.uint8, torch.tensor]
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
+@pytest.mark.parametrize("backend", [b for b in COMPLETE if b != "triton"])
 @pytest.mark.parametrize("real", REALS)
 @pytest.mark.parametrize("name", ["scale", "bias"])
 def test_real_numbers_of_the_operator(name, real, backend):

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from sigattn.ops import (
     block_mask,
     broadcasting,
+    llvm,
     mask,
     nested,
     onnx,
@@ -49,6 +50,8 @@ DENSE: Operator[Problem] = Operator(
     Problem,
     {
         "triton": Backend(triton.forward, triton.unavailable, triton.backward, ("cuda",), new_output, torch.empty_like),
+        # no default until it has been measured on more processors
+        "llvm": Backend(llvm.forward, llvm.unavailable, llvm.backward, (), new_output, torch.empty_like),
         "blocked": Backend(blocked.forward, blocked.unavailable, blocked.backward),
     },
     check_key_lengths,
@@ -115,8 +118,9 @@ def sigmoid_attention(
         softcap: c > 0 caps the scaled product before bias, ALiBi and mask are added: the logits are
             c · tanh(scale · Q Kᵀ / c) + b + …, as in flash-attn. 0 for no cap.
         backend: "reference" (materialises the weights; supports forward-mode and second derivatives), "blocked" (memory
-            linear in the length; any device) or "triton" (GPU kernels, memory linear in the length: float16, bfloat16
-            and float32, head_dim up to 256); None for the fastest that supports the call.
+            linear in the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16
+            and float32, head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32, without attn_mask,
+            dropout and softcap); None for the fastest of the others that supports the call.
 
     Returns:
         (B, Hq, N, Dv), the dimensions before the last two broadcast, in the query's dtype (under autocast, in

@@ -1,0 +1,212 @@
+"""Builder of LLVM's intermediate representation for loops over vectors of float32, and the logistic function.
+
+Indices and sizes are 64-bit integers: Python's where they are known when a kernel is made, else values of LLVM.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+FLOAT = ir.FloatType()
+INT32 = ir.IntType(32)
+INT64 = ir.IntType(64)
+POINTER = ir.PointerType()
+VOID = ir.VoidType()
+
+_LARGEST = 87.0  # exp(x) of float32 is neither infinite nor subnormal for |x| up to this
+_LOG2_E = 1.44269504088896341
+_LOG_2 = (0.693145751953125, 1.428606765330187045e-6)  # in two parts, of which the first has few bits
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def int64(value: Any) -> Any:
+    """Return a 64-bit integer of LLVM."""
+    return ir.Constant(INT64, value) if isinstance(value, int) else value
+
+
+def function(module: ir.Module, name: str, arguments: Sequence[Any], lanes: int) -> tuple[Builder, Sequence[Any]]:
+    """Add a function without a result to a module; return a builder at its beginning, and its arguments."""
+    made = ir.Function(module, ir.FunctionType(VOID, arguments), name)
+    made.attributes.add("nounwind")
+    return Builder(made, lanes), made.args
+
+
+class Builder(ir.IRBuilder):
+    """Builder within one function.
+
+    Args:
+        function: the function, without a block.
+        lanes: number of float32 in a vector.
+    """
+
+    def __init__(self, function: ir.Function, lanes: int) -> None:
+        super().__init__(function.append_basic_block())
+        self.lanes = lanes
+        self.vector = ir.VectorType(FLOAT, lanes)
+        self.indices = ir.VectorType(INT32, lanes)
+
+    # integers
+
+    def plus(self, *terms: Any) -> Any:
+        """Return a sum of integers."""
+        known = sum(term for term in terms if isinstance(term, int))
+        total = None
+        for term in terms:
+            if not isinstance(term, int):
+                total = term if total is None else self.add(total, term)
+        if total is None:
+            return known
+        return self.add(total, int64(known)) if known else total
+
+    def times(self, a: Any, b: Any) -> Any:
+        """Return a product of integers."""
+        return a * b if isinstance(a, int) and isinstance(b, int) else self.mul(int64(a), int64(b))
+
+    def minus(self, a: Any, b: Any) -> Any:
+        """Return a difference of integers."""
+        return a - b if isinstance(a, int) and isinstance(b, int) else self.sub(int64(a), int64(b))
+
+    def less(self, a: Any, b: Any) -> Any:
+        """Return a < b."""
+        return self.icmp_signed("<", int64(a), int64(b))
+
+    def least(self, a: Any, b: Any) -> Any:
+        """Return the smaller of two integers."""
+        return self.select(self.less(a, b), int64(a), int64(b))
+
+    def most(self, a: Any, b: Any) -> Any:
+        """Return the larger of two integers."""
+        return self.select(self.less(a, b), int64(b), int64(a))
+
+    def round_down(self, a: Any, multiple: int) -> Any:
+        """Return the largest multiple of a number up to a, which is not negative."""
+        return self.minus(a, self.srem(int64(a), int64(multiple)))
+
+    # memory
+
+    def at(self, pointer: Any, *offsets: Any) -> Any:
+        """Return the address of a float32 at the sum of some offsets."""
+        return self.gep(pointer, [int64(self.plus(*offsets))], source_etype=FLOAT)
+
+    def read(self, pointer: Any) -> Any:
+        """Read a float32."""
+        return self.load(pointer, typ=FLOAT)
+
+    def read_vector(self, pointer: Any) -> Any:
+        """Read a vector at any address of a float32."""
+        return self.load(pointer, align=4, typ=self.vector)
+
+    def write_vector(self, vector: Any, pointer: Any) -> None:
+        """Write a vector at any address of a float32."""
+        self.store(vector, pointer, align=4)
+
+    # vectors
+
+    def constant(self, number: float) -> Any:
+        """Return a vector of one number, rounded to float32."""
+        rounded = struct.unpack("f", struct.pack("f", number))[0]
+        return ir.Constant(self.vector, [ir.Constant(FLOAT, rounded)] * self.lanes)
+
+    def splat(self, value: Any) -> Any:
+        """Return a vector of one value."""
+        kind = ir.VectorType(value.type, self.lanes)
+        undefined = ir.Constant(kind, ir.Undefined)
+        first = self.insert_element(undefined, value, ir.Constant(INT32, 0))
+        return self.shuffle_vector(first, undefined, ir.Constant(self.indices, [ir.Constant(INT32, 0)] * self.lanes))
+
+    def lane_indices(self) -> Any:
+        """Return the vector 0, 1, …"""
+        return ir.Constant(self.indices, [ir.Constant(INT32, i) for i in range(self.lanes)])
+
+    def intrinsic(self, name: str, *arguments: Any, result: Any = None) -> Any:
+        """Call an intrinsic function of vectors, such as "llvm.fma"."""
+        name = f"{name}.v{self.lanes}f32"
+        result = self.vector if result is None else result
+        known = self.module.globals.get(name)
+        made = known or ir.Function(self.module, ir.FunctionType(result, [a.type for a in arguments]), name)
+        return self.call(made, arguments)
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a · b + c, rounded once."""
+        return self.intrinsic("llvm.fma", a, b, c)
+
+    def sum_of(self, vector: Any) -> Any:
+        """Return the sum of a vector's numbers, in any order."""
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}f32"
+        known = self.module.globals.get(name)
+        made = known or ir.Function(self.module, ir.FunctionType(FLOAT, [FLOAT, self.vector]), name)
+        return self.call(made, [ir.Constant(FLOAT, -0.0), vector], fastmath=("reassoc",))
+
+    def sigmoid(self, x: Any) -> Any:
+        """Return σ(x) = 1 / (1 + exp(-x)), relative error a few units of the last place; 0 below -87, NaN for NaN."""
+        y, largest = self.fneg(x), self.constant(_LARGEST)
+        small = self.fcmp_ordered(">", y, largest)
+        y = self.select(small, largest, y)
+        y = self.select(self.fcmp_ordered("<", y, self.constant(-_LARGEST)), self.constant(-_LARGEST), y)
+        one = self.constant(1.0)
+        weight = self.fdiv(one, self.fadd(one, self._exp(y)), flags=("arcp", "afn", "reassoc", "contract"))
+        return self.select(small, self.constant(0.0), weight)
+
+    def _exp(self, x: Any) -> Any:
+        """Return exp(x) for |x| up to ``_LARGEST``: 2^n times a polynomial (Cephes)."""
+        n = self.intrinsic("llvm.rint", self.fmul(x, self.constant(_LOG2_E)))
+        r = x
+        for part in _LOG_2:
+            r = self.multiply_add(n, self.constant(-part), r)
+        p = self.constant(_EXP[0])
+        for coefficient in _EXP[1:]:
+            p = self.multiply_add(p, r, self.constant(coefficient))
+        p = self.multiply_add(p, self.fmul(r, r), self.fadd(r, self.constant(1.0)))
+        exponent = self.add(self.fptosi(n, self.indices), self.splat(ir.Constant(INT32, 127)))
+        power = self.bitcast(self.shl(exponent, self.splat(ir.Constant(INT32, 23))), self.vector)
+        return self.fmul(p, power)
+
+    # control flow
+
+    def loop(self, start: Any, stop: Any, step: int, body: Callable[..., Any], values: Sequence[Any] = ()) -> list[Any]:
+        """Emit ``for i in range(start, stop, step): values = body(i, *values)``; return the last values."""
+        before = self.block
+        head, inside, after = (self.append_basic_block() for _ in range(3))
+        self.branch(head)
+        self.position_at_end(head)
+        index = self.phi(INT64)
+        index.add_incoming(int64(start), before)
+        current = [self.phi(value.type) for value in values]
+        for phi, value in zip(current, values, strict=True):
+            phi.add_incoming(value, before)
+        self.cbranch(self.less(index, stop), inside, after)
+        self.position_at_end(inside)
+        new = body(index, *current) or ()
+        index.add_incoming(self.plus(index, step), self.block)
+        for phi, value in zip(current, new, strict=True):
+            phi.add_incoming(value, self.block)
+        self.branch(head)
+        self.position_at_end(after)
+        return current
+
+    def when(self, condition: Any, body: Callable[[], None]) -> None:
+        """Emit ``if condition: body()``."""
+        inside, after = self.append_basic_block(), self.append_basic_block()
+        self.cbranch(condition, inside, after)
+        self.position_at_end(inside)
+        body()
+        self.branch(after)
+        self.position_at_end(after)
+
+    def by_rows(self, count: Any, most: int, body: Callable[[Any, int], None]) -> None:
+        """Emit ``body(first, R)`` for count rows, R = ``most`` at a time and then the rest, with R a constant."""
+        full = self.round_down(count, most)
+        self.loop(0, full, most, lambda first: body(first, most))
+        after = self.append_basic_block()
+        choice = self.switch(int64(self.minus(count, full)), after)
+        for rows in range(1, most):
+            block = self.append_basic_block()
+            choice.add_case(int64(rows), block)
+            self.position_at_end(block)
+            body(full, rows)
+            self.branch(after)
+        self.position_at_end(after)

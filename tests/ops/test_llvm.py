@@ -1,0 +1,122 @@
+"""Backend "llvm": kernels that llvmlite compiles for this processor."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from sigattn import sigmoid_attention
+from sigattn.ops import llvm
+from sigattn.ops.attention import DENSE
+from sigattn.ops.problem import Problem
+from tests.ops.cases import Case, cases
+from tests.ops.test_correctness import check
+
+pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.skipif(not llvm._HAS_THREADS, reason="needs OpenMP under Linux")
+
+from sigattn.ops.llvm import launch  # noqa: E402 -- needs llvmlite
+from sigattn.ops.llvm.kernels import Registers  # noqa: E402
+
+# vectors of 512, 256 and 128 bits, as LLVM makes them on any processor
+REGISTERS = {"avx512": Registers(16, 6, 4), "avx2": Registers(8, 6, 2), "neon": Registers(4, 6, 4)}
+
+
+def served(case):
+    """Return a random call without what the backend does not support, and with few head sizes to compile."""
+    case.dtype, case.mask, case.softcap = torch.float32, None, 0.0
+    case.shape = (*case.shape[:-2], *(5 if size < 8 else 20 for size in case.shape[-2:]))
+    return case
+
+
+@pytest.mark.parametrize("registers", REGISTERS)
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_output_and_gradients_match_the_formula(registers, case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "registers", lambda: REGISTERS[registers])
+        check(served(case), "llvm")
+
+
+@pytest.mark.parametrize("window", [None, (130, 40)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sizes_that_cross_the_tiles(causal, window):
+    """Blocks of queries and of keys, head sizes of several microtiles, query heads that share a key head."""
+    case = Case((2, 1, 2, 391, 270, 80, 144), torch.float32, causal, None, window, (4, 391, 1), None, "sides", True,
+                "length first", 5)  # fmt: skip
+    case.bias = (2, 2, 391, 1)
+    check(case, "llvm", repeats=1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_keys_are_divided_if_there_are_more_threads_than_heads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        case = Case((1, 1, 1, 70, 200, 16, 16), torch.float32, True, None, None, (1, 1, 1, 1), None, "head", False,
+                    "contiguous", 5)  # fmt: skip
+        check(case, "llvm", repeats=1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_every_number_is_written(nan_filled_memory):
+    case = Case((2, 2, 2, 67, 71, 8, 12), torch.float32, True, None, None, None, None, None, True, "contiguous", 3)
+    check(case, "llvm")
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 5, 5, 8, 8), (1, 2, 0, 5, 8, 8), (1, 2, 5, 0, 8, 8), (1, 2, 5, 5, 0, 8),
+                                   (1, 2, 5, 5, 8, 0)])  # fmt: skip
+def test_empty_tensors(sizes):
+    batch, heads, *lengths = sizes
+    shape = (batch, heads, 1, *lengths)
+    check(Case(shape, torch.float32, False, 0.5, None, -1.0, None, None, False, "contiguous", 3), "llvm")
+
+
+def test_logits_of_any_size():
+    q = torch.tensor([-torch.inf, -200.0, -87.5, -80.0, -1.0, 0.0, 1.0, 30.0, 200.0, torch.inf, torch.nan])
+    q = q.view(1, 1, -1, 1)
+    out = sigmoid_attention(q, torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), scale=1.0, bias=0.0, backend="llvm")
+    torch.testing.assert_close(out, q.sigmoid(), rtol=1e-6, atol=2e-38, equal_nan=True)
+
+
+def test_hidden_keys_may_be_nan():
+    """Beyond the length of a sample, and their gradient is 0."""
+    q, k, v = (torch.randn(2, 1, 9, 16) for _ in range(3))
+    k[1, :, 5:], v[1, :, 5:] = torch.nan, torch.nan
+    bias = torch.zeros(1, 9, 1, requires_grad=True)
+    k.requires_grad_()
+    out = sigmoid_attention(q, k, v, key_lengths=torch.tensor([9, 5]), bias=bias, backend="llvm")
+    grads = torch.autograd.grad(out.sum(), (k, bias))
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[0][1, :, 5:].any()
+
+
+@pytest.mark.parametrize("d", [8, 16])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)])
+def test_registered_with_pytorch(order, d):
+    q, k, v = (torch.randn(*([2, 3, 10, d][i] for i in order)).permute(order).requires_grad_() for _ in range(3))
+    problem = Problem(q, k, v, torch.full((), -1.0, dtype=torch.float64), right=0)
+    torch.library.opcheck(DENSE.forward_op, (*problem, "llvm"))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout_p": 0.1}, "it does not support dropout"),
+        (
+            {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "softcap": 3.0},
+            "it does not support attn_mask and softcap",
+        ),
+        ({"dtype": torch.bfloat16}, "it is for float32, not for bfloat16"),
+    ],
+)
+def test_what_it_does_not_support_is_refused(options, reason):
+    q = torch.randn(1, 1, 5, 8, dtype=options.pop("dtype", torch.float32))
+    with pytest.raises(ValueError, match=f"backend 'llvm' does not support this call: {reason}"):
+        sigmoid_attention(q, q, q, backend="llvm", **options)
+
+
+def test_it_is_no_default():
+    t = torch.empty(1, 1, 256, 64)
+    assert DENSE.choose(Problem(t, t, t), None) == "blocked"
