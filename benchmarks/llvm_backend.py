@@ -1,0 +1,64 @@
+"""Backend "llvm" compared with the default on a CPU and its baselines: times of forward and backward over its own.
+
+python benchmarks/llvm_backend.py [LENGTH …]        (needs llvmlite; results: runs/bench/llvm.json)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sigattn
+from sigattn.bench import baselines, provenance
+from sigattn.bench.baselines import BACKWARD, COMPILED_NAIVE, CPU_IMPLEMENTATIONS, FORWARD, NAIVE, OURS, SDPA, TRAINING
+from sigattn.bench.inputs import Options, random_inputs
+from sigattn.bench.timing import time_calls
+
+LENGTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096)
+ROUNDS = 9
+LLVM = "llvm"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    """Compute sigmoid attention with the backend."""
+    return sigattn.sigmoid_attention(q, k, v, is_causal=options.causal, bias=options.bias, backend=LLVM)
+
+
+def measure(n: int, causal: bool) -> list[dict[str, Any]]:
+    """Check and time the backend, the default and its baselines; return a row for each pass: their time over its."""
+    baselines.reset_compiled()
+    inputs = random_inputs(1, 8, n, 64, torch.float32, torch.device("cpu"), causal=causal, contiguous=True)
+    implementations = {LLVM: baselines.Implementation(False, attention, cpu=True), **CPU_IMPLEMENTATIONS}
+    passes: dict[str, dict[str, Any]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
+    for name, implementation in implementations.items():
+        calls, _ = baselines.checked_passes(implementation, inputs)
+        for direction in passes:
+            passes[direction][name] = calls[direction]
+    rows = []
+    for direction, calls in passes.items():
+        timing = time_calls(calls, ROUNDS)[0]
+        others = {name: round(timing.ratios[name], 3) for name in (OURS, SDPA, NAIVE, COMPILED_NAIVE)}
+        rows.append({"n": n, "causal": causal, "pass": direction, "llvm_ms": timing.seconds * 1e3, **others})
+        print(
+            "  ".join(
+                f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in rows[-1].items()
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure at the lengths of the command line."""
+    lengths = tuple(int(n) for n in sys.argv[1:]) or LENGTHS
+    torch.set_num_threads(2)
+    rows = [row for n in lengths for causal in (False, True) for row in measure(n, causal)]
+    config = {"lengths": lengths, "rounds": ROUNDS, "threads": 2}
+    provenance.write(Path("runs/bench/llvm.json"), {**provenance.describe("llvm", config), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
