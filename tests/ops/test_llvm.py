@@ -15,7 +15,7 @@ pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.skipif(not llvm._HAS_THREADS, reason="needs OpenMP under Linux")
 
 from sigattn.ops.llvm import launch  # noqa: E402 -- needs llvmlite
-from sigattn.ops.llvm.kernels import Registers  # noqa: E402
+from sigattn.ops.llvm.microtiles import Registers  # noqa: E402
 
 # vectors of 512, 256 and 128 bits, as LLVM makes them on any processor
 REGISTERS = {"avx512": Registers(16, 6, 4), "avx2": Registers(8, 6, 2), "neon": Registers(4, 6, 4)}

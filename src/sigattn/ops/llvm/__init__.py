@@ -139,12 +139,12 @@ def _plan(problem: Problem, direction: str, *, sums: bool = False) -> tuple[Kern
     Args:
         problem: the problem. direction: "forward" or "backward". sums: True for the gradient of bias or slopes.
     """
-    from sigattn.ops.llvm import kernels, launch
+    from sigattn.ops.llvm import kernels, launch, microtiles
 
     p, registers = problem, launch.registers()
     (batch, heads, n, d), (_, kv, m, dv) = p.query.shape, p.value.shape
     sizes = _round_up(d, registers.lanes), _round_up(dv, registers.lanes)
-    kind = kernels.Kind(registers, *sizes, p.alibi_slopes is not None, sums)
+    kind = microtiles.Kind(registers, *sizes, p.alibi_slopes is not None, sums)
     arguments = _Arguments(
         registers.lanes,
         registers.tile,

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from llvmlite import binding
 
-from sigattn.ops.llvm.kernels import FIELDS, Kind, Registers, make_module
+from sigattn.ops.llvm.kernels import FIELDS, make_module
+from sigattn.ops.llvm.microtiles import Kind, Registers
 
 _INDEX = {name: index for index, name in enumerate(FIELDS)}
 _lock = threading.Lock()
