@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sigattn import flash, set_sigmoid_precision
-from sigattn.ops.attention import DENSE
+from sigattn.ops.varlen import VARLEN
 from tests.ops.cases import COMPILER_NOISE, device_of, head_dims, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, formula
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in COMPILER_NOISE]
-BACKENDS = list(DENSE.backends)
+BACKENDS = list(VARLEN.backends)
 WAYS = [(b, w) for b in BACKENDS for w in (ways(b) if b == "triton" else ["as users meet it"])]
 EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "40"))
 

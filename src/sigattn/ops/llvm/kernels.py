@@ -2,7 +2,8 @@
 
 The forward pass computes σ where a microtile of logits is complete, and multiplies it with the values at once
 (Algorithm 1). The backward pass goes over tiles of keys (Algorithm 2): it computes the weights again, and all five
-products of a tile while its numbers are in the nearest cache. A kernel takes tasks from a counter until none is left, so that it may run on any number of threads.
+products of a tile while its numbers are in the nearest cache. A kernel takes tasks from a counter until none is left,
+so that it may run on any number of threads.
 """
 
 from __future__ import annotations
