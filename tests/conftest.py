@@ -74,6 +74,14 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture
+def without_llvmlite(monkeypatch):
+    """As where llvmlite is not installed: the default on a CPU is then "blocked"."""
+    from sigattn.ops import llvm
+
+    monkeypatch.setattr(llvm, "_INSTALLED", False)
+
+
 @pytest.fixture(autouse=True)
 def _reset_warnings():
     """Forget the warnings given, so that each test gives its own."""

@@ -47,7 +47,7 @@ def test_an_explicit_backend_never_falls_back(picky):
     assert not picky
 
 
-def test_the_default_on_a_cpu_is_blocked():
+def test_the_default_on_a_cpu_is_blocked(without_llvmlite):
     t = torch.empty(1, 1, 8, 8)
     assert DENSE.choose(Problem(t, t, t), None) == "blocked"
 

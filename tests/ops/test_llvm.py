@@ -1,5 +1,7 @@
 """Backend "llvm": kernels that llvmlite compiles for this processor."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,14 +24,13 @@ REGISTERS = {"avx512": Registers(16, 6, 4), "avx2": Registers(8, 6, 2), "neon": 
 
 
 def served(case):
-    """Return a random call without what the backend does not support, and with few head sizes to compile."""
+    """Return a random call without what the backend does not support."""
     case.dtype, case.mask, case.softcap = torch.float32, None, 0.0
-    case.shape = (*case.shape[:-2], *(5 if size < 8 else 20 for size in case.shape[-2:]))
     return case
 
 
 @pytest.mark.parametrize("registers", REGISTERS)
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_output_and_gradients_match_the_formula(registers, case):
     with pytest.MonkeyPatch.context() as patch:
@@ -117,6 +118,59 @@ def test_what_it_does_not_support_is_refused(options, reason):
         sigmoid_attention(q, q, q, backend="llvm", **options)
 
 
-def test_it_is_no_default():
+def test_it_is_the_default_for_what_it_supports():
     t = torch.empty(1, 1, 256, 64)
-    assert DENSE.choose(Problem(t, t, t), None) == "blocked"
+    problem = Problem(t, t, t)
+    assert DENSE.choose(problem, None) == "llvm"
+    assert DENSE.choose(problem._replace(seed=torch.zeros((), dtype=torch.int64), dropout_p=0.1), None) == "blocked"
+    assert DENSE.choose(Problem(*(t.bfloat16(),) * 3), None) == "blocked"
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q):
+        return sigmoid_attention(q, q, q, is_causal=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*[Dd]eprecat", "ignore::torch.jit.TracerWarning")
+def test_an_exported_program_does_not_need_it():
+    """It may run on another machine, without llvmlite."""
+    q = torch.randn(1, 2, 70, 16)
+    program = torch.export.export(Attention(), (q,))
+    traced = torch.jit.trace(Attention(), q)
+    for code in (program.graph_module.code, str(traced.graph)):
+        assert re.findall("blocked|llvm", code.replace("test_llvm", "")) == ["blocked"]
+    torch.testing.assert_close(program.module()(q), Attention()(q))
+
+
+@pytest.mark.filterwarnings("ignore:.*[Dd]eprecat")
+def test_a_compiled_graph_calls_it(unchecked):
+    q = torch.randn(1, 2, 70, 16, requires_grad=True)
+    calls = []
+    compiled = torch.compile(Attention(), backend=lambda graph, _: calls.append(graph.code) or graph)
+    torch.testing.assert_close(compiled(q), Attention()(q))
+    assert "llvm" in calls[0]
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_the_output_can_be_changed_in_place(layout):
+    """As in ``out += residual``; autograd refuses that for views."""
+    shape = (1, 3, 70, 16) if layout == "heads" else (1, 70, 3, 16)
+    q = torch.randn(shape, requires_grad=True)
+    x = q if layout == "heads" else q.transpose(1, 2)
+    found = [torch.autograd.grad(change(sigmoid_attention(x, x, x), x).sum(), q)[0] for change in (torch.add, _add)]
+    assert torch.equal(*found)
+
+
+def _add(out, x):
+    out += x
+    return out
+
+
+@pytest.mark.parametrize(("key_heads", "threads", "parts"), [(8, 2, 1), (2, 2, 1), (1, 2, 8), (3, 2, 3), (1, 1, 1)])
+def test_keys_are_divided_where_threads_would_wait(key_heads, threads, parts):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert llvm._number_of_parts(key_heads, tiles=20) == parts
+    finally:
+        torch.set_num_threads(before)

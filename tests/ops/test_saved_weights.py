@@ -1,4 +1,4 @@
-"""Attention of short sequences that saves its weights: when it does, how much memory they take, and its derivatives."""
+"""Attention of short sequences that saves its weights, without llvmlite: when, their memory, and its derivatives."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_func
 from sigattn.ops.cpu import saved_weights
 
+pytestmark = pytest.mark.usefixtures("without_llvmlite")
 SAVED = ("_SavedBackward", "_SavedSelfAttentionBackward", "ViewBackward0")  # the last: autograd's own, of few weights
 
 

@@ -30,7 +30,7 @@ def test_every_window(backend, n, m):
 @pytest.mark.parametrize(
     "options", [{}, {"bias": -1.5}, {"scale": 0.7}, {"is_causal": True, "scale": 0.2, "bias": 0.5}]
 )
-def test_fast_path(dtype, options):
+def test_fast_path(dtype, options, without_llvmlite):
     if dtype is torch.bfloat16 and fused_unavailable(torch.device("cpu"), dtype):
         pytest.skip("bfloat16 is not fast on this CPU")
     q, k, v = torch.randn(3, 2, 3, 48, 8, dtype=dtype).unbind()

@@ -29,6 +29,7 @@ from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem, new_output
 from sigattn.ops.varlen import VARLEN
 
 _NAME = "sigmoid_attention"
+_FEW_WEIGHTS = 1 << 15  # below, products of PyTorch take less time than the launch of kernels
 _BIAS_ADVICE = (
     ": a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); pass one per key as an additive "
     "attn_mask"
@@ -49,9 +50,22 @@ DENSE: Operator[Problem] = Operator(
     _NAME,
     Problem,
     {
-        "triton": Backend(triton.forward, triton.unavailable, triton.backward, ("cuda",), new_output, torch.empty_like),
-        # no default until it has been measured on more processors
-        "llvm": Backend(llvm.forward, llvm.unavailable, llvm.backward, (), new_output, torch.empty_like),
+        "triton": Backend(
+            triton.forward,
+            triton.unavailable,
+            triton.backward,
+            ("cuda",),
+            new_output=new_output,
+            new_gradient=torch.empty_like,
+        ),
+        "llvm": Backend(
+            llvm.forward,
+            llvm.unavailable,
+            llvm.backward,
+            portable=False,
+            new_output=new_output,
+            new_gradient=torch.empty_like,
+        ),
         "blocked": Backend(blocked.forward, blocked.unavailable, blocked.backward),
     },
     check_key_lengths,
@@ -183,11 +197,13 @@ def sigmoid_attention(
     )
     if backend == "reference":
         out = _on_reference(problem)
-    elif backend is None and _is_differentiated(problem) and saved_weights.apply_to(problem):
-        check_key_lengths(problem)
-        out = saved_weights.attention(problem)
     else:
-        out = DENSE(problem, backend)
+        name = DENSE.choose(problem, backend)
+        if backend is None and name == "blocked" and _is_differentiated(problem) and saved_weights.apply_to(problem):
+            check_key_lengths(problem)
+            out = saved_weights.attention(problem)
+        else:
+            out = DENSE.run(problem, name)
     return out if shape is None else out.reshape(shape)
 
 
@@ -197,13 +213,16 @@ def _fast_path(
     """Return the attention of plain tensors on a CPU without validation, or None if this does not apply."""
     if not short.is_plain_self_attention(query, key, value, scale, bias):
         return None
-    n, d = query.shape[2:]
-    b, s, right = (
-        -math.log(n) if bias is None else bias,
-        d**-0.5 if scale is None else scale,
-        0 if is_causal else UNLIMITED,
-    )
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    batch, heads, n, d = query.shape
+    right = 0 if is_causal else UNLIMITED
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if query.dtype is torch.float32 and batch * heads * n * n >= _FEW_WEIGHTS:
+        number = None if bias is None else torch.full((), bias, dtype=torch.float64, device="cpu")
+        problem = Problem(query, key, value, number, scale=scale, right=right)
+        if llvm.unavailable(problem) is None:
+            return DENSE.run(problem, "llvm")
+    b, s = -math.log(n) if bias is None else bias, d**-0.5 if scale is None else scale
+    if differentiated:
         return saved_weights.self_attention(query, key, value, b, s, right)
     return short.fast_path(query, key, value, b, s, right)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from sigattn.ops import onnx
@@ -57,6 +57,56 @@ def register(
 
     _register(library, forward, setup, derivative, onnx_formula)
     register_without(library, backward, "sigmoid_attention: " + NO_DERIVATIVE.format(kind="second derivative"))
+
+
+def without_dispatcher(
+    forward: Callable[..., Tensor],
+    backward: Callable[..., Sequence[Tensor]],
+    backward_op: OpOverload,
+    tensors: int,
+    differentiable: int,
+) -> Callable[..., Tensor]:
+    """Return a forward op as a function of autograd that calls its kernels directly, which saves time in each pass.
+
+    For calls whose tensors are not intercepted (``is_intercepted``). If the backward pass is, or is differentiated, it
+    calls the op.
+
+    Args:
+        forward, backward: what the ops call.
+        backward_op: the op of the derivative, as in ``register``.
+        tensors: number of leading arguments that are tensors.
+        differentiable: number of leading arguments that have a gradient.
+    """
+
+    class Direct(Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            ctx.save_for_backward(*args[:tensors])
+            ctx.rest = args[tensors:]
+            with torch._C._AutoDispatchBelowAutograd():  # else autograd takes an output with other strides for a view
+                return forward(*args)
+
+        @staticmethod
+        def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+            needs_grad = list(ctx.needs_input_grad[:differentiable])
+            saved = ctx.saved_tensors
+            if needs_op(grad_out, *saved):
+                gradients = backward_op(grad_out, *saved, *ctx.rest, needs_grad)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    gradients = backward(grad_out, *saved, *ctx.rest, needs_grad)
+            results = (g if needed else None for g, needed in zip(gradients, needs_grad, strict=True))
+            return (*results, *(None,) * (tensors - differentiable + len(ctx.rest)))
+
+    apply: Callable[..., Tensor] = Direct.apply
+    return apply
+
+
+def needs_op(grad_out: Tensor, *saved: Tensor | None) -> bool:
+    """Return True in a backward pass that is differentiated, where the op raises, or intercepted (it has rules)."""
+    if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad_out):
+        return True
+    return is_intercepted([t for t in (grad_out, *saved) if t is not None])
 
 
 def register_without(library: torch.library.Library, op: OpOverload, message: str) -> None:
@@ -154,3 +204,14 @@ def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError("sigmoid_attention: " + NO_DERIVATIVE.format(kind="forward-mode derivative"))
+
+
+def is_intercepted(tensors: Sequence[Any]) -> bool:
+    """Return True if a tensor is a subclass or has no data, or a tracer, dispatch mode or transform is active."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    if torch._C._is_tracing():  # torch.jit.trace would record the sizes that the kernels read
+        return True
+    if any((type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta for t in tensors):
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0

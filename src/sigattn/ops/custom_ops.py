@@ -15,7 +15,6 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from sigattn.ops import autograd, flops, vmap
 from sigattn.ops.autocast import is_autocast_enabled, without_autocast
@@ -61,6 +60,8 @@ class Backend(Generic[P]):
             because it is called outside the op, where a compiler may be tracing.
         backward: returns the gradients of a problem.
         device_types: devices on which the backend can be the default; None for all.
+        portable: if False, it is not the default in a program that is exported or traced, which may run on a machine
+            without it.
         new_output: returns a tensor with the strides of ``forward``'s output, given the query and Dv.
         new_gradient: returns a tensor with the strides of ``backward``'s gradient of query, key or value.
     """
@@ -69,13 +70,17 @@ class Backend(Generic[P]):
     unavailable: Callable[[P], str | None]
     backward: Callable[[P, Tensor, NeedsGrad], Gradients] = refuse_backward
     device_types: tuple[str, ...] | None = None
+    portable: bool = True
     new_output: Callable[[Tensor, int], Tensor] = new_contiguous
     new_gradient: Callable[[Tensor], Tensor] = new_contiguous_gradient
 
     def is_default_for(self, problem: P) -> bool:
         """Return True if the backend supports the problem and can be the default on its device."""
-        of_device = self.device_types is None or problem.query.device.type in self.device_types
-        return of_device and self.unavailable(problem) is None
+        if self.device_types is not None and problem.query.device.type not in self.device_types:
+            return False
+        if not self.portable and _is_recorded():
+            return False
+        return self.unavailable(problem) is None
 
 
 class Operator(Generic[P]):
@@ -125,6 +130,7 @@ class Operator(Generic[P]):
         flops.register(self.forward_op, self._forward_flops)
         if no_gradient is not None:
             autograd.register_without(library, self.forward_op, no_gradient)
+            self._differentiable: Callable[..., Any] = self.forward_op
             return
         results = ", ".join(["Tensor"] * _NUM_GRADIENTS)
         library.define(f"{name}_backward(Tensor grad_out, {arguments}, bool[] needs_grad) -> ({results})", tags=_TAGS)
@@ -134,6 +140,9 @@ class Operator(Generic[P]):
         vmap.register(library, backward_op, vmap_rules[1])
         flops.register(backward_op, self._backward_flops)
         autograd.register(library, self.forward_op, backward_op, _NUM_GRADIENTS, onnx_formula)
+        self._differentiable = autograd.without_dispatcher(
+            self._forward, self._backward, backward_op, self.num_tensors, _NUM_GRADIENTS
+        )
 
     def __call__(self, problem: P, backend: str | None) -> Tensor:
         """Return the output of a problem; differentiable if the operator is.
@@ -141,10 +150,18 @@ class Operator(Generic[P]):
         Raises:
             ValueError: if ``backend`` does not support the problem.
         """
-        name = self.choose(problem, backend)
-        if can_bypass_dispatcher(problem[: self.num_tensors]):
-            return self._compute(problem, self.backends[name])
-        out: Tensor = self.forward_op(*problem, name)
+        return self.run(problem, self.choose(problem, backend))
+
+    def run(self, problem: P, name: str) -> Tensor:
+        """Return the output of a problem, computed by a backend that supports it."""
+        tensors: list[Any] = [t for t in problem[: self.num_tensors] if t is not None]
+        out: Tensor
+        if autograd.is_intercepted(tensors):
+            out = self.forward_op(*problem, name)
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            out = self._differentiable(*problem, name)
+        else:
+            out = self._compute(problem, self.backends[name])
         return out
 
     def choose(self, problem: P, backend: str | None) -> str:
@@ -198,6 +215,13 @@ class Operator(Generic[P]):
         return flops.backward(shapes.query, self.keys_per_query(shapes), shapes.value)
 
 
+def _is_recorded() -> bool:
+    """Return True if the call is recorded in a program that may run elsewhere: by torch.export or torch.jit.trace."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._is_tracing()
+
+
 def _no_gradient(like: Tensor) -> Tensor:
     """Return an empty tensor, which stands for a gradient that is not needed, because ops cannot return None."""
     return like.new_empty(0)
@@ -206,15 +230,5 @@ def _no_gradient(like: Tensor) -> Tensor:
 def can_bypass_dispatcher(tensors: Sequence[Any]) -> bool:
     """Return True if the op can be bypassed (saves 4 µs): no tracing, dispatch mode, transform or gradient active."""
     present = [t for t in tensors if t is not None]
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in present)) and not is_intercepted(present)
-
-
-def is_intercepted(tensors: Sequence[Any]) -> bool:
-    """Return True if a tensor is a subclass or has no data, or a tracer, dispatch mode or transform is active."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return True
-    if torch._C._is_tracing():  # torch.jit.trace would record the sizes that the kernels read
-        return True
-    if any((type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta for t in tensors):
-        return True
-    return torch._C._len_torch_dispatch_stack() > 0
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in present)
+    return not differentiated and not autograd.is_intercepted(present)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from sigattn.ops.autocast import without_autocast
+from sigattn.ops.autograd import is_intercepted, needs_op
 from sigattn.ops.cpu import blocked, short
 from sigattn.ops.cpu.tiles import arithmetic
-from sigattn.ops.custom_ops import is_intercepted
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem
 
@@ -83,10 +83,11 @@ class _Saved(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, weights = ctx.saved_tensors[:_NUM_TENSORS], ctx.saved_tensors[_NUM_TENSORS:]
+        saved = ctx.saved_tensors
+        tensors, weights = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
         problem = Problem(*tensors, *ctx.numbers)
         needs_grad = NeedsGrad(*ctx.needs_input_grad[: len(NeedsGrad._fields)])
-        if _needs_op(grad_out):
+        if needs_op(grad_out, *tensors):
             gradients = _by_op(problem, grad_out, needs_grad)
         else:
             # oneDNN determines the dtype and the tiles of the weights (``arithmetic``)
@@ -110,7 +111,7 @@ class _SavedSelfAttention(Function):
         query, key, value, *weights = ctx.saved_tensors
         needs_grad = NeedsGrad(*ctx.needs_input_grad[:3])
         bias, scale, right = ctx.numbers
-        if _needs_op(grad_out):
+        if needs_op(grad_out, query, key, value):
             number = torch.full((), bias, dtype=torch.float64)
             problem = Problem(query, key, value, number, scale=scale, right=right)
             return (*_by_op(problem, grad_out, needs_grad)[:3], None, None, None)
@@ -118,12 +119,6 @@ class _SavedSelfAttention(Function):
         with without_autocast("cpu"):
             gradients = short.differentiate(o, grad_out.reshape(o.query.shape), needs_grad, weights)
         return (*(None if g is None else g.view(query.shape) for g in gradients[:3]), None, None, None)
-
-
-def _needs_op(grad_out: Tensor) -> bool:
-    """Return True in a backward pass that is differentiated, where the op raises, or mapped, where it has a rule."""
-    mapped = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad_out)
-    return mapped or torch.is_grad_enabled()
 
 
 def _by_op(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> tuple[Tensor | None, ...]:

@@ -74,6 +74,10 @@ class Builder(ir.IRBuilder):
         """Return a < b."""
         return self.icmp_signed("<", int64(a), int64(b))
 
+    def equal(self, a: Any, b: Any) -> Any:
+        """Return a = b."""
+        return self.icmp_signed("==", int64(a), int64(b))
+
     def least(self, a: Any, b: Any) -> Any:
         """Return the smaller of two integers."""
         return self.select(self.less(a, b), int64(a), int64(b))
@@ -133,6 +137,19 @@ class Builder(ir.IRBuilder):
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """Return a · b + c, rounded once."""
         return self.intrinsic("llvm.fma", a, b, c)
+
+    def transposed(self, rows: list[Any]) -> list[Any]:
+        """Return the columns of a square of vectors, by log2(lanes) times interleaving its halves."""
+        half = self.lanes // 2
+        for _ in range(half.bit_length()):
+            pairs = list(zip(rows[:half], rows[half:], strict=True))
+            rows = [self._interleaved(*pair, first) for pair in pairs for first in (0, half)]
+        return rows
+
+    def _interleaved(self, a: Any, b: Any, first: int) -> Any:
+        """Return a[first], b[first], a[first + 1], …"""
+        order = [lane + which for lane in range(first, first + self.lanes // 2) for which in (0, self.lanes)]
+        return self.shuffle_vector(a, b, ir.Constant(self.indices, [ir.Constant(INT32, i) for i in order]))
 
     def sum_of(self, vector: Any) -> Any:
         """Return the sum of a vector's numbers, in any order."""
@@ -197,16 +214,16 @@ class Builder(ir.IRBuilder):
         self.branch(after)
         self.position_at_end(after)
 
-    def by_rows(self, count: Any, most: int, body: Callable[[Any, int], None]) -> None:
-        """Emit ``body(first, R)`` for count rows, R = ``most`` at a time and then the rest, with R a constant."""
+    def in_groups(self, count: Any, most: int, body: Callable[[Any, int], None]) -> None:
+        """Emit ``body(first, size)`` for groups of ``most`` of count things, then for the rest; size is a constant."""
         full = self.round_down(count, most)
         self.loop(0, full, most, lambda first: body(first, most))
         after = self.append_basic_block()
         choice = self.switch(int64(self.minus(count, full)), after)
-        for rows in range(1, most):
+        for size in range(1, most):
             block = self.append_basic_block()
-            choice.add_case(int64(rows), block)
+            choice.add_case(int64(size), block)
             self.position_at_end(block)
-            body(full, rows)
+            body(full, size)
             self.branch(after)
         self.position_at_end(after)

@@ -1,24 +1,25 @@
 """Compilation of the kernels for this processor by LLVM, and their launch on the threads of OpenMP.
 
-A kind of kernels is compiled at its first call in a process, which takes about a second.
+They are compiled at the first call in a process, in less than a second, for calls of all sizes and options.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import struct
+import sys
 import threading
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from llvmlite import binding
 
-from sigattn.ops.llvm.kernels import FIELDS, make_module
-from sigattn.ops.llvm.microtiles import Kind, Registers
+from sigattn.ops.llvm.kernels import INDEX, make_module
+from sigattn.ops.llvm.microtiles import Registers
 
-_INDEX = {name: index for index, name in enumerate(FIELDS)}
+if TYPE_CHECKING:
+    from sigattn.ops.llvm import Arguments
+
 _lock = threading.Lock()
 # runs a function of one pointer on some of OpenMP's threads, which are PyTorch's
 _on_threads: Any = ctypes.CDLL(None).GOMP_parallel
@@ -27,10 +28,11 @@ _on_threads.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.
 
 
 class Kernels:
-    """Compiled kernels of one kind, "forward" or "backward"."""
+    """Compiled kernels."""
 
-    def __init__(self, kind: Kind, direction: str) -> None:
-        module = binding.parse_assembly(str(make_module(kind, direction)))
+    def __init__(self, registers: Registers) -> None:
+        self.registers = registers
+        module = binding.parse_assembly(str(make_module(registers)))
         machine = _target_machine()
         options = binding.create_pipeline_tuning_options(speed_level=3)
         # the kernels are vectors already, and unrolled as far as there are registers
@@ -39,37 +41,33 @@ class Kernels:
         passes.getModulePassManager().run(module, passes)
         self._engine = binding.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
-        names = ("pack", "forward") if direction == "forward" else ("backward",)
-        self._addresses = {name: self._engine.get_function_address(name) for name in names}
+        self._addresses = {name: self._engine.get_function_address(name) for name in ("pack", "forward", "backward")}
 
-    def run(self, name: str, tasks: int, arguments: Mapping[str, int]) -> None:
+    def run(self, name: str, tasks: int, arguments: Arguments) -> None:
         """Run a kernel on PyTorch's number of threads.
 
         Args:
             name: "pack", "forward" or "backward". tasks: number of its tasks. arguments: values of ``kernels.FIELDS``.
         """
-        data = (ctypes.c_int64 * len(FIELDS))()
-        data[_INDEX["tasks"]] = tasks
-        for field, value in arguments.items():
-            data[_INDEX[field]] = value
-        threads = min(torch.get_num_threads(), tasks)
-        _on_threads(self._addresses[name], ctypes.addressof(data), threads, 0)
+        data = arguments.data
+        data[INDEX["counter"]], data[INDEX["tasks"]] = 0, tasks
+        _on_threads(self._addresses[name], ctypes.addressof(data), min(torch.get_num_threads(), tasks), 0)
 
 
 def float_bits(x: float) -> int:
-    """Return the bits of a float32, in the first half of 64."""
-    return int.from_bytes(struct.pack("f", x) + bytes(4), "little" if struct.pack("h", 1)[0] else "big")
+    """Return the bits of a float32, in the first half of 64; infinite if x is too large."""
+    return int.from_bytes(bytes(ctypes.c_float(x)) + bytes(4), sys.byteorder)
 
 
-def kernels_of(kind: Kind, direction: str) -> Kernels:
-    """Return the "forward" or "backward" kernels of a kind, compiled once in a process."""
+def kernels() -> Kernels:
+    """Return the kernels, compiled once in a process."""
     with _lock:
-        return _compile(kind, direction)
+        return _compile(registers())
 
 
 @functools.cache
-def _compile(kind: Kind, direction: str) -> Kernels:
-    return Kernels(kind, direction)
+def _compile(registers: Registers) -> Kernels:
+    return Kernels(registers)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Microtiles of sigmoid attention: R rows and C vectors of a product, whose sums stay in registers.
 
-Three functions use them, each made for 1 to R rows: the weights σ(scale · Q Kᵀ + b), the gradient of the logits, and
-the product of either with rows of another tensor, added to a result. The right factors of the first two are packed:
-(D, tile) for each tile of keys.
+Two products, each made for 1 to R rows: that with a packed right factor, (D, tile) for each tile of keys, and that with
+rows of another tensor, added to a result. Two functions change the results of the first kind in place: to the weights
+σ(scale · Q Kᵀ + b), and to the gradient of the logits.
 """
 
 from __future__ import annotations
@@ -28,26 +28,11 @@ class Registers(NamedTuple):
         return self.lanes * self.columns
 
 
-class Kind(NamedTuple):
-    """Properties for which kernels are compiled.
-
-    Attributes:
-        registers: the processor's. head_dim, value_dim: D and Dv, multiples of the lanes. alibi: True with slopes.
-            sums: True for the gradients of bias and slopes.
-    """
-
-    registers: Registers
-    head_dim: int
-    value_dim: int
-    alibi: bool
-    sums: bool
-
-
 class Microtiles:
     """Functions of a module that compute microtiles, each made when it is first called."""
 
-    def __init__(self, module: ir.Module, kind: Kind) -> None:
-        self.module, self.kind, self.registers = module, kind, kind.registers
+    def __init__(self, module: ir.Module, registers: Registers) -> None:
+        self.module, self.registers = module, registers
         self._functions: dict[tuple[Any, ...], ir.Function] = {}
 
     def call(self, b: Builder, make: Callable[..., ir.Function], sizes: tuple[int, ...], arguments: list[Any]) -> None:
@@ -62,6 +47,18 @@ class Microtiles:
         builder.function.linkage = "internal"
         builder.function.attributes.add("noinline")  # inlining doubles the time of compilation
         return builder, values
+
+    def transpose(self) -> ir.Function:
+        """Make the function that transposes a square of as many rows as a vector has numbers, into rows of a tile.
+
+        Arguments: the rows and their stride; the first row of the result.
+        """
+        b, (rows, stride, out) = self._function("transpose", POINTER, INT64, POINTER)
+        vectors = b.transposed([b.read_vector(b.at(rows, b.times(stride, r))) for r in range(b.lanes)])
+        for r, vector in enumerate(vectors):
+            b.write_vector(vector, b.at(out, r * self.registers.tile))
+        b.ret_void()
+        return b.function
 
     def _multiply(
         self, b: Builder, rows: int, columns: int, left: Any, row: Any, column: Any, right: Any, stride: Any, size: Any,
@@ -81,44 +78,52 @@ class Microtiles:
 
         return b.loop(0, size, 1, body, sums)
 
-    def _logits(self, b: Builder, rows: int, left: Any, row: Any, packed: Any, size: int) -> list[Any]:
-        """Return the products of rows and packed keys or values, one microtile."""
-        columns, zero = self.registers.columns, b.constant(0.0)
-        return self._multiply(
-            b, rows, columns, left, row, 1, packed, self.registers.tile, size, [zero] * (rows * columns)
-        )
+    def product(self, rows: int) -> ir.Function:
+        """Make out = left · right for one microtile, where right is packed.
 
-    def weights(self, rows: int) -> ir.Function:
-        """Make σ(scale · Q Kᵀ + bias) of one microtile, 0 for hidden keys.
-
-        Arguments: queries and their stride; packed keys; scale; the rows' biases and their stride; slopes; position of
-        the first query minus that of the first key; the smallest and the largest column that the first row sees, which
-        may lie outside the microtile; the number of columns that exist; the weights and their stride.
+        Arguments: left and its stride, right and the number of its rows, out and its stride.
         """
-        b, arguments = self._function(
-            f"weights{rows}", POINTER, INT64, POINTER, FLOAT, POINTER, INT64, POINTER, INT64, INT64, INT64, INT64,
-            POINTER, INT64,
-        )  # fmt: skip
-        query, stride, keys, scale, biases, bias_stride, slopes, distance, first, last, count, out, out_stride = (
-            arguments
+        b, (left, row, right, size, out, stride) = self._function(
+            f"product{rows}", POINTER, INT64, POINTER, INT64, POINTER, INT64
         )
-        sums = self._logits(b, rows, query, stride, keys, self.kind.head_dim)
+        columns, tile = self.registers.columns, self.registers.tile
+        zeros = [b.constant(0.0)] * (rows * columns)
+        for i, vector in enumerate(self._multiply(b, rows, columns, left, row, 1, right, tile, size, zeros)):
+            r, c = divmod(i, columns)
+            b.write_vector(vector, b.at(out, b.times(r, stride), c * b.lanes))
+        b.ret_void()
+        return b.function
+
+    def weights(self, alibi: bool) -> ir.Function:
+        """Make P = σ(scale · S + bias) of rows of a microtile of S, with ALiBi or not, written over S; 0 where hidden.
+
+        Arguments: the number of rows; scale; the rows' biases and their stride; slopes; position of the first query
+        minus that of the first key; the smallest and the largest column that the first row sees, which may lie outside
+        the microtile; the number of columns that exist; S and its stride.
+        """
+        b, (rows, scale, biases, bias_stride, slopes, distance, first, last, count, tile, stride) = self._function(
+            f"weights{alibi}", INT64, FLOAT, POINTER, INT64, POINTER, INT64, INT64, INT64, INT64, POINTER, INT64
+        )
         factor, zero = b.splat(scale), b.constant(0.0)
-        if self.kind.alibi:
+        if alibi:
             before, after = (b.splat(b.read(b.at(slopes, side))) for side in range(2))
-        for r in range(rows):
+
+        def row(r: Any) -> None:
             bias = b.splat(b.read(b.at(biases, b.times(r, bias_stride))))
             low = self._column(b, b.plus(first, r))
             high = self._column(b, b.least(b.plus(last, r), b.minus(count, 1)))
             for c in range(self.registers.columns):
+                at = b.at(tile, b.times(r, stride), c * b.lanes)
                 term = bias
-                if self.kind.alibi:
-                    for slope, gap in zip((before, after), self._distances(b, distance, r, c), strict=True):
+                if alibi:
+                    for slope, gap in zip((before, after), self._distances(b, b.plus(distance, r), c), strict=True):
                         term = b.multiply_add(b.fneg(slope), gap, term)
-                weight = b.sigmoid(b.multiply_add(sums[r * self.registers.columns + c], factor, term))
+                weight = b.sigmoid(b.multiply_add(b.read_vector(at), factor, term))
                 column = b.add(b.lane_indices(), b.splat(ir.Constant(INT32, c * b.lanes)))
                 visible = b.and_(b.icmp_signed(">=", column, low), b.icmp_signed("<=", column, high))
-                b.write_vector(b.select(visible, weight, zero), b.at(out, b.times(r, out_stride), c * b.lanes))
+                b.write_vector(b.select(visible, weight, zero), at)
+
+        b.loop(0, rows, 1, row)
         b.ret_void()
         return b.function
 
@@ -127,73 +132,65 @@ class Microtiles:
         limited = b.most(b.least(index, self.registers.tile), -1)
         return b.splat(b.trunc(limited, INT32))
 
-    def _distances(self, b: Builder, distance: Any, row: int, column: int) -> tuple[Any, Any]:
-        """Return the distances to keys before and after a query of a microtile."""
-        first = b.splat(b.sitofp(b.plus(distance, row - column * b.lanes), FLOAT))
+    def _distances(self, b: Builder, distance: Any, column: int) -> tuple[Any, Any]:
+        """Return the distances to keys before and after a query, given its distance to the first key of a tile."""
+        first = b.splat(b.sitofp(b.minus(distance, column * b.lanes), FLOAT))
         gap = b.fsub(first, b.sitofp(b.lane_indices(), b.vector))
         zero = b.constant(0.0)
         is_before = b.fcmp_ordered(">", gap, zero)
         return b.select(is_before, gap, zero), b.select(is_before, zero, b.fneg(gap))
 
-    def score_gradient(self, rows: int) -> ir.Function:
-        """Make dS = scale · P (1 - P) · (dO Vᵀ) of one microtile, and add the sums of its rows.
+    def score_gradient(self, number: int) -> ir.Function:
+        """Make dS = scale · P (1 - P) · dP of rows of a microtile, written over dP = dO Vᵀ, and add the rows' sums.
 
-        Arguments: gradients of the output and their stride, packed values, the weights, scale, distance as for the
-        weights, the result, and the row sums.
+        ``number`` of sums: 0, 1 for the bias, 3 for the bias and both slopes of ALiBi.
+
+        Arguments: the number of rows, weights, scale, distance as for the weights, dP, and the row sums.
         """
-        b, (grad, stride, values, weights, scale, distance, out, sums) = self._function(
-            f"score_gradient{rows}", POINTER, INT64, POINTER, POINTER, FLOAT, INT64, POINTER, POINTER
+        b, (rows, weights, scale, distance, tile, sums) = self._function(
+            f"score_gradient{number}", INT64, POINTER, FLOAT, INT64, POINTER, POINTER
         )
-        products = self._logits(b, rows, grad, stride, values, self.kind.value_dim)
-        factor, columns = b.splat(scale), self.registers.columns
-        for r in range(rows):
-            totals = [b.constant(0.0)] * 3
-            for c in range(columns):
-                at = (r * columns + c) * b.lanes
-                weight = b.read_vector(b.at(weights, at))
+        factor, zero = b.splat(scale), b.constant(0.0)
+
+        def row(r: Any) -> None:
+            totals = [zero] * number
+            for c in range(self.registers.columns):
+                offset = b.plus(b.times(r, self.registers.tile), c * b.lanes)
+                weight, at = b.read_vector(b.at(weights, offset)), b.at(tile, offset)
                 slope = b.multiply_add(b.fneg(weight), weight, weight)
-                hidden = b.fcmp_ordered("==", weight, b.constant(0.0))  # also if its value is NaN
-                gradient = b.select(hidden, b.constant(0.0), b.fmul(products[r * columns + c], slope))
-                b.write_vector(b.fmul(gradient, factor), b.at(out, at))
-                if self.kind.sums:
-                    factors = (b.constant(1.0), *(self._distances(b, distance, r, c) if self.kind.alibi else ()))
-                    totals[: len(factors)] = [
-                        b.multiply_add(gradient, f, t) for f, t in zip(factors, totals, strict=False)
-                    ]
-            if self.kind.sums:
-                for i in range(3 if self.kind.alibi else 1):
-                    address = b.at(sums, 3 * r + i)
-                    b.store(b.fadd(b.read(address), b.sum_of(totals[i])), address)
+                hidden = b.fcmp_ordered("==", weight, zero)  # also if its value is NaN
+                gradient = b.select(hidden, zero, b.fmul(b.read_vector(at), slope))
+                b.write_vector(b.fmul(gradient, factor), at)
+                gaps = self._distances(b, b.plus(distance, r), c) if number > 1 else ()
+                factors = (b.constant(1.0), *gaps)
+                totals = [b.multiply_add(gradient, f, t) for f, t in zip(factors, totals, strict=False)]
+            for i, total in enumerate(totals):
+                address = b.at(sums, b.times(r, 3), i)
+                b.store(b.fadd(b.read(address), b.sum_of(total)), address)
+
+        b.loop(0, rows, 1, row)
         b.ret_void()
         return b.function
 
-    def add_product(self, rows: int, width: int) -> ir.Function:
-        """Make out += left · right for rows of ``width`` numbers.
+    def add_product(self, rows: int) -> ir.Function:
+        """Make out += left · right.
 
-        Arguments: left and its strides of rows and columns, right and its stride, the number of its rows, and out with
-        its stride.
+        Arguments: left and its strides of rows and columns, right and its stride, the number of its rows, out and its
+        stride, and the number of its columns.
         """
-        b, (left, row, column, right, stride, size, out, out_stride) = self._function(
-            f"add_product{rows}x{width}", POINTER, INT64, INT64, POINTER, INT64, INT64, POINTER, INT64
+        b, (left, row, column, right, stride, size, out, out_stride, width) = self._function(
+            f"add_product{rows}", POINTER, INT64, INT64, POINTER, INT64, INT64, POINTER, INT64, INT64
         )
-        for start in range(0, width, self.registers.tile):
-            columns = min(self.registers.columns, (width - start) // b.lanes)
-            targets = [
-                b.at(out, b.times(r, out_stride), start + c * b.lanes) for r in range(rows) for c in range(columns)
-            ]
-            sums = self._multiply(
-                b,
-                rows,
-                columns,
-                left,
-                row,
-                column,
-                b.at(right, start),
-                stride,
-                size,
-                [b.read_vector(t) for t in targets],
-            )
+
+        def group(first: Any, columns: int) -> None:
+            start = b.times(first, b.lanes)
+            offsets = [(b.times(r, out_stride), c * b.lanes) for r in range(rows) for c in range(columns)]
+            targets = [b.at(out, start, *offset) for offset in offsets]
+            sums = [b.read_vector(t) for t in targets]
+            sums = self._multiply(b, rows, columns, left, row, column, b.at(right, start), stride, size, sums)
             for vector, target in zip(sums, targets, strict=True):
                 b.write_vector(vector, target)
+
+        b.in_groups(b.sdiv(width, int64(b.lanes)), self.registers.columns, group)
         b.ret_void()
         return b.function
