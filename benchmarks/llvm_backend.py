@@ -1,4 +1,6 @@
-"""Backend "llvm" compared with the default on a CPU and its baselines: times of forward and backward over its own.
+"""Backend "llvm" compared with "blocked" and the baselines on a CPU: times of forward and backward over its own.
+
+To know whether to pass it on a processor where it is not the default.
 
 python benchmarks/llvm_backend.py [LENGTH …]        (needs llvmlite; results: runs/bench/llvm.json)
 """
@@ -14,34 +16,48 @@ from torch import Tensor
 
 import sigattn
 from sigattn.bench import baselines, provenance
-from sigattn.bench.baselines import BACKWARD, COMPILED_NAIVE, CPU_IMPLEMENTATIONS, FORWARD, NAIVE, OURS, SDPA, TRAINING
+from sigattn.bench.baselines import (
+    BACKWARD,
+    COMPILED_NAIVE,
+    CPU_IMPLEMENTATIONS,
+    FORWARD,
+    NAIVE,
+    SDPA,
+    TRAINING,
+    Implementation,
+)
 from sigattn.bench.inputs import Options, random_inputs
 from sigattn.bench.timing import time_calls
 
 LENGTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096)
 ROUNDS = 9
-LLVM = "llvm"
+LLVM, BLOCKED = "llvm", "blocked"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    """Compute sigmoid attention with the backend."""
-    return sigattn.sigmoid_attention(q, k, v, is_causal=options.causal, bias=options.bias, backend=LLVM)
+def implementation(backend: str) -> Implementation:
+    """Return sigmoid attention with a backend."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+        return sigattn.sigmoid_attention(q, k, v, is_causal=options.causal, bias=options.bias, backend=backend)
+
+    return Implementation(False, attention, cpu=True)
 
 
 def measure(n: int, causal: bool) -> list[dict[str, Any]]:
-    """Check and time the backend, the default and its baselines; return a row for each pass: their time over its."""
+    """Check and time both backends and the baselines; return a row for each pass: their time over that of "llvm"."""
     baselines.reset_compiled()
     inputs = random_inputs(1, 8, n, 64, torch.float32, torch.device("cpu"), causal=causal, contiguous=True)
-    implementations = {LLVM: baselines.Implementation(False, attention, cpu=True), **CPU_IMPLEMENTATIONS}
+    peers = {name: CPU_IMPLEMENTATIONS[name] for name in (SDPA, NAIVE, COMPILED_NAIVE)}
+    implementations = {**{name: implementation(name) for name in (LLVM, BLOCKED)}, **peers}
     passes: dict[str, dict[str, Any]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
-    for name, implementation in implementations.items():
-        calls, _ = baselines.checked_passes(implementation, inputs)
+    for name, implemented in implementations.items():
+        calls, _ = baselines.checked_passes(implemented, inputs)
         for direction in passes:
             passes[direction][name] = calls[direction]
     rows = []
     for direction, calls in passes.items():
         timing = time_calls(calls, ROUNDS)[0]
-        others = {name: round(timing.ratios[name], 3) for name in (OURS, SDPA, NAIVE, COMPILED_NAIVE)}
+        others = {name: round(timing.ratios[name], 3) for name in (BLOCKED, SDPA, NAIVE, COMPILED_NAIVE)}
         rows.append({"n": n, "causal": causal, "pass": direction, "llvm_ms": timing.seconds * 1e3, **others})
         print(
             "  ".join(

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from sigattn.ops import llvm
 from sigattn.ops.attention import BACKENDS
 from sigattn.ops.cpu import saved_weights, short, tiles
+from sigattn.ops.problem import Problem
 from sigattn.ops.triton import tuning
 
 # what PyTorch's own compiler and export say of themselves, and cannot be helped from here
@@ -23,6 +25,7 @@ COMPILER_NOISE = [
 
 # the backends that support all options; tests/ops/test_llvm.py has the tests of "llvm"
 COMPLETE = tuple(b for b in BACKENDS if b != "llvm")
+HAS_LLVM = llvm.unavailable(Problem(*torch.empty(3, 1, 1, 1, 1))) is None
 
 
 def device_of(backend):

@@ -104,7 +104,7 @@ def test_registered_with_pytorch(order, d):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dropout_p": 0.1}, "it does not support dropout"),
+        ({"softcap": 2.0}, "it does not support softcap"),
         (
             {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "softcap": 3.0},
             "it does not support attn_mask and softcap",
@@ -118,12 +118,20 @@ def test_what_it_does_not_support_is_refused(options, reason):
         sigmoid_attention(q, q, q, backend="llvm", **options)
 
 
-def test_it_is_the_default_for_what_it_supports():
+@pytest.fixture
+def measured(monkeypatch):
+    """As on a processor on which the kernels are the default."""
+    monkeypatch.setattr(llvm, "_MEASURED", True)
+
+
+def test_it_is_the_default_for_what_it_supports(measured, monkeypatch):
     t = torch.empty(1, 1, 256, 64)
     problem = Problem(t, t, t)
     assert DENSE.choose(problem, None) == "llvm"
-    assert DENSE.choose(problem._replace(seed=torch.zeros((), dtype=torch.int64), dropout_p=0.1), None) == "blocked"
+    assert DENSE.choose(problem._replace(softcap=3.0), None) == "blocked"
     assert DENSE.choose(Problem(*(t.bfloat16(),) * 3), None) == "blocked"
+    monkeypatch.setattr(llvm, "_MEASURED", False)
+    assert DENSE.choose(problem, None) == "blocked"
 
 
 class Attention(torch.nn.Module):
@@ -132,7 +140,7 @@ class Attention(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*[Dd]eprecat", "ignore::torch.jit.TracerWarning")
-def test_an_exported_program_does_not_need_it():
+def test_an_exported_program_does_not_need_it(measured):
     """It may run on another machine, without llvmlite."""
     q = torch.randn(1, 2, 70, 16)
     program = torch.export.export(Attention(), (q,))
@@ -143,7 +151,7 @@ def test_an_exported_program_does_not_need_it():
 
 
 @pytest.mark.filterwarnings("ignore:.*[Dd]eprecat")
-def test_a_compiled_graph_calls_it(unchecked):
+def test_a_compiled_graph_calls_it(unchecked, measured):
     q = torch.randn(1, 2, 70, 16, requires_grad=True)
     calls = []
     compiled = torch.compile(Attention(), backend=lambda graph, _: calls.append(graph.code) or graph)
@@ -152,7 +160,7 @@ def test_a_compiled_graph_calls_it(unchecked):
 
 
 @pytest.mark.parametrize("layout", ["heads", "tokens"])
-def test_the_output_can_be_changed_in_place(layout):
+def test_the_output_can_be_changed_in_place(layout, measured):
     """As in ``out += residual``; autograd refuses that for views."""
     shape = (1, 3, 70, 16) if layout == "heads" else (1, 70, 3, 16)
     q = torch.randn(shape, requires_grad=True)

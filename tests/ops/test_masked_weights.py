@@ -7,11 +7,10 @@ import torch
 
 from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_func
-from sigattn.ops import llvm
-from tests.ops.cases import path, ways
+from tests.ops.cases import HAS_LLVM, path, ways
 
 POISONED = 9  # the key, or value, that holds inf or NaN in its column 3
-SUPPORTING = ("reference", "blocked", "triton", *(["llvm"] if llvm._INSTALLED and llvm._HAS_THREADS else []))
+SUPPORTING = ("reference", "blocked", "triton", *(["llvm"] if HAS_LLVM else []))
 BACKENDS = [(backend, way) for backend in SUPPORTING for way in ways(backend)]
 POISON = [math.inf, -math.inf, math.nan]
 N, M = 20, 24

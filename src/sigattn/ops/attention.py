@@ -62,7 +62,7 @@ DENSE: Operator[Problem] = Operator(
             llvm.forward,
             llvm.unavailable,
             llvm.backward,
-            portable=False,
+            can_be_default=llvm.can_be_default,
             new_output=new_output,
             new_gradient=torch.empty_like,
         ),
@@ -133,8 +133,8 @@ def sigmoid_attention(
             c · tanh(scale · Q Kᵀ / c) + b + …, as in flash-attn. 0 for no cap.
         backend: "reference" (materialises the weights; supports forward-mode and second derivatives), "blocked" (memory
             linear in the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16
-            and float32, head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32, without attn_mask,
-            dropout and softcap); None for the fastest of the others that supports the call.
+            and float32, head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32, without attn_mask
+            and softcap); None for the fastest of the others that supports the call.
 
     Returns:
         (B, Hq, N, Dv), the dimensions before the last two broadcast, in the query's dtype (under autocast, in
@@ -219,7 +219,7 @@ def _fast_path(
     if query.dtype is torch.float32 and batch * heads * n * n >= _FEW_WEIGHTS:
         number = None if bias is None else torch.full((), bias, dtype=torch.float64, device="cpu")
         problem = Problem(query, key, value, number, scale=scale, right=right)
-        if llvm.unavailable(problem) is None:
+        if DENSE.choose(problem, None) == "llvm":
             return DENSE.run(problem, "llvm")
     b, s = -math.log(n) if bias is None else bias, d**-0.5 if scale is None else scale
     if differentiated:

@@ -60,8 +60,7 @@ class Backend(Generic[P]):
             because it is called outside the op, where a compiler may be tracing.
         backward: returns the gradients of a problem.
         device_types: devices on which the backend can be the default; None for all.
-        portable: if False, it is not the default in a program that is exported or traced, which may run on a machine
-            without it.
+        can_be_default: returns False where the backend is not the default although it supports a call.
         new_output: returns a tensor with the strides of ``forward``'s output, given the query and Dv.
         new_gradient: returns a tensor with the strides of ``backward``'s gradient of query, key or value.
     """
@@ -70,7 +69,7 @@ class Backend(Generic[P]):
     unavailable: Callable[[P], str | None]
     backward: Callable[[P, Tensor, NeedsGrad], Gradients] = refuse_backward
     device_types: tuple[str, ...] | None = None
-    portable: bool = True
+    can_be_default: Callable[[], bool] = lambda: True
     new_output: Callable[[Tensor, int], Tensor] = new_contiguous
     new_gradient: Callable[[Tensor], Tensor] = new_contiguous_gradient
 
@@ -78,9 +77,7 @@ class Backend(Generic[P]):
         """Return True if the backend supports the problem and can be the default on its device."""
         if self.device_types is not None and problem.query.device.type not in self.device_types:
             return False
-        if not self.portable and _is_recorded():
-            return False
-        return self.unavailable(problem) is None
+        return self.can_be_default() and self.unavailable(problem) is None
 
 
 class Operator(Generic[P]):
@@ -213,13 +210,6 @@ class Operator(Generic[P]):
     def _backward_flops(self, grad_out: Sequence[int], *args: Any, **_: Any) -> int:
         shapes: Any = self.problem_type(*args[:-2])
         return flops.backward(shapes.query, self.keys_per_query(shapes), shapes.value)
-
-
-def _is_recorded() -> bool:
-    """Return True if the call is recorded in a program that may run elsewhere: by torch.export or torch.jit.trace."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
-    return torch._C._is_tracing()
 
 
 def _no_gradient(like: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as int64: consecutive numbers spread over all bits
 _MIX_1 = -4658895280553007687  # the two multipliers of the splitmix64 finaliser, as int64
 _MIX_2 = -7723592293110705685
-_FOLD_1 = 0x7FEB352D  # two odd 32-bit multipliers with good avalanche (as int32 below)
-_FOLD_2 = 0x846CA68B - (1 << 32)
+# of the hash of a weight: x ^= x >> shift, x *= factor, twice; odd 32-bit factors with good avalanche, as int32
+SHIFTS = (16, 15)
+FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
 def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropout_p: float) -> Tensor:
@@ -28,14 +29,23 @@ def keep_mask(seed: Tensor, heads: Tensor, rows: Tensor, columns: Tensor, dropou
     Returns:
         (..., R, C), bool; each entry is True with probability 1 - dropout_p.
     """
-    by_row = _mix(_mix(heads + seed).unsqueeze(-1) + rows).unsqueeze(-1)  # (..., R, 1)
-    by_column = _mix(columns + _mix(seed ^ _GOLDEN))  # (C,)
-    x = by_row.to(torch.int32) ^ by_column.to(torch.int32)  # (..., R, C); int32 products wrap, as the hash requires
-    x ^= x >> 16
-    x *= _FOLD_1
-    x ^= x >> 15
-    x *= _FOLD_2
+    by_row = row_hashes(seed, heads, rows).unsqueeze(-1)
+    x = by_row ^ column_hashes(seed, columns)  # (..., R, C); int32 products wrap, as the hash requires
+    x ^= x >> SHIFTS[0]
+    x *= FACTORS[0]
+    x ^= x >> SHIFTS[1]
+    x *= FACTORS[1]
     return x >= threshold(dropout_p)
+
+
+def row_hashes(seed: Tensor, heads: Tensor, rows: Tensor) -> Tensor:  # (..., R)
+    """Return the rows' part of the hash, int32; arguments as in ``keep_mask``."""
+    return _mix(_mix(heads + seed).unsqueeze(-1) + rows).to(torch.int32)
+
+
+def column_hashes(seed: Tensor, columns: Tensor) -> Tensor:  # (C,)
+    """Return the columns' part of the hash, int32; arguments as in ``keep_mask``."""
+    return _mix(columns + _mix(seed ^ _GOLDEN)).to(torch.int32)
 
 
 def threshold(dropout_p: float) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sigattn.ops.dropout import column_hashes, row_hashes, threshold
 from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem, new_output
 
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from sigattn.ops.llvm.launch import Kernels
 
 _INSTALLED = importlib.util.find_spec("llvmlite") is not None
+_PROCESSOR = torch.cpu.get_capabilities()
+# Zen 4 (AMD's processors with AVX-512, without AVX-VNNI): nearly always faster than PyTorch's products (docs/log.md)
+_MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_f") and not _PROCESSOR.get("avx_vnni"))
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
+
+
+def can_be_default() -> bool:
+    """Return True on processors on which the kernels were measured, unless the call is recorded for other machines."""
+    recorded = torch.compiler.is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
+    return _MEASURED and not recorded
 
 
 def unavailable(problem: Problem) -> str | None:
@@ -32,9 +42,9 @@ def unavailable(problem: Problem) -> str | None:
         return "it needs llvmlite, which is not installed (pip install 'sigattn[cpu]')"
     if p.query.dtype != torch.float32:
         return f"it is for float32, not for {str(p.query.dtype).removeprefix('torch.')}"
-    if p.attn_mask is None and p.seed is None and p.mask_table is None and not p.softcap:
+    if p.attn_mask is None and p.mask_table is None and not p.softcap:
         return None
-    given = {"attn_mask": p.attn_mask, "dropout": p.seed, "a BlockMask": p.mask_table, "softcap": p.softcap or None}
+    given = {"attn_mask": p.attn_mask, "a BlockMask": p.mask_table, "softcap": p.softcap or None}
     return f"it does not support {' and '.join(name for name, value in given.items() if value is not None)}"
 
 
@@ -199,8 +209,20 @@ def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
         slopes = p.alibi_slopes.float().contiguous()
         arguments.set("alibi", 1)
         arguments.keep("slopes", slopes, *slopes.expand(batch, heads, 2).stride()[:1])
+    if p.seed is not None:
+        _set_dropout(arguments, p, p.seed, _round_up(m, tile))
     arguments.new("keys", p.query, batch, kv, _round_up(m, tile), sizes[0])
     return compiled, arguments
+
+
+def _set_dropout(arguments: Arguments, p: Problem, seed: Tensor, columns: int) -> None:
+    from sigattn.ops.llvm.launch import float_bits
+
+    heads = torch.arange(p.query.shape[0] * p.query.shape[1]) + p.first_head
+    rows = torch.arange(p.query.shape[2]) + p.query_offset
+    arguments.set("dropout", 1, threshold(p.dropout_p), float_bits(p.keep_scale))
+    arguments.keep("row_hashes", row_hashes(seed, heads, rows))
+    arguments.keep("column_hashes", column_hashes(seed, torch.arange(columns)))
 
 
 def _round_up(size: int, multiple: int) -> int:

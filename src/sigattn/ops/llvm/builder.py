@@ -115,6 +115,10 @@ class Builder(ir.IRBuilder):
         rounded = struct.unpack("f", struct.pack("f", number))[0]
         return ir.Constant(self.vector, [ir.Constant(FLOAT, rounded)] * self.lanes)
 
+    def index(self, number: int) -> Any:
+        """Return a vector of one 32-bit integer."""
+        return ir.Constant(self.indices, [ir.Constant(INT32, number)] * self.lanes)
+
     def splat(self, value: Any) -> Any:
         """Return a vector of one value."""
         kind = ir.VectorType(value.type, self.lanes)

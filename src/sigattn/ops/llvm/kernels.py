@@ -21,19 +21,22 @@ from sigattn.ops.llvm.microtiles import Microtiles, Registers
 _NUMBERS = (
     "scale", "heads", "repeat", "n", "m", "head_dim", "value_dim", "left", "right",
     "query_offset", "alibi", "sums", "parts", "packs", "bias_value",
+    "dropout", "least_hash", "keep_scale",
 )  # fmt: skip
+_FLOATS = ("scale", "bias_value", "keep_scale")
 # by tensor, the axes whose strides are given: samples, heads, rows, parts
 _TENSORS = {
     **dict.fromkeys(("query", "key", "value", "bias", "out", "grad_out", "grad_key", "grad_value"), "bhn"),
     "grad_query": "bhnp",
     **dict.fromkeys(("slopes", "lengths"), "b"),
-    **dict.fromkeys(("keys", "values", "row_sums"), ""),
+    **dict.fromkeys(("keys", "values", "row_sums", "row_hashes", "column_hashes"), ""),
 }
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS.items()}
 # Arguments of a kernel, 64 bits each. Packed ``keys`` and ``values`` have room for m rounded up to a tile. ``row_sums``
 # is (parts, B, Hq, N, 3). ``head_dim`` and ``value_dim`` are multiples of a vector. ``alibi`` is 1 with slopes;
 # ``sums`` is the number of sums of each query in the backward pass (``Microtiles.score_gradient``); ``packs`` is 1 if
-# the forward kernel packs the keys itself. A strided tensor is followed by its strides.
+# the forward kernel packs the keys itself; ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,)
+# with room for whole tiles. A strided tensor is followed by its strides.
 FIELDS = ("counter", "tasks", *_NUMBERS, *(f for name in _TENSORS for f in (name, *_STRIDES[name])))
 INDEX = {name: index for index, name in enumerate(FIELDS)}
 
@@ -56,7 +59,7 @@ def _read_arguments(builder: Builder, data: Any) -> SimpleNamespace:
     """Read the arguments of a kernel, by name."""
 
     def read(index: int, name: str) -> Any:
-        kind = POINTER if name in _TENSORS else FLOAT if name in ("scale", "bias_value") else INT64
+        kind = POINTER if name in _TENSORS else FLOAT if name in _FLOATS else INT64
         return builder.load(builder.gep(data, [int64(index)], source_etype=INT64), typ=kind)
 
     return SimpleNamespace(**{name: read(index, name) for index, name in enumerate(FIELDS) if name != "counter"})
@@ -159,6 +162,18 @@ class _Kernels(Microtiles):
         for alibi in (False, True):
             b.when(b.equal(call.alibi, int(alibi)), partial(self.call, b, self.weights, (alibi,), arguments))
 
+    def _drop(
+        self, b: Builder, call: SimpleNamespace, r: int,
+        rows: Any, first_row: Any, first_key: Any, tile: Any, stride: int,
+    ) -> None:  # fmt: skip
+        """Apply dropout to r rows of a microtile, given the head's row hashes and the indices of its corner."""
+        row_hashes, column_hashes = b.at(rows, first_row), b.at(call.column_hashes, first_key)
+        arguments = [r, row_hashes, column_hashes, call.least_hash, call.keep_scale, tile, stride]
+        b.when(b.equal(call.dropout, 1), partial(self.call, b, self.drop, (), arguments))
+
+    def _row_hashes(self, b: Builder, call: SimpleNamespace, sample: Any, head: Any) -> Any:
+        return b.at(call.row_hashes, b.times(b.plus(b.times(sample, call.heads), head), call.n))
+
     # forward
 
     def _forward_block(self, b: Builder, call: SimpleNamespace, task: Any, memory: list[Any]) -> None:
@@ -181,6 +196,7 @@ class _Kernels(Microtiles):
             length=self._length(b, call, sample),
             position=b.plus(first, call.query_offset),  # of the first query
             weights=memory[0],
+            hashes=b.at(self._row_hashes(b, call, sample, head), first),
         )
         b.when(b.less(0, call.packs), lambda: self._pack_keys(b, call, key_head))
         self._clear(b, block.out, call.out_n, 0, count, call.value_dim)
@@ -210,6 +226,7 @@ class _Kernels(Microtiles):
                     b.minus(block.length, at), logits, wide,
                 ],
             )  # fmt: skip
+            self._drop(b, call, r, block.hashes, m, at, logits, wide)
 
         def products() -> None:
             end = b.least(block.length, b.plus(c, wide))
@@ -267,6 +284,7 @@ class _Kernels(Microtiles):
             grad_query=b.at(target, b.times(part.index, call.grad_query_p)),
             sums=b.at(call.row_sums, b.times(row, b.times(call.n, 3))),
             slopes=self._slopes(b, call, part.sample, head),
+            hashes=self._row_hashes(b, call, part.sample, head),
         )
         self._clear(b, of_head.grad_query, call.grad_query_n, 0, call.n, call.head_dim)
 
@@ -321,10 +339,12 @@ class _Kernels(Microtiles):
         )  # fmt: skip
         grad, values = b.at(of_head.grad_out, b.times(at, call.grad_out_n)), b.at(part.values, b.times(c, width))
         self.call(b, self.product, (r,), [grad, call.grad_out_n, values, width, gradient, tile])
+        self._drop(b, call, r, of_head.hashes, at, c, gradient, tile)
         sums = b.at(of_head.sums, b.times(at, 3))
         for number in (0, 1, 3):
             arguments = [r, weights, call.scale, distance, gradient, sums]
             b.when(b.equal(call.sums, number), partial(self.call, b, self.score_gradient, (number,), arguments))
+        self._drop(b, call, r, of_head.hashes, at, c, weights, tile)  # of the gradient of the values
         self.call(
             b, self.add_product, (r,),
             [

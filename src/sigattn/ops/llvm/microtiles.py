@@ -1,8 +1,8 @@
 """Microtiles of sigmoid attention: R rows and C vectors of a product, whose sums stay in registers.
 
 Two products, each made for 1 to R rows: that with a packed right factor, (D, tile) for each tile of keys, and that with
-rows of another tensor, added to a result. Two functions change the results of the first kind in place: to the weights
-σ(scale · Q Kᵀ + b), and to the gradient of the logits.
+rows of another tensor, added to a result. Three functions change the results of the first kind in place: to the weights
+σ(scale · Q Kᵀ + b), to the gradient of the logits, and by dropout.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
+from sigattn.ops import dropout
 from sigattn.ops.llvm.builder import FLOAT, INT32, INT64, POINTER, Builder, function, int64
 
 
@@ -122,6 +123,32 @@ class Microtiles:
                 column = b.add(b.lane_indices(), b.splat(ir.Constant(INT32, c * b.lanes)))
                 visible = b.and_(b.icmp_signed(">=", column, low), b.icmp_signed("<=", column, high))
                 b.write_vector(b.select(visible, weight, zero), at)
+
+        b.loop(0, rows, 1, row)
+        b.ret_void()
+        return b.function
+
+    def drop(self) -> ir.Function:
+        """Make x = x · factor of the weights that dropout keeps, 0 of the others (``ops.dropout``), in a microtile.
+
+        Arguments: the number of rows; the rows' and the columns' hashes; the smallest hash that is kept; the factor; x
+        and its stride.
+        """
+        b, (rows, row_hashes, column_hashes, least, factor, tile, stride) = self._function(
+            "drop", INT64, POINTER, POINTER, INT64, FLOAT, POINTER, INT64
+        )
+        kept_from, scale, zero = b.splat(b.trunc(least, INT32)), b.splat(factor), b.constant(0.0)
+
+        def row(r: Any) -> None:
+            by_row = b.splat(b.load(b.at(row_hashes, r), typ=INT32))
+            for c in range(self.registers.columns):
+                by_column = b.load(b.at(column_hashes, c * b.lanes), align=4, typ=b.indices)
+                x = b.xor(by_row, by_column)
+                for shift, multiplier in zip(dropout.SHIFTS, dropout.FACTORS, strict=True):
+                    x = b.mul(b.xor(x, b.ashr(x, b.index(shift))), b.index(multiplier))
+                at = b.at(tile, b.times(r, stride), c * b.lanes)
+                kept = b.fmul(b.read_vector(at), scale)
+                b.write_vector(b.select(b.icmp_signed(">=", x, kept_from), kept, zero), at)
 
         b.loop(0, rows, 1, row)
         b.ret_void()
