@@ -16,7 +16,7 @@ from tests.ops.test_correctness import check
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.skipif(not llvm._HAS_THREADS, reason="needs OpenMP under Linux")
 
-from sigattn.ops.llvm import launch  # noqa: E402 -- needs llvmlite
+from sigattn.ops.llvm import calls, launch  # noqa: E402 -- needs llvmlite
 from sigattn.ops.llvm.microtiles import Registers  # noqa: E402
 
 # vectors of 512, 256 and 128 bits, as LLVM makes them on any processor
@@ -179,6 +179,6 @@ def test_keys_are_divided_where_threads_would_wait(key_heads, threads, parts):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert llvm._number_of_parts(key_heads, tiles=20) == parts
+        assert calls._number_of_parts(key_heads, tiles=20) == parts
     finally:
         torch.set_num_threads(before)

@@ -61,7 +61,7 @@ def register(
 
 def without_dispatcher(
     forward: Callable[..., Tensor],
-    backward: Callable[..., Sequence[Tensor]],
+    backward: Callable[..., Sequence[Tensor | None]],
     backward_op: OpOverload,
     tensors: int,
     differentiable: int,
@@ -72,7 +72,7 @@ def without_dispatcher(
     calls the op.
 
     Args:
-        forward, backward: what the ops call.
+        forward, backward: what the ops call; gradients that are not needed may be None.
         backward_op: the op of the derivative, as in ``register``.
         tensors: number of leading arguments that are tensors.
         differentiable: number of leading arguments that have a gradient.
@@ -80,15 +80,15 @@ def without_dispatcher(
 
     class Direct(Function):
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Tensor:
-            ctx.save_for_backward(*args[:tensors])
-            ctx.rest = args[tensors:]
+        def forward(ctx: Any, rest: tuple[Any, ...], *args: Any) -> Tensor:
+            ctx.save_for_backward(*args)
+            ctx.rest = rest
             with torch._C._AutoDispatchBelowAutograd():  # else autograd takes an output with other strides for a view
-                return forward(*args)
+                return forward(*args, *rest)
 
         @staticmethod
         def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-            needs_grad = list(ctx.needs_input_grad[:differentiable])
+            needs_grad = list(ctx.needs_input_grad[1 : 1 + differentiable])
             saved = ctx.saved_tensors
             if needs_op(grad_out, *saved):
                 gradients = backward_op(grad_out, *saved, *ctx.rest, needs_grad)
@@ -96,10 +96,10 @@ def without_dispatcher(
                 with torch._C._AutoDispatchBelowAutograd():
                     gradients = backward(grad_out, *saved, *ctx.rest, needs_grad)
             results = (g if needed else None for g, needed in zip(gradients, needs_grad, strict=True))
-            return (*results, *(None,) * (tensors - differentiable + len(ctx.rest)))
+            return (None, *results, *(None,) * (tensors - differentiable))
 
-    apply: Callable[..., Tensor] = Direct.apply
-    return apply
+    # each argument of a Function takes time, so that those which are no tensors are one
+    return lambda *args: Direct.apply(args[tensors:], *args[:tensors])
 
 
 def needs_op(grad_out: Tensor, *saved: Tensor | None) -> bool:

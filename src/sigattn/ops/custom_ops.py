@@ -138,7 +138,7 @@ class Operator(Generic[P]):
         flops.register(backward_op, self._backward_flops)
         autograd.register(library, self.forward_op, backward_op, _NUM_GRADIENTS, onnx_formula)
         self._differentiable = autograd.without_dispatcher(
-            self._forward, self._backward, backward_op, self.num_tensors, _NUM_GRADIENTS
+            self._forward, self._gradients, backward_op, self.num_tensors, _NUM_GRADIENTS
         )
 
     def __call__(self, problem: P, backend: str | None) -> Tensor:
@@ -185,12 +185,14 @@ class Operator(Generic[P]):
         return self._compute(self.problem_type(*args[:-1]), self.backends[args[-1]])
 
     def _backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        return tuple(g if g is not None else _no_gradient(grad_out) for g in self._gradients(grad_out, *args))
+
+    def _gradients(self, grad_out: Tensor, *args: Any) -> Gradients:
         *fields, name, needs_grad = args
         problem, backward = self.problem_type(*fields), self.backends[name].backward
         self.check(problem)
         with without_autocast(problem.query.device.type):
-            gradients = backward(problem, grad_out, NeedsGrad(*needs_grad))
-        return tuple(g if g is not None else _no_gradient(grad_out) for g in gradients)
+            return backward(problem, grad_out, NeedsGrad(*needs_grad))
 
     def _fake_forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         return self.backends[rest[-1]].new_output(query, value.shape[-1])

@@ -9,16 +9,13 @@ import ctypes
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from llvmlite import binding
 
 from sigattn.ops.llvm.kernels import INDEX, make_module
 from sigattn.ops.llvm.microtiles import Registers
-
-if TYPE_CHECKING:
-    from sigattn.ops.llvm import Arguments
 
 _lock = threading.Lock()
 # runs a function of one pointer on some of OpenMP's threads, which are PyTorch's
@@ -43,17 +40,17 @@ class Kernels:
         self._engine.finalize_object()
         self._addresses = {name: self._engine.get_function_address(name) for name in ("pack", "forward", "backward")}
 
-    def run(self, name: str, tasks: int, arguments: Arguments) -> None:
+    def run(self, name: str, tasks: int, data: ctypes.Array[ctypes.c_int64]) -> None:
         """Run a kernel on PyTorch's number of threads.
 
         Args:
-            name: "pack", "forward" or "backward". tasks: number of its tasks. arguments: values of ``kernels.FIELDS``.
+            name: "pack", "forward" or "backward". tasks: number of its tasks. data: values of ``kernels.FIELDS``.
         """
-        data = arguments.data
         data[INDEX["counter"]], data[INDEX["tasks"]] = 0, tasks
         _on_threads(self._addresses[name], ctypes.addressof(data), min(torch.get_num_threads(), tasks), 0)
 
 
+@functools.lru_cache(maxsize=256)
 def float_bits(x: float) -> int:
     """Return the bits of a float32, in the first half of 64; infinite if x is too large."""
     return int.from_bytes(bytes(ctypes.c_float(x)) + bytes(4), sys.byteorder)

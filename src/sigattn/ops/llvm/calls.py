@@ -1,0 +1,186 @@
+"""Calls of backend "llvm": a problem as arguments of the kernels, with copies where a tensor's layout needs them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigattn.ops.dropout import column_hashes, row_hashes, threshold
+from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.llvm.kernels import ANYWHERE, FIELDS, FORWARD_ROWS, INDEX
+from sigattn.ops.llvm.launch import Kernels, float_bits, kernels
+from sigattn.ops.problem import UNLIMITED, Problem, new_output
+
+
+class Arguments:
+    """Arguments of a kernel (``kernels.FIELDS``), and copies of tensors that must outlive its call.
+
+    Args:
+        lanes: numbers in a vector. tile: keys of a microtile.
+    """
+
+    def __init__(self, lanes: int, tile: int) -> None:
+        self.lanes, self.tile = lanes, tile
+        self.data = (ctypes.c_int64 * len(FIELDS))()
+        self._kept: list[Tensor] = []
+
+    def set(self, name: str, *values: int) -> None:
+        """Set the fields from ``name`` on."""
+        index = INDEX[name]
+        self.data[index : index + len(values)] = list(values)
+
+    def set_field_as_tensor(self, name: str, field: str) -> None:
+        """Let a tensor be one number, the value of a field, with strides of 0."""
+        self.set(name, ctypes.addressof(self.data) + 8 * INDEX[field])
+
+    def new(self, name: str, like: Tensor, *shape: int) -> None:
+        """Set a field to memory of a shape."""
+        memory = like.new_empty(shape)
+        self._kept.append(memory)
+        self.set(name, memory.data_ptr())
+
+    def set_operand(self, name: str, tensor: Tensor) -> None:
+        """Set a tensor, copied unless its rows are contiguous and whole vectors."""
+        if missing := -tensor.shape[-1] % self.lanes:
+            tensor = F.pad(tensor, (0, missing))
+        elif tensor.stride(-1) != 1:
+            tensor = tensor.contiguous()
+        self.keep(name, tensor, *tensor.stride()[:3])
+
+    def keep(self, name: str, tensor: Tensor, *strides: int) -> None:
+        """Set a tensor's address and strides."""
+        self._kept.append(tensor)
+        self.set(name, tensor.data_ptr(), *strides)
+
+    def set_result(self, name: str, result: Tensor) -> Tensor:
+        """Set a result and return it, or if its rows are not contiguous or whole vectors, a larger tensor instead."""
+        if result.shape[-1] % self.lanes or result.stride(-1) != 1:
+            result = result.new_empty(*result.shape[:-1], _round_up(result.shape[-1], self.lanes))
+        self.set(name, result.data_ptr(), *result.stride()[:3])
+        return result
+
+
+def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
+    """Return the output of sigmoid attention."""
+    p = problem
+    (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
+    result = new_output(p.query, dv)
+    if not result.numel() or not m:
+        return result.zero_()
+    compiled, arguments = _plan(p)
+    out = arguments.set_result("out", result)
+    blocks = -(-n // FORWARD_ROWS)
+    if blocks == 1 and heads == kv:
+        arguments.set("packs", 1)
+    else:
+        compiled.run("pack", batch * kv, arguments.data)
+    compiled.run("forward", batch * heads * blocks, arguments.data)
+    return _copied(out, result)
+
+
+def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    """Return the gradients in ``needs_grad``."""
+    p = problem
+    (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
+    sums = needs_grad.bias or needs_grad.alibi_slopes
+    results = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
+    row_sums = p.query.new_zeros(1, batch, heads, n, 3) if sums else None
+    if not grad_out.numel() or not m:
+        for t in results:
+            t.zero_()
+    else:
+        compiled, arguments = _plan(p)
+        arguments.new("values", p.query, batch, kv, _round_up(m, arguments.tile), _round_up(dv, arguments.lanes))
+        parts = _number_of_parts(batch * kv, -(-m // arguments.tile))
+        arguments.set("parts", parts)
+        if row_sums is not None:
+            row_sums = row_sums.expand(parts, -1, -1, -1, -1).contiguous()
+            arguments.set("row_sums", row_sums.data_ptr())
+            arguments.set("sums", 1 if p.alibi_slopes is None else 3)
+        arguments.set_operand("grad_out", grad_out)
+        names = ("grad_query", "grad_key", "grad_value")
+        targets = [arguments.set_result(name, t) for name, t in zip(names, results, strict=True)]
+        if parts > 1:
+            partial = p.query.new_empty(parts, *targets[0].shape)
+            arguments.set("grad_query", partial.data_ptr(), *partial.stride()[1:4], partial.stride(0))
+        compiled.run("backward", batch * kv * parts, arguments.data)
+        if parts > 1:
+            torch.sum(partial, 0, out=targets[0])
+        results = [_copied(target, result) for target, result in zip(targets, results, strict=True)]
+    query, key, value = (t if needed else None for t, needed in zip(results, needs_grad[:3], strict=True))
+    if row_sums is None:
+        return Gradients(query, key, value, None, None, None)
+    bias = _sum_like(row_sums[..., :1], p.bias) if needs_grad.bias else None
+    slopes = _sum_like(-row_sums[..., 1:].sum(3), p.alibi_slopes) if needs_grad.alibi_slopes else None
+    return Gradients(query, key, value, bias, None, slopes)
+
+
+def _number_of_parts(key_heads: int, tiles: int) -> int:
+    """Return into how many parts the keys of a head are divided, so that the threads finish at about the same time.
+
+    Each part has its own gradient of the queries; these are added. So there are no more than needed.
+
+    Args:
+        key_heads: number of heads of all samples. tiles: number of tiles of keys of a head.
+    """
+    threads = torch.get_num_threads()
+    if key_heads % threads == 0 or key_heads >= 4 * threads:
+        return 1
+    return max(1, min(-(-4 * threads // key_heads), max(threads // key_heads, 8), tiles))
+
+
+def _sum_like(t: Tensor, like: Tensor | None) -> Tensor | None:
+    """Sum over parts of keys, and over the dimensions in which a tensor has size 1, in its dtype."""
+    return None if like is None else t.sum(0).sum_to_size(like.shape).to(like.dtype)
+
+
+def _copied(out: Tensor, result: Tensor) -> Tensor:
+    """Return a result that was computed in ``out``."""
+    return result if out is result else result.copy_(out[..., : result.shape[-1]])
+
+
+def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
+    """Return the kernels, and the arguments that both passes take."""
+    p, compiled = problem, kernels()
+    (batch, heads, n, d), (_, kv, m, dv) = p.query.shape, p.value.shape
+    lanes, tile = compiled.registers.lanes, compiled.registers.tile
+    arguments = Arguments(lanes, tile)
+    sizes = _round_up(d, lanes), _round_up(dv, lanes)
+    left, right = (ANYWHERE if side == UNLIMITED else side for side in (p.left, p.right))
+    arguments.set("scale", float_bits(p.scale_value), heads, heads // kv, n, m, *sizes, left, right, p.query_offset)
+    for name, tensor in (("query", p.query), ("key", p.key), ("value", p.value)):
+        arguments.set_operand(name, tensor)
+    bias = p.bias_value()
+    if isinstance(bias, Tensor):
+        bias = bias.float()
+        arguments.keep("bias", bias, *bias.expand(batch, heads, n, 1).stride()[:3])
+    else:
+        arguments.set("bias_value", float_bits(bias))
+        arguments.set_field_as_tensor("bias", "bias_value")
+    if p.key_lengths is None:
+        arguments.set_field_as_tensor("lengths", "m")
+    else:
+        arguments.keep("lengths", p.key_lengths.to(torch.int64).contiguous(), 1)
+    if p.alibi_slopes is not None:
+        slopes = p.alibi_slopes.float().contiguous()
+        arguments.set("alibi", 1)
+        arguments.keep("slopes", slopes, *slopes.expand(batch, heads, 2).stride()[:1])
+    if p.seed is not None:
+        _set_dropout(arguments, p, p.seed, _round_up(m, tile))
+    arguments.new("keys", p.query, batch, kv, _round_up(m, tile), sizes[0])
+    return compiled, arguments
+
+
+def _set_dropout(arguments: Arguments, p: Problem, seed: Tensor, columns: int) -> None:
+    heads = torch.arange(p.query.shape[0] * p.query.shape[1]) + p.first_head
+    rows = torch.arange(p.query.shape[2]) + p.query_offset
+    arguments.set("dropout", 1, threshold(p.dropout_p), float_bits(p.keep_scale))
+    arguments.keep("row_hashes", row_hashes(seed, heads, rows))
+    arguments.keep("column_hashes", column_hashes(seed, torch.arange(columns)))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
