@@ -158,9 +158,8 @@ def training_table(runs: list[Row]) -> str:
         lines.append([f"{n:,}", *cells])
     setting = f"{config['num_heads']} heads of {config['head_dim']}, {config['threads']} threads"
     head = ["n", *(f"{dtype}, {'causal' if causal else 'full'}" for dtype, causal in cases)]
-    caption = (
-        "Time of softmax SDPA / plain formula / compiled plain formula over ours, forward and backward: "
-        + (f"medians of the ratios of {len(runs)} runs." if len(runs) > 1 else "one run, medians of its rounds.")
+    caption = "Time of softmax SDPA / plain formula / compiled plain formula over ours, forward and backward: " + (
+        f"medians of the ratios of {len(runs)} runs." if len(runs) > 1 else "one run, medians of its rounds."
     )
     return f"{table(head, lines)}\n{caption} {setting}; {provenance(runs[0])}.\n"
 
