@@ -175,11 +175,12 @@ def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
 
 
 def _set_dropout(arguments: Arguments, p: Problem, seed: Tensor, columns: int) -> None:
-    heads = torch.arange(p.query.shape[0] * p.query.shape[1]) + p.first_head
-    rows = torch.arange(p.query.shape[2]) + p.query_offset
+    device = p.query.device  # not the default device, which may be another
+    heads = torch.arange(p.query.shape[0] * p.query.shape[1], device=device) + p.first_head
+    rows = torch.arange(p.query.shape[2], device=device) + p.query_offset
     arguments.set("dropout", 1, threshold(p.dropout_p), float_bits(p.keep_scale))
     arguments.keep("row_hashes", row_hashes(seed, heads, rows))
-    arguments.keep("column_hashes", column_hashes(seed, torch.arange(columns)))
+    arguments.keep("column_hashes", column_hashes(seed, torch.arange(columns, device=device)))
 
 
 def _round_up(size: int, multiple: int) -> int:
