@@ -126,6 +126,8 @@ def test_info(capsys):
     said = capsys.readouterr().out
     for expected in ("sigattn 0.", "torch 2.", "on cpu:", "reference", "blocked", "(default)", "fused", "float64"):
         assert expected in said
+    for dtype in ("float32", "bfloat16", "float16", "float64"):  # each has one default on each device
+        assert said.count(f" {dtype} (default)") == said.count("\non ")
 
 
 def test_version(capsys):

@@ -48,12 +48,15 @@ def _name(device: torch.device) -> str:
 def _backends(device: torch.device) -> list[str]:
     """Return lines that list, for each backend, the supported dtypes and the reason for each unsupported one."""
     lines = ["  reference  every dtype, materialised; forward-mode and second derivatives (never the default)"]
-    defaults = {DENSE.choose(_example(device, dtype), None) for dtype in _DTYPES}
+    defaults = {dtype: DENSE.choose(_example(device, dtype), None) for dtype in _DTYPES}
     for name, backend in DENSE.backends.items():
         reasons = {dtype: backend.unavailable(_example(device, dtype)) for dtype in _DTYPES}
-        supported = [_short(d) for d, reason in reasons.items() if reason is None]
-        line = f"  {name:<10} {', '.join(supported) or 'nothing'}{' (default)' if name in defaults else ''}"
-        lines.append(line)
+        supported = [
+            f"{_short(d)} (default)" if defaults[d] == name else _short(d)
+            for d, reason in reasons.items()
+            if reason is None
+        ]
+        lines.append(f"  {name:<10} {', '.join(supported) or 'nothing'}")
         lines += [f"             not {_short(d)}: {reason}" for d, reason in reasons.items() if reason is not None]
     for dtype in _DTYPES:
         reason = fused_unavailable(device, dtype)
