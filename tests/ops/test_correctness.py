@@ -11,7 +11,7 @@ from sigattn.ops.triton import kernel_args
 from tests.ops.cases import COMPLETE, Case, cases, device_of, path, ways, wide
 from tests.ops.truth import assert_as_good_as_formula, formula, sums_of_magnitudes
 
-EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "45"))
+EXAMPLES = int(os.environ.get("SIGATTN_FUZZ_EXAMPLES", "60"))
 WAYS = [(b, p) for b in (*COMPLETE, None) for p in ways(b)]
 
 fuzz = settings(

@@ -78,7 +78,7 @@ def without_dispatcher(
         differentiable: number of leading arguments that have a gradient.
     """
 
-    class Direct(Function):
+    class SigmoidAttention(Function):  # users see its name as that of grad_fn
         @staticmethod
         def forward(ctx: Any, rest: tuple[Any, ...], *args: Any) -> Tensor:
             ctx.save_for_backward(*args)
@@ -99,7 +99,7 @@ def without_dispatcher(
             return (None, *results, *(None,) * (tensors - differentiable))
 
     # each argument of a Function takes time, so that those which are no tensors are one
-    return lambda *args: Direct.apply(args[tensors:], *args[:tensors])
+    return lambda *args: SigmoidAttention.apply(args[tensors:], *args[:tensors])
 
 
 def needs_op(grad_out: Tensor, *saved: Tensor | None) -> bool:
