@@ -21,11 +21,15 @@ from sigattn.ops.llvm.microtiles import Registers  # noqa: E402
 
 # vectors of 512, 256 and 128 bits, as LLVM makes them on any processor
 REGISTERS = {"avx512": Registers(16, 6, 4), "avx2": Registers(8, 6, 2), "neon": Registers(4, 6, 4)}
+if torch.cpu.get_capabilities().get("avx512_bf16"):
+    REGISTERS["avx512_bf16"] = Registers(16, 6, 4, has_dot=True)
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def served(case):
     """Return a random call without what the backend does not support."""
-    case.dtype, case.mask, case.softcap = torch.float32, None, 0.0
+    case.dtype = case.dtype if case.dtype in DTYPES else torch.float32
+    case.mask, case.softcap = None, 0.0
     return case
 
 
@@ -38,30 +42,33 @@ def test_output_and_gradients_match_the_formula(registers, case):
         check(served(case), "llvm")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, (130, 40)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_sizes_that_cross_the_tiles(causal, window):
+def test_sizes_that_cross_the_tiles(causal, window, dtype):
     """Blocks of queries and of keys, head sizes of several microtiles, query heads that share a key head."""
-    case = Case((2, 1, 2, 391, 270, 80, 144), torch.float32, causal, None, window, (4, 391, 1), None, "sides", True,
+    case = Case((2, 1, 2, 391, 270, 80, 144), dtype, causal, None, window, (4, 391, 1), None, "sides", True,
                 "length first", 5)  # fmt: skip
     case.bias = (2, 2, 391, 1)
     check(case, "llvm", repeats=1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_keys_are_divided_if_there_are_more_threads_than_heads(threads):
+def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        case = Case((1, 1, 1, 70, 200, 16, 16), torch.float32, True, None, None, (1, 1, 1, 1), None, "head", False,
+        case = Case((1, 1, 1, 71, 203, 16, 16), dtype, True, None, None, (1, 1, 1, 1), None, "head", False,
                     "contiguous", 5)  # fmt: skip
         check(case, "llvm", repeats=1)
     finally:
         torch.set_num_threads(before)
 
 
-def test_every_number_is_written(nan_filled_memory):
-    case = Case((2, 2, 2, 67, 71, 8, 12), torch.float32, True, None, None, None, None, None, True, "contiguous", 3)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_is_written(nan_filled_memory, dtype):
+    case = Case((2, 2, 2, 67, 71, 8, 12), dtype, True, None, None, None, None, None, True, "contiguous", 3)
     check(case, "llvm")
 
 
@@ -80,9 +87,10 @@ def test_logits_of_any_size():
     torch.testing.assert_close(out, q.sigmoid(), rtol=1e-6, atol=2e-38, equal_nan=True)
 
 
-def test_hidden_keys_may_be_nan():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_keys_may_be_nan(dtype):
     """Beyond the length of a sample, and their gradient is 0."""
-    q, k, v = (torch.randn(2, 1, 9, 16) for _ in range(3))
+    q, k, v = (torch.randn(2, 1, 9, 16, dtype=dtype) for _ in range(3))
     k[1, :, 5:], v[1, :, 5:] = torch.nan, torch.nan
     bias = torch.zeros(1, 9, 1, requires_grad=True)
     k.requires_grad_()
@@ -109,7 +117,7 @@ def test_registered_with_pytorch(order, d):
             {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "softcap": 3.0},
             "it does not support attn_mask and softcap",
         ),
-        ({"dtype": torch.bfloat16}, "it is for float32, not for bfloat16"),
+        ({"dtype": torch.float16}, "it is for float32 and bfloat16, not for float16"),
     ],
 )
 def test_what_it_does_not_support_is_refused(options, reason):
@@ -129,7 +137,8 @@ def test_it_is_the_default_for_what_it_supports(measured, monkeypatch):
     problem = Problem(t, t, t)
     assert DENSE.choose(problem, None) == "llvm"
     assert DENSE.choose(problem._replace(softcap=3.0), None) == "blocked"
-    assert DENSE.choose(Problem(*(t.bfloat16(),) * 3), None) == "blocked"
+    assert DENSE.choose(Problem(*(t.bfloat16(),) * 3), None) == "llvm"
+    assert DENSE.choose(Problem(*(t.half(),) * 3), None) == "blocked"
     monkeypatch.setattr(llvm, "_MEASURED", False)
     assert DENSE.choose(problem, None) == "blocked"
 

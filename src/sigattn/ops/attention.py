@@ -133,8 +133,8 @@ def sigmoid_attention(
             c · tanh(scale · Q Kᵀ / c) + b + …, as in flash-attn. 0 for no cap.
         backend: "reference" (materialises the weights; supports forward-mode and second derivatives), "blocked" (memory
             linear in the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16
-            and float32, head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32, without attn_mask
-            and softcap); None for the fastest of the others that supports the call.
+            and float32, head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32 and bfloat16,
+            without attn_mask and softcap); None for the fastest of the others that supports the call.
 
     Returns:
         (B, Hq, N, Dv), the dimensions before the last two broadcast, in the query's dtype (under autocast, in
@@ -216,7 +216,7 @@ def _fast_path(
     batch, heads, n, d = query.shape
     right = 0 if is_causal else UNLIMITED
     differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if query.dtype is torch.float32 and batch * heads * n * n >= _FEW_WEIGHTS:
+    if query.dtype in (torch.float32, torch.bfloat16) and batch * heads * n * n >= _FEW_WEIGHTS:
         number = None if bias is None else torch.full((), bias, dtype=torch.float64, device="cpu")
         problem = Problem(query, key, value, number, scale=scale, right=right)
         if DENSE.choose(problem, None) == "llvm":

@@ -1,6 +1,7 @@
 """Builder of LLVM's intermediate representation for loops over vectors of float32, and the logistic function.
 
-Indices and sizes are 64-bit integers: Python's where they are known when a kernel is made, else values of LLVM.
+Indices and sizes are 64-bit integers: Python's where they are known when a kernel is made, else values of LLVM. A pair
+of bfloat16 has 32 bits, and is held as one float32 wherever it is only moved.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 FLOAT = ir.FloatType()
+INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
 POINTER = ir.PointerType()
@@ -21,6 +23,19 @@ _LARGEST = 87.0  # exp(x) of float32 is neither infinite nor subnormal for |x| u
 _LOG2_E = 1.44269504088896341
 _LOG_2 = (0.693145751953125, 1.428606765330187045e-6)  # in two parts, of which the first has few bits
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+class _BFloat16(ir.Type):
+    """Type bfloat16, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
 
 
 def int64(value: Any) -> Any:
@@ -48,6 +63,7 @@ class Builder(ir.IRBuilder):
         self.lanes = lanes
         self.vector = ir.VectorType(FLOAT, lanes)
         self.indices = ir.VectorType(INT32, lanes)
+        self.halves = ir.VectorType(INT16, lanes)
 
     # integers
 
@@ -141,6 +157,38 @@ class Builder(ir.IRBuilder):
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """Return a · b + c, rounded once."""
         return self.intrinsic("llvm.fma", a, b, c)
+
+    def dot(self, a: Any, b: Any, c: Any, has_instruction: bool) -> Any:
+        """Return a₀ · b₀ + a₁ · b₁ + c for vectors of pairs of bfloat16, by one instruction of AVX512-BF16 or more."""
+        if has_instruction:
+            pairs = ir.VectorType(_BFloat16(), 2 * self.lanes)
+            name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
+            made = self.module.globals.get(name)
+            made = made or ir.Function(self.module, ir.FunctionType(self.vector, [self.vector, pairs, pairs]), name)
+            return self.call(made, [c, self.bitcast(a, pairs), self.bitcast(b, pairs)])
+        a, b = self.bitcast(a, self.indices), self.bitcast(b, self.indices)
+        first = [self.bitcast(self.shl(x, self.index(16)), self.vector) for x in (a, b)]
+        second = [self.bitcast(self.and_(x, self.index(-1 << 16)), self.vector) for x in (a, b)]
+        return self.multiply_add(second[0], second[1], self.multiply_add(first[0], first[1], c))
+
+    def read_halves(self, pointer: Any) -> Any:
+        """Read as many bfloat16 as a vector has float32, as integers of 16 bits."""
+        return self.load(pointer, align=4, typ=self.halves)
+
+    def write_halves(self, vector: Any, pointer: Any, *offsets: Any) -> None:
+        """Write a vector rounded to bfloat16, at the sum of some offsets, counted in bfloat16."""
+        self.store(self.rounded(vector), self.gep(pointer, [int64(self.plus(*offsets))], source_etype=INT16), align=2)
+
+    def rounded(self, vector: Any) -> Any:
+        """Return a vector rounded to bfloat16, as integers of 16 bits."""
+        return self.bitcast(self.fptrunc(vector, ir.VectorType(_BFloat16(), self.lanes)), self.halves)
+
+    def paired(self, a: Any, b: Any) -> Any:
+        """Return the vector of pairs a[0], b[0]; a[1], b[1]; … of two vectors of 16-bit integers."""
+        order = [lane + which for lane in range(self.lanes) for which in (0, self.lanes)]
+        kind = ir.VectorType(INT32, len(order))
+        pairs = self.shuffle_vector(a, b, ir.Constant(kind, [ir.Constant(INT32, i) for i in order]))
+        return self.bitcast(pairs, self.vector)
 
     def transposed(self, rows: list[Any]) -> list[Any]:
         """Return the columns of a square of vectors, by log2(lanes) times interleaving its halves."""

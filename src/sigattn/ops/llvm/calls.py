@@ -19,11 +19,12 @@ class Arguments:
     """Arguments of a kernel (``kernels.FIELDS``), and copies of tensors that must outlive its call.
 
     Args:
-        lanes: numbers in a vector. tile: keys of a microtile.
+        compiled: the kernels that take them.
     """
 
-    def __init__(self, lanes: int, tile: int) -> None:
-        self.lanes, self.tile = lanes, tile
+    def __init__(self, compiled: Kernels) -> None:
+        self.word, self.tile = compiled.word, compiled.registers.tile
+        self.multiple = self.word * compiled.registers.lanes  # numbers of a tensor in a vector
         self.data = (ctypes.c_int64 * len(FIELDS))()
         self._kept: list[Tensor] = []
 
@@ -42,13 +43,27 @@ class Arguments:
         self._kept.append(memory)
         self.set(name, memory.data_ptr())
 
+    def new_pairs(self, name: str, like: Tensor, heads: int, rows: int) -> None:
+        """Set a field to memory for pairs of rows."""
+        self.new(name, like, heads, _round_up(rows, 2), _round_up(like.shape[-1], self.multiple))
+
+    def new_sums(self, name: str, result: Tensor, parts: int = 1) -> Tensor:
+        """Set a field to memory for the sums of a result, of each part of the keys if it is that of the queries."""
+        sums = result.new_empty(parts if name == "grad_query" else 1, *result.shape, dtype=torch.float32)
+        self.keep(f"{name}_sums", sums)
+        return sums
+
     def set_operand(self, name: str, tensor: Tensor) -> None:
-        """Set a tensor, copied unless its rows are contiguous and whole vectors."""
-        if missing := -tensor.shape[-1] % self.lanes:
+        """Set a tensor to read, copied unless its rows are contiguous and whole vectors of words."""
+        if missing := -tensor.shape[-1] % self.multiple:
             tensor = F.pad(tensor, (0, missing))
         elif tensor.stride(-1) != 1:
             tensor = tensor.contiguous()
-        self.keep(name, tensor, *tensor.stride()[:3])
+        if self.word == 1:
+            return self.keep(name, tensor, *tensor.stride()[:3])
+        if tensor.data_ptr() % 4 or any(stride % 2 for stride in tensor.stride()[:3]):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return self.keep(name, tensor, *(stride // 2 for stride in tensor.stride()[:3]))
 
     def keep(self, name: str, tensor: Tensor, *strides: int) -> None:
         """Set a tensor's address and strides."""
@@ -57,8 +72,8 @@ class Arguments:
 
     def set_result(self, name: str, result: Tensor) -> Tensor:
         """Set a result and return it, or if its rows are not contiguous or whole vectors, a larger tensor instead."""
-        if result.shape[-1] % self.lanes or result.stride(-1) != 1:
-            result = result.new_empty(*result.shape[:-1], _round_up(result.shape[-1], self.lanes))
+        if result.shape[-1] % self.multiple or result.stride(-1) != 1:
+            result = result.new_empty(*result.shape[:-1], _round_up(result.shape[-1], self.multiple))
         self.set(name, result.data_ptr(), *result.stride()[:3])
         return result
 
@@ -72,6 +87,9 @@ def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
         return result.zero_()
     compiled, arguments = _plan(p)
     out = arguments.set_result("out", result)
+    if arguments.word == 2:
+        arguments.new_pairs("value_pairs", p.value, batch * kv, m)
+        arguments.new_sums("out", out)
     blocks = -(-n // FORWARD_ROWS)
     if blocks == 1 and heads == kv:
         arguments.set("packs", 1)
@@ -87,14 +105,18 @@ def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradi
     (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
     sums = needs_grad.bias or needs_grad.alibi_slopes
     results = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
-    row_sums = p.query.new_zeros(1, batch, heads, n, 3) if sums else None
+    row_sums = p.query.new_zeros((1, batch, heads, n, 3), dtype=torch.float32) if sums else None
     if not grad_out.numel() or not m:
         for t in results:
             t.zero_()
     else:
         compiled, arguments = _plan(p)
-        arguments.new("values", p.query, batch, kv, _round_up(m, arguments.tile), _round_up(dv, arguments.lanes))
+        arguments.new("values", p.query, batch, kv, _round_up(m, arguments.tile), _round_up(dv, arguments.multiple))
         parts = _number_of_parts(batch * kv, -(-m // arguments.tile))
+        if arguments.word == 2:
+            arguments.new_pairs("key_pairs", p.key, batch * kv, m)
+            for name, tensor in (("query_pairs", p.query), ("grad_pairs", grad_out)):
+                arguments.new_pairs(name, tensor, parts * batch * heads, n)
         arguments.set("parts", parts)
         if row_sums is not None:
             row_sums = row_sums.expand(parts, -1, -1, -1, -1).contiguous()
@@ -103,12 +125,14 @@ def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradi
         arguments.set_operand("grad_out", grad_out)
         names = ("grad_query", "grad_key", "grad_value")
         targets = [arguments.set_result(name, t) for name, t in zip(names, results, strict=True)]
-        if parts > 1:
+        if arguments.word == 2:
+            partial, *_ = [arguments.new_sums(name, t, parts) for name, t in zip(names, targets, strict=True)]
+        elif parts > 1:
             partial = p.query.new_empty(parts, *targets[0].shape)
             arguments.set("grad_query", partial.data_ptr(), *partial.stride()[1:4], partial.stride(0))
         compiled.run("backward", batch * kv * parts, arguments.data)
         if parts > 1:
-            torch.sum(partial, 0, out=targets[0])
+            targets[0].copy_(partial.sum(0))
         results = [_copied(target, result) for target, result in zip(targets, results, strict=True)]
     query, key, value = (t if needed else None for t, needed in zip(results, needs_grad[:3], strict=True))
     if row_sums is None:
@@ -144,11 +168,10 @@ def _copied(out: Tensor, result: Tensor) -> Tensor:
 
 def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
     """Return the kernels, and the arguments that both passes take."""
-    p, compiled = problem, kernels()
+    p, compiled = problem, kernels(1 if problem.query.dtype == torch.float32 else 2)
     (batch, heads, n, d), (_, kv, m, dv) = p.query.shape, p.value.shape
-    lanes, tile = compiled.registers.lanes, compiled.registers.tile
-    arguments = Arguments(lanes, tile)
-    sizes = _round_up(d, lanes), _round_up(dv, lanes)
+    arguments = Arguments(compiled)
+    sizes = _round_up(d, arguments.multiple), _round_up(dv, arguments.multiple)
     left, right = (ANYWHERE if side == UNLIMITED else side for side in (p.left, p.right))
     arguments.set("scale", float_bits(p.scale_value), heads, heads // kv, n, m, *sizes, left, right, p.query_offset)
     for name, tensor in (("query", p.query), ("key", p.key), ("value", p.value)):
@@ -169,8 +192,8 @@ def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
         arguments.set("alibi", 1)
         arguments.keep("slopes", slopes, *slopes.expand(batch, heads, 2).stride()[:1])
     if p.seed is not None:
-        _set_dropout(arguments, p, p.seed, _round_up(m, tile))
-    arguments.new("keys", p.query, batch, kv, _round_up(m, tile), sizes[0])
+        _set_dropout(arguments, p, p.seed, _round_up(m, arguments.tile))
+    arguments.new("keys", p.query, batch, kv, _round_up(m, arguments.tile), sizes[0])
     return compiled, arguments
 
 

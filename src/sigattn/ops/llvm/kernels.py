@@ -1,9 +1,12 @@
-"""Kernels of sigmoid attention in float32 for the vector units of a CPU, as LLVM's intermediate representation.
+"""Kernels of sigmoid attention for the vector units of a CPU, as LLVM's intermediate representation.
 
 The forward pass computes σ where a microtile of logits is complete, and multiplies it with the values at once
 (Algorithm 1). The backward pass goes over tiles of keys (Algorithm 2): it computes the weights again, and all five
 products of a tile while its numbers are in the nearest cache. A kernel takes tasks from a counter until none is left,
 so that it may run on any number of threads.
+
+Tensors of bfloat16 are read as pairs (``microtiles``): along the features as they are, along queries and keys from
+copies. The sums of their results are float32, and are rounded once.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from sigattn.ops.llvm.builder import FLOAT, INT64, POINTER, Builder, function, int64
+from sigattn.ops.llvm.builder import FLOAT, INT16, INT64, POINTER, Builder, function, int64
 from sigattn.ops.llvm.microtiles import Microtiles, Registers
 
 _NUMBERS = (
@@ -29,11 +32,16 @@ _TENSORS = {
     **dict.fromkeys(("query", "key", "value", "bias", "out", "grad_out", "grad_key", "grad_value"), "bhn"),
     "grad_query": "bhnp",
     **dict.fromkeys(("slopes", "lengths"), "b"),
-    **dict.fromkeys(("keys", "values", "row_sums", "row_hashes", "column_hashes"), ""),
+    **dict.fromkeys(("keys", "values", "key_pairs", "value_pairs", "query_pairs", "grad_pairs"), ""),
+    **dict.fromkeys(("out_sums", "grad_query_sums", "grad_key_sums", "grad_value_sums"), ""),
+    **dict.fromkeys(("row_sums", "row_hashes", "column_hashes"), ""),
 }
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS.items()}
-# Arguments of a kernel, 64 bits each. Packed ``keys`` and ``values`` have room for m rounded up to a tile. ``row_sums``
-# is (parts, B, Hq, N, 3). ``head_dim`` and ``value_dim`` are multiples of a vector. ``alibi`` is 1 with slopes;
+# Arguments of a kernel, 64 bits each. Packed ``keys`` and ``values`` have room for m rounded up to a tile. Copies of
+# bfloat16 in pairs along queries or keys have room for an even number of them; those of queries, for each part. Sums of
+# results in bfloat16 are contiguous, those of queries (parts, B, Hq, N, head_dim). ``row_sums``: (parts, B, Hq, N, 3).
+# ``head_dim`` and ``value_dim`` are multiples of a vector of words. Strides of tensors that are read are counted in
+# words. ``alibi`` is 1 with slopes;
 # ``sums`` is the number of sums of each query in the backward pass (``Microtiles.score_gradient``); ``packs`` is 1 if
 # the forward kernel packs the keys itself; ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,)
 # with room for whole tiles. A strided tensor is followed by its strides.
@@ -45,10 +53,10 @@ _BACKWARD_ROWS = 96  # queries whose weights are kept until the products of the 
 ANYWHERE = 1 << 40  # a window side without a limit
 
 
-def make_module(registers: Registers) -> ir.Module:
-    """Return the module of the kernels ``pack``, ``forward`` and ``backward``."""
+def make_module(registers: Registers, word: int) -> ir.Module:
+    """Return the module of the kernels ``pack``, ``forward`` and ``backward``, with ``word`` numbers in 32 bits."""
     module = ir.Module("sigattn")
-    kernels = _Kernels(module, registers)
+    kernels = _Kernels(module, registers, word)
     kernels.pack()
     kernels.forward()
     kernels.backward()
@@ -74,6 +82,7 @@ class _Kernels(Microtiles):
         """Make a kernel, which calls ``emit`` for each task with the task's number and scratch memory."""
         b, (data,) = function(self.module, name, (POINTER,), self.registers.lanes)
         call = _read_arguments(b, data)
+        call.head_words, call.value_words = (b.sdiv(x, int64(self.word)) for x in (call.head_dim, call.value_dim))
         memory = [b.alloca(FLOAT, size) for size in scratch]
         head, inside, after = (b.append_basic_block() for _ in range(3))
         b.branch(head)
@@ -96,7 +105,12 @@ class _Kernels(Microtiles):
 
     def backward(self) -> None:
         """Make the kernel ``backward``, with ``parts`` tasks for each key head, one for each part of its keys."""
-        self._kernel("backward", self._backward_part, (_BACKWARD_ROWS * self.registers.tile,) * 2)
+        block, microtile = (rows * self.registers.tile for rows in (_BACKWARD_ROWS, self.registers.rows))
+        self._kernel(
+            "backward",
+            self._backward_part,
+            (block, block) if self.word == 1 else (block // 2, block // 2, microtile, microtile),
+        )
 
     # addresses
 
@@ -118,11 +132,41 @@ class _Kernels(Microtiles):
     # memory
 
     def _pack_keys(self, b: Builder, call: SimpleNamespace, number: Any) -> None:
-        """Pack the keys of a key head, given its number."""
-        kv, whole, size = b.sdiv(call.heads, call.repeat), self._tiles(b, call.m), call.head_dim
-        source = self._head(b, call, "key", b.sdiv(number, kv), b.srem(number, kv))
+        """Pack the keys of a key head, given its number, and if they are bfloat16, its values as pairs."""
+        kv, whole, size = b.sdiv(call.heads, call.repeat), self._tiles(b, call.m), call.head_words
+        sample, head = b.sdiv(number, kv), b.srem(number, kv)
         out = b.at(call.keys, b.times(number, b.times(whole, size)))
-        self._pack(b, source, call.key_n, size, 0, whole, call.m, out)
+        self._pack(b, self._head(b, call, "key", sample, head), call.key_n, size, 0, whole, call.m, out)
+        if self.word == 2:
+            value, length = self._head(b, call, "value", sample, head), self._length(b, call, sample)
+            pairs = self._pairs(b, call.value_pairs, number, call.m, call.value_dim)
+            self._pair(b, value, call.value_n, call.value_dim, 0, call.m, length, pairs)
+
+    def _pairs(self, b: Builder, memory: Any, number: Any, rows: Any, width: Any) -> Any:
+        """Return the address of the pairs of a head, of which each has as many rows."""
+        return b.at(memory, b.times(number, b.times(b.sdiv(b.plus(rows, 1), int64(2)), width)))
+
+    def _pair(
+        self, b: Builder, rows: Any, stride: Any, width: Any, first: Any, last: Any, count: Any, out: Any
+    ) -> None:
+        """Write rows first (even) … last - 1 of bfloat16 as pairs of rows, with 0 from row ``count`` on."""
+        zero = ir.Constant(b.halves, [ir.Constant(INT16, 0)] * b.lanes)
+
+        def pair(at: Any, existing: int) -> None:
+            lines = [b.at(rows, b.times(b.plus(at, i), stride)) for i in range(existing)]
+            target = b.at(out, b.times(b.sdiv(at, int64(2)), width))
+
+            def vector(d: Any) -> None:
+                halves = [b.read_halves(b.at(line, b.sdiv(d, int64(2)))) for line in lines]
+                b.write_vector(b.paired(*[*halves, zero, zero][:2]), b.at(target, d))
+
+            b.loop(0, width, b.lanes, vector)
+
+        whole = b.most(b.round_down(b.least(count, last), 2), first)
+        b.loop(first, whole, 2, lambda at: pair(at, 2))
+        alone = b.most(b.least(count, last), first)
+        b.loop(whole, alone, 2, lambda at: pair(at, 1))
+        b.loop(b.round_down(b.plus(alone, 1), 2), last, 2, lambda at: pair(at, 0))
 
     def _pack(self, b: Builder, rows: Any, stride: Any, size: Any, first: Any, last: Any, count: Any, out: Any) -> None:
         """Write rows first … last - 1 as microtiles' right factors, (size, tile) each; 0 beyond ``count`` rows."""
@@ -147,6 +191,35 @@ class _Kernels(Microtiles):
             b.loop(existing, tile, 1, lambda row: fill(row, lambda d: ir.Constant(FLOAT, 0.0)))
 
         b.loop(first, last, tile, one)
+
+    def _sums(
+        self, b: Builder, call: SimpleNamespace, name: str, sample: Any, head: Any, number: Any, rows: Any, width: Any
+    ) -> tuple[Any, Any]:
+        """Return address and stride of the rows in which a head of a result is summed: of the result, if it is float32.
+
+        Args:
+            number, rows, width: number of the head, and its size in sums apart from the result.
+        """
+        if self.word == 1:
+            return self._head(b, call, name, sample, head), getattr(call, f"{name}_n")
+        return b.at(getattr(call, f"{name}_sums"), b.times(number, b.times(rows, width))), width
+
+    def _round(
+        self, b: Builder, call: SimpleNamespace, name: str, sample: Any, head: Any, sums: Any, first: Any, count: Any,
+        width: Any,
+    ) -> None:  # fmt: skip
+        """Write rows of a result in bfloat16, from row ``first`` on, given their sums."""
+        by_sample, by_head, by_row = (getattr(call, f"{name}_{axis}") for axis in "bhn")
+        start = b.plus(b.times(sample, by_sample), b.times(head, by_head), b.times(first, by_row))
+
+        def row(i: Any) -> None:
+            line, offset = b.at(sums, b.times(i, width)), b.plus(start, b.times(i, by_row))
+            b.loop(
+                0, width, b.lanes,
+                lambda d: b.write_halves(b.read_vector(b.at(line, d)), getattr(call, name), offset, d),
+            )  # fmt: skip
+
+        b.loop(0, count, 1, row)
 
     def _clear(self, b: Builder, rows: Any, stride: Any, first: Any, last: Any, width: Any) -> None:
         """Write zeros to rows first … last - 1."""
@@ -186,20 +259,23 @@ class _Kernels(Microtiles):
         count = b.least(b.minus(call.n, first), FORWARD_ROWS)
         kv = b.sdiv(head, call.repeat)
         key_head = b.plus(b.times(sample, b.sdiv(call.heads, call.repeat)), kv)
+        out, out_stride = self._sums(b, call, "out", sample, head, number, call.n, call.value_dim)
         block = SimpleNamespace(
             query=b.at(self._head(b, call, "query", sample, head), b.times(first, call.query_n)),
             bias=b.at(self._head(b, call, "bias", sample, head), b.times(first, call.bias_n)),
-            out=b.at(self._head(b, call, "out", sample, head), b.times(first, call.out_n)),
+            out=b.at(out, b.times(first, out_stride)),
+            out_stride=out_stride,
             value=self._head(b, call, "value", sample, kv),
             slopes=self._slopes(b, call, sample, head),
-            keys=b.at(call.keys, b.times(key_head, b.times(self._tiles(b, call.m), call.head_dim))),
+            keys=b.at(call.keys, b.times(key_head, b.times(self._tiles(b, call.m), call.head_words))),
+            value_pairs=self._pairs(b, call.value_pairs, key_head, call.m, call.value_dim),
             length=self._length(b, call, sample),
             position=b.plus(first, call.query_offset),  # of the first query
             weights=memory[0],
             hashes=b.at(self._row_hashes(b, call, sample, head), first),
         )
         b.when(b.less(0, call.packs), lambda: self._pack_keys(b, call, key_head))
-        self._clear(b, block.out, call.out_n, 0, count, call.value_dim)
+        self._clear(b, block.out, out_stride, 0, count, call.value_dim)
         start = b.round_down(b.most(b.minus(block.position, call.left), 0), wide)
         stop = b.least(block.length, b.plus(block.position, count, call.right))
 
@@ -207,10 +283,12 @@ class _Kernels(Microtiles):
             b.in_groups(count, self.registers.rows, lambda m, r: self._forward_rows(b, call, block, c, m, r))
 
         b.loop(start, stop, wide, columns)
+        if self.word == 2:
+            self._round(b, call, "out", sample, head, block.out, first, count, call.value_dim)
 
     def _forward_rows(self, b: Builder, call: SimpleNamespace, block: SimpleNamespace, c: Any, m: Any, r: int) -> None:
         """Add to r outputs, from row m of a block, the values of the keys from c, if one of them is seen."""
-        tile, wide, size = self.registers.tile, 2 * self.registers.tile, call.head_dim
+        tile, wide, size = self.registers.tile, 2 * self.registers.tile, call.head_words
         own = b.plus(block.position, m)
 
         def weights(at: Any) -> None:
@@ -227,26 +305,39 @@ class _Kernels(Microtiles):
                 ],
             )  # fmt: skip
             self._drop(b, call, r, block.hashes, m, at, logits, wide)
+            if self.word == 2:
+                pairs = b.at(block.weights, b.sdiv(b.minus(at, c), int64(2)))
+                self.call(b, self.pairs_of_columns, (), [r, logits, wide, pairs, wide])
 
         def products() -> None:
             end = b.least(block.length, b.plus(c, wide))
             b.loop(c, end, tile, weights)
+            values = self._rows(b, block.value, call.value_n, block.value_pairs, call.value_dim, c, b.minus(end, c))
+            out = b.at(block.out, b.times(m, block.out_stride))
             self.call(
-                b, self.add_product, (r,),
-                [
-                    block.weights, wide, 1, b.at(block.value, b.times(c, call.value_n)), call.value_n,
-                    b.minus(end, c), b.at(block.out, b.times(m, call.out_n)), call.out_n, call.value_dim,
-                ],
-            )  # fmt: skip
+                b, self.add_product, (r,), [block.weights, wide, 1, *values, out, block.out_stride, call.value_dim]
+            )
 
         before_end = b.less(c, b.plus(own, r, call.right))
         b.when(b.and_(before_end, b.less(b.minus(own, call.left), b.plus(c, wide))), products)
+
+    def _rows(
+        self, b: Builder, tensor: Any, stride: Any, pairs: Any, width: Any, first: Any, count: Any
+    ) -> tuple[Any, Any, Any]:
+        """Return rows of a tensor as a right factor: address, stride and number of its rows of words.
+
+        Args:
+            tensor, stride: a head, if it is float32. pairs, width: its rows in pairs, if it is bfloat16.
+        """
+        if self.word == 1:
+            return b.at(tensor, b.times(first, stride)), stride, count
+        return b.at(pairs, b.times(b.sdiv(first, int64(2)), width)), width, b.sdiv(b.plus(count, 1), int64(2))
 
     # backward
 
     def _backward_part(self, b: Builder, call: SimpleNamespace, task: Any, memory: list[Any]) -> None:
         """Compute the gradients of a part of a head's keys and values, and its share of the queries' gradients."""
-        size, width = call.head_dim, call.value_dim
+        size, width = call.head_words, call.value_words
         kv_heads = b.sdiv(call.heads, call.repeat)
         number = b.sdiv(task, call.parts)
         sample, kv = b.sdiv(number, kv_heads), b.srem(number, kv_heads)
@@ -258,35 +349,51 @@ class _Kernels(Microtiles):
             length=self._length(b, call, sample),
             key=self._head(b, call, "key", sample, kv),
             value=self._head(b, call, "value", sample, kv),
-            grad_key=self._head(b, call, "grad_key", sample, kv),
-            grad_value=self._head(b, call, "grad_value", sample, kv),
+            grad_key=self._sums(b, call, "grad_key", sample, kv, number, call.m, call.head_dim),
+            grad_value=self._sums(b, call, "grad_value", sample, kv, number, call.m, call.value_dim),
             keys=b.at(call.keys, b.times(number, b.times(whole, size))),
             values=b.at(call.values, b.times(number, b.times(whole, width))),
+            key_pairs=self._pairs(b, call.key_pairs, number, call.m, call.head_dim),
             weights=memory[0],
             gradient=memory[1],
+            microtiles=memory[2:],
         )
         part.first = b.least(b.times(part.index, step), call.m)
         part.last = b.least(b.plus(part.first, step), call.m)  # of the keys
         self._pack(b, part.key, call.key_n, size, part.first, part.last, call.m, part.keys)
         self._pack(b, part.value, call.value_n, width, part.first, part.last, call.m, part.values)
-        self._clear(b, part.grad_key, call.grad_key_n, part.first, part.last, size)
-        self._clear(b, part.grad_value, call.grad_value_n, part.first, part.last, width)
+        if self.word == 2:
+            self._pair(b, part.key, call.key_n, call.head_dim, part.first, part.last, part.length, part.key_pairs)
+        for (sums, stride), columns in ((part.grad_key, call.head_dim), (part.grad_value, call.value_dim)):
+            self._clear(b, sums, stride, part.first, part.last, columns)
         first_head = b.times(kv, call.repeat)
         b.loop(0, call.repeat, 1, lambda i: self._backward_head(b, call, part, b.plus(first_head, i)))
+        if self.word == 2:
+            for name, width in (("grad_key", call.head_dim), ("grad_value", call.value_dim)):
+                sums = b.at(getattr(part, name)[0], b.times(part.first, width))
+                count = b.minus(part.last, part.first)
+                self._round(b, call, name, sample, kv, sums, part.first, count, width)
 
     def _backward_head(self, b: Builder, call: SimpleNamespace, part: SimpleNamespace, head: Any) -> None:
         """Add the gradients of a query head."""
         samples = b.sdiv(b.sdiv(call.tasks, call.parts), b.sdiv(call.heads, call.repeat))
         row = b.plus(b.times(b.plus(b.times(part.index, samples), part.sample), call.heads), head)
-        target = self._head(b, call, "grad_query", part.sample, head)
+        grad_query, stride = self._sums(b, call, "grad_query", part.sample, head, row, call.n, call.head_dim)
         of_head = SimpleNamespace(
             **{name: self._head(b, call, name, part.sample, head) for name in ("query", "bias", "grad_out")},
-            grad_query=b.at(target, b.times(part.index, call.grad_query_p)),
+            grad_query=grad_query if self.word == 2 else b.at(grad_query, b.times(part.index, call.grad_query_p)),
+            grad_query_stride=stride,
             sums=b.at(call.row_sums, b.times(row, b.times(call.n, 3))),
             slopes=self._slopes(b, call, part.sample, head),
             hashes=self._row_hashes(b, call, part.sample, head),
+            query_pairs=self._pairs(b, call.query_pairs, row, call.n, call.head_dim),
+            grad_pairs=self._pairs(b, call.grad_pairs, row, call.n, call.value_dim),
         )
-        self._clear(b, of_head.grad_query, call.grad_query_n, 0, call.n, call.head_dim)
+        if self.word == 2:
+            n = call.n
+            self._pair(b, of_head.query, call.query_n, call.head_dim, 0, n, n, of_head.query_pairs)
+            self._pair(b, of_head.grad_out, call.grad_out_n, call.value_dim, 0, n, n, of_head.grad_pairs)
+        self._clear(b, of_head.grad_query, stride, 0, call.n, call.head_dim)
 
         def columns(c: Any) -> None:
             top = b.minus(b.minus(c, call.query_offset), call.right)  # the first query that sees a key
@@ -296,6 +403,13 @@ class _Kernels(Microtiles):
 
         b.loop(part.first, b.least(part.last, part.length), self.registers.tile, columns)
 
+        def round_query() -> None:
+            sums = of_head.grad_query
+            self._round(b, call, "grad_query", part.sample, head, sums, 0, call.n, call.head_dim)
+
+        if self.word == 2:
+            b.when(b.equal(call.parts, 1), round_query)
+
     def _backward_block(
         self, b: Builder, call: SimpleNamespace, part: SimpleNamespace, of_head: SimpleNamespace, c: Any, at: Any
     ) -> None:
@@ -303,19 +417,18 @@ class _Kernels(Microtiles):
         tile, rows = self.registers.tile, self.registers.rows
         count = b.least(b.minus(call.n, at), _BACKWARD_ROWS)
         existing = b.least(b.minus(part.length, c), tile)
-        query = b.at(of_head.query, b.times(at, call.query_n))
-        grad = b.at(of_head.grad_out, b.times(at, call.grad_out_n))
+        query = self._rows(b, of_head.query, call.query_n, of_head.query_pairs, call.head_dim, at, count)
+        grad = self._rows(b, of_head.grad_out, call.grad_out_n, of_head.grad_pairs, call.value_dim, at, count)
         b.in_groups(count, rows, lambda m, r: self._scores(b, call, part, of_head, c, b.plus(at, m), m, existing, r))
 
         def transposed(m: Any, r: int) -> None:
-            for left, right, stride, name, width in (
-                (part.weights, grad, call.grad_out_n, "grad_value", call.value_dim),
-                (part.gradient, query, call.query_n, "grad_key", call.head_dim),
+            for left, right, name, width in (
+                (part.weights, grad, "grad_value", call.value_dim),
+                (part.gradient, query, "grad_key", call.head_dim),
             ):
-                row = getattr(call, f"{name}_n")
-                target = b.at(getattr(part, name), b.times(b.plus(c, m), row))
-                arguments = [b.at(left, m), 1, tile, right, stride, count, target, row, width]
-                self.call(b, self.add_product, (r,), arguments)
+                sums, row = getattr(part, name)
+                target = b.at(sums, b.times(b.plus(c, m), row))
+                self.call(b, self.add_product, (r,), [b.at(left, m), 1, tile, *right, target, row, width])
 
         b.in_groups(existing, rows, transposed)
 
@@ -324,10 +437,13 @@ class _Kernels(Microtiles):
         c: Any, at: Any, m: Any, existing: Any, r: int,
     ) -> None:  # fmt: skip
         """Compute weights and gradient of the logits of r queries from ``at``, row m of a block; add to grad_query."""
-        tile, size, width = self.registers.tile, call.head_dim, call.value_dim
+        tile, size, width = self.registers.tile, call.head_words, call.value_words
         own = b.plus(at, call.query_offset)
         distance = b.minus(own, c)
-        weights, gradient = (b.at(x, b.times(m, tile)) for x in (part.weights, part.gradient))
+        if self.word == 1:
+            weights, gradient = (b.at(x, b.times(m, tile)) for x in (part.weights, part.gradient))
+        else:
+            weights, gradient = part.microtiles
         query, keys = b.at(of_head.query, b.times(at, call.query_n)), b.at(part.keys, b.times(c, size))
         self.call(b, self.product, (r,), [query, call.query_n, keys, size, weights, tile])
         self._weights(
@@ -345,10 +461,11 @@ class _Kernels(Microtiles):
             arguments = [r, weights, call.scale, distance, gradient, sums]
             b.when(b.equal(call.sums, number), partial(self.call, b, self.score_gradient, (number,), arguments))
         self._drop(b, call, r, of_head.hashes, at, c, weights, tile)  # of the gradient of the values
-        self.call(
-            b, self.add_product, (r,),
-            [
-                gradient, tile, 1, b.at(part.key, b.times(c, call.key_n)), call.key_n, existing,
-                b.at(of_head.grad_query, b.times(at, call.grad_query_n)), call.grad_query_n, size,
-            ],
-        )  # fmt: skip
+        if self.word == 2:
+            for source, block in ((weights, part.weights), (gradient, part.gradient)):
+                self.call(b, self.pairs_of_rows, (r,), [source, b.at(block, b.times(b.sdiv(m, int64(2)), tile))])
+            self.call(b, self.pairs_of_columns, (), [r, gradient, tile, gradient, tile])
+        key = self._rows(b, part.key, call.key_n, part.key_pairs, call.head_dim, c, existing)
+        target = b.at(of_head.grad_query, b.times(at, of_head.grad_query_stride))
+        arguments = [gradient, tile, 1, *key, target, of_head.grad_query_stride, call.head_dim]
+        self.call(b, self.add_product, (r,), arguments)

@@ -1,6 +1,6 @@
 """Compilation of the kernels for this processor by LLVM, and their launch on the threads of OpenMP.
 
-They are compiled at the first call in a process, in less than a second, for calls of all sizes and options.
+They are compiled at the first call of a dtype in a process, in less than a second, for calls of all sizes and options.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _on_threads.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.
 class Kernels:
     """Compiled kernels."""
 
-    def __init__(self, registers: Registers) -> None:
-        self.registers = registers
-        module = binding.parse_assembly(str(make_module(registers)))
+    def __init__(self, registers: Registers, word: int) -> None:
+        self.registers, self.word = registers, word
+        module = binding.parse_assembly(str(make_module(registers, word)))
         machine = _target_machine()
         options = binding.create_pipeline_tuning_options(speed_level=3)
         # the kernels are vectors already, and unrolled as far as there are registers
@@ -56,15 +56,15 @@ def float_bits(x: float) -> int:
     return int.from_bytes(bytes(ctypes.c_float(x)) + bytes(4), sys.byteorder)
 
 
-def kernels() -> Kernels:
-    """Return the kernels, compiled once in a process."""
+def kernels(word: int) -> Kernels:
+    """Return the kernels for tensors with ``word`` numbers in 32 bits, compiled once in a process."""
     with _lock:
-        return _compile(registers())
+        return _compile(registers(), word)
 
 
 @functools.cache
-def _compile(registers: Registers) -> Kernels:
-    return Kernels(registers)
+def _compile(registers: Registers, word: int) -> Kernels:
+    return Kernels(registers, word)
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def registers() -> Registers:
     _initialize()
     features = binding.get_host_cpu_features()
     if features.get("avx512f"):
-        return Registers(lanes=16, rows=6, columns=4)  # 32 registers
+        return Registers(16, 6, 4, bool(features.get("avx512bf16")))  # 32 registers
     if features.get("avx2") and features.get("fma"):
         return Registers(lanes=8, rows=6, columns=2)  # 16 registers
     return Registers(lanes=4, rows=6, columns=4)  # NEON: 32 registers

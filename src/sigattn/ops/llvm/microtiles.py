@@ -1,5 +1,8 @@
 """Microtiles of sigmoid attention: R rows and C vectors of a product, whose sums stay in registers.
 
+Factors are float32, or pairs of bfloat16 along the dimension that is summed; both have 32 bits, called words here. Sums
+and all that is elementwise are float32.
+
 Two products, each made for 1 to R rows: that with a packed right factor, (D, tile) for each tile of keys, and that with
 rows of another tensor, added to a result. Three functions change the results of the first kind in place: to the weights
 σ(scale · Q Kᵀ + b), to the gradient of the logits, and by dropout.
@@ -17,11 +20,15 @@ from sigattn.ops.llvm.builder import FLOAT, INT32, INT64, POINTER, Builder, func
 
 
 class Registers(NamedTuple):
-    """Vector registers of a processor: numbers in a vector, and rows and vectors of a microtile."""
+    """Vector registers of a processor: numbers in a vector, and rows (even) and vectors of a microtile.
+
+    ``has_dot`` is True if an instruction multiplies and adds pairs of bfloat16.
+    """
 
     lanes: int
     rows: int
     columns: int
+    has_dot: bool = False
 
     @property
     def tile(self) -> int:
@@ -30,10 +37,14 @@ class Registers(NamedTuple):
 
 
 class Microtiles:
-    """Functions of a module that compute microtiles, each made when it is first called."""
+    """Functions of a module that compute microtiles, each made when it is first called.
 
-    def __init__(self, module: ir.Module, registers: Registers) -> None:
-        self.module, self.registers = module, registers
+    Args:
+        word: numbers in a word: 1 for float32, 2 for bfloat16.
+    """
+
+    def __init__(self, module: ir.Module, registers: Registers, word: int) -> None:
+        self.module, self.registers, self.word = module, registers, word
         self._functions: dict[tuple[Any, ...], ir.Function] = {}
 
     def call(self, b: Builder, make: Callable[..., ir.Function], sizes: tuple[int, ...], arguments: list[Any]) -> None:
@@ -74,10 +85,14 @@ class Microtiles:
             new = []
             for r in range(rows):
                 x = b.splat(b.read(b.at(starts[r], b.times(k, column))))
-                new += [b.multiply_add(x, vectors[c], sums[r * columns + c]) for c in range(columns)]
+                for vector, total in zip(vectors, sums[r * columns : (r + 1) * columns], strict=True):
+                    new.append(b.multiply_add(x, vector, total) if self.word == 1 else self._dot(b, x, vector, total))
             return new
 
         return b.loop(0, size, 1, body, sums)
+
+    def _dot(self, b: Builder, x: Any, vector: Any, total: Any) -> Any:
+        return b.dot(x, vector, total, self.registers.has_dot)
 
     def product(self, rows: int) -> ir.Function:
         """Make out = left · right for one microtile, where right is packed.
@@ -92,6 +107,39 @@ class Microtiles:
         for i, vector in enumerate(self._multiply(b, rows, columns, left, row, 1, right, tile, size, zeros)):
             r, c = divmod(i, columns)
             b.write_vector(vector, b.at(out, b.times(r, stride), c * b.lanes))
+        b.ret_void()
+        return b.function
+
+    def pairs_of_columns(self) -> ir.Function:
+        """Round rows of a microtile to bfloat16, in pairs along the rows; the result may be the start of the same row.
+
+        Arguments: the number of rows, the microtile and its stride, the result and its stride.
+        """
+        b, (rows, tile, stride, out, out_stride) = self._function(
+            "pairs_of_columns", INT64, POINTER, INT64, POINTER, INT64
+        )
+
+        def row(r: Any) -> None:
+            for c in range(self.registers.columns):
+                vector = b.read_vector(b.at(tile, b.times(r, stride), c * b.lanes))
+                b.write_halves(vector, b.at(out, b.times(r, out_stride)), c * b.lanes)
+
+        b.loop(0, rows, 1, row)
+        b.ret_void()
+        return b.function
+
+    def pairs_of_rows(self, rows: int) -> ir.Function:
+        """Round a microtile to bfloat16, in pairs of rows, of which the last is paired with 0 if it is alone.
+
+        Arguments: the microtile, the result.
+        """
+        b, (tile, out) = self._function(f"pairs_of_rows{rows}", POINTER, POINTER)
+        width = self.registers.tile
+        for r in range(0, rows, 2):
+            for at in range(0, width, b.lanes):
+                pair = [b.read_vector(b.at(tile, i * width + at)) for i in range(r, min(r + 2, rows))]
+                pair = [b.rounded(x) for x in (*pair, b.constant(0.0))]
+                b.write_vector(b.paired(pair[0], pair[1]), b.at(out, r // 2 * width + at))
         b.ret_void()
         return b.function
 
