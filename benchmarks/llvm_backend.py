@@ -7,6 +7,7 @@ python benchmarks/llvm_backend.py [LENGTH …]        (needs llvmlite; results: 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from sigattn.bench.timing import time_calls
 from sigattn.ops.llvm import launch
 
 LENGTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096)
+DTYPES = torch.float32, torch.bfloat16
 ROUNDS = 9
 LLVM, BLOCKED = "llvm", "blocked"
 
@@ -45,10 +47,10 @@ def implementation(backend: str) -> Implementation:
     return Implementation(False, attention, cpu=True)
 
 
-def measure(n: int, causal: bool) -> list[dict[str, Any]]:
+def measure(n: int, dtype: torch.dtype, causal: bool) -> list[dict[str, Any]]:
     """Check and time both backends and the baselines; return a row for each pass: their time over that of "llvm"."""
     baselines.reset_compiled()
-    inputs = random_inputs(1, 8, n, 64, torch.float32, torch.device("cpu"), causal=causal, contiguous=True)
+    inputs = random_inputs(1, 8, n, 64, dtype, torch.device("cpu"), causal=causal, contiguous=True)
     peers = {name: CPU_IMPLEMENTATIONS[name] for name in (SDPA, NAIVE, COMPILED_NAIVE)}
     implementations = {**{name: implementation(name) for name in (LLVM, BLOCKED)}, **peers}
     passes: dict[str, dict[str, Any]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
@@ -60,7 +62,8 @@ def measure(n: int, causal: bool) -> list[dict[str, Any]]:
     for direction, calls in passes.items():
         timing = time_calls(calls, ROUNDS)[0]
         others = {name: round(timing.ratios[name], 3) for name in (BLOCKED, SDPA, NAIVE, COMPILED_NAIVE)}
-        rows.append({"n": n, "causal": causal, "pass": direction, "llvm_ms": timing.seconds * 1e3, **others})
+        case = {"n": n, "dtype": str(dtype).removeprefix("torch."), "causal": causal, "pass": direction}
+        rows.append({**case, "llvm_ms": timing.seconds * 1e3, **others})
         print(
             "  ".join(
                 f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in rows[-1].items()
@@ -74,10 +77,12 @@ def main() -> None:
     lengths = tuple(int(n) for n in sys.argv[1:]) or LENGTHS
     torch.set_num_threads(2)
     start = time.perf_counter()
-    launch.kernels()
+    for dtype in DTYPES:
+        launch.kernels(dtype)
     seconds = time.perf_counter() - start
     print(f"compiled in {seconds:.2f} s")
-    rows = [row for n in lengths for causal in (False, True) for row in measure(n, causal)]
+    cases = itertools.product(lengths, DTYPES, (False, True))
+    rows = [row for case in cases for row in measure(*case)]
     config = {"lengths": lengths, "rounds": ROUNDS, "threads": 2}
     result = {**provenance.describe("llvm", config), "compile_seconds": seconds, "rows": rows}
     provenance.write(Path("runs/bench/llvm.json"), result)

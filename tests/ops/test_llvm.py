@@ -80,6 +80,18 @@ def test_empty_tensors(sizes):
     check(Case(shape, torch.float32, False, 0.5, None, -1.0, None, None, False, "contiguous", 3), "llvm")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_at_any_address(dtype):
+    """Pairs of bfloat16 are read at even distances only."""
+    q, k, v = (torch.randn(2, 3, 9, 65).to(dtype)[..., 1:].requires_grad_() for _ in range(3))
+    results = []
+    for inputs in ((q, k, v), [t.detach().clone().requires_grad_() for t in (q, k, v)]):
+        out = sigmoid_attention(*inputs, bias=-1.0, backend="llvm")
+        results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    for mine, expected in zip(*results, strict=True):
+        assert torch.equal(mine, expected)
+
+
 def test_logits_of_any_size():
     q = torch.tensor([-torch.inf, -200.0, -87.5, -80.0, -1.0, 0.0, 1.0, 30.0, 200.0, torch.inf, torch.nan])
     q = q.view(1, 1, -1, 1)

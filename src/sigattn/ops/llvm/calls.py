@@ -113,10 +113,6 @@ def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradi
         compiled, arguments = _plan(p)
         arguments.new("values", p.query, batch, kv, _round_up(m, arguments.tile), _round_up(dv, arguments.multiple))
         parts = _number_of_parts(batch * kv, -(-m // arguments.tile))
-        if arguments.word == 2:
-            arguments.new_pairs("key_pairs", p.key, batch * kv, m)
-            for name, tensor in (("query_pairs", p.query), ("grad_pairs", grad_out)):
-                arguments.new_pairs(name, tensor, parts * batch * heads, n)
         arguments.set("parts", parts)
         if row_sums is not None:
             row_sums = row_sums.expand(parts, -1, -1, -1, -1).contiguous()
@@ -126,7 +122,11 @@ def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradi
         names = ("grad_query", "grad_key", "grad_value")
         targets = [arguments.set_result(name, t) for name, t in zip(names, results, strict=True)]
         if arguments.word == 2:
+            for name, tensor in (("query_pairs", p.query), ("grad_pairs", grad_out)):
+                arguments.new_pairs(name, tensor, batch * heads, n)
+            arguments.new_pairs("key_pairs", p.key, batch * kv, m)
             partial, *_ = [arguments.new_sums(name, t, parts) for name, t in zip(names, targets, strict=True)]
+            compiled.run("pair_queries", batch * heads, arguments.data)
         elif parts > 1:
             partial = p.query.new_empty(parts, *targets[0].shape)
             arguments.set("grad_query", partial.data_ptr(), *partial.stride()[1:4], partial.stride(0))
@@ -168,7 +168,7 @@ def _copied(out: Tensor, result: Tensor) -> Tensor:
 
 def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
     """Return the kernels, and the arguments that both passes take."""
-    p, compiled = problem, kernels(1 if problem.query.dtype == torch.float32 else 2)
+    p, compiled = problem, kernels(problem.query.dtype)
     (batch, heads, n, d), (_, kv, m, dv) = p.query.shape, p.value.shape
     arguments = Arguments(compiled)
     sizes = _round_up(d, arguments.multiple), _round_up(dv, arguments.multiple)

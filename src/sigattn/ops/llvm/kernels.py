@@ -38,13 +38,12 @@ _TENSORS = {
 }
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS.items()}
 # Arguments of a kernel, 64 bits each. Packed ``keys`` and ``values`` have room for m rounded up to a tile. Copies of
-# bfloat16 in pairs along queries or keys have room for an even number of them; those of queries, for each part. Sums of
-# results in bfloat16 are contiguous, those of queries (parts, B, Hq, N, head_dim). ``row_sums``: (parts, B, Hq, N, 3).
-# ``head_dim`` and ``value_dim`` are multiples of a vector of words. Strides of tensors that are read are counted in
-# words. ``alibi`` is 1 with slopes;
-# ``sums`` is the number of sums of each query in the backward pass (``Microtiles.score_gradient``); ``packs`` is 1 if
-# the forward kernel packs the keys itself; ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,)
-# with room for whole tiles. A strided tensor is followed by its strides.
+# bfloat16 in pairs along queries or keys have room for an even number of them. Sums of results in bfloat16 are
+# contiguous, those of queries (parts, B, Hq, N, head_dim). ``row_sums`` is (parts, B, Hq, N, 3). ``head_dim`` and
+# ``value_dim`` are multiples of a vector of words. ``alibi`` is 1 with slopes; ``sums`` is the number of sums of each
+# query in the backward pass (``Microtiles.score_gradient``); ``packs`` is 1 if the forward kernel packs the keys;
+# ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,) with room for whole tiles. A strided tensor
+# is followed by its strides, counted in words if it is read, else in numbers.
 FIELDS = ("counter", "tasks", *_NUMBERS, *(f for name in _TENSORS for f in (name, *_STRIDES[name])))
 INDEX = {name: index for index, name in enumerate(FIELDS)}
 
@@ -53,13 +52,16 @@ _BACKWARD_ROWS = 96  # queries whose weights are kept until the products of the 
 ANYWHERE = 1 << 40  # a window side without a limit
 
 
+# kernels by the number of a tensor's numbers in 32 bits; pairs are made before the backward pass
+NAMES = {1: ("pack", "forward", "backward"), 2: ("pack", "forward", "pair_queries", "backward")}
+
+
 def make_module(registers: Registers, word: int) -> ir.Module:
-    """Return the module of the kernels ``pack``, ``forward`` and ``backward``, with ``word`` numbers in 32 bits."""
+    """Return the module of the kernels in ``NAMES`` for tensors with ``word`` numbers in 32 bits."""
     module = ir.Module("sigattn")
     kernels = _Kernels(module, registers, word)
-    kernels.pack()
-    kernels.forward()
-    kernels.backward()
+    for name in NAMES[word]:
+        getattr(kernels, name)()
     return module
 
 
@@ -112,6 +114,10 @@ class _Kernels(Microtiles):
             (block, block) if self.word == 1 else (block // 2, block // 2, microtile, microtile),
         )
 
+    def pair_queries(self) -> None:
+        """Make the kernel ``pair_queries``, with a task for each head."""
+        self._kernel("pair_queries", self._pair_queries)
+
     # addresses
 
     def _head(self, b: Builder, call: SimpleNamespace, name: str, sample: Any, head: Any) -> Any:
@@ -141,6 +147,16 @@ class _Kernels(Microtiles):
             value, length = self._head(b, call, "value", sample, head), self._length(b, call, sample)
             pairs = self._pairs(b, call.value_pairs, number, call.m, call.value_dim)
             self._pair(b, value, call.value_n, call.value_dim, 0, call.m, length, pairs)
+
+    def _pair_queries(self, b: Builder, call: SimpleNamespace, number: Any, memory: list[Any]) -> None:
+        """Copy the queries of a head and the gradients of its output in pairs, given the head's number."""
+        sample, head = b.sdiv(number, call.heads), b.srem(number, call.heads)
+        for name, pairs, width in (
+            ("query", call.query_pairs, call.head_dim),
+            ("grad_out", call.grad_pairs, call.value_dim),
+        ):
+            rows, stride = self._head(b, call, name, sample, head), getattr(call, f"{name}_n")
+            self._pair(b, rows, stride, width, 0, call.n, call.n, self._pairs(b, pairs, number, call.n, width))
 
     def _pairs(self, b: Builder, memory: Any, number: Any, rows: Any, width: Any) -> Any:
         """Return the address of the pairs of a head, of which each has as many rows."""
@@ -377,7 +393,8 @@ class _Kernels(Microtiles):
     def _backward_head(self, b: Builder, call: SimpleNamespace, part: SimpleNamespace, head: Any) -> None:
         """Add the gradients of a query head."""
         samples = b.sdiv(b.sdiv(call.tasks, call.parts), b.sdiv(call.heads, call.repeat))
-        row = b.plus(b.times(b.plus(b.times(part.index, samples), part.sample), call.heads), head)
+        number = b.plus(b.times(part.sample, call.heads), head)
+        row = b.plus(b.times(part.index, b.times(samples, call.heads)), number)
         grad_query, stride = self._sums(b, call, "grad_query", part.sample, head, row, call.n, call.head_dim)
         of_head = SimpleNamespace(
             **{name: self._head(b, call, name, part.sample, head) for name in ("query", "bias", "grad_out")},
@@ -386,13 +403,9 @@ class _Kernels(Microtiles):
             sums=b.at(call.row_sums, b.times(row, b.times(call.n, 3))),
             slopes=self._slopes(b, call, part.sample, head),
             hashes=self._row_hashes(b, call, part.sample, head),
-            query_pairs=self._pairs(b, call.query_pairs, row, call.n, call.head_dim),
-            grad_pairs=self._pairs(b, call.grad_pairs, row, call.n, call.value_dim),
+            query_pairs=self._pairs(b, call.query_pairs, number, call.n, call.head_dim),
+            grad_pairs=self._pairs(b, call.grad_pairs, number, call.n, call.value_dim),
         )
-        if self.word == 2:
-            n = call.n
-            self._pair(b, of_head.query, call.query_n, call.head_dim, 0, n, n, of_head.query_pairs)
-            self._pair(b, of_head.grad_out, call.grad_out_n, call.value_dim, 0, n, n, of_head.grad_pairs)
         self._clear(b, of_head.grad_query, stride, 0, call.n, call.head_dim)
 
         def columns(c: Any) -> None:

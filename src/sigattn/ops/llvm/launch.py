@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from llvmlite import binding
 
-from sigattn.ops.llvm.kernels import INDEX, make_module
+from sigattn.ops.llvm.kernels import INDEX, NAMES, make_module
 from sigattn.ops.llvm.microtiles import Registers
 
 _lock = threading.Lock()
@@ -38,13 +38,13 @@ class Kernels:
         passes.getModulePassManager().run(module, passes)
         self._engine = binding.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
-        self._addresses = {name: self._engine.get_function_address(name) for name in ("pack", "forward", "backward")}
+        self._addresses = {name: self._engine.get_function_address(name) for name in NAMES[word]}
 
     def run(self, name: str, tasks: int, data: ctypes.Array[ctypes.c_int64]) -> None:
         """Run a kernel on PyTorch's number of threads.
 
         Args:
-            name: "pack", "forward" or "backward". tasks: number of its tasks. data: values of ``kernels.FIELDS``.
+            name: as in ``kernels.NAMES``. tasks: number of its tasks. data: values of ``kernels.FIELDS``.
         """
         data[INDEX["counter"]], data[INDEX["tasks"]] = 0, tasks
         _on_threads(self._addresses[name], ctypes.addressof(data), min(torch.get_num_threads(), tasks), 0)
@@ -56,10 +56,10 @@ def float_bits(x: float) -> int:
     return int.from_bytes(bytes(ctypes.c_float(x)) + bytes(4), sys.byteorder)
 
 
-def kernels(word: int) -> Kernels:
-    """Return the kernels for tensors with ``word`` numbers in 32 bits, compiled once in a process."""
+def kernels(dtype: torch.dtype) -> Kernels:
+    """Return the kernels for tensors of a dtype, compiled once in a process."""
     with _lock:
-        return _compile(registers(), word)
+        return _compile(registers(), word=4 // dtype.itemsize)
 
 
 @functools.cache
