@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from sigattn import sigmoid_attention
 from sigattn.ops import llvm
 from sigattn.ops.attention import DENSE
+from sigattn.ops.cpu import saved_weights
 from sigattn.ops.problem import Problem
 from tests.ops.cases import Case, cases
 from tests.ops.test_correctness import check
@@ -26,6 +27,12 @@ if torch.cpu.get_capabilities().get("avx512_bf16"):
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.fixture
+def measured(monkeypatch):
+    """As on a processor on which the kernels are the default."""
+    monkeypatch.setattr(llvm, "_MEASURED", True)
+
+
 def served(case):
     """Return a random call without what the backend does not support."""
     case.dtype = case.dtype if case.dtype in DTYPES else torch.float32
@@ -40,6 +47,92 @@ def test_output_and_gradients_match_the_formula(registers, case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "registers", lambda: REGISTERS[registers])
         check(served(case), "llvm")
+
+
+@pytest.fixture
+def saving(measured, monkeypatch):
+    """Calls without a backend save their weights, however many."""
+    monkeypatch.setattr(saved_weights, "MOST_OF_LLVM", 10**6)
+
+
+@pytest.mark.parametrize("registers", REGISTERS)
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_saved_weights_give_the_gradients_of_the_formula(saving, registers, case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "registers", lambda: REGISTERS[registers])
+        case = served(case)
+        case.causal, case.window = False, None
+        check(case, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_weights_cross_the_tiles(saving, dtype):
+    shape, bias = (2, 1, 2, 391, 270, 80, 144), (2, 2, 391, 1)
+    check(Case(shape, dtype, False, None, None, bias, None, "sides", True, "length first", 5), None, repeats=1)
+
+
+class TestSavedWeights:
+    """Calls without a backend on a processor on which the kernels are the default."""
+
+    OPTIONS = ({}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])})  # of a plain call and of a general one
+
+    @pytest.fixture(autouse=True)
+    def as_measured(self, measured):
+        pass
+
+    def operands(self, n=150, d=32, dtype=torch.float32):
+        torch.manual_seed(0)
+        return [torch.randn(2, 4, n, d, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+    def saves(self, *operands, **options):
+        return type(sigmoid_attention(*operands, **options).grad_fn).__name__ == "_SavedBackward"
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_memory_is_bounded(self, options, dtype):
+        for n, expected in ((100, True), (192, True), (193, False), (1000, False)):  # 2 · 3 · D
+            leaves = self.operands(n, dtype=dtype)
+            assert self.saves(*leaves, **options) == expected
+        query, key, value = self.operands(1000, d=16, dtype=dtype)
+        assert not self.saves(query, key[:, :, :1], value[:, :, :1], **options)  # a row has room for a tile
+
+    @pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (5, 5)}, {"dropout_p": 0.5}])
+    def test_not_if_a_tile_may_be_hidden_or_dropped(self, options):
+        assert not self.saves(*self.operands(), **options)
+
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_not_where_saved_tensors_are_intercepted(self, options):
+        with torch.autograd.graph.save_on_cpu():
+            assert not self.saves(*self.operands(), **options)
+
+    @pytest.mark.parametrize("frozen", [{0}, {1, 2}])
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_frozen_inputs(self, frozen, options):
+        leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate(self.operands())]
+        trained = [t for t in leaves if t.requires_grad]
+        found, expected = (
+            torch.autograd.grad(sigmoid_attention(*leaves, backend=backend, **options).square().sum(), trained)
+            for backend in (None, "reference")
+        )
+        torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_a_second_derivative_raises(self, options):
+        leaves = self.operands()
+        grads = torch.autograd.grad(sigmoid_attention(*leaves, **options).sum(), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match='no second derivative; pass backend="reference"'):
+            grads[0].sum().backward()
+
+    @pytest.mark.parametrize("options", OPTIONS)
+    def test_batched_gradients(self, options):
+        leaves = self.operands()
+        out = sigmoid_attention(*leaves, **options)
+        grads = torch.randn(2, *out.shape)
+        found = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
+        for i, grad in enumerate(grads):
+            expected = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            torch.testing.assert_close(tuple(t[i] for t in found), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,9 +160,11 @@ def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_number_is_written(nan_filled_memory, dtype):
-    case = Case((2, 2, 2, 67, 71, 8, 12), dtype, True, None, None, None, None, None, True, "contiguous", 3)
-    check(case, "llvm")
+@pytest.mark.parametrize(("causal", "backend"), [(True, "llvm"), (False, None)])
+def test_every_number_is_written(nan_filled_memory, saving, causal, backend, dtype):
+    """Also those of saved weights, of which there are none beyond the length of a sample."""
+    case = Case((2, 2, 2, 67, 271, 8, 12), dtype, causal, None, None, None, None, None, True, "contiguous", 3)
+    check(case, backend)
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 5, 8, 8), (1, 2, 0, 5, 8, 8), (1, 2, 5, 0, 8, 8), (1, 2, 5, 5, 0, 8),
@@ -92,11 +187,17 @@ def test_rows_at_any_address(dtype):
         assert torch.equal(mine, expected)
 
 
-def test_logits_of_any_size():
-    q = torch.tensor([-torch.inf, -200.0, -87.5, -80.0, -1.0, 0.0, 1.0, 30.0, 200.0, torch.inf, torch.nan])
-    q = q.view(1, 1, -1, 1)
-    out = sigmoid_attention(q, torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), scale=1.0, bias=0.0, backend="llvm")
-    torch.testing.assert_close(out, q.sigmoid(), rtol=1e-6, atol=2e-38, equal_nan=True)
+@pytest.mark.parametrize("registers", REGISTERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_of_any_size(dtype, registers, monkeypatch):
+    monkeypatch.setattr(launch, "registers", lambda: REGISTERS[registers])
+    logits = [-torch.inf, -200.0, -88.0, -87.5, -80.0, -1.0, 0.0, 1.0, 30.0, 200.0, torch.inf, torch.nan]
+    payload = torch.tensor([0x7FC10000], dtype=torch.int32).view(torch.float32)  # also a NaN
+    q = torch.cat([torch.tensor(logits), payload]).to(dtype).view(1, 1, -1, 1)
+    one = torch.ones(1, 1, 1, 1, dtype=dtype)
+    out = sigmoid_attention(q, one, one, scale=1.0, bias=0.0, backend="llvm")
+    rtol = 1e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 2 + 2**-13
+    torch.testing.assert_close(out, q.double().sigmoid().to(dtype), rtol=rtol, atol=2e-38, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,12 +237,6 @@ def test_what_it_does_not_support_is_refused(options, reason):
     q = torch.randn(1, 1, 5, 8, dtype=options.pop("dtype", torch.float32))
     with pytest.raises(ValueError, match=f"backend 'llvm' does not support this call: {reason}"):
         sigmoid_attention(q, q, q, backend="llvm", **options)
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """As on a processor on which the kernels are the default."""
-    monkeypatch.setattr(llvm, "_MEASURED", True)
 
 
 def test_it_is_the_default_for_what_it_supports(measured, monkeypatch):

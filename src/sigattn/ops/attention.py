@@ -199,11 +199,7 @@ def sigmoid_attention(
         out = _on_reference(problem)
     else:
         name = DENSE.choose(problem, backend)
-        if backend is None and name == "blocked" and _is_differentiated(problem) and saved_weights.apply_to(problem):
-            check_key_lengths(problem)
-            out = saved_weights.attention(problem)
-        else:
-            out = DENSE.run(problem, name)
+        out = DENSE.run(problem, name) if backend is not None else _run_default(problem, name)
     return out if shape is None else out.reshape(shape)
 
 
@@ -220,11 +216,19 @@ def _fast_path(
         number = None if bias is None else torch.full((), bias, dtype=torch.float64, device="cpu")
         problem = Problem(query, key, value, number, scale=scale, right=right)
         if DENSE.choose(problem, None) == "llvm":
-            return DENSE.run(problem, "llvm")
+            return _run_default(problem, "llvm")
     b, s = -math.log(n) if bias is None else bias, d**-0.5 if scale is None else scale
     if differentiated:
         return saved_weights.self_attention(query, key, value, b, s, right)
     return short.fast_path(query, key, value, b, s, right)
+
+
+def _run_default(problem: Problem, backend: str) -> Tensor:
+    """Return the output of the backend that is the default, which may save the weights for the backward pass."""
+    if not (_is_differentiated(problem) and saved_weights.apply_to(problem, backend)):
+        return DENSE.run(problem, backend)
+    check_key_lengths(problem)
+    return saved_weights.attention(problem, backend)
 
 
 def _is_differentiated(problem: Problem) -> bool:

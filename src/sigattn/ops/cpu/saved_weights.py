@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from sigattn.ops import llvm
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.autograd import is_intercepted, needs_op
 from sigattn.ops.cpu import blocked, short
@@ -20,31 +21,40 @@ from sigattn.ops.cpu.tiles import arithmetic
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem
 
-MOST = 4  # times the memory of query, key and value: the weights that are saved at most
+MOST = 4  # times the memory of query, key and value: the weights that "blocked" saves at most
+MOST_OF_LLVM = 2  # with more, a step takes longer, not shorter, if their memory is not that of the step before
+_LLVM_TILE = 64  # keys up to whose multiple "llvm" saves weights, or to a divisor's multiple
 _BY_AUTOGRAD_UP_TO = 1 << 16  # weights up to which autograd's own nodes cost less than a Function written in Python
 _NUM_TENSORS = 10  # leading fields of a problem
+_BACKENDS: dict[str, Any] = {"blocked": blocked, "llvm": llvm}
 
 
-def apply_to(problem: Problem) -> bool:
-    """Return True if the weights of a differentiated call may be saved, and saving them is faster.
+def apply_to(problem: Problem, backend: str) -> bool:
+    """Return True if the weights of a call that a backend differentiates may be saved, and saving them is faster.
 
     It is not for calls that are compiled, exported, transformed or intercepted by a dispatch mode, nor where saved
     tensors are intercepted, as in ``torch.utils.checkpoint``, which should not keep the weights.
     """
-    tensors = [t for t in problem[:_NUM_TENSORS] if t is not None]
-    if is_intercepted(tensors) or are_intercepted() or problem.mask_table is not None:
+    if backend not in _BACKENDS or problem.query.device.type != "cpu" or problem.mask_table is not None:
         return False
-    return problem.query.device.type == "cpu" and _fit(problem, arithmetic(problem)[0])
+    if is_intercepted([t for t in problem[:_NUM_TENSORS] if t is not None]) or are_intercepted():
+        return False
+    has_window = problem.left != UNLIMITED or problem.right != UNLIMITED
+    n, m = problem.query.shape[2], problem.key.shape[2]
+    if backend == "llvm":  # its kernels save where nothing is hidden but padding
+        columns = -(-m // _LLVM_TILE) * _LLVM_TILE
+        return not has_window and problem.seed is None and _fit(problem, columns, problem.query.dtype, MOST_OF_LLVM)
+    if has_window and n * m > short.WHOLE_UP_TO:
+        return False
+    return _fit(problem, m, arithmetic(problem)[0], MOST)
 
 
-def _fit(problem: Problem, dtype: torch.dtype) -> bool:
-    """Return True if weights of a dtype take at most ``MOST`` times the memory of query, key and value."""
+def _fit(problem: Problem, columns: int, dtype: torch.dtype, most: int) -> bool:
+    """Return True if rows of weights of a dtype take at most ``most`` times the memory of query, key and value."""
     p = problem
     (batch, heads, n, d), (_, key_heads, m, dv) = p.query.shape, p.value.shape
-    if (p.left != UNLIMITED or p.right != UNLIMITED) and n * m > short.WHOLE_UP_TO:
-        return False
     inputs = heads * n * d + key_heads * m * (d + dv)
-    return batch > 0 and heads * n * m * dtype.itemsize <= MOST * inputs * p.query.dtype.itemsize
+    return batch > 0 and heads * n * columns * dtype.itemsize <= most * inputs * p.query.dtype.itemsize
 
 
 def are_intercepted() -> bool:
@@ -52,9 +62,9 @@ def are_intercepted() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def attention(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
-    """Return the output of sigmoid attention, differentiable; the weights are saved."""
-    out: Tensor = _Saved.apply(*problem)
+def attention(problem: Problem, backend: str) -> Tensor:  # (B, Hq, N, Dv)
+    """Return the output of a backend, differentiable; the weights are saved."""
+    out: Tensor = _Saved.apply(backend, problem[_NUM_TENSORS:], *problem[:_NUM_TENSORS])
     return out
 
 
@@ -72,12 +82,13 @@ def self_attention(query: Tensor, key: Tensor, value: Tensor, bias: float, scale
 
 class _Saved(Function):
     @staticmethod
-    def forward(ctx: Any, *fields: Any) -> Tensor:
+    def forward(ctx: Any, backend: str, numbers: tuple[Any, ...], *tensors: Any) -> Tensor:
         weights: list[Tensor] = []
-        with without_autocast("cpu"):
-            out = blocked.forward(Problem(*fields), weights)
-        ctx.save_for_backward(*fields[:_NUM_TENSORS], *weights)
-        ctx.numbers = fields[_NUM_TENSORS:]
+        # below autograd, which would take an output with the query's order of memory for a view
+        with without_autocast("cpu"), torch._C._AutoDispatchBelowAutograd():
+            out: Tensor = _BACKENDS[backend].forward(Problem(*tensors, *numbers), weights)
+        ctx.save_for_backward(*tensors, *weights)
+        ctx.backend, ctx.numbers = backend, numbers
         ctx.onednn = torch._C._get_mkldnn_enabled()
         return out
 
@@ -86,15 +97,15 @@ class _Saved(Function):
         saved = ctx.saved_tensors
         tensors, weights = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:]
         problem = Problem(*tensors, *ctx.numbers)
-        needs_grad = NeedsGrad(*ctx.needs_input_grad[: len(NeedsGrad._fields)])
+        needs_grad = NeedsGrad(*ctx.needs_input_grad[2 : 2 + len(NeedsGrad._fields)])
         if needs_op(grad_out, *tensors):
-            gradients = _by_op(problem, grad_out, needs_grad)
+            gradients = _by_op(problem, grad_out, needs_grad, ctx.backend)
         else:
-            # oneDNN determines the dtype and the tiles of the weights (``arithmetic``)
-            usable = ctx.onednn == torch._C._get_mkldnn_enabled()
+            # oneDNN determines the dtype and the tiles of the weights of "blocked" (``arithmetic``)
+            usable = ctx.backend != "blocked" or ctx.onednn == torch._C._get_mkldnn_enabled()
             with without_autocast("cpu"):
-                gradients = blocked.backward(problem, grad_out, needs_grad, weights if usable else None)
-        return (*gradients, *(None,) * (len(problem) - len(gradients)))
+                gradients = _BACKENDS[ctx.backend].backward(problem, grad_out, needs_grad, weights if usable else None)
+        return (None, None, *gradients, *(None,) * (_NUM_TENSORS - len(gradients)))
 
 
 class _SavedSelfAttention(Function):
@@ -114,13 +125,13 @@ class _SavedSelfAttention(Function):
         if needs_op(grad_out, query, key, value):
             number = torch.full((), bias, dtype=torch.float64)
             problem = Problem(query, key, value, number, scale=scale, right=right)
-            return (*_by_op(problem, grad_out, needs_grad)[:3], None, None, None)
+            return (*_by_op(problem, grad_out, needs_grad, "blocked")[:3], None, None, None)
         o = short.self_attention_operands(query, key, value, bias, scale, right)
         with without_autocast("cpu"):
             gradients = short.differentiate(o, grad_out.reshape(o.query.shape), needs_grad, weights)
         return (*(None if g is None else g.view(query.shape) for g in gradients[:3]), None, None, None)
 
 
-def _by_op(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.sigattn.dense_backward(grad_out, *problem, "blocked", list(needs_grad))
+def _by_op(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad, backend: str) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.sigattn.dense_backward(grad_out, *problem, backend, list(needs_grad))
     return tuple(g if needed else None for g, needed in zip(gradients, needs_grad, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,15 +43,21 @@ def unavailable(problem: Problem) -> str | None:
     return f"it does not support {' and '.join(name for name, value in given.items() if value is not None)}"
 
 
-def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
-    """Return the output of sigmoid attention."""
+def forward(problem: Problem, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)
+    """Return the output of sigmoid attention; append the weights to ``saved``, for ``backward``."""
     from sigattn.ops.llvm import calls
 
-    return calls.forward(problem)
+    return calls.forward(problem, saved)
 
 
-def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
-    """Return the gradients in ``needs_grad``."""
+def backward(
+    problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad, saved: Sequence[Tensor] | None = None
+) -> Gradients:
+    """Return the gradients in ``needs_grad``.
+
+    Args:
+        saved: what ``forward`` has saved; None computes the weights again.
+    """
     from sigattn.ops.llvm import calls
 
-    return calls.backward(problem, grad_out, needs_grad)
+    return calls.backward(problem, grad_out, needs_grad, saved)

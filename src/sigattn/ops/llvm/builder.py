@@ -20,8 +20,10 @@ POINTER = ir.PointerType()
 VOID = ir.VoidType()
 
 _LARGEST = 87.0  # exp(x) of float32 is neither infinite nor subnormal for |x| up to this
-_LOG2_E = 1.44269504088896341
+LOG2_E = 1.44269504088896341
 _LOG_2 = (0.693145751953125, 1.428606765330187045e-6)  # in two parts, of which the first has few bits
+_SHIFT = 1.5 * 2**23 + 127  # the last bits of x + _SHIFT are 127 plus the integer nearest to x
+_EXP2 = (0.009570101276, 0.055917859077, 0.240247443318, 0.693121790886, 0.999999284744)  # 2^x, |x| up to 1/2
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
@@ -179,6 +181,10 @@ class Builder(ir.IRBuilder):
         """Write a vector rounded to bfloat16, at the sum of some offsets, counted in bfloat16."""
         self.store(self.rounded(vector), self.gep(pointer, [int64(self.plus(*offsets))], source_etype=INT16), align=2)
 
+    def widened(self, halves: Any) -> Any:
+        """Return a vector of bfloat16, given as integers of 16 bits, as float32."""
+        return self.bitcast(self.shl(self.zext(halves, self.indices), self.index(16)), self.vector)
+
     def rounded(self, vector: Any) -> Any:
         """Return a vector rounded to bfloat16, as integers of 16 bits."""
         return self.bitcast(self.fptrunc(vector, ir.VectorType(_BFloat16(), self.lanes)), self.halves)
@@ -220,9 +226,33 @@ class Builder(ir.IRBuilder):
         weight = self.fdiv(one, self.fadd(one, self._exp(y)), flags=("arcp", "afn", "reassoc", "contract"))
         return self.select(small, self.constant(0.0), weight)
 
+    def coarse_sigmoid(self, y: Any, has_estimate: bool) -> Any:
+        """Return 1 / (1 + 2^y), relative error up to 2^-13: a small part of that of rounding it to bfloat16.
+
+        Args:
+            has_estimate: whether to estimate the reciprocal by an instruction of AVX-512.
+        """
+        for predicate, limit in ((">", 128.0), ("<", -126.0)):  # 2^128 is infinite; NaN remains
+            y = self.select(self.fcmp_ordered(predicate, y, self.constant(limit)), self.constant(limit), y)
+        shifted = self.fadd(y, self.constant(_SHIFT))
+        fraction = self.fsub(y, self.fsub(shifted, self.constant(_SHIFT)))
+        p = self.constant(_EXP2[0])
+        for coefficient in _EXP2[1:]:
+            p = self.multiply_add(p, fraction, self.constant(coefficient))
+        power = self.bitcast(self.shl(self.bitcast(shifted, self.indices), self.index(23)), self.vector)
+        divisor = self.multiply_add(p, power, self.constant(1.0))
+        if not has_estimate:
+            return self.fdiv(self.constant(1.0), divisor)
+        name = "llvm.x86.avx512.rcp14.ps.512"  # relative error up to 2^-14
+        known = self.module.globals.get(name)
+        types = [self.vector, self.vector, INT16]
+        made = known or ir.Function(self.module, ir.FunctionType(self.vector, types), name)
+        all_lanes = ir.Constant(INT16, -1)
+        return self.call(made, [divisor, self.constant(0.0), all_lanes])
+
     def _exp(self, x: Any) -> Any:
         """Return exp(x) for |x| up to ``_LARGEST``: 2^n times a polynomial (Cephes)."""
-        n = self.intrinsic("llvm.rint", self.fmul(x, self.constant(_LOG2_E)))
+        n = self.intrinsic("llvm.rint", self.fmul(x, self.constant(LOG2_E)))
         r = x
         for part in _LOG_2:
             r = self.multiply_add(n, self.constant(-part), r)

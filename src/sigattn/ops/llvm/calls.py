@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,6 +66,11 @@ class Arguments:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         return self.keep(name, tensor, *(stride // 2 for stride in tensor.stride()[:3]))
 
+    def set_weights(self, weights: Tensor) -> None:
+        """Let the kernels save the weights, or read them."""
+        self.set("saves", 1)
+        self.keep("weights", weights)
+
     def keep(self, name: str, tensor: Tensor, *strides: int) -> None:
         """Set a tensor's address and strides."""
         self._kept.append(tensor)
@@ -78,8 +84,8 @@ class Arguments:
         return result
 
 
-def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
-    """Return the output of sigmoid attention."""
+def forward(problem: Problem, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)
+    """Return the output of sigmoid attention; append the weights to ``saved``, for ``backward``."""
     p = problem
     (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
     result = new_output(p.query, dv)
@@ -90,6 +96,9 @@ def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
     if arguments.word == 2:
         arguments.new_pairs("value_pairs", p.value, batch * kv, m)
         arguments.new_sums("out", out)
+    if saved is not None:
+        saved.append(p.query.new_empty(batch, heads, n, _round_up(m, arguments.tile)))
+        arguments.set_weights(saved[0])
     blocks = -(-n // FORWARD_ROWS)
     if blocks == 1 and heads == kv:
         arguments.set("packs", 1)
@@ -99,8 +108,14 @@ def forward(problem: Problem) -> Tensor:  # (B, Hq, N, Dv)
     return _copied(out, result)
 
 
-def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
-    """Return the gradients in ``needs_grad``."""
+def backward(
+    problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad, saved: Sequence[Tensor] | None = None
+) -> Gradients:
+    """Return the gradients in ``needs_grad``.
+
+    Args:
+        saved: what ``forward`` has saved; None computes the weights again.
+    """
     p = problem
     (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
     sums = needs_grad.bias or needs_grad.alibi_slopes
@@ -119,6 +134,8 @@ def backward(problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradi
             arguments.set("row_sums", row_sums.data_ptr())
             arguments.set("sums", 1 if p.alibi_slopes is None else 3)
         arguments.set_operand("grad_out", grad_out)
+        if saved:
+            arguments.set_weights(saved[0])
         names = ("grad_query", "grad_key", "grad_value")
         targets = [arguments.set_result(name, t) for name, t in zip(names, results, strict=True)]
         if arguments.word == 2:

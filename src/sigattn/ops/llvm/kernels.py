@@ -18,13 +18,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from sigattn.ops.llvm.builder import FLOAT, INT16, INT64, POINTER, Builder, function, int64
-from sigattn.ops.llvm.microtiles import Microtiles, Registers
+from sigattn.ops.llvm.builder import FLOAT, INT64, POINTER, Builder, function, int64
+from sigattn.ops.llvm.memory import Memory
+from sigattn.ops.llvm.microtiles import Registers
 
 _NUMBERS = (
     "scale", "heads", "repeat", "n", "m", "head_dim", "value_dim", "left", "right",
     "query_offset", "alibi", "sums", "parts", "packs", "bias_value",
-    "dropout", "least_hash", "keep_scale",
+    "dropout", "least_hash", "keep_scale", "saves",
 )  # fmt: skip
 _FLOATS = ("scale", "bias_value", "keep_scale")
 # by tensor, the axes whose strides are given: samples, heads, rows, parts
@@ -34,7 +35,7 @@ _TENSORS = {
     **dict.fromkeys(("slopes", "lengths"), "b"),
     **dict.fromkeys(("keys", "values", "key_pairs", "value_pairs", "query_pairs", "grad_pairs"), ""),
     **dict.fromkeys(("out_sums", "grad_query_sums", "grad_key_sums", "grad_value_sums"), ""),
-    **dict.fromkeys(("row_sums", "row_hashes", "column_hashes"), ""),
+    **dict.fromkeys(("row_sums", "row_hashes", "column_hashes", "weights"), ""),
 }
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS.items()}
 # Arguments of a kernel, 64 bits each. Packed ``keys`` and ``values`` have room for m rounded up to a tile. Copies of
@@ -42,8 +43,10 @@ _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS
 # contiguous, those of queries (parts, B, Hq, N, head_dim). ``row_sums`` is (parts, B, Hq, N, 3). ``head_dim`` and
 # ``value_dim`` are multiples of a vector of words. ``alibi`` is 1 with slopes; ``sums`` is the number of sums of each
 # query in the backward pass (``Microtiles.score_gradient``); ``packs`` is 1 if the forward kernel packs the keys;
-# ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,) with room for whole tiles. A strided tensor
-# is followed by its strides, counted in words if it is read, else in numbers.
+# ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,) with room for whole tiles. ``saves``
+# is 1 if the forward kernel writes ``weights`` (B, Hq, N, M rounded up to a tile), which the backward kernel reads, in
+# calls without dropout whose queries see all existing keys. A strided tensor is followed by its strides, counted in
+# words if it is read, else in numbers.
 FIELDS = ("counter", "tasks", *_NUMBERS, *(f for name in _TENSORS for f in (name, *_STRIDES[name])))
 INDEX = {name: index for index, name in enumerate(FIELDS)}
 
@@ -75,7 +78,7 @@ def _read_arguments(builder: Builder, data: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: read(index, name) for index, name in enumerate(FIELDS) if name != "counter"})
 
 
-class _Kernels(Microtiles):
+class _Kernels(Memory):
     """Kernels of one module."""
 
     def _kernel(
@@ -118,24 +121,7 @@ class _Kernels(Microtiles):
         """Make the kernel ``pair_queries``, with a task for each head."""
         self._kernel("pair_queries", self._pair_queries)
 
-    # addresses
-
-    def _head(self, b: Builder, call: SimpleNamespace, name: str, sample: Any, head: Any) -> Any:
-        """Return the address of a head of a tensor."""
-        strides = (getattr(call, f"{name}_{axis}") for axis in "bh")
-        return b.at(getattr(call, name), *(b.times(i, s) for i, s in zip((sample, head), strides, strict=True)))
-
-    def _length(self, b: Builder, call: SimpleNamespace, sample: Any) -> Any:
-        return b.load(b.gep(call.lengths, [b.times(sample, call.lengths_b)], source_etype=INT64), typ=INT64)
-
-    def _slopes(self, b: Builder, call: SimpleNamespace, sample: Any, head: Any) -> Any:
-        return b.at(call.slopes, b.times(sample, call.slopes_b), b.times(head, 2))
-
-    def _tiles(self, b: Builder, count: Any) -> Any:
-        """Return a number of keys rounded up to whole tiles."""
-        return b.round_down(b.plus(count, self.registers.tile - 1), self.registers.tile)
-
-    # memory
+    # copies
 
     def _pack_keys(self, b: Builder, call: SimpleNamespace, number: Any) -> None:
         """Pack the keys of a key head, given its number, and if they are bfloat16, its values as pairs."""
@@ -158,94 +144,6 @@ class _Kernels(Microtiles):
             rows, stride = self._head(b, call, name, sample, head), getattr(call, f"{name}_n")
             self._pair(b, rows, stride, width, 0, call.n, call.n, self._pairs(b, pairs, number, call.n, width))
 
-    def _pairs(self, b: Builder, memory: Any, number: Any, rows: Any, width: Any) -> Any:
-        """Return the address of the pairs of a head, of which each has as many rows."""
-        return b.at(memory, b.times(number, b.times(b.sdiv(b.plus(rows, 1), int64(2)), width)))
-
-    def _pair(
-        self, b: Builder, rows: Any, stride: Any, width: Any, first: Any, last: Any, count: Any, out: Any
-    ) -> None:
-        """Write rows first (even) … last - 1 of bfloat16 as pairs of rows, with 0 from row ``count`` on."""
-        zero = ir.Constant(b.halves, [ir.Constant(INT16, 0)] * b.lanes)
-
-        def pair(at: Any, existing: int) -> None:
-            lines = [b.at(rows, b.times(b.plus(at, i), stride)) for i in range(existing)]
-            target = b.at(out, b.times(b.sdiv(at, int64(2)), width))
-
-            def vector(d: Any) -> None:
-                halves = [b.read_halves(b.at(line, b.sdiv(d, int64(2)))) for line in lines]
-                b.write_vector(b.paired(*[*halves, zero, zero][:2]), b.at(target, d))
-
-            b.loop(0, width, b.lanes, vector)
-
-        whole = b.most(b.round_down(b.least(count, last), 2), first)
-        b.loop(first, whole, 2, lambda at: pair(at, 2))
-        alone = b.most(b.least(count, last), first)
-        b.loop(whole, alone, 2, lambda at: pair(at, 1))
-        b.loop(b.round_down(b.plus(alone, 1), 2), last, 2, lambda at: pair(at, 0))
-
-    def _pack(self, b: Builder, rows: Any, stride: Any, size: Any, first: Any, last: Any, count: Any, out: Any) -> None:
-        """Write rows first … last - 1 as microtiles' right factors, (size, tile) each; 0 beyond ``count`` rows."""
-        tile, lanes = self.registers.tile, b.lanes
-
-        def one(start: Any) -> None:
-            target = b.at(out, b.times(start, size))
-            existing = b.most(b.least(b.minus(count, start), tile), 0)
-            squares = b.round_down(existing, lanes)
-
-            def address(row: Any) -> Any:
-                return b.at(rows, b.times(b.plus(start, row), stride))
-
-            def fill(row: Any, number: Callable[[Any], Any]) -> None:
-                b.loop(0, size, 1, lambda d: b.store(number(d), b.at(target, b.times(d, tile), row)) and None)
-
-            def square(row: Any, d: Any) -> None:
-                self.call(b, self.transpose, (), [b.at(address(row), d), stride, b.at(target, b.times(d, tile), row)])
-
-            b.loop(0, squares, lanes, lambda row: b.loop(0, size, lanes, lambda d: square(row, d)) and None)
-            b.loop(squares, existing, 1, lambda row: fill(row, lambda d: b.read(b.at(address(row), d))))
-            b.loop(existing, tile, 1, lambda row: fill(row, lambda d: ir.Constant(FLOAT, 0.0)))
-
-        b.loop(first, last, tile, one)
-
-    def _sums(
-        self, b: Builder, call: SimpleNamespace, name: str, sample: Any, head: Any, number: Any, rows: Any, width: Any
-    ) -> tuple[Any, Any]:
-        """Return address and stride of the rows in which a head of a result is summed: of the result, if it is float32.
-
-        Args:
-            number, rows, width: number of the head, and its size in sums apart from the result.
-        """
-        if self.word == 1:
-            return self._head(b, call, name, sample, head), getattr(call, f"{name}_n")
-        return b.at(getattr(call, f"{name}_sums"), b.times(number, b.times(rows, width))), width
-
-    def _round(
-        self, b: Builder, call: SimpleNamespace, name: str, sample: Any, head: Any, sums: Any, first: Any, count: Any,
-        width: Any,
-    ) -> None:  # fmt: skip
-        """Write rows of a result in bfloat16, from row ``first`` on, given their sums."""
-        by_sample, by_head, by_row = (getattr(call, f"{name}_{axis}") for axis in "bhn")
-        start = b.plus(b.times(sample, by_sample), b.times(head, by_head), b.times(first, by_row))
-
-        def row(i: Any) -> None:
-            line, offset = b.at(sums, b.times(i, width)), b.plus(start, b.times(i, by_row))
-            b.loop(
-                0, width, b.lanes,
-                lambda d: b.write_halves(b.read_vector(b.at(line, d)), getattr(call, name), offset, d),
-            )  # fmt: skip
-
-        b.loop(0, count, 1, row)
-
-    def _clear(self, b: Builder, rows: Any, stride: Any, first: Any, last: Any, width: Any) -> None:
-        """Write zeros to rows first … last - 1."""
-
-        def row(i: Any) -> None:
-            line = b.at(rows, b.times(i, stride))
-            b.loop(0, width, b.lanes, lambda at: b.write_vector(b.constant(0.0), b.at(line, at)))
-
-        b.loop(first, last, 1, row)
-
     def _weights(self, b: Builder, call: SimpleNamespace, arguments: list[Any]) -> None:
         """Compute the weights of rows of a microtile from their logits."""
         for alibi in (False, True):
@@ -253,15 +151,12 @@ class _Kernels(Microtiles):
 
     def _drop(
         self, b: Builder, call: SimpleNamespace, r: int,
-        rows: Any, first_row: Any, first_key: Any, tile: Any, stride: int,
+        rows: Any, first_row: Any, first_key: Any, tile: Any, stride: Any,
     ) -> None:  # fmt: skip
         """Apply dropout to r rows of a microtile, given the head's row hashes and the indices of its corner."""
         row_hashes, column_hashes = b.at(rows, first_row), b.at(call.column_hashes, first_key)
         arguments = [r, row_hashes, column_hashes, call.least_hash, call.keep_scale, tile, stride]
         b.when(b.equal(call.dropout, 1), partial(self.call, b, self.drop, (), arguments))
-
-    def _row_hashes(self, b: Builder, call: SimpleNamespace, sample: Any, head: Any) -> Any:
-        return b.at(call.row_hashes, b.times(b.plus(b.times(sample, call.heads), head), call.n))
 
     # forward
 
@@ -287,9 +182,13 @@ class _Kernels(Microtiles):
             value_pairs=self._pairs(b, call.value_pairs, key_head, call.m, call.value_dim),
             length=self._length(b, call, sample),
             position=b.plus(first, call.query_offset),  # of the first query
-            weights=memory[0],
+            logits=memory[0],
             hashes=b.at(self._row_hashes(b, call, sample, head), first),
         )
+        saves, row = b.equal(call.saves, 1), self._row_of_weights(b, call)
+        saved = b.at(call.weights, b.times(b.plus(b.times(number, call.n), first), row))
+        block.weights = b.select(saves, saved, block.logits)
+        block.weights_stride = b.select(saves, row, int64(wide))
         b.when(b.less(0, call.packs), lambda: self._pack_keys(b, call, key_head))
         self._clear(b, block.out, out_stride, 0, count, call.value_dim)
         start = b.round_down(b.most(b.minus(block.position, call.left), 0), wide)
@@ -306,9 +205,13 @@ class _Kernels(Microtiles):
         """Add to r outputs, from row m of a block, the values of the keys from c, if one of them is seen."""
         tile, wide, size = self.registers.tile, 2 * self.registers.tile, call.head_words
         own = b.plus(block.position, m)
+        stride = block.weights_stride
+        corner = b.plus(b.times(m, stride), b.sdiv(c, int64(self.word)))
+        left = b.at(block.weights, b.times(call.saves, corner))
 
         def weights(at: Any) -> None:
-            logits = b.at(block.weights, b.minus(at, c))
+            target = b.at(left, b.sdiv(b.minus(at, c), int64(self.word)))
+            logits, wide = (target, stride) if self.word == 1 else (b.at(block.logits, b.minus(at, c)), 2 * tile)
             query = b.at(block.query, b.times(m, call.query_n))
             keys = b.at(block.keys, b.times(at, size))
             self.call(b, self.product, (r,), [query, call.query_n, keys, size, logits, wide])
@@ -322,32 +225,17 @@ class _Kernels(Microtiles):
             )  # fmt: skip
             self._drop(b, call, r, block.hashes, m, at, logits, wide)
             if self.word == 2:
-                pairs = b.at(block.weights, b.sdiv(b.minus(at, c), int64(2)))
-                self.call(b, self.pairs_of_columns, (), [r, logits, wide, pairs, wide])
+                self.call(b, self.pairs_of_columns, (), [r, logits, wide, target, stride])
 
         def products() -> None:
             end = b.least(block.length, b.plus(c, wide))
             b.loop(c, end, tile, weights)
             values = self._rows(b, block.value, call.value_n, block.value_pairs, call.value_dim, c, b.minus(end, c))
             out = b.at(block.out, b.times(m, block.out_stride))
-            self.call(
-                b, self.add_product, (r,), [block.weights, wide, 1, *values, out, block.out_stride, call.value_dim]
-            )
+            self.call(b, self.add_product, (r,), [left, stride, 1, *values, out, block.out_stride, call.value_dim])
 
         before_end = b.less(c, b.plus(own, r, call.right))
         b.when(b.and_(before_end, b.less(b.minus(own, call.left), b.plus(c, wide))), products)
-
-    def _rows(
-        self, b: Builder, tensor: Any, stride: Any, pairs: Any, width: Any, first: Any, count: Any
-    ) -> tuple[Any, Any, Any]:
-        """Return rows of a tensor as a right factor: address, stride and number of its rows of words.
-
-        Args:
-            tensor, stride: a head, if it is float32. pairs, width: its rows in pairs, if it is bfloat16.
-        """
-        if self.word == 1:
-            return b.at(tensor, b.times(first, stride)), stride, count
-        return b.at(pairs, b.times(b.sdiv(first, int64(2)), width)), width, b.sdiv(b.plus(count, 1), int64(2))
 
     # backward
 
@@ -376,7 +264,10 @@ class _Kernels(Microtiles):
         )
         part.first = b.least(b.times(part.index, step), call.m)
         part.last = b.least(b.plus(part.first, step), call.m)  # of the keys
-        self._pack(b, part.key, call.key_n, size, part.first, part.last, call.m, part.keys)
+        b.when(
+            b.equal(call.saves, 0),
+            lambda: self._pack(b, part.key, call.key_n, size, part.first, part.last, call.m, part.keys),
+        )
         self._pack(b, part.value, call.value_n, width, part.first, part.last, call.m, part.values)
         if self.word == 2:
             self._pair(b, part.key, call.key_n, call.head_dim, part.first, part.last, part.length, part.key_pairs)
@@ -401,6 +292,7 @@ class _Kernels(Microtiles):
             grad_query=grad_query if self.word == 2 else b.at(grad_query, b.times(part.index, call.grad_query_p)),
             grad_query_stride=stride,
             sums=b.at(call.row_sums, b.times(row, b.times(call.n, 3))),
+            saved=b.at(call.weights, b.times(b.times(number, call.n), self._row_of_weights(b, call))),
             slopes=self._slopes(b, call, part.sample, head),
             hashes=self._row_hashes(b, call, part.sample, head),
             query_pairs=self._pairs(b, call.query_pairs, number, call.n, call.head_dim),
@@ -457,15 +349,25 @@ class _Kernels(Microtiles):
             weights, gradient = (b.at(x, b.times(m, tile)) for x in (part.weights, part.gradient))
         else:
             weights, gradient = part.microtiles
-        query, keys = b.at(of_head.query, b.times(at, call.query_n)), b.at(part.keys, b.times(c, size))
-        self.call(b, self.product, (r,), [query, call.query_n, keys, size, weights, tile])
-        self._weights(
-            b, call,
-            [
-                r, call.scale, b.at(of_head.bias, b.times(at, call.bias_n)), call.bias_n, of_head.slopes, distance,
-                b.minus(distance, call.left), b.plus(distance, call.right), existing, weights, tile,
-            ],
-        )  # fmt: skip
+
+        def compute() -> None:
+            query, keys = b.at(of_head.query, b.times(at, call.query_n)), b.at(part.keys, b.times(c, size))
+            self.call(b, self.product, (r,), [query, call.query_n, keys, size, weights, tile])
+            self._weights(
+                b, call,
+                [
+                    r, call.scale, b.at(of_head.bias, b.times(at, call.bias_n)), call.bias_n, of_head.slopes, distance,
+                    b.minus(distance, call.left), b.plus(distance, call.right), existing, weights, tile,
+                ],
+            )  # fmt: skip
+
+        def read() -> None:
+            row = self._row_of_weights(b, call)
+            saved = b.at(of_head.saved, b.times(at, row), b.sdiv(c, int64(self.word)))
+            self.call(b, self.read_weights, (), [r, saved, row, weights])
+
+        b.when(b.equal(call.saves, 0), compute)
+        b.when(b.equal(call.saves, 1), read)
         grad, values = b.at(of_head.grad_out, b.times(at, call.grad_out_n)), b.at(part.values, b.times(c, width))
         self.call(b, self.product, (r,), [grad, call.grad_out_n, values, width, gradient, tile])
         self._drop(b, call, r, of_head.hashes, at, c, gradient, tile)

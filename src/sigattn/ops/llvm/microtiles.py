@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from sigattn.ops import dropout
-from sigattn.ops.llvm.builder import FLOAT, INT32, INT64, POINTER, Builder, function, int64
+from sigattn.ops.llvm.builder import FLOAT, INT32, INT64, LOG2_E, POINTER, Builder, function, int64
 
 
 class Registers(NamedTuple):
     """Vector registers of a processor: numbers in a vector, and rows (even) and vectors of a microtile.
 
-    ``has_dot`` is True if an instruction multiplies and adds pairs of bfloat16.
+    ``has_dot`` is True if an instruction multiplies and adds pairs of bfloat16 (AVX512-BF16).
     """
 
     lanes: int
@@ -153,12 +153,13 @@ class Microtiles:
         b, (rows, scale, biases, bias_stride, slopes, distance, first, last, count, tile, stride) = self._function(
             f"weights{alibi}", INT64, FLOAT, POINTER, INT64, POINTER, INT64, INT64, INT64, INT64, POINTER, INT64
         )
-        factor, zero = b.splat(scale), b.constant(0.0)
+        unit = ir.Constant(FLOAT, 1.0 if self.word == 1 else -LOG2_E)  # of the logits
+        factor, zero = b.splat(b.fmul(scale, unit)), b.constant(0.0)
         if alibi:
-            before, after = (b.splat(b.read(b.at(slopes, side))) for side in range(2))
+            before, after = (b.splat(b.fmul(unit, b.read(b.at(slopes, side)))) for side in range(2))
 
         def row(r: Any) -> None:
-            bias = b.splat(b.read(b.at(biases, b.times(r, bias_stride))))
+            bias = b.splat(b.fmul(unit, b.read(b.at(biases, b.times(r, bias_stride)))))
             low = self._column(b, b.plus(first, r))
             high = self._column(b, b.least(b.plus(last, r), b.minus(count, 1)))
             for c in range(self.registers.columns):
@@ -167,10 +168,29 @@ class Microtiles:
                 if alibi:
                     for slope, gap in zip((before, after), self._distances(b, b.plus(distance, r), c), strict=True):
                         term = b.multiply_add(b.fneg(slope), gap, term)
-                weight = b.sigmoid(b.multiply_add(b.read_vector(at), factor, term))
+                logit = b.multiply_add(b.read_vector(at), factor, term)
+                weight = b.sigmoid(logit) if self.word == 1 else b.coarse_sigmoid(logit, self.registers.has_dot)
                 column = b.add(b.lane_indices(), b.splat(ir.Constant(INT32, c * b.lanes)))
                 visible = b.and_(b.icmp_signed(">=", column, low), b.icmp_signed("<=", column, high))
                 b.write_vector(b.select(visible, weight, zero), at)
+
+        b.loop(0, rows, 1, row)
+        b.ret_void()
+        return b.function
+
+    def read_weights(self) -> ir.Function:
+        """Make the function that reads rows of a microtile of saved weights.
+
+        Arguments: the number of rows, the weights and their stride, the microtile.
+        """
+        b, (rows, weights, stride, tile) = self._function("read_weights", INT64, POINTER, INT64, POINTER)
+
+        def row(r: Any) -> None:
+            line = b.at(weights, b.times(r, stride))
+            for c in range(self.registers.columns):
+                start = b.at(line, c * b.lanes // self.word)
+                vector = b.read_vector(start) if self.word == 1 else b.widened(b.read_halves(start))
+                b.write_vector(vector, b.at(tile, b.times(r, self.registers.tile), c * b.lanes))
 
         b.loop(0, rows, 1, row)
         b.ret_void()
