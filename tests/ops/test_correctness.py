@@ -22,11 +22,11 @@ fuzz = settings(
 )
 
 
-def run(function, given, options, grad_out):
-    """Return the output and the gradients of all floating-point inputs, from new leaves."""
-    leaves = {k: t.detach().clone() if t.dtype is torch.bool else t.detach().requires_grad_() for k, t in given.items()}
+def run(function, given, options, grad_out, frozen=()):
+    """Return the output and the gradients of floating-point inputs but those that are frozen, from new leaves."""
+    leaves = {k: t.detach().clone() if t.dtype is torch.bool else t.detach() for k, t in given.items()}
+    floating = {k: t.requires_grad_() for k, t in leaves.items() if t.is_floating_point() and k not in frozen}
     out = function(leaves["query"], leaves["key"], leaves["value"], **options(leaves))
-    floating = {k: t for k, t in leaves.items() if t.is_floating_point()}
     gradients = torch.autograd.grad(out, list(floating.values()), grad_out.to(out), allow_unused=True)
     zeros = {k: torch.zeros_like(t) for k, t in floating.items()}
     return out.detach().cpu(), {
@@ -34,8 +34,12 @@ def run(function, given, options, grad_out):
     }
 
 
-def check(case: Case, backend: str, repeats: int = 0) -> None:
-    """Compare output and gradients with the formula; then those of further runs with the first, bit by bit."""
+def check(case: Case, backend: str | None, repeats: int = 0, frozen: tuple[str, ...] = ()) -> None:
+    """Compare output and gradients with the formula; then those of further runs with the first, bit by bit.
+
+    Args:
+        frozen: inputs without a gradient.
+    """
     if case.dtype is torch.float64 and wide(backend) is not torch.float64:
         case.dtype = wide(backend)
     inputs, lengths = case.tensors()
@@ -54,7 +58,7 @@ def check(case: Case, backend: str, repeats: int = 0) -> None:
 
     truth, truth_grads = in_dtype(torch.float64)
     same, same_grads = in_dtype(case.dtype)
-    out, grads = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out)
+    out, grads = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out, frozen)
     double = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
     magnitude = sums_of_magnitudes(double, grad_out, **case.formula_options(double, lengths))
     assert_as_good_as_formula(out, truth, same, magnitude["output"], "output")
@@ -64,7 +68,7 @@ def check(case: Case, backend: str, repeats: int = 0) -> None:
             gradient, truth_grads[name].double(), same_grads[name], magnitude[name], name, case.dtype
         )
     for _ in range(repeats):
-        again, more = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out)
+        again, more = run(ours, there, lambda leaves: case.options(leaves, lengths_there), grad_out, frozen)
         assert torch.equal(again, out), "output differs between two runs"
         for name, gradient in grads.items():  # a broadcast mask's gradient is added atomically
             assert name == "attn_mask" or torch.equal(more[name], gradient), f"{name} differs between two runs"

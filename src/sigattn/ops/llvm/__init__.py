@@ -17,6 +17,7 @@ _INSTALLED = importlib.util.find_spec("llvmlite") is not None
 _PROCESSOR = torch.cpu.get_capabilities()
 # Zen 4 (AMD's processors with AVX512-BF16, without AVX-VNNI): nearly always faster than PyTorch (docs/log.md)
 _MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16") and not _PROCESSOR.get("avx_vnni"))
+NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask"
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
@@ -37,9 +38,11 @@ def unavailable(problem: Problem) -> str | None:
         return "it needs llvmlite, which is not installed (pip install 'sigattn[cpu]')"
     if p.query.dtype not in (torch.float32, torch.bfloat16):
         return f"it is for float32 and bfloat16, not for {str(p.query.dtype).removeprefix('torch.')}"
-    if p.attn_mask is None and p.mask_table is None and not p.softcap:
+    if p.attn_mask is not None and p.attn_mask.requires_grad:
+        return NO_GRADIENT_OF_MASK
+    if p.mask_table is None and not p.softcap:
         return None
-    given = {"attn_mask": p.attn_mask, "a BlockMask": p.mask_table, "softcap": p.softcap or None}
+    given = {"a BlockMask": p.mask_table, "softcap": p.softcap or None}
     return f"it does not support {' and '.join(name for name, value in given.items() if value is not None)}"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 FLOAT = ir.FloatType()
+INT8 = ir.IntType(8)
 INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
@@ -113,6 +114,10 @@ class Builder(ir.IRBuilder):
     def at(self, pointer: Any, *offsets: Any) -> Any:
         """Return the address of a float32 at the sum of some offsets."""
         return self.gep(pointer, [int64(self.plus(*offsets))], source_etype=FLOAT)
+
+    def byte_at(self, pointer: Any, *offsets: Any) -> Any:
+        """Return the address at the sum of some offsets in bytes."""
+        return self.gep(pointer, [int64(self.plus(*offsets))], source_etype=INT8)
 
     def read(self, pointer: Any) -> Any:
         """Read a float32."""

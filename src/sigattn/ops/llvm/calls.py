@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from sigattn.ops.dropout import column_hashes, row_hashes, threshold
 from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.llvm import NO_GRADIENT_OF_MASK
 from sigattn.ops.llvm.kernels import ANYWHERE, FIELDS, FORWARD_ROWS, INDEX
 from sigattn.ops.llvm.launch import Kernels, float_bits, kernels
 from sigattn.ops.problem import UNLIMITED, Problem, new_output
@@ -116,6 +117,8 @@ def backward(
     Args:
         saved: what ``forward`` has saved; None computes the weights again.
     """
+    if needs_grad.attn_mask:
+        raise RuntimeError(f"sigmoid_attention: backend 'llvm' {NO_GRADIENT_OF_MASK}")
     p = problem
     (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
     sums = needs_grad.bias or needs_grad.alibi_slopes
@@ -208,10 +211,27 @@ def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
         slopes = p.alibi_slopes.float().contiguous()
         arguments.set("alibi", 1)
         arguments.keep("slopes", slopes, *slopes.expand(batch, heads, 2).stride()[:1])
+    if p.attn_mask is not None:
+        _set_mask(arguments, p, p.attn_mask)
     if p.seed is not None:
         _set_dropout(arguments, p, p.seed, _round_up(m, arguments.tile))
     arguments.new("keys", p.query, batch, kv, _round_up(m, arguments.tile), sizes[0])
     return compiled, arguments
+
+
+def _set_mask(arguments: Arguments, p: Problem, mask: Tensor) -> None:
+    m = p.key.shape[2]
+    for dim in range(3):  # an expanded mask is not copied in the expanded size
+        mask = mask[(slice(None),) * dim + (slice(1),)] if not mask.stride(dim) else mask
+    mask = mask.expand(*mask.shape[:3], m)
+    if mask.dtype is not torch.bool:
+        mask = mask.float()
+    missing = -m % arguments.tile
+    mask = F.pad(mask, (0, missing)) if missing else mask
+    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    arguments.set("mask_size", mask.itemsize)
+    strides = mask.expand(*p.query.shape[:3], mask.shape[3]).stride()[:3]
+    arguments.keep("mask", mask, *(mask.itemsize * stride for stride in strides))
 
 
 def _set_dropout(arguments: Arguments, p: Problem, seed: Tensor, columns: int) -> None:

@@ -25,12 +25,12 @@ from sigattn.ops.llvm.microtiles import Registers
 _NUMBERS = (
     "scale", "heads", "repeat", "n", "m", "head_dim", "value_dim", "left", "right",
     "query_offset", "alibi", "sums", "parts", "packs", "bias_value",
-    "dropout", "least_hash", "keep_scale", "saves",
+    "dropout", "least_hash", "keep_scale", "saves", "mask_size",
 )  # fmt: skip
 _FLOATS = ("scale", "bias_value", "keep_scale")
 # by tensor, the axes whose strides are given: samples, heads, rows, parts
 _TENSORS = {
-    **dict.fromkeys(("query", "key", "value", "bias", "out", "grad_out", "grad_key", "grad_value"), "bhn"),
+    **dict.fromkeys(("query", "key", "value", "bias", "mask", "out", "grad_out", "grad_key", "grad_value"), "bhn"),
     "grad_query": "bhnp",
     **dict.fromkeys(("slopes", "lengths"), "b"),
     **dict.fromkeys(("keys", "values", "key_pairs", "value_pairs", "query_pairs", "grad_pairs"), ""),
@@ -45,7 +45,8 @@ _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS
 # query in the backward pass (``Microtiles.score_gradient``); ``packs`` is 1 if the forward kernel packs the keys;
 # ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,) with room for whole tiles. ``saves``
 # is 1 if the forward kernel writes ``weights`` (B, Hq, N, M rounded up to a tile), which the backward kernel reads, in
-# calls without dropout whose queries see all existing keys. A strided tensor is followed by its strides, counted in
+# calls without dropout whose queries see all existing keys. ``mask_size`` is the size of a number of ``mask`` in
+# bytes, 1 if it is bool and 4 if it is float32, with room for whole tiles and strides in bytes; 0 without one. A strided tensor is followed by its strides, counted in
 # words if it is read, else in numbers.
 FIELDS = ("counter", "tasks", *_NUMBERS, *(f for name in _TENSORS for f in (name, *_STRIDES[name])))
 INDEX = {name: index for index, name in enumerate(FIELDS)}
@@ -144,10 +145,24 @@ class _Kernels(Memory):
             rows, stride = self._head(b, call, name, sample, head), getattr(call, f"{name}_n")
             self._pair(b, rows, stride, width, 0, call.n, call.n, self._pairs(b, pairs, number, call.n, width))
 
-    def _weights(self, b: Builder, call: SimpleNamespace, arguments: list[Any]) -> None:
-        """Compute the weights of rows of a microtile from their logits."""
+    def _weights(
+        self, b: Builder, call: SimpleNamespace, of_rows: SimpleNamespace, row: Any, column: Any, arguments: list[Any]
+    ) -> None:
+        """Compute the weights of rows of a microtile from their logits.
+
+        Args:
+            of_rows: has the mask of these rows' head or block. row, column: the microtile's first, of that mask.
+            arguments: of ``Microtiles.weights``, without the mask.
+        """
+        mask = b.byte_at(of_rows.mask, b.times(row, call.mask_n), b.times(column, call.mask_size))
+        adds = b.equal(call.mask_size, 4)
         for alibi in (False, True):
-            b.when(b.equal(call.alibi, int(alibi)), partial(self.call, b, self.weights, (alibi,), arguments))
+            has_alibi = b.equal(call.alibi, int(alibi))
+            for masked, is_masked in ((False, b.not_(adds)), (True, adds)):
+                given = [*arguments, mask, call.mask_n]
+                b.when(b.and_(has_alibi, is_masked), partial(self.call, b, self.weights, (alibi, masked), given))
+        hide = partial(self.call, b, self.hide, (), [arguments[0], *arguments[-2:], mask, call.mask_n])
+        b.when(b.equal(call.mask_size, 1), hide)
 
     def _drop(
         self, b: Builder, call: SimpleNamespace, r: int,
@@ -174,6 +189,7 @@ class _Kernels(Memory):
         block = SimpleNamespace(
             query=b.at(self._head(b, call, "query", sample, head), b.times(first, call.query_n)),
             bias=b.at(self._head(b, call, "bias", sample, head), b.times(first, call.bias_n)),
+            mask=b.byte_at(self._head_of_mask(b, call, sample, head), b.times(first, call.mask_n)),
             out=b.at(out, b.times(first, out_stride)),
             out_stride=out_stride,
             value=self._head(b, call, "value", sample, kv),
@@ -216,7 +232,7 @@ class _Kernels(Memory):
             keys = b.at(block.keys, b.times(at, size))
             self.call(b, self.product, (r,), [query, call.query_n, keys, size, logits, wide])
             self._weights(
-                b, call,
+                b, call, block, m, at,
                 [
                     r, call.scale, b.at(block.bias, b.times(m, call.bias_n)), call.bias_n, block.slopes,
                     b.minus(own, at), b.minus(b.minus(own, call.left), at), b.minus(b.plus(own, call.right), at),
@@ -291,6 +307,7 @@ class _Kernels(Memory):
             **{name: self._head(b, call, name, part.sample, head) for name in ("query", "bias", "grad_out")},
             grad_query=grad_query if self.word == 2 else b.at(grad_query, b.times(part.index, call.grad_query_p)),
             grad_query_stride=stride,
+            mask=self._head_of_mask(b, call, part.sample, head),
             sums=b.at(call.row_sums, b.times(row, b.times(call.n, 3))),
             saved=b.at(call.weights, b.times(b.times(number, call.n), self._row_of_weights(b, call))),
             slopes=self._slopes(b, call, part.sample, head),
@@ -354,7 +371,7 @@ class _Kernels(Memory):
             query, keys = b.at(of_head.query, b.times(at, call.query_n)), b.at(part.keys, b.times(c, size))
             self.call(b, self.product, (r,), [query, call.query_n, keys, size, weights, tile])
             self._weights(
-                b, call,
+                b, call, of_head, at, c,
                 [
                     r, call.scale, b.at(of_head.bias, b.times(at, call.bias_n)), call.bias_n, of_head.slopes, distance,
                     b.minus(distance, call.left), b.plus(distance, call.right), existing, weights, tile,

@@ -22,6 +22,9 @@ class Memory(Microtiles):
         strides = (getattr(call, f"{name}_{axis}") for axis in "bh")
         return b.at(getattr(call, name), *(b.times(i, s) for i, s in zip((sample, head), strides, strict=True)))
 
+    def _head_of_mask(self, b: Builder, call: SimpleNamespace, sample: Any, head: Any) -> Any:
+        return b.byte_at(call.mask, b.times(sample, call.mask_b), b.times(head, call.mask_h))
+
     def _length(self, b: Builder, call: SimpleNamespace, sample: Any) -> Any:
         return b.load(b.gep(call.lengths, [b.times(sample, call.lengths_b)], source_etype=INT64), typ=INT64)
 

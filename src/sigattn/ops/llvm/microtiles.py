@@ -10,13 +10,14 @@ rows of another tensor, added to a result. Three functions change the results of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 
 from sigattn.ops import dropout
-from sigattn.ops.llvm.builder import FLOAT, INT32, INT64, LOG2_E, POINTER, Builder, function, int64
+from sigattn.ops.llvm.builder import FLOAT, INT8, INT32, INT64, LOG2_E, POINTER, Builder, function, int64
 
 
 class Registers(NamedTuple):
@@ -143,15 +144,21 @@ class Microtiles:
         b.ret_void()
         return b.function
 
-    def weights(self, alibi: bool) -> ir.Function:
-        """Make P = σ(scale · S + bias) of rows of a microtile of S, with ALiBi or not, written over S; 0 where hidden.
+    def weights(self, alibi: bool, masked: bool) -> ir.Function:
+        """Make P = σ(scale · S + bias) of rows of a microtile of S, written over S; 0 where hidden.
+
+        Args:
+            alibi, masked: whether ALiBi and an additive mask are added to the logits.
 
         Arguments: the number of rows; scale; the rows' biases and their stride; slopes; position of the first query
         minus that of the first key; the smallest and the largest column that the first row sees, which may lie outside
-        the microtile; the number of columns that exist; S and its stride.
+        the microtile; the number of columns that exist; S and its stride; the mask of the microtile and its stride in
+        bytes.
         """
-        b, (rows, scale, biases, bias_stride, slopes, distance, first, last, count, tile, stride) = self._function(
-            f"weights{alibi}", INT64, FLOAT, POINTER, INT64, POINTER, INT64, INT64, INT64, INT64, POINTER, INT64
+        types = INT64, FLOAT, POINTER, INT64, POINTER, INT64, INT64, INT64, INT64, POINTER, INT64, POINTER, INT64
+        b, arguments = self._function(f"weights{alibi}{masked}", *types)
+        rows, scale, biases, bias_stride, slopes, distance, first, last, count, tile, stride, mask, mask_stride = (
+            arguments
         )
         unit = ir.Constant(FLOAT, 1.0 if self.word == 1 else -LOG2_E)  # of the logits
         factor, zero = b.splat(b.fmul(scale, unit)), b.constant(0.0)
@@ -160,6 +167,7 @@ class Microtiles:
 
         def row(r: Any) -> None:
             bias = b.splat(b.fmul(unit, b.read(b.at(biases, b.times(r, bias_stride)))))
+            line = b.byte_at(mask, b.times(r, mask_stride))
             low = self._column(b, b.plus(first, r))
             high = self._column(b, b.least(b.plus(last, r), b.minus(count, 1)))
             for c in range(self.registers.columns):
@@ -168,10 +176,15 @@ class Microtiles:
                 if alibi:
                     for slope, gap in zip((before, after), self._distances(b, b.plus(distance, r), c), strict=True):
                         term = b.multiply_add(b.fneg(slope), gap, term)
-                logit = b.multiply_add(b.read_vector(at), factor, term)
-                weight = b.sigmoid(logit) if self.word == 1 else b.coarse_sigmoid(logit, self.registers.has_dot)
                 column = b.add(b.lane_indices(), b.splat(ir.Constant(INT32, c * b.lanes)))
                 visible = b.and_(b.icmp_signed(">=", column, low), b.icmp_signed("<=", column, high))
+                if masked:
+                    added = b.read_vector(b.at(line, c * b.lanes))
+                    term = b.multiply_add(b.splat(unit), added, term)
+                    # its sum with a logit of inf or NaN is NaN
+                    visible = b.and_(visible, b.fcmp_unordered("!=", added, b.constant(-math.inf)))
+                logit = b.multiply_add(b.read_vector(at), factor, term)
+                weight = b.sigmoid(logit) if self.word == 1 else b.coarse_sigmoid(logit, self.registers.has_dot)
                 b.write_vector(b.select(visible, weight, zero), at)
 
         b.loop(0, rows, 1, row)
@@ -191,6 +204,25 @@ class Microtiles:
                 start = b.at(line, c * b.lanes // self.word)
                 vector = b.read_vector(start) if self.word == 1 else b.widened(b.read_halves(start))
                 b.write_vector(vector, b.at(tile, b.times(r, self.registers.tile), c * b.lanes))
+
+        b.loop(0, rows, 1, row)
+        b.ret_void()
+        return b.function
+
+    def hide(self) -> ir.Function:
+        """Make 0 of the weights of rows of a microtile where a mask of bool is False.
+
+        Arguments: the number of rows, the weights and their stride, the mask and its stride in bytes.
+        """
+        b, (rows, tile, stride, mask, mask_stride) = self._function("hide", INT64, POINTER, INT64, POINTER, INT64)
+
+        def row(r: Any) -> None:
+            line = b.byte_at(mask, b.times(r, mask_stride))
+            for c in range(self.registers.columns):
+                at = b.at(tile, b.times(r, stride), c * b.lanes)
+                flags = b.load(b.byte_at(line, c * b.lanes), align=1, typ=ir.VectorType(INT8, b.lanes))
+                is_hidden = b.icmp_signed("==", flags, ir.Constant(flags.type, [ir.Constant(INT8, 0)] * b.lanes))
+                b.write_vector(b.select(is_hidden, b.constant(0.0), b.read_vector(at)), at)
 
         b.loop(0, rows, 1, row)
         b.ret_void()
