@@ -134,7 +134,7 @@ def sigmoid_attention(
         backend: "reference" (materialises the weights; supports forward-mode and second derivatives), "blocked" (memory
             linear in the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16
             and float32, head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32 and bfloat16,
-            without attn_mask and softcap); None for the fastest of the others that supports the call.
+            without softcap and the gradient of attn_mask); None for the fastest of the others that supports the call.
 
     Returns:
         (B, Hq, N, Dv), the dimensions before the last two broadcast, in the query's dtype (under autocast, in
