@@ -1,8 +1,9 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; training.md from
-results/cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json and steps-narrow.json;
-error.svg and error.md from results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
+results/cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json, layer-wide.json and
+steps-narrow.json; error.svg and error.md from results/accuracy/accuracy.json; quality.svg from
+results/compare/results.json.
 """
 
 import json
@@ -213,7 +214,7 @@ def write(folder: Path) -> None:
     training = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("cpu-zen4-*.json"))]
     steps = [
         json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("steps", "steps-compiled", "layer", "steps-narrow")
+        for name in ("steps", "steps-compiled", "layer", "layer-wide", "steps-narrow")
     ]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
