@@ -22,7 +22,7 @@ from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem
 
 MOST = 4  # times the memory of query, key and value: the weights that "blocked" saves at most
-MOST_OF_LLVM = 2  # with more, a step takes longer, not shorter, if their memory is not that of the step before
+MOST_OF_LLVM = 3  # with more, a step takes longer, not shorter, if their memory is not that of the step before
 _LLVM_TILE = 64  # keys up to whose multiple "llvm" saves weights, or to a divisor's multiple
 _BY_AUTOGRAD_UP_TO = 1 << 16  # weights up to which autograd's own nodes cost less than a Function written in Python
 _NUM_TENSORS = 10  # leading fields of a problem
@@ -39,11 +39,11 @@ def apply_to(problem: Problem, backend: str) -> bool:
         return False
     if is_intercepted([t for t in problem[:_NUM_TENSORS] if t is not None]) or are_intercepted():
         return False
-    has_window = problem.left != UNLIMITED or problem.right != UNLIMITED
     n, m = problem.query.shape[2], problem.key.shape[2]
-    if backend == "llvm":  # its kernels save where nothing is hidden but padding
+    if backend == "llvm":
         columns = -(-m // _LLVM_TILE) * _LLVM_TILE
-        return not has_window and problem.seed is None and _fit(problem, columns, problem.query.dtype, MOST_OF_LLVM)
+        return problem.seed is None and _fit(problem, columns, problem.query.dtype, MOST_OF_LLVM)
+    has_window = problem.left != UNLIMITED or problem.right != UNLIMITED
     if has_window and n * m > short.WHOLE_UP_TO:
         return False
     return _fit(problem, m, arithmetic(problem)[0], MOST)

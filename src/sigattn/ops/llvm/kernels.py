@@ -45,7 +45,7 @@ _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS
 # query in the backward pass (``Microtiles.score_gradient``); ``packs`` is 1 if the forward kernel packs the keys;
 # ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,) with room for whole tiles. ``saves``
 # is 1 if the forward kernel writes ``weights`` (B, Hq, N, M rounded up to a tile), which the backward kernel reads, in
-# calls without dropout whose queries see all existing keys. ``mask_size`` is the size of a number of ``mask`` in
+# calls without dropout, where windows let the queries of a microtile see its two tiles of keys. ``mask_size`` is the size of a number of ``mask`` in
 # bytes, 1 if it is bool and 4 if it is float32, with room for whole tiles and strides in bytes; 0 without one. A strided tensor is followed by its strides, counted in
 # words if it is read, else in numbers.
 FIELDS = ("counter", "tasks", *_NUMBERS, *(f for name in _TENSORS for f in (name, *_STRIDES[name])))
@@ -250,8 +250,12 @@ class _Kernels(Memory):
             out = b.at(block.out, b.times(m, block.out_stride))
             self.call(b, self.add_product, (r,), [left, stride, 1, *values, out, block.out_stride, call.value_dim])
 
+        b.when(self._may_see(b, call, own, r, c), products)
+
+    def _may_see(self, b: Builder, call: SimpleNamespace, own: Any, r: int, c: Any) -> Any:
+        """Return whether windows let one of r queries, the first at position ``own``, see one of the two tiles at c."""
         before_end = b.less(c, b.plus(own, r, call.right))
-        b.when(b.and_(before_end, b.less(b.minus(own, call.left), b.plus(c, wide))), products)
+        return b.and_(before_end, b.less(b.minus(own, call.left), b.plus(c, 2 * self.registers.tile)))
 
     # backward
 
@@ -383,8 +387,13 @@ class _Kernels(Memory):
             saved = b.at(of_head.saved, b.times(at, row), b.sdiv(c, int64(self.word)))
             self.call(b, self.read_weights, (), [r, saved, row, weights])
 
+        def read_or_clear() -> None:
+            is_written = self._may_see(b, call, own, r, b.round_down(c, 2 * tile))
+            b.when(is_written, read)
+            b.when(b.not_(is_written), lambda: self.call(b, self.clear, (), [r, weights]))
+
         b.when(b.equal(call.saves, 0), compute)
-        b.when(b.equal(call.saves, 1), read)
+        b.when(b.equal(call.saves, 1), read_or_clear)
         grad, values = b.at(of_head.grad_out, b.times(at, call.grad_out_n)), b.at(part.values, b.times(c, width))
         self.call(b, self.product, (r,), [grad, call.grad_out_n, values, width, gradient, tile])
         self._drop(b, call, r, of_head.hashes, at, c, gradient, tile)

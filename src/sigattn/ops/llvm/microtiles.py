@@ -209,6 +209,14 @@ class Microtiles:
         b.ret_void()
         return b.function
 
+    def clear(self) -> ir.Function:
+        """Make 0 of rows of a microtile. Arguments: the number of rows, the microtile."""
+        b, (rows, tile) = self._function("clear", INT64, POINTER)
+        width = self.registers.tile
+        b.loop(0, b.times(rows, width), b.lanes, lambda at: b.write_vector(b.constant(0.0), b.at(tile, at)))
+        b.ret_void()
+        return b.function
+
     def hide(self) -> ir.Function:
         """Make 0 of the weights of rows of a microtile where a mask of bool is False.
 
