@@ -43,11 +43,11 @@ _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS
 # contiguous, those of queries (parts, B, Hq, N, head_dim). ``row_sums`` is (parts, B, Hq, N, 3). ``head_dim`` and
 # ``value_dim`` are multiples of a vector of words. ``alibi`` is 1 with slopes; ``sums`` is the number of sums of each
 # query in the backward pass (``Microtiles.score_gradient``); ``packs`` is 1 if the forward kernel packs the keys;
-# ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,) with room for whole tiles. ``saves``
-# is 1 if the forward kernel writes ``weights`` (B, Hq, N, M rounded up to a tile), which the backward kernel reads, in
-# calls without dropout, where windows let the queries of a microtile see its two tiles of keys. ``mask_size`` is the size of a number of ``mask`` in
-# bytes, 1 if it is bool and 4 if it is float32, with room for whole tiles and strides in bytes; 0 without one. A strided tensor is followed by its strides, counted in
-# words if it is read, else in numbers.
+# ``dropout`` is 1 with dropout, whose hashes are int32, (B, Hq, N) and (M,) with room for whole tiles. ``saves`` is 1
+# if the forward kernel writes ``weights`` (B, Hq, N, M rounded up to a tile), which the backward kernel reads, in calls
+# without dropout, where windows let the queries of a microtile see its two tiles of keys. ``mask_size`` is the size of
+# a number of ``mask`` in bytes, 1 if it is bool and 4 if it is float32, with room for whole tiles and strides in bytes;
+# 0 without one. A strided tensor is followed by its strides, counted in words if it is read, else in numbers.
 FIELDS = ("counter", "tasks", *_NUMBERS, *(f for name in _TENSORS for f in (name, *_STRIDES[name])))
 INDEX = {name: index for index, name in enumerate(FIELDS)}
 
