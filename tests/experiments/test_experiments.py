@@ -5,6 +5,7 @@ import html.parser
 import importlib
 import json
 import math
+import re
 import shutil
 import statistics
 from dataclasses import fields as dataclass_fields
@@ -340,6 +341,14 @@ class TestCommittedPages:
         counts = pages.count_verdicts(pages.read_pages(self.folder))
         text = " ".join((self.folder.parent / "reproduce.md").read_text().split())
         assert counts in text
+
+    def test_undecided_claims_are_listed(self):
+        """docs/reproduce.md has a reason for each claim of the paper that is not shown."""
+        written = [page for page in pages.read_pages(self.folder) if page.kind == "paper"]
+        undecided = {(page.name, f["claim"]) for page in written for f in page.findings if f["verdict"] == "not shown"}
+        text = (self.folder.parent / "reproduce.md").read_text()
+        section = text.partition("## What is not shown, and why")[2].partition("\n## ")[0]
+        assert set(re.findall(r"^\| \[([\w-]+)\].*? \| (.+?) \|", section, re.MULTILINE)) == undecided
 
     def test_every_experiment_has_a_page(self):
         assert {path.parent.name for path in self.folder.glob("*/page.json")} == set(EXPERIMENTS)
