@@ -54,6 +54,14 @@ def test_output_and_gradients_match_the_formula(registers, case):
         check(served(case), "llvm")
 
 
+def test_the_gradient_of_a_mask_is_not_lost():
+    """Where the op is called directly, as in a compiled graph."""
+    t, mask = torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5, 5, requires_grad=True)
+    out = DENSE.forward_op(*Problem(t, t, t, attn_mask=mask), "llvm")
+    with pytest.raises(RuntimeError, match="'llvm': it does not compute the gradient of attn_mask"):
+        out.sum().backward()
+
+
 @pytest.fixture
 def saving(measured, monkeypatch):
     """Calls without a backend save their weights, however many."""

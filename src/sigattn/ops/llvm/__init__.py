@@ -17,7 +17,7 @@ _INSTALLED = importlib.util.find_spec("llvmlite") is not None
 _PROCESSOR = torch.cpu.get_capabilities()
 # Zen 4 (AMD's processors with AVX512-BF16, without AVX-VNNI): nearly always faster than PyTorch (docs/log.md)
 _MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16") and not _PROCESSOR.get("avx_vnni"))
-NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask"
+_NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask"
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
@@ -39,7 +39,7 @@ def unavailable(problem: Problem) -> str | None:
     if p.query.dtype not in (torch.float32, torch.bfloat16):
         return f"it is for float32 and bfloat16, not for {str(p.query.dtype).removeprefix('torch.')}"
     if p.attn_mask is not None and p.attn_mask.requires_grad:
-        return NO_GRADIENT_OF_MASK
+        return _NO_GRADIENT_OF_MASK
     if p.mask_table is None and not p.softcap:
         return None
     given = {"a BlockMask": p.mask_table, "softcap": p.softcap or None}
@@ -63,4 +63,6 @@ def backward(
     """
     from sigattn.ops.llvm import calls
 
+    if needs_grad.attn_mask:
+        raise RuntimeError(f"sigmoid_attention: backend 'llvm': {_NO_GRADIENT_OF_MASK}")
     return calls.backward(problem, grad_out, needs_grad, saved)

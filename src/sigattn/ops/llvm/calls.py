@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from sigattn.ops.dropout import column_hashes, row_hashes, threshold
 from sigattn.ops.gradients import Gradients, NeedsGrad
-from sigattn.ops.llvm import NO_GRADIENT_OF_MASK
 from sigattn.ops.llvm.kernels import ANYWHERE, FIELDS, FORWARD_ROWS, INDEX
 from sigattn.ops.llvm.launch import Kernels, float_bits, kernels
 from sigattn.ops.problem import UNLIMITED, Problem, new_output
@@ -117,8 +116,6 @@ def backward(
     Args:
         saved: what ``forward`` has saved; None computes the weights again.
     """
-    if needs_grad.attn_mask:
-        raise RuntimeError(f"sigmoid_attention: backend 'llvm' {NO_GRADIENT_OF_MASK}")
     p = problem
     (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
     sums = needs_grad.bias or needs_grad.alibi_slopes
