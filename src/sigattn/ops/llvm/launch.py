@@ -1,6 +1,6 @@
 """Compilation of the kernels for this processor by LLVM, and their launch on the threads of OpenMP.
 
-They are compiled at the first call of a dtype in a process, in less than a second, for calls of all sizes and options.
+They are compiled at the first call of a dtype in a process, in about a second, for calls of all sizes and options.
 """
 
 from __future__ import annotations
