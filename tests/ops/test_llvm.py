@@ -86,7 +86,7 @@ def test_saved_weights_cross_the_tiles(saving, causal, window, dtype):
 
 
 class TestSavedWeights:
-    """Calls without a backend on a processor on which the kernels are the default."""
+    """Calls without a backend on a processor on which the kernels are the default; see test_saved_weights.py."""
 
     OPTIONS = ({"is_causal": True}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])})  # the first is a plain call
 
@@ -112,39 +112,6 @@ class TestSavedWeights:
 
     def test_not_with_dropout(self):
         assert not self.saves(*self.operands(), dropout_p=0.5)
-
-    @pytest.mark.parametrize("options", OPTIONS)
-    def test_not_where_saved_tensors_are_intercepted(self, options):
-        with torch.autograd.graph.save_on_cpu():
-            assert not self.saves(*self.operands(), **options)
-
-    @pytest.mark.parametrize("frozen", [{0}, {1, 2}])
-    @pytest.mark.parametrize("options", OPTIONS)
-    def test_frozen_inputs(self, frozen, options):
-        leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate(self.operands())]
-        trained = [t for t in leaves if t.requires_grad]
-        found, expected = (
-            torch.autograd.grad(sigmoid_attention(*leaves, backend=backend, **options).square().sum(), trained)
-            for backend in (None, "reference")
-        )
-        torch.testing.assert_close(found, expected)
-
-    @pytest.mark.parametrize("options", OPTIONS)
-    def test_a_second_derivative_raises(self, options):
-        leaves = self.operands()
-        grads = torch.autograd.grad(sigmoid_attention(*leaves, **options).sum(), leaves, create_graph=True)
-        with pytest.raises(RuntimeError, match='no second derivative; pass backend="reference"'):
-            grads[0].sum().backward()
-
-    @pytest.mark.parametrize("options", OPTIONS)
-    def test_batched_gradients(self, options):
-        leaves = self.operands()
-        out = sigmoid_attention(*leaves, **options)
-        grads = torch.randn(2, *out.shape)
-        found = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
-        for i, grad in enumerate(grads):
-            expected = torch.autograd.grad(out, leaves, grad, retain_graph=True)
-            torch.testing.assert_close(tuple(t[i] for t in found), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""Attention of short sequences that saves its weights, without llvmlite: when, their memory, and its derivatives."""
+"""Attention of short sequences that saves its weights: when, their memory, and its derivatives."""
 
 import pytest
 import torch
@@ -6,9 +6,20 @@ from torch.utils.checkpoint import checkpoint
 
 from sigattn import sigmoid_attention
 from sigattn.flash import flash_attn_func
+from sigattn.ops import llvm
 from sigattn.ops.cpu import saved_weights
+from tests.ops.cases import HAS_LLVM
 
-pytestmark = pytest.mark.usefixtures("without_llvmlite")
+
+@pytest.fixture(autouse=True)
+def default(request, monkeypatch):
+    """Make "blocked" the default backend, or the one of the parameter."""
+    is_blocked = getattr(request, "param", "blocked") == "blocked"
+    monkeypatch.setattr(llvm, "_INSTALLED" if is_blocked else "_MEASURED", not is_blocked)
+
+
+BOTH = pytest.mark.parametrize("default", ["blocked", *(["llvm"] if HAS_LLVM else [])], indirect=True)
+GENERAL = {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}  # not a plain call
 SAVED = ("_SavedBackward", "_SavedSelfAttentionBackward", "ViewBackward0")  # the last: autograd's own, of few weights
 
 
@@ -99,8 +110,9 @@ def hooks():
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
+@BOTH
 @pytest.mark.parametrize("context", [hooks, torch.autograd.graph.save_on_cpu])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
+@pytest.mark.parametrize("options", [{}, GENERAL])
 def test_nothing_is_saved_where_saved_tensors_are_intercepted(context, options):
     q, k, v = operands()
     assert saves_weights(sigmoid_attention(q, k, v, **options))
@@ -108,6 +120,7 @@ def test_nothing_is_saved_where_saved_tensors_are_intercepted(context, options):
         assert not saves_weights(sigmoid_attention(q, k, v, **options))
 
 
+@BOTH
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("n", [30, 150])
 def test_under_checkpoint(use_reentrant, n):
@@ -121,7 +134,8 @@ def test_under_checkpoint(use_reentrant, n):
     torch.testing.assert_close(tuple(t.grad for t in leaves), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "general"])
+@BOTH
+@pytest.mark.parametrize("options", [{}, GENERAL], ids=["plain", "general"])
 class TestHigherDerivatives:
     def test_a_second_derivative_raises(self, options):
         leaves = operands()
@@ -177,8 +191,9 @@ def test_backward_inside_autocast(options, n):
         torch.testing.assert_close(found, expected)
 
 
+@BOTH
 @pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 2}])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "general"])
+@pytest.mark.parametrize("options", [{}, GENERAL], ids=["plain", "general"])
 def test_frozen_inputs(frozen, options):
     leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate(operands())]
     trained = [t for t in leaves if t.requires_grad]

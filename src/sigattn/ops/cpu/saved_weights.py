@@ -22,7 +22,7 @@ from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import UNLIMITED, Problem
 
 MOST = 4  # times the memory of query, key and value: the weights that "blocked" saves at most
-MOST_OF_LLVM = 3  # with more, a step takes longer, not shorter, if their memory is not that of the step before
+MOST_OF_LLVM = 3  # with more, the page faults of new memory cost more than a product saves
 _LLVM_TILE = 64  # keys up to whose multiple "llvm" saves weights, or to a divisor's multiple
 _BY_AUTOGRAD_UP_TO = 1 << 16  # weights up to which autograd's own nodes cost less than a Function written in Python
 _NUM_TENSORS = 10  # leading fields of a problem

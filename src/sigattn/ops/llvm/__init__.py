@@ -17,7 +17,7 @@ _INSTALLED = importlib.util.find_spec("llvmlite") is not None
 _PROCESSOR = torch.cpu.get_capabilities()
 # Zen 4 (AMD's processors with AVX512-BF16, without AVX-VNNI): nearly always faster than PyTorch (docs/log.md)
 _MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16") and not _PROCESSOR.get("avx_vnni"))
-_NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask"
+_NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 

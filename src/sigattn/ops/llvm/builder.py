@@ -153,26 +153,22 @@ class Builder(ir.IRBuilder):
         """Return the vector 0, 1, …"""
         return ir.Constant(self.indices, [ir.Constant(INT32, i) for i in range(self.lanes)])
 
-    def intrinsic(self, name: str, *arguments: Any, result: Any = None) -> Any:
-        """Call an intrinsic function of vectors, such as "llvm.fma"."""
-        name = f"{name}.v{self.lanes}f32"
-        result = self.vector if result is None else result
-        known = self.module.globals.get(name)
-        made = known or ir.Function(self.module, ir.FunctionType(result, [a.type for a in arguments]), name)
-        return self.call(made, arguments)
+    def intrinsic(self, name: str, *arguments: Any, result: Any = None, fastmath: Sequence[str] = ()) -> Any:
+        """Call an intrinsic function, such as "llvm.fma.v16f32", whose result is a vector or of the type given."""
+        kind = ir.FunctionType(result or self.vector, [a.type for a in arguments])
+        made = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        return self.call(made, arguments, fastmath=fastmath)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """Return a · b + c, rounded once."""
-        return self.intrinsic("llvm.fma", a, b, c)
+        return self.intrinsic(f"llvm.fma.v{self.lanes}f32", a, b, c)
 
     def dot(self, a: Any, b: Any, c: Any, has_instruction: bool) -> Any:
         """Return a₀ · b₀ + a₁ · b₁ + c for vectors of pairs of bfloat16, by one instruction of AVX512-BF16 or more."""
         if has_instruction:
             pairs = ir.VectorType(_BFloat16(), 2 * self.lanes)
             name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
-            made = self.module.globals.get(name)
-            made = made or ir.Function(self.module, ir.FunctionType(self.vector, [self.vector, pairs, pairs]), name)
-            return self.call(made, [c, self.bitcast(a, pairs), self.bitcast(b, pairs)])
+            return self.intrinsic(name, c, self.bitcast(a, pairs), self.bitcast(b, pairs))
         a, b = self.bitcast(a, self.indices), self.bitcast(b, self.indices)
         first = [self.bitcast(self.shl(x, self.index(16)), self.vector) for x in (a, b)]
         second = [self.bitcast(self.and_(x, self.index(-1 << 16)), self.vector) for x in (a, b)]
@@ -217,9 +213,7 @@ class Builder(ir.IRBuilder):
     def sum_of(self, vector: Any) -> Any:
         """Return the sum of a vector's numbers, in any order."""
         name = f"llvm.vector.reduce.fadd.v{self.lanes}f32"
-        known = self.module.globals.get(name)
-        made = known or ir.Function(self.module, ir.FunctionType(FLOAT, [FLOAT, self.vector]), name)
-        return self.call(made, [ir.Constant(FLOAT, -0.0), vector], fastmath=("reassoc",))
+        return self.intrinsic(name, ir.Constant(FLOAT, -0.0), vector, result=FLOAT, fastmath=("reassoc",))
 
     def sigmoid(self, x: Any) -> Any:
         """Return σ(x) = 1 / (1 + exp(-x)), relative error a few units of the last place; 0 below -87, NaN for NaN."""
@@ -249,15 +243,12 @@ class Builder(ir.IRBuilder):
         if not has_estimate:
             return self.fdiv(self.constant(1.0), divisor)
         name = "llvm.x86.avx512.rcp14.ps.512"  # relative error up to 2^-14
-        known = self.module.globals.get(name)
-        types = [self.vector, self.vector, INT16]
-        made = known or ir.Function(self.module, ir.FunctionType(self.vector, types), name)
         all_lanes = ir.Constant(INT16, -1)
-        return self.call(made, [divisor, self.constant(0.0), all_lanes])
+        return self.intrinsic(name, divisor, self.constant(0.0), all_lanes)
 
     def _exp(self, x: Any) -> Any:
         """Return exp(x) for |x| up to ``_LARGEST``: 2^n times a polynomial (Cephes)."""
-        n = self.intrinsic("llvm.rint", self.fmul(x, self.constant(LOG2_E)))
+        n = self.intrinsic(f"llvm.rint.v{self.lanes}f32", self.fmul(x, self.constant(LOG2_E)))
         r = x
         for part in _LOG_2:
             r = self.multiply_add(n, self.constant(-part), r)

@@ -217,9 +217,10 @@ def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
 
 
 def _set_mask(arguments: Arguments, p: Problem, mask: Tensor) -> None:
+    """Set a mask of bool or float32, copied unless its rows are contiguous and whole tiles."""
     m = p.key.shape[2]
     for dim in range(3):  # an expanded mask is not copied in the expanded size
-        mask = mask[(slice(None),) * dim + (slice(1),)] if not mask.stride(dim) else mask
+        mask = mask if mask.stride(dim) else mask.narrow(dim, 0, 1)
     mask = mask.expand(*mask.shape[:3], m)
     if mask.dtype is not torch.bool:
         mask = mask.float()

@@ -1,9 +1,9 @@
 """Kernels of sigmoid attention for the vector units of a CPU, as LLVM's intermediate representation.
 
 The forward pass computes σ where a microtile of logits is complete, and multiplies it with the values at once
-(Algorithm 1). The backward pass goes over tiles of keys (Algorithm 2): it computes the weights again, and all five
-products of a tile while its numbers are in the nearest cache. A kernel takes tasks from a counter until none is left,
-so that it may run on any number of threads.
+(Algorithm 1). The backward pass goes over tiles of keys (Algorithm 2): it computes the weights again, unless the
+forward pass has saved them, and all products of a tile while its numbers are in the nearest cache. A kernel takes
+tasks from a counter until none is left, so that it may run on any number of threads.
 
 Tensors of bfloat16 are read as pairs (``microtiles``): along the features as they are, along queries and keys from
 copies. The sums of their results are float32, and are rounded once.
@@ -144,6 +144,8 @@ class _Kernels(Memory):
         ):
             rows, stride = self._head(b, call, name, sample, head), getattr(call, f"{name}_n")
             self._pair(b, rows, stride, width, 0, call.n, call.n, self._pairs(b, pairs, number, call.n, width))
+
+    # microtiles
 
     def _weights(
         self, b: Builder, call: SimpleNamespace, of_rows: SimpleNamespace, row: Any, column: Any, arguments: list[Any]

@@ -4,8 +4,8 @@ Factors are float32, or pairs of bfloat16 along the dimension that is summed; bo
 and all that is elementwise are float32.
 
 Two products, each made for 1 to R rows: that with a packed right factor, (D, tile) for each tile of keys, and that with
-rows of another tensor, added to a result. Three functions change the results of the first kind in place: to the weights
-σ(scale · Q Kᵀ + b), to the gradient of the logits, and by dropout.
+rows of another tensor, added to a result. Other functions change the results of the first kind in place: to the weights
+σ(scale · Q Kᵀ + b), to the gradient of the logits, by a mask, and by dropout.
 """
 
 from __future__ import annotations
