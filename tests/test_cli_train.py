@@ -209,6 +209,11 @@ class TestTrain:
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
             (["train", "k-summation", "--tiny", "--workers", "7"], 2, "workers=7 is for folders of images"),
             (["reproduce", "tones", "--scale", "paper", "--longer", "3"], 2, "longer=3 is for the scales"),
+            (["reproduce", "--all", "--more-seeds", "mlp", "5"], 2, "name it in place of --all"),
+            (["reproduce", "conversion", "--more-seeds", "mlp", "5"], 2, "not for conversion, whose variants"),
+            (["reproduce", "pair-repeat", "--more-seeds", "mlp", "3"], 2, "'mlp' 3 adds none to --seeds 3"),
+            (["reproduce", "pair-repeat", "--more-seeds", "mlp", "4", "mlp", "5"], 2, "names 'mlp' more than once"),
+            (["reproduce", "pair-repeat", "--more-seeds", "rnn", "5"], 2, "names 'rnn', which"),
             (["train", "lm-1b-2k", "--tiny", "--training.max-steps", "0"], 2, "max_steps must be at least 1"),
             (
                 ["train", "lm-1b-2k", "--tiny", "--model.num-heads", "5"],

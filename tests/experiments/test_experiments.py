@@ -324,6 +324,51 @@ def test_longer_training(tmp_path):
     assert page.command == "sigattn reproduce one --scale small --seeds 5 --longer 4"
 
 
+class TestMoreSeeds:
+    """Variants with more seeds than the others."""
+
+    @pytest.mark.usefixtures("in_this_process")
+    def test_only_the_named_variants_have_them(self, tmp_path):
+        """At every learning rate, and in the page and its command; runs of the smaller number are not repeated."""
+        lines = []
+        setting = Setting("smoke", 1, tmp_path, lines.append, more_seeds={"sigmoid, both, κ = 1": 2})
+        lr_sensitivity.compare_norms(replace(setting, more_seeds={}))
+        before = len(lines)
+        result = lr_sensitivity.compare_norms(setting)
+        assert sorted(line.partition(": ")[2] for line in lines[before:]) == [
+            f"sigmoid, both, κ = 1, {rate}, seed 1" for rate in (0.001, 0.1)
+        ]
+        numbers = {row["variant"]: [len(row["sensitivity"]), *map(len, row["losses"])] for row in result.data}
+        assert numbers.pop("sigmoid, both, κ = 1") == [2, 2, 2]
+        assert len(numbers) == 5
+        assert all(number == [1, 1, 1] for number in numbers.values())
+        page = pages.write_page(tmp_path / "page", find_experiment("lr-sensitivity"), setting, result, ABOUT)
+        assert page.extent == "Scale: smoke, seeds: 1; 2 of sigmoid, both, κ = 1."
+        assert "--seeds 1 --more-seeds 'sigmoid, both, κ = 1' 2" in (tmp_path / "page" / "page.md").read_text()
+        assert pages.read_pages(tmp_path) == [page]
+
+    def test_a_page_groups_variants_by_number(self):
+        about = {"findings": [], "has_figure": False, "provenance": ABOUT, "differs": "", "columns": [], "rows": []}
+        page = pages.Page("n", "N", "here", "small", 5, **about, more_seeds={"a, b": 20, "c": 9, "d": 20})
+        assert page.extent == "Scale: small, seeds: 5; 9 of c; 20 of a, b and of d."
+
+    @pytest.mark.parametrize("name", ["lr-sensitivity", "pair-repeat", "lm-stability"])
+    def test_unknown_variants_are_refused_before_training(self, name, tmp_path):
+        scale = "paper" if name == "lm-stability" else "smoke"
+        setting = Setting(scale, 1, tmp_path, pytest.fail, more_seeds={"sigmoid, none": 2})
+        with pytest.raises(ExperimentError, match=r"--more-seeds names 'sigmoid, none', which .* variants are '"):
+            find_experiment(name).run(setting)
+        assert not list(tmp_path.iterdir())
+
+    def test_run_files_have_them(self, tmp_path):
+        setting = Setting("paper", 1, tmp_path, more_seeds={"85M, 4k, sigmoid": 3})
+        with pytest.raises(ExperimentError, match="these are 7 trainings"):
+            find_experiment("lm-stability").run(setting)
+        lines = [line for line in (tmp_path / "runs.sh").read_text().splitlines() if line.startswith("sigattn")]
+        assert len(lines) == 7
+        assert [sum(f"--training.seed {seed}" in line for line in lines) for seed in range(3)] == [5, 1, 1]
+
+
 class TestCommittedPages:
     """docs/results and the counts in docs/reproduce.md."""
 

@@ -37,6 +37,7 @@ def reproduce(
     list: bool = False,  # noqa: A002
     judge: Path | None = None,
     longer: int = 1,
+    more_seeds: tuple[tuple[str, int], ...] = (),
 ) -> None:
     """Run an experiment of the paper, and write its data, figure and page. Finished runs are not repeated.
 
@@ -53,6 +54,7 @@ def reproduce(
         list: list the experiments.
         judge: judge the data of the pages in this folder again and rewrite them; nothing is run.
         longer: factor of the training steps of scales "smoke" and "small", for findings that may change with training.
+        more_seeds: variants and their numbers of seeds, above --seeds, for claims that need more to be decided.
     """
     given = [n for n, v in locals().items() if v != inspect.signature(reproduce).parameters[n].default]
     for action, text in (("judge", "judges stored data and runs nothing"), ("list", "lists the experiments")):
@@ -75,13 +77,23 @@ def reproduce(
     check_at_least(1, {"seeds": seeds, "workers": workers, "longer": longer})
     if scale == "paper" and longer != 1:
         raise SettingsError(f'longer={longer} is for the scales "smoke" and "small", and does not change "paper"')
+    _check_more_seeds(more_seeds, seeds, name)
     results = folder / (scale if longer == 1 else f"{scale}-{longer}x")
     for experiment in EXPERIMENTS.values() if all else (find_experiment(name or ""),):
         print(f"{experiment.name}: {experiment.title} ({experiment.source})", flush=True)
         start = time.perf_counter()
         own = results / experiment.name
         setting = Setting(
-            scale, seeds, own, lambda line: print(f"  {line}", flush=True), workers, data, tokenizer, speech, longer
+            scale,
+            seeds,
+            own,
+            lambda line: print(f"  {line}", flush=True),
+            workers,
+            data,
+            tokenizer,
+            speech,
+            longer,
+            dict(more_seeds),
         )
         try:
             result = experiment.run(setting)
@@ -97,6 +109,22 @@ def reproduce(
         print(f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", flush=True)
     written = pages.read_pages(results)
     print(f"{pages.write_index(results, written)}: {pages.count_verdicts(written)}")
+
+
+def _check_more_seeds(more_seeds: tuple[tuple[str, int], ...], seeds: int, name: str | None) -> None:
+    """Raise ``SettingsError`` for numbers that add no seeds, and for experiments whose variants have equal numbers."""
+    if not more_seeds:
+        return
+    if name is None:
+        raise SettingsError("--more-seeds is for the variants of one experiment: name it in place of --all")
+    if not find_experiment(name).unequal_seeds:
+        takers = ", ".join(e.name for e in EXPERIMENTS.values() if e.unequal_seeds)
+        raise SettingsError(f"--more-seeds is not for {name}, whose variants have equal seeds; it is for {takers}")
+    for variant, number in more_seeds:
+        if number <= seeds:
+            raise SettingsError(f"--more-seeds {variant!r} {number} adds none to --seeds {seeds}: name a larger number")
+    if repeated := [v for v, count in Counter(v for v, _ in more_seeds).items() if count > 1]:
+        raise SettingsError(f"--more-seeds names {repeated[0]!r} more than once: give each variant one number")
 
 
 def _print_experiments() -> None:

@@ -108,7 +108,7 @@ def make_experiment(
     name: str, title: str, source: str, study: Ablation, minutes: dict[Scale, float | None], hardware: str, differs: str
 ) -> Experiment:
     """Return the experiment that runs an ablation and judges its claims (``Experiment``)."""
-    return Experiment(name, title, source, study, study.judge, minutes, hardware, differs)
+    return Experiment(name, title, source, study, study.judge, minutes, hardware, differs, unequal_seeds=True)
 
 
 def train_changes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +35,7 @@ class Setting:
             bytes, which the paper's scale does not accept. tokenizer: tokenizer, if the data is text.
         speech: recordings, the spoken digits as a folder or .tar.gz; None is possible at scale "smoke" only.
         longer: factor of the training steps below the paper's scale.
+        more_seeds: number of seeds, above ``seeds``, of variants whose comparison needs more of them, by name.
         fingerprints: fingerprints of the data that runs were trained on, by name; filled in by the experiment.
     """
 
@@ -47,6 +48,7 @@ class Setting:
     tokenizer: Path | None = None
     speech: Path | None = None
     longer: int = 1
+    more_seeds: dict[str, int] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)
 
     def scaled(self, smoke: Any, small: Any, paper: Any) -> Any:
@@ -56,6 +58,19 @@ class Setting:
     def steps(self, smoke: int, small: int, paper: int | None = None) -> Any:
         """Return the training steps for the scale; ``longer`` times as many below the paper's."""
         return self.scaled(smoke * self.longer, small * self.longer, paper)
+
+    def num_seeds(self, variant: str) -> int:
+        """Return the number of seeds of a variant."""
+        return self.more_seeds.get(variant, self.seeds)
+
+    def check_variants(self, names: Iterable[str]) -> None:
+        """Raise ``ExperimentError`` if ``more_seeds`` names a variant that is not among these."""
+        names = list(names)
+        if unknown := [name for name in self.more_seeds if name not in names]:
+            raise ExperimentError(
+                f"--more-seeds names {', '.join(map(repr, unknown))}, which this experiment does not train; its "
+                f"variants are {', '.join(map(repr, names))}"
+            )
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,7 @@ class Experiment:
         minutes: approximate minutes on 2 cores, by scale; None if unknown.
         hardware: hardware for the paper's scale. differs: difference of "small" from the paper's set-up.
         kind: "paper" for the paper's claims, "beyond" for ours beyond it, "timing" for times of the local machine.
+        unequal_seeds: True if it takes ``Setting.more_seeds``.
     """
 
     name: str
@@ -116,3 +132,4 @@ class Experiment:
     hardware: str = "2 CPU cores"
     differs: str = ""
     kind: Kind = "paper"
+    unequal_seeds: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sigattn.experiments import drawing, intervals, sweep
@@ -91,15 +91,17 @@ class Sensitivities:
 
 
 def measure_sensitivities(setting: Setting, variants: dict[str, Recipe]) -> Sensitivities:
-    """Train every variant at every learning rate with every seed."""
+    """Train every variant at every learning rate with each of its seeds."""
+    setting.check_variants(variants)
     rates = setting.scaled((1e-3, 1e-1), RATES, RATES)
     at_all_rates = {k: v for name, recipe in variants.items() for k, v in at_rates(recipe, name, rates).items()}
-    outcomes = sweep.train_variants(setting, at_all_rates, may_diverge=True)
+    more = {run: n for name, n in setting.more_seeds.items() for run in at_rates(variants[name], name, rates)}
+    outcomes = sweep.train_variants(replace(setting, more_seeds=more), at_all_rates, may_diverge=True)
     losses = {name: [final_losses(outcomes[f"{name}, {r:g}"]) for r in rates] for name in variants}
     # the first loss of a variant and seed does not depend on the rate
     starts = {name: [o.rows[0]["loss"] for o in outcomes[f"{name}, {rates[0]:g}"]] for name in variants}
     sensitivities = {
-        name: [sensitivity([at[s] for at in losses[name]], starts[name][s]) for s in range(setting.seeds)]
+        name: [sensitivity([at[s] for at in losses[name]], start) for s, start in enumerate(starts[name])]
         for name in variants
     }
     return Sensitivities(rates, losses, sensitivities)
@@ -214,6 +216,7 @@ EXPERIMENTS = (
         {"smoke": 0.3, "small": 9.0, "paper": None},
         "1 GPU",
         _DIFFERS,
+        unequal_seeds=True,
     ),
     Experiment(
         "constant-bias",
@@ -224,5 +227,6 @@ EXPERIMENTS = (
         {"smoke": 0.2, "small": 8.0, "paper": None},
         "1 GPU",
         _DIFFERS,
+        unequal_seeds=True,
     ),
 )

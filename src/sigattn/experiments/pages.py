@@ -33,7 +33,7 @@ class Page:
         name, title, source: see ``Experiment``. scale, seeds: see ``Setting``. findings: claim, verdict and evidence.
         columns, rows: the table. differs: difference of this scale from the paper's. has_figure: if it has a figure.
         data: names and hashes of the training data. command: the command that writes the page.
-        kind: see ``Experiment``. longer: see ``Setting``.
+        kind: see ``Experiment``. longer, more_seeds: see ``Setting``.
     """
 
     name: str
@@ -51,12 +51,17 @@ class Page:
     command: str = ""
     kind: Kind = "paper"
     longer: int = 1
+    more_seeds: dict[str, int] = field(default_factory=dict)
 
     @property
     def extent(self) -> str:
         """Scale and seeds as a sentence."""
         longer = "" if self.longer == 1 else f", {self.longer} times its training"
-        return f"Scale: {self.scale}{longer}, seeds: {self.seeds}."
+        by_number: dict[int, list[str]] = {}
+        for name, number in self.more_seeds.items():
+            by_number.setdefault(number, []).append(name)
+        more = "".join(f"; {number} of {' and of '.join(names)}" for number, names in sorted(by_number.items()))
+        return f"Scale: {self.scale}{longer}, seeds: {self.seeds}{more}."
 
 
 def write_page(
@@ -82,6 +87,7 @@ def write_page(
         _command(experiment, setting),
         experiment.kind,
         setting.longer,
+        setting.more_seeds,
     )
     if result.figure is not None:
         result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
@@ -150,6 +156,8 @@ def _command(experiment: Experiment, setting: Setting) -> str:
     parts = ["sigattn", "reproduce", experiment.name, "--scale", setting.scale, "--seeds", str(setting.seeds)]
     if setting.longer != 1:
         parts += ["--longer", str(setting.longer)]
+    if setting.more_seeds:
+        parts += ["--more-seeds", *(str(part) for pair in setting.more_seeds.items() for part in pair)]
     for name in ("data", "tokenizer", "speech"):
         if (path := getattr(setting, name)) is not None:
             parts += [f"--{name}", str(path)]

@@ -161,4 +161,5 @@ def speech_experiment(name: str, title: str, source: str, table: SpeechTable) ->
         "strings of spoken digits (FSDD) instead of LibriSpeech, 2 layers of 64, 800 steps of 10 s, not converged, "
         "so character errors are compared rather than word errors; strings of 8 to 14 digits replace TED-LIUM's "
         "longer talks",
+        unequal_seeds=True,
     )

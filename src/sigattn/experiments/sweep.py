@@ -88,7 +88,7 @@ def shortened(recipe: Recipe, steps: int, batch_size: int, **training: Any) -> R
 def train_variants(
     setting: Setting, recipes: dict[str, Recipe], *, may_diverge: bool = False
 ) -> dict[str, list[Outcome]]:
-    """Train every recipe with every seed, and return the outcomes by name and seed.
+    """Train every recipe with each of its seeds, and return the outcomes by name and seed.
 
     A run is repeated only if its settings or its data have changed.
 
@@ -99,10 +99,16 @@ def train_variants(
 
     Raises:
         ExperimentError: for a run that diverged, unless ``may_diverge``; at the paper's scale, without data for
-            language models; or without recordings for speech.
+            language models; without recordings for speech; or for seeds of a variant that is not in ``recipes``.
     """
+    setting.check_variants(recipes)
     fingerprints: dict[str, str] = {}
-    runs = [_run(setting, name, recipe, seed) for seed in range(setting.seeds) for name, recipe in recipes.items()]
+    runs = [
+        _run(setting, name, recipe, seed)
+        for seed in range(max(map(setting.num_seeds, recipes)))  # outermost: an interrupted sweep has complete seeds
+        for name, recipe in recipes.items()
+        if seed < setting.num_seeds(name)
+    ]
     identities = {run.folder: _identity(setting, run, fingerprints) for run in runs}
     todo = [run for run in runs if load_result(run.folder / RESULT_FILE, identities[run.folder]) is None]
     calls = {(run.name, run.recipe.training.seed): partial(_train, run, identities[run.folder]) for run in todo}

@@ -102,5 +102,6 @@ EXPERIMENTS = (
         {"smoke": 0.3, "small": 8.0, "paper": None},
         "1 to 64 GPUs of 80 GB, by recipe",
         "models of 2 layers of 64, CPython's documentation, handwritten and spoken digits, 240 to 1,200 steps",
+        unequal_seeds=True,
     ),
 )
