@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from sigattn import sigmoid_attention
-from sigattn.ops import llvm
+from sigattn.ops import attention, llvm
 from sigattn.ops.attention import DENSE
 from sigattn.ops.cpu import saved_weights
 from sigattn.ops.problem import Problem
@@ -64,7 +64,8 @@ def test_the_gradient_of_a_mask_is_not_lost():
 
 @pytest.fixture
 def saving(measured, monkeypatch):
-    """Calls without a backend save their weights, however many."""
+    """Calls without a backend take the kernels and save their weights, however few or many."""
+    monkeypatch.setattr(llvm, "is_long_enough", lambda *_, **__: True)
     monkeypatch.setattr(saved_weights, "MOST_OF_LLVM", 10**6)
 
 
@@ -107,8 +108,9 @@ class TestSavedWeights:
         for n, expected in ((100, True), (256, True), (257, False), (1000, False)):  # whole tiles up to 3 · 3 · D
             leaves = self.operands(n, dtype=dtype)
             assert self.saves(*leaves, **options) == expected
+        few = 32 if dtype is torch.float32 else 64
         query, key, value = self.operands(1000, d=16, dtype=dtype)
-        assert not self.saves(query, key[:, :, :1], value[:, :, :1], **options)  # a row has room for a tile
+        assert not self.saves(query, key[:, :, :few], value[:, :, :few], **options)  # a row has room for a tile
 
     def test_not_with_dropout(self):
         assert not self.saves(*self.operands(), dropout_p=0.5)
@@ -222,8 +224,28 @@ def test_it_is_the_default_for_what_it_supports(measured, monkeypatch):
     assert DENSE.choose(problem._replace(softcap=3.0), None) == "blocked"
     assert DENSE.choose(Problem(*(t.bfloat16(),) * 3), None) == "llvm"
     assert DENSE.choose(Problem(*(t.half(),) * 3), None) == "blocked"
+    for dtype, d, dv, fewest in (
+        (torch.float32, 16, 16, 32),
+        (torch.bfloat16, 32, 64, 16),
+        (torch.bfloat16, 40, 32, 64),
+        (torch.bfloat16, 32, 40, 64),
+    ):
+        for m in (fewest - 1, fewest):
+            few = [torch.empty(4, 4, *shape, dtype=dtype) for shape in ((200, d), (m, d), (m, dv))]
+            assert DENSE.choose(Problem(*few), None) == ("llvm" if m == fewest else "blocked")
     monkeypatch.setattr(llvm, "_MEASURED", False)
     assert DENSE.choose(problem, None) == "blocked"
+
+
+@pytest.mark.parametrize(("dtype", "d", "fewest"), [(DTYPES[0], 8, 32), (DTYPES[1], 32, 64), (DTYPES[1], 24, 256)])
+def test_short_plain_calls_do_not_take_it(measured, monkeypatch, dtype, d, fewest):
+    """Of at least 32,768 weights, below which no call does."""
+    taken = []
+    monkeypatch.setattr(attention, "_run_default", lambda problem, backend: taken.append(backend) or problem.query)
+    for n in (fewest - 1, fewest):
+        q = torch.zeros(40, 2, n, d, dtype=dtype, requires_grad=True)
+        sigmoid_attention(q, q, q, is_causal=True)
+        assert taken == ["llvm"] * (n == fewest)
 
 
 class Attention(torch.nn.Module):

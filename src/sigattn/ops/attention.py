@@ -212,7 +212,7 @@ def _fast_path(
     batch, heads, n, d = query.shape
     right = 0 if is_causal else UNLIMITED
     differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if query.dtype in (torch.float32, torch.bfloat16) and batch * heads * n * n >= _FEW_WEIGHTS:
+    if batch * heads * n * n >= _FEW_WEIGHTS and llvm.is_long_enough(query, value, is_plain=True):
         number = None if bias is None else torch.full((), bias, dtype=torch.float64, device="cpu")
         problem = Problem(query, key, value, number, scale=scale, right=right)
         if DENSE.choose(problem, None) == "llvm":

@@ -60,7 +60,7 @@ class Backend(Generic[P]):
             because it is called outside the op, where a compiler may be tracing.
         backward: returns the gradients of a problem.
         device_types: devices on which the backend can be the default; None for all.
-        can_be_default: returns False where the backend is not the default although it supports a call.
+        can_be_default: returns False for problems for which the backend is not the default although it supports them.
         new_output: returns a tensor with the strides of ``forward``'s output, given the query and Dv.
         new_gradient: returns a tensor with the strides of ``backward``'s gradient of query, key or value.
     """
@@ -69,7 +69,7 @@ class Backend(Generic[P]):
     unavailable: Callable[[P], str | None]
     backward: Callable[[P, Tensor, NeedsGrad], Gradients] = refuse_backward
     device_types: tuple[str, ...] | None = None
-    can_be_default: Callable[[], bool] = lambda: True
+    can_be_default: Callable[[P], bool] = lambda _: True
     new_output: Callable[[Tensor, int], Tensor] = new_contiguous
     new_gradient: Callable[[Tensor], Tensor] = new_contiguous_gradient
 
@@ -77,7 +77,7 @@ class Backend(Generic[P]):
         """Return True if the backend supports the problem and can be the default on its device."""
         if self.device_types is not None and problem.query.device.type not in self.device_types:
             return False
-        return self.can_be_default() and self.unavailable(problem) is None
+        return self.can_be_default(problem) and self.unavailable(problem) is None
 
 
 class Operator(Generic[P]):

@@ -21,10 +21,26 @@ _NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'block
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
-def can_be_default() -> bool:
-    """Return True on processors on which the kernels were measured, unless the call is recorded for other machines."""
+def can_be_default(problem: Problem) -> bool:
+    """Return True if the kernels were measured as faster, unless the call is recorded for other machines."""
     recorded = torch.compiler.is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
-    return _MEASURED and not recorded
+    return _MEASURED and not recorded and is_long_enough(problem.query, problem.value)
+
+
+def is_long_enough(query: Tensor, value: Tensor, *, is_plain: bool = False) -> bool:
+    """Return True if products of PyTorch take more time for so many keys than the kernels, whose tiles have 64.
+
+    The numbers of keys were measured on Zen 4 (docs/log.md). Heads of bfloat16 that are not whole vectors are copied.
+
+    Args:
+        is_plain: True for a call whose only options are a bias that is a number and causality, which needs fewer
+            operations of PyTorch.
+    """
+    m, (d, dv) = value.shape[2], (query.shape[3], value.shape[3])
+    if query.dtype is torch.float32:
+        return bool(m >= 32)
+    fewest = 64 if d % 32 or dv % 32 else 16
+    return query.dtype is torch.bfloat16 and bool(m >= (4 * fewest if is_plain else fewest))
 
 
 def unavailable(problem: Problem) -> str | None:
