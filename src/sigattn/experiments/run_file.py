@@ -31,15 +31,15 @@ def write_run_file(setting: Setting, trainings: Trainings, data: str, then: str)
         data: path of the data in the commands.
         then: the command that evaluates a finished run.
     """
-    count = sum(map(setting.num_seeds, trainings))
-    lines = ["# run each line on the recipe's hardware: sigattn recipes RECIPE names it"]
     setting.check_variants(trainings)
+    lines = ["# run each line on the recipe's hardware: sigattn recipes RECIPE names it"]
     for seed in range(max(map(setting.num_seeds, trainings))):
         for name, (recipe, changes) in trainings.items():
             if seed >= setting.num_seeds(name):
                 continue
             folder = "runs/" + "".join(c if c.isalnum() or c in "-." else "_" for c in f"{name}-{seed}")
             lines += [f"# {name}, seed {seed}", train_command(recipe, {**changes, "training.seed": seed}, data, folder)]
+    count = sum(map(setting.num_seeds, trainings))
     path = setting.folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
