@@ -300,6 +300,7 @@ def test_page_fields_are_escaped(tmp_path):
         "name": evil, "title": evil, "source": evil, "scale": evil, "seeds": 1, "differs": evil, "columns": [evil],
         "rows": [[evil], [evil]], "findings": [{"verdict": evil, "claim": evil, "evidence": evil}], "has_figure": True,
         "provenance": {evil: evil}, "data": [evil], "command": evil, "kind": "paper", "longer": 1,
+        "more_seeds": {evil: 2},
     }  # fmt: skip
     names = {f.name for f in dataclass_fields(pages.Page)}
     assert names <= set(fields)
