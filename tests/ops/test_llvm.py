@@ -17,7 +17,7 @@ from tests.ops.cases import Case, cases
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.skipif(not llvm._HAS_THREADS, reason="needs OpenMP under Linux")
 
-from sigattn.ops.llvm import calls, launch  # noqa: E402 -- needs llvmlite
+from sigattn.ops.llvm import arguments, launch  # noqa: E402 -- needs llvmlite
 from sigattn.ops.llvm.microtiles import Registers  # noqa: E402
 
 # vectors of 512, 256 and 128 bits, as LLVM makes them on any processor
@@ -146,6 +146,15 @@ def test_every_number_is_written(nan_filled_memory, saving, causal, backend, dty
     """Also those of saved weights, of which there are none beyond the length of a sample."""
     case = Case((2, 2, 2, 67, 271, 8, 12), dtype, causal, None, None, None, None, None, True, "contiguous", 3)
     check(case, backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_in_many_tensors(causal, dtype, nan_filled_memory, monkeypatch):
+    """As that of long sequences, which is more than one tensor is used for."""
+    monkeypatch.setattr(arguments, "_ONE_TENSOR", 0)
+    case = Case((2, 2, 2, 67, 271, 8, 12), dtype, causal, None, None, None, None, None, True, "contiguous", 3)
+    check(case, "llvm")
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 5, 8, 8), (1, 2, 0, 5, 8, 8), (1, 2, 5, 0, 8, 8), (1, 2, 5, 5, 0, 8),
@@ -293,6 +302,6 @@ def test_keys_are_divided_where_threads_would_wait(key_heads, threads, parts):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert calls._number_of_parts(key_heads, tiles=20) == parts
+        assert arguments.number_of_parts(key_heads, 20, torch.get_num_threads()) == parts
     finally:
         torch.set_num_threads(before)

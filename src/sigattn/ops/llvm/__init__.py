@@ -15,8 +15,8 @@ from sigattn.ops.problem import Problem
 
 _INSTALLED = importlib.util.find_spec("llvmlite") is not None
 _PROCESSOR = torch.cpu.get_capabilities()
-# Zen 4 (AMD's processors with AVX512-BF16, without AVX-VNNI): nearly always faster than PyTorch (docs/log.md)
-_MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16") and not _PROCESSOR.get("avx_vnni"))
+# AMD's processors with AVX512-BF16, Zen 4 and Zen 5: faster than PyTorch (docs/log.md)
+_MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16"))
 _NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
@@ -30,7 +30,8 @@ def can_be_default(problem: Problem) -> bool:
 def is_long_enough(query: Tensor, value: Tensor, *, is_plain: bool = False) -> bool:
     """Return True if products of PyTorch take more time for so many keys than the kernels, whose tiles have 64.
 
-    The numbers of keys were measured on Zen 4 (docs/log.md). Heads of bfloat16 that are not whole vectors are copied.
+    The numbers of keys were measured on Zen 4 and Zen 5 (docs/log.md). Heads of bfloat16 that are not whole vectors
+    are copied.
 
     Args:
         is_plain: True for a call whose only options are a bias that is a number and causality, which needs fewer

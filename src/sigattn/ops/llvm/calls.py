@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -11,93 +10,24 @@ from torch.nn import functional as F
 
 from sigattn.ops.dropout import column_hashes, row_hashes, threshold
 from sigattn.ops.gradients import Gradients, NeedsGrad
-from sigattn.ops.llvm.kernels import ANYWHERE, FIELDS, FORWARD_ROWS, INDEX
+from sigattn.ops.llvm.arguments import Arguments, Layout, layout, readable, round_up
+from sigattn.ops.llvm.kernels import FORWARD_ROWS
 from sigattn.ops.llvm.launch import Kernels, float_bits, kernels
-from sigattn.ops.problem import UNLIMITED, Problem, new_output
-
-
-class Arguments:
-    """Arguments of a kernel (``kernels.FIELDS``), and copies of tensors that must outlive its call.
-
-    Args:
-        compiled: the kernels that take them.
-    """
-
-    def __init__(self, compiled: Kernels) -> None:
-        self.word, self.tile = compiled.word, compiled.registers.tile
-        self.multiple = self.word * compiled.registers.lanes  # numbers of a tensor in a vector
-        self.data = (ctypes.c_int64 * len(FIELDS))()
-        self._kept: list[Tensor] = []
-
-    def set(self, name: str, *values: int) -> None:
-        """Set the fields from ``name`` on."""
-        index = INDEX[name]
-        self.data[index : index + len(values)] = list(values)
-
-    def set_field_as_tensor(self, name: str, field: str) -> None:
-        """Let a tensor be one number, the value of a field, with strides of 0."""
-        self.set(name, ctypes.addressof(self.data) + 8 * INDEX[field])
-
-    def new(self, name: str, like: Tensor, *shape: int) -> None:
-        """Set a field to memory of a shape."""
-        memory = like.new_empty(shape)
-        self._kept.append(memory)
-        self.set(name, memory.data_ptr())
-
-    def new_pairs(self, name: str, like: Tensor, heads: int, rows: int) -> None:
-        """Set a field to memory for pairs of rows."""
-        self.new(name, like, heads, _round_up(rows, 2), _round_up(like.shape[-1], self.multiple))
-
-    def new_sums(self, name: str, result: Tensor, parts: int = 1) -> Tensor:
-        """Set a field to memory for the sums of a result, of each part of the keys if it is that of the queries."""
-        sums = result.new_empty(parts if name == "grad_query" else 1, *result.shape, dtype=torch.float32)
-        self.keep(f"{name}_sums", sums)
-        return sums
-
-    def set_operand(self, name: str, tensor: Tensor) -> None:
-        """Set a tensor to read, copied unless its rows are contiguous and whole vectors of words."""
-        if missing := -tensor.shape[-1] % self.multiple:
-            tensor = F.pad(tensor, (0, missing))
-        elif tensor.stride(-1) != 1:
-            tensor = tensor.contiguous()
-        if self.word == 1:
-            return self.keep(name, tensor, *tensor.stride()[:3])
-        if tensor.data_ptr() % 4 or any(stride % 2 for stride in tensor.stride()[:3]):
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        return self.keep(name, tensor, *(stride // 2 for stride in tensor.stride()[:3]))
-
-    def set_weights(self, weights: Tensor) -> None:
-        """Let the kernels save the weights, or read them."""
-        self.set("saves", 1)
-        self.keep("weights", weights)
-
-    def keep(self, name: str, tensor: Tensor, *strides: int) -> None:
-        """Set a tensor's address and strides."""
-        self._kept.append(tensor)
-        self.set(name, tensor.data_ptr(), *strides)
-
-    def set_result(self, name: str, result: Tensor) -> Tensor:
-        """Set a result and return it, or if its rows are not contiguous or whole vectors, a larger tensor instead."""
-        if result.shape[-1] % self.multiple or result.stride(-1) != 1:
-            result = result.new_empty(*result.shape[:-1], _round_up(result.shape[-1], self.multiple))
-        self.set(name, result.data_ptr(), *result.stride()[:3])
-        return result
+from sigattn.ops.problem import Problem, new_output
 
 
 def forward(problem: Problem, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)
     """Return the output of sigmoid attention; append the weights to ``saved``, for ``backward``."""
     p = problem
     (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
-    result = new_output(p.query, dv)
+    result = p.query.new_empty(batch, heads, n, dv) if p.query.is_contiguous() else new_output(p.query, dv)
     if not result.numel() or not m:
         return result.zero_()
-    compiled, arguments = _plan(p)
+    compiled, arguments, own = _plan(p)
+    arguments.allocate(own.forward, p.query)
     out = arguments.set_result("out", result)
-    if arguments.word == 2:
-        arguments.new_pairs("value_pairs", p.value, batch * kv, m)
-        arguments.new_sums("out", out)
     if saved is not None:
-        saved.append(p.query.new_empty(batch, heads, n, _round_up(m, arguments.tile)))
+        saved.append(p.query.new_empty(batch, heads, n, round_up(m, arguments.tile)))
         arguments.set_weights(saved[0])
     blocks = -(-n // FORWARD_ROWS)
     if blocks == 1 and heads == kv:
@@ -117,7 +47,7 @@ def backward(
         saved: what ``forward`` has saved; None computes the weights again.
     """
     p = problem
-    (batch, heads, n, _), (_, kv, m, dv) = p.query.shape, p.value.shape
+    (batch, heads, n, _), (_, kv, m, _) = p.query.shape, p.value.shape
     sums = needs_grad.bias or needs_grad.alibi_slopes
     results = [torch.empty_like(t) for t in (p.query, p.key, p.value)]
     row_sums = p.query.new_zeros((1, batch, heads, n, 3), dtype=torch.float32) if sums else None
@@ -125,30 +55,26 @@ def backward(
         for t in results:
             t.zero_()
     else:
-        compiled, arguments = _plan(p)
-        arguments.new("values", p.query, batch, kv, _round_up(m, arguments.tile), _round_up(dv, arguments.multiple))
-        parts = _number_of_parts(batch * kv, -(-m // arguments.tile))
-        arguments.set("parts", parts)
+        compiled, arguments, own = _plan(p)
+        arguments.allocate(own.backward, p.query)
         if row_sums is not None:
-            row_sums = row_sums.expand(parts, -1, -1, -1, -1).contiguous()
-            arguments.set("row_sums", row_sums.data_ptr())
+            row_sums = row_sums.expand(own.parts, -1, -1, -1, -1).contiguous()
+            arguments.keep("row_sums", row_sums)
             arguments.set("sums", 1 if p.alibi_slopes is None else 3)
-        arguments.set_operand("grad_out", grad_out)
+        arguments.set_readable("grad_out", grad_out)
         if saved:
             arguments.set_weights(saved[0])
         names = ("grad_query", "grad_key", "grad_value")
         targets = [arguments.set_result(name, t) for name, t in zip(names, results, strict=True)]
+        if own.parts > 1:  # each has its gradient of the queries
+            field = "grad_query" if arguments.word == 1 else "grad_query_sums"
+            partial = arguments.new_sums(field, own.parts, *targets[0].shape, like=p.query)
+            if arguments.word == 1:
+                arguments.set(field, partial.data_ptr(), *partial.stride()[1:4], partial.stride(0))
         if arguments.word == 2:
-            for name, tensor in (("query_pairs", p.query), ("grad_pairs", grad_out)):
-                arguments.new_pairs(name, tensor, batch * heads, n)
-            arguments.new_pairs("key_pairs", p.key, batch * kv, m)
-            partial, *_ = [arguments.new_sums(name, t, parts) for name, t in zip(names, targets, strict=True)]
             compiled.run("pair_queries", batch * heads, arguments.data)
-        elif parts > 1:
-            partial = p.query.new_empty(parts, *targets[0].shape)
-            arguments.set("grad_query", partial.data_ptr(), *partial.stride()[1:4], partial.stride(0))
-        compiled.run("backward", batch * kv * parts, arguments.data)
-        if parts > 1:
+        compiled.run("backward", batch * kv * own.parts, arguments.data)
+        if own.parts > 1:
             targets[0].copy_(partial.sum(0))
         results = [_copied(target, result) for target, result in zip(targets, results, strict=True)]
     query, key, value = (t if needed else None for t, needed in zip(results, needs_grad[:3], strict=True))
@@ -157,20 +83,6 @@ def backward(
     bias = _sum_like(row_sums[..., :1], p.bias) if needs_grad.bias else None
     slopes = _sum_like(-row_sums[..., 1:].sum(3), p.alibi_slopes) if needs_grad.alibi_slopes else None
     return Gradients(query, key, value, bias, None, slopes)
-
-
-def _number_of_parts(key_heads: int, tiles: int) -> int:
-    """Return into how many parts the keys of a head are divided, so that the threads finish at about the same time.
-
-    Each part has its own gradient of the queries; these are added. So there are no more than needed.
-
-    Args:
-        key_heads: number of heads of all samples. tiles: number of tiles of keys of a head.
-    """
-    threads = torch.get_num_threads()
-    if key_heads % threads == 0 or key_heads >= 4 * threads:
-        return 1
-    return max(1, min(-(-4 * threads // key_heads), max(threads // key_heads, 8), tiles))
 
 
 def _sum_like(t: Tensor, like: Tensor | None) -> Tensor | None:
@@ -183,16 +95,17 @@ def _copied(out: Tensor, result: Tensor) -> Tensor:
     return result if out is result else result.copy_(out[..., : result.shape[-1]])
 
 
-def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
-    """Return the kernels, and the arguments that both passes take."""
+def _plan(problem: Problem) -> tuple[Kernels, Arguments, Layout]:
+    """Return the kernels, the arguments that both passes take, and what the shapes determine."""
     p, compiled = problem, kernels(problem.query.dtype)
-    (batch, heads, n, d), (_, kv, m, dv) = p.query.shape, p.value.shape
-    arguments = Arguments(compiled)
-    sizes = _round_up(d, arguments.multiple), _round_up(dv, arguments.multiple)
-    left, right = (ANYWHERE if side == UNLIMITED else side for side in (p.left, p.right))
-    arguments.set("scale", float_bits(p.scale_value), heads, heads // kv, n, m, *sizes, left, right, p.query_offset)
-    for name, tensor in (("query", p.query), ("key", p.key), ("value", p.value)):
-        arguments.set_operand(name, tensor)
+    (batch, heads, n, _), (_, _, m, _) = p.query.shape, p.value.shape
+    operands = [readable(t, compiled.multiple) for t in (p.query, p.key, p.value)]
+    strides = tuple(operand[1:] for operand in operands)
+    shapes = p.query.shape, p.value.shape, strides
+    own = layout(compiled, torch.get_num_threads(), *shapes, p.scale_value, p.left, p.right, p.query_offset)
+    arguments = Arguments(compiled, own.fields)
+    for name, (tensor, *_) in zip(("query", "key", "value"), operands, strict=True):
+        arguments.keep(name, tensor)
     bias = p.bias_value()
     if isinstance(bias, Tensor):
         bias = bias.float()
@@ -211,9 +124,8 @@ def _plan(problem: Problem) -> tuple[Kernels, Arguments]:
     if p.attn_mask is not None:
         _set_mask(arguments, p, p.attn_mask)
     if p.seed is not None:
-        _set_dropout(arguments, p, p.seed, _round_up(m, arguments.tile))
-    arguments.new("keys", p.query, batch, kv, _round_up(m, arguments.tile), sizes[0])
-    return compiled, arguments
+        _set_dropout(arguments, p, p.seed, round_up(m, arguments.tile))
+    return compiled, arguments, own
 
 
 def _set_mask(arguments: Arguments, p: Problem, mask: Tensor) -> None:
@@ -239,7 +151,3 @@ def _set_dropout(arguments: Arguments, p: Problem, seed: Tensor, columns: int) -
     arguments.set("dropout", 1, threshold(p.dropout_p), float_bits(p.keep_scale))
     arguments.keep("row_hashes", row_hashes(seed, heads, rows))
     arguments.keep("column_hashes", column_hashes(seed, torch.arange(columns, device=device)))
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

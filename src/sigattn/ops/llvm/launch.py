@@ -29,6 +29,7 @@ class Kernels:
 
     def __init__(self, registers: Registers, word: int) -> None:
         self.registers, self.word = registers, word
+        self.multiple = word * registers.lanes  # numbers of a tensor in a vector
         module = binding.parse_assembly(str(make_module(registers, word)))
         machine = _target_machine()
         options = binding.create_pipeline_tuning_options(speed_level=3)
