@@ -1,9 +1,9 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; training.md from
-results/cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json, layer-wide.json and
-steps-narrow.json; error.svg and error.md from results/accuracy/accuracy.json; quality.svg from
-results/compare/results.json.
+results/cpu-zen5-*.json and cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json,
+layer-forward.json, layer-wide.json and steps-narrow.json; error.svg and error.md from results/accuracy/accuracy.json;
+quality.svg from results/compare/results.json.
 """
 
 import json
@@ -211,10 +211,13 @@ def write(folder: Path) -> None:
     """Write all figures and tables into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     speed = json.loads((RESULTS / "cpu.json").read_text())
-    training = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("cpu-zen4-*.json"))]
+    training = [
+        [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"cpu-{processor}-*.json"))]
+        for processor in ("zen5", "zen4")
+    ]
     steps = [
         json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("steps", "steps-compiled", "layer", "layer-wide", "steps-narrow")
+        for name in ("steps", "steps-compiled", "layer", "layer-forward", "layer-wide", "steps-narrow")
     ]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
@@ -228,7 +231,7 @@ def write(folder: Path) -> None:
         for name, figure in figures.items():
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     (folder / "speed.md").write_text(speed_table(speed))
-    (folder / "training.md").write_text(training_table(training))
+    (folder / "training.md").write_text("\n".join(training_table(runs) for runs in training))
     (folder / "steps.md").write_text("\n".join(steps_table(report) for report in steps))
     (folder / "error.md").write_text(error_table(error))
 

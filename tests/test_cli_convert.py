@@ -53,7 +53,7 @@ def test_a_run_is_converted_and_fine_tuned(run, capsys):
     assert "holds a model with activation='sigmoid': only softmax is converted" in message
 
 
-@pytest.mark.parametrize("distil", [[], ["--distil", "1"]])
+@pytest.mark.parametrize("distil", [[], ["--distil", "1", "--distil-layers", "1"]])
 def test_interrupted_and_resumed(run, tmp_path, capsys, monkeypatch, distil):
     steps = ["convert", str(run), "--steps", "4", "--batches", "2", *distil]
     cli.main([*steps, "--folder", str(tmp_path / "whole"), "--resume"])
@@ -71,7 +71,7 @@ def test_interrupted_and_resumed(run, tmp_path, capsys, monkeypatch, distil):
             cli.main([*steps, "--folder", str(tmp_path / "parts")])
     assert stopped.value.code == 130
     assert "stopped after 2 of 4 steps" in capsys.readouterr().out
-    if distil:  # another loss
+    if distil:  # another loss, without that of the layers
         code, message = failure([*steps[:-2], "--folder", str(tmp_path / "parts"), "--resume"], capsys)
         assert code == 1
         assert "task" in message
@@ -100,6 +100,8 @@ def test_what_it_refuses(tmp_path, capsys):
     code, message = failure(["convert", str(tmp_path)], capsys)
     assert code == 1
     assert "holds neither a run (run.json) nor a model" in message
+    _, message = failure(["convert", str(tmp_path), "--steps", "2", "--distil-layers", "1"], capsys)
+    assert "distil_layers adds to the distillation of the outputs: pass distil too" in message
     _, message = failure(["convert", str(tmp_path), "--learning-rate", "0"], capsys)
     assert "learning_rate must be a finite number above 0" in message
 

@@ -70,6 +70,13 @@ def test_memory_is_far_below_that_of_the_weights(dtype, weights_mib):
     assert 0 < row["extra_mib"] < weights_mib / 4
 
 
+def test_memory_of_converted_attention():
+    """More than without the fitted bias, by some tensors of the inputs' size, 4 MiB each."""
+    rows = [memory.measure_in_subprocess(name, 16_384, 1, 64, "float32", True, 2) for name in (OURS, memory.CONVERTED)]
+    plain, converted = (row["extra_mib"] for row in rows)
+    assert plain < converted < plain + 64
+
+
 def test_the_memory_of_a_plain_formula_is_measured():
     """The plain formula at n = 4096 holds several matrices of 64 MiB."""
     assert memory.measure_in_subprocess(NAIVE, 4096, 1, 64, "float32", False, 2)["extra_mib"] > 128

@@ -68,3 +68,12 @@ def test_pass_of_a_layer(attention, compiled, unchecked, monkeypatch):
     learned = 2 + 3 + 3 if attention == steps.CONVERTED else 0  # constant and slope, terms in q, output scale
     assert len(gradients) == 1 + parameters + learned
     assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("attention", [steps.SOFTMAX, steps.CONVERTED])
+def test_forward_pass_of_a_layer(attention):
+    """Is that of the pass with gradients, without the graph."""
+    config = steps.StepsBenchmark(embed_dim=16, num_layers=1, num_heads=2, tokens=32)
+    out = steps._step(config, steps.LAYER_FORWARD, 16, attention, torch.float32, compiled=False)()
+    assert out.shape == (2, 16, 16)
+    assert not out.requires_grad

@@ -154,6 +154,22 @@ def speech():
     return model, [(torch.randn(2, 30, 8), torch.tensor([30, 18])) for _ in range(6)]
 
 
+def conformer():
+    model = SpeechModel(SpeechModelConfig(**SMALL, num_mel_bins=8, block_kind="conformer", conformer_kernel_size=3))
+    return model, [(torch.randn(2, 30, 8), torch.tensor([30, 18])) for _ in range(6)]
+
+
+class Cross(nn.Module):
+    """Cross-attention of this library."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention(16, 4, activation="softmax", attention_bias=None, kv_embed_dim=12)
+
+    def forward(self, x, y):
+        return self.attention(x, y)
+
+
 def autoencoder():
     config = MaskedAutoencoderConfig(
         encoder=ViTConfig(**IMAGE, num_classes=0), decoder_num_layers=1, decoder_embed_dim=16, decoder_num_heads=2
@@ -167,6 +183,8 @@ FAMILIES = {
     "temperature": lambda: (language(temperature=0.5), list(tokens(2, 20))),
     "vision": vision,
     "speech": speech,
+    "conformer": conformer,
+    "cross": lambda: (Cross(), [(x, torch.randn(2, 5, 12)) for x in X]),
     "autoencoder": autoencoder,
     "multihead": multihead,
     "encoder": encoder,
@@ -390,15 +408,20 @@ def test_restored_with_an_example(kind):
         restored_by_code(kind(), model.state_dict())(X[0])
 
 
+def plain_attributes(module):
+    """Return the attributes of a module by name, with the values of those that are settings."""
+    return {k: v if isinstance(v, (bool, int, float, str)) else type(v) for k, v in vars(module).items()}
+
+
 def refused(model, batches, message, **options):
     """Expect an error with this message, and a model that is as before."""
     before, classes = pickle.dumps(model.state_dict()), [type(m) for m in model.modules()]
-    attributes = [sorted(vars(m)) for m in model.modules()]
+    attributes = [plain_attributes(m) for m in model.modules()]
     with pytest.raises(ConversionError, match=message):
         convert(model, batches, **options)
     assert pickle.dumps(model.state_dict()) == before
     assert [type(m) for m in model.modules()] == classes
-    assert [sorted(vars(m)) for m in model.modules()] == attributes
+    assert [plain_attributes(m) for m in model.modules()] == attributes
     for m in model.modules():
         assert not isinstance(m, Attention) or m.activation in ("softmax", "performer")
 
@@ -410,7 +433,8 @@ class TestRefusals:
     def test_batches_that_the_model_refuses(self):
         refused(Attend(), [torch.randn(2, 7, 5)], "does not run on batch 0 of 1: RuntimeError")
         good, bad = X[0], torch.randn(2, 7, 5)
-        refused(Attend(), [good] * 3 + [bad] + [good], "does not run on batch 3 of 4")
+        refused(Attend(), [good] * 3 + [bad] + [good], "does not run on batch 3 of 5")
+        refused(Attend(), [good] * 4 + [bad], "does not run on batch 4 of 5")  # held out
 
     def test_no_attention(self):
         refused(nn.Linear(16, 16), list(X), "Linear has no softmax attention")
@@ -433,7 +457,27 @@ class TestRefusals:
         model = language()
         model.blocks[1].attention.query.weight.data[0] = math.nan
         refused(model, list(tokens(2, 9)), r"logits of 'blocks\.1\.attention' are not finite")
-        refused(language(), list(tokens(2, 9)), "losses must be finite", loss=lambda m, b: m(b).sum() * math.inf)
+        refused(language(), list(tokens(2, 9)), "loss must be finite", loss=lambda m, b: m(b).sum() * math.inf)
+        model = language()
+        model.blocks[1].attention.value.weight.data[0] = math.nan
+        refused(model, list(tokens(2, 9)), r"outputs of 'blocks\.1\.attention' are not finite")
+
+    @pytest.mark.parametrize("at", range(6))
+    def test_a_batch_that_is_not_finite(self, at):
+        """Of the fit, or held out."""
+        batches = [x.clone() for x in X]
+        batches[at][0, 3] = math.nan
+        refused(Both(Attend()), batches, "of 'first' are not finite")
+
+    def test_values_that_are_not_finite(self):
+        class Values(Attend):
+            def forward(self, x):
+                q, k, v = self.heads(x, x)
+                large = x.abs().max() > 50
+                return F.scaled_dot_product_attention(q, k, v + (math.inf if large else 0), enable_gqa=True)
+
+        batches = [*X[:5], X[5] * 100]
+        refused(Both(Values()), batches, "attention outputs of 'second' are not finite")
 
     def test_an_error_of_the_loss(self):
         def loss(model, batch):

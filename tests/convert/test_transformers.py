@@ -195,6 +195,14 @@ class TestRefused:
     def test_batches_that_the_model_refuses(self):
         self.refused(model_of("llama", "sdpa"), [{"input_ids": torch.tensor([[99]])}], "does not run on batch 0")
 
+    @pytest.mark.parametrize("at", [0, 4])
+    def test_a_batch_that_is_not_finite(self, at):
+        """Of the fit, or held out."""
+        embeds = torch.randn(5, 2, 9, 32)
+        embeds[at, 0, 3] = torch.nan
+        model = model_of("llama", "sdpa")
+        self.refused(model, [{"inputs_embeds": x} for x in embeds], "layers.0.self_attn' are not finite")
+
     def test_attention_outside_of_the_interface(self):
         config = AutoConfig.for_model("bloom", vocab_size=50, hidden_size=32, n_layer=1, n_head=2)
         model = AutoModelForCausalLM.from_config(config)

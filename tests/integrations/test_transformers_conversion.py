@@ -25,6 +25,9 @@ WHISPER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_att
 WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}
 WHISPER |= {"max_source_positions": 10, "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1}
 WHISPER |= {"eos_token_id": 2, "decoder_start_token_id": 1}
+ONLY_WHISPER = ("num_mel_bins", "max_source_positions", "max_target_positions")
+BART = {name: value for name, value in WHISPER.items() if name not in ONLY_WHISPER}
+BART |= {"max_position_embeddings": 64, "forced_eos_token_id": None}
 SIZES = {
     "llama": TEXT,  # grouped heads
     "qwen3": TEXT,  # norms of queries and keys
@@ -66,7 +69,10 @@ def softmax_model(kind="llama"):
 
 
 def converted(kind="llama"):
-    model = softmax_model(kind)
+    return with_biases(softmax_model(kind))
+
+
+def with_biases(model):
     biases = {name: QuadraticBias(4, 8, 8) for name in conversion.attention_layers(model)}
     for bias in biases.values():
         for parameter in bias.parameters():
@@ -129,6 +135,21 @@ def test_generation(kind):
         assert torch.equal(ours.generate(**inputs, **common, **how), expected), how
     beams = {**common, "num_beams": 3}
     assert torch.equal(ours.generate(**inputs, **beams), theirs.generate(**inputs, **beams, use_cache=False))
+
+
+def test_generation_of_an_encoder_and_a_decoder():
+    """The cache holds keys of the decoder and, for cross-attention, of the encoder."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bart", **BART)
+    ours = with_biases(transformers.AutoModelForSeq2SeqLM.from_config(config).eval())
+    theirs = reference(ours)
+    inputs = inputs_of("bert")  # padded on the right
+    common = {"max_new_tokens": 8, "do_sample": False}
+    expected = theirs.generate(**inputs, **common, use_cache=False)
+    for how in ({}, {"use_cache": False}, {"num_beams": 3}):
+        if "num_beams" in how:
+            expected = theirs.generate(**inputs, **common, **how, use_cache=False)
+        assert torch.equal(ours.generate(**inputs, **common, **how), expected), how
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from sigattn import sigmoid_attention
 from sigattn.bench.baselines import CPU_IMPLEMENTATIONS, OURS, SDPA
 from sigattn.bench.inputs import DTYPES, Options
+from sigattn.nn.fitted_bias import QuadraticBias
 
 COLUMNS = {
     "n": ("n", ","),
@@ -23,17 +26,18 @@ COLUMNS = {
     "": ("implementation", ""),
     "MiB": ("extra_mib", ".1f"),
 }
+CONVERTED = "sigattn, converted"
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
 def measure_all(num_heads: int, head_dim: int, threads: int) -> list[dict[str, Any]]:
-    """Measure softmax and our sigmoid attention at 4096 tokens and, with one head, 65,536."""
+    """Measure softmax, our sigmoid attention and that of a converted model at 4096 tokens and, with a head, 65,536."""
     return [
         measure_in_subprocess(name, n, h, head_dim, dtype, causal, threads)
         for n, h in ((4096, num_heads), (65_536, 1))
         for dtype in ("float32", "bfloat16")
         for causal in (False, True)
-        for name in (SDPA, OURS)
+        for name in (SDPA, OURS, CONVERTED)
     ]
 
 
@@ -55,13 +59,24 @@ def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal:
         q, k, v, grad_out = (torch.randn(1, heads, length, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
         q, k, v = (t.requires_grad_() for t in (q, k, v))
         before = _peak_bytes()
-        out = CPU_IMPLEMENTATIONS[name].call(q, k, v, Options(-math.log(length), causal))
+        out = (_converted if name == CONVERTED else CPU_IMPLEMENTATIONS[name].call)(
+            q, k, v, Options(-math.log(length), causal)
+        )
         gradients = torch.autograd.grad(out, (q, k, v), grad_out)
         return max(0, _peak_bytes() - before - sum(t.nbytes for t in (out, *gradients)))
 
     extra_bytes(1024)  # threads, compiled kernels and what else the first call sets up
     row = {"implementation": name, "n": n, "heads": heads, "dtype": dtype, "causal": causal}
     print(json.dumps(row | {"extra_mib": extra_bytes(n) / 2**20}))
+
+
+def _converted(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    """Return attention with the bias and the output scale of a converted model."""
+    _, heads, n, head_dim = query.shape
+    bias = QuadraticBias(heads, head_dim, head_dim)
+    visible = torch.arange(1, n + 1).unsqueeze(1) if options.causal else torch.tensor(n)
+    b = bias(n, n, visible=visible, query=query)
+    return bias.scaled(sigmoid_attention(query, key, value, is_causal=options.causal, bias=b))
 
 
 def _peak_bytes() -> int:

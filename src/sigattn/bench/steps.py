@@ -1,9 +1,9 @@
 """``sigattn bench steps``: whole training steps on a CPU, with sigmoid attention and with softmax.
 
 A step is the forward pass, the loss, the backward pass and the optimizer's update of a small language model, ViT or
-speech model on random data; or the forward and the backward pass of an attention layer of that ViT. The softmax twin
-differs in the attention only, and the converted one is the sigmoid model with the bias and the output scale of a model
-that ``sigattn.convert`` converted. Use the ratios: they run in turns.
+speech model on random data; or the forward and the backward pass of an attention layer of that ViT, or its forward pass
+alone. The softmax twin differs in the attention only, and the converted one is the sigmoid model with the bias and the
+output scale of a model that ``sigattn.convert`` converted. Use the ratios: they run in turns.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _COLUMNS = {
     "× sigmoid": ("sigmoid_time_over_this", ".2f"),
 }
 SOFTMAX, SIGMOID, CONVERTED = "softmax", "sigmoid", "sigmoid, converted"
-LAYER = "layer"
+LAYER, LAYER_FORWARD = "layer", "layer-forward"
 _RECIPES = {
     "language": "lm-1b-2k-tiny",
     "vit": "vit-supervised-tiny",
     "speech": "asr-ls960-tiny",
     LAYER: "vit-supervised-tiny",
+    LAYER_FORWARD: "vit-supervised-tiny",
 }
 
 
@@ -52,8 +53,8 @@ class StepsBenchmark:
     """Configuration of the benchmark of training steps.
 
     Attributes:
-        models: "language" (causal, with ALiBi), "vit", "speech" (key lengths, dropout) and "layer" (attention with its
-            projections, without optimizer).
+        models: "language" (causal, with ALiBi), "vit", "speech" (key lengths, dropout), "layer" (attention with its
+            projections, without optimizer) and "layer-forward" (its forward pass, without gradient).
         lengths: tokens of a sequence, for "vit" the nearest square below.
         tokens: tokens of a batch, at least one sequence.
         embed_dim: width of the models.
@@ -141,9 +142,10 @@ def _step(
     elif attention == CONVERTED:
         recipe = recipe.with_transformer(attention_bias="log_visible", learn_bias="quadratic")
     module: nn.Module = recipe.task.build(recipe.model).train()
-    if model == LAYER:
+    if model in (LAYER, LAYER_FORWARD):
         layer = next(m for m in module.modules() if isinstance(m, Attention))
-        return _layer_pass(layer, max(1, config.tokens // n), n, dtype, compiled=compiled)
+        batch_size, differentiated = max(1, config.tokens // n), model == LAYER
+        return _layer_pass(layer, batch_size, n, dtype, compiled=compiled, differentiated=differentiated)
     optimizer = make_optimizer(module, recipe.training, config.embed_dim)
     call: Any = torch.compile(module, dynamic=False) if compiled else module
 
@@ -157,18 +159,21 @@ def _step(
     return step
 
 
-def _layer_pass(layer: Attention, batch: int, n: int, dtype: torch.dtype, *, compiled: bool) -> Callable[[], object]:
-    """Return the forward and the backward pass of an attention layer."""
-    x = torch.randn(batch, n, layer.query.in_features, requires_grad=True)
+def _layer_pass(
+    layer: Attention, batch: int, n: int, dtype: torch.dtype, *, compiled: bool, differentiated: bool
+) -> Callable[[], object]:
+    """Return the forward pass of an attention layer, and the backward pass if it is differentiated."""
+    x = torch.randn(batch, n, layer.query.in_features, requires_grad=differentiated)
     call: Any = torch.compile(layer, dynamic=False) if compiled else layer
     inputs = [x, *layer.parameters()]
 
-    def forward_and_backward() -> object:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+    def run() -> object:
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
+        with autocast, torch.set_grad_enabled(differentiated):
             out = call(x)
-        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+        return torch.autograd.grad(out, inputs, torch.ones_like(out)) if differentiated else out
 
-    return forward_and_backward
+    return run
 
 
 def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recipe, tuple[Tensor, ...]]:
@@ -182,7 +187,7 @@ def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recip
     if model == "language":
         tokens = torch.randint(256, (size, n + 1))
         return recipe.with_transformer(**shared, max_seq_len=n), (tokens[:, :-1], tokens[:, 1:])
-    if model in ("vit", LAYER):
+    if model in ("vit", LAYER, LAYER_FORWARD):
         side = 2 * math.isqrt(n)  # patches of 2 x 2 pixels
         images = torch.randn(size, 1, side, side)
         return recipe.with_transformer(**shared, image_size=side, pool="average"), (images, torch.randint(10, (size,)))

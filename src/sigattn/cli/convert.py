@@ -53,6 +53,8 @@ class ConvertConfig:
         learning_rate: peak learning rate of the fine-tuning.
         distil: weight of the divergence of the outputs from the softmax model's in the loss of the fine-tuning; 0 for
             none.
+        distil_layers: weight of the error of the attention layers' outputs, compared with the softmax model's, in that
+            loss; 0 for none. It needs distil.
         batch_size: samples of a batch (seconds, for speech); None for the run's own.
         resume: continue the fine-tuning from its last checkpoint.
     """
@@ -65,6 +67,7 @@ class ConvertConfig:
     steps: int = 0
     learning_rate: float = 1e-3
     distil: float = 0.0
+    distil_layers: float = 0.0
     batch_size: int | None = None
     resume: bool = False
 
@@ -73,9 +76,12 @@ class ConvertConfig:
         check_at_least(0, self, "steps")
         check_positive(self, "learning_rate")
         check_not_negative(self, "distil")
-        for name in ("learning_rate", "distil", "resume"):
+        check_not_negative(self, "distil_layers")
+        for name in ("learning_rate", "distil", "distil_layers", "resume"):
             if not self.steps and getattr(self, name) != getattr(ConvertConfig, name):
                 raise SettingsError(f"{name} applies to the fine-tuning only: pass steps too", "steps")
+        if self.distil_layers and not self.distil:
+            raise SettingsError("distil_layers adds to the distillation of the outputs: pass distil too", "distil")
 
 
 def convert_run(options: ConvertConfig) -> None:
@@ -87,7 +93,8 @@ def convert_run(options: ConvertConfig) -> None:
     assert options.folder is not None
     task = recipe.task
     if options.distil:
-        task = Distillation(task=task, teacher=str(model_folder.resolve()), weight=options.distil)
+        weights = {"weight": options.distil, "layer_weight": options.distil_layers}
+        task = Distillation(task=task, teacher=str(model_folder.resolve()), **weights)
     if not options.resume:
         check_no_checkpoints(options.folder)
     elif not list_checkpoints(options.folder / "checkpoints"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,51 +44,59 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
             that is, or contains, models of transformers that use its attention interface.
         batches: a few batches, such as those of training: each a tensor, a sequence of positional arguments, or a
             mapping of keyword arguments of the model; with ``loss``, anything that it takes. Two or more, so that one
-            can be held out; eight of some thousand tokens are enough.
+            can be held out; eight of some thousand tokens are enough. All are kept in memory, and the model is run on
+            each up to five times, so do not pass a loader of a whole data set (``itertools.islice`` takes a part).
         loss: function from model and batch to a scalar, which also runs the model. None runs ``model(batch)``; its loss
             is then the output's attribute ``loss``, if there is one.
 
     Raises:
-        TypeError: if model is no module, batches cannot be iterated or is a single mapping, or loss is no function.
+        TypeError: if model is no module, batches cannot be iterated or is a single mapping or tensor, or loss is no
+            function.
         ConversionError: a ValueError, if there are no batches, a batch does not run, an attention cannot be converted
-            or is not reached by the batches, there is none, it is sigmoid already, or statistics or losses are not
-            finite.
+            or is not reached by the batches, there is none, it is sigmoid already, or statistics, outputs or losses
+            (but that of b = -log n) are not finite.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
     >>> report = convert(encoder, torch.randn(5, 8, 20, 64).unbind())
     >>> [layer.name for layer in report.layers]
     ['layers.0.self_attn', 'layers.1.self_attn']
     """
+    start = time.perf_counter()
     _check_types(model, batches, loss)
     batches = list(batches)
     if not batches:
         raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
-    held_out = batches[-max(1, len(batches) // 4) :]
-    fitted_on = batches[: len(batches) - len(held_out)] or held_out
+    every = range(len(batches))
+    held_out = every[-max(1, len(batches) // 4) :]
+    fitted_on = every[: len(batches) - len(held_out)] or held_out
     with _evaluation(model):
-        adapter = _adapter(model, lambda: _run(model, fitted_on[:1], loss))
+        adapter = _adapter(model, lambda: _run(model, batches, fitted_on[:1], loss))
         names = adapter.layers()
 
-        def run(given: Sequence[Any], attend: Attend) -> float | None:
+        def run(given: Sequence[int], attend: Attend) -> float | None:
             with adapter.observe(attend):
-                return _run(model, given, loss)
+                return _run(model, batches, given, loss)
 
         fits = fit_biases(lambda attend: run(fitted_on, attend), names)
         biases = fit_output_scales(lambda attend: run(fitted_on, attend), lambda attend: run(held_out, attend), fits)
         layers, loss_softmax = measure_layers(lambda attend: run(held_out, attend), biases)
-        losses = [loss_softmax]
+        loss_log_n = loss_converted = None
         if loss_softmax is not None:
             log_n = dict.fromkeys(names, BatchLengthBias())
-            losses += [run(held_out, _answer_by(b)) for b in (log_n, biases)]
-    if not all(value is None or math.isfinite(value) for value in losses):
-        raise ConversionError(
-            f"convert: losses must be finite, got {losses[0]} with softmax, {losses[1]} with b = -log n, {losses[2]} "
-            "converted"
-        )
+            loss_log_n, loss_converted = (run(held_out, _answer_by(b)) for b in (log_n, biases))
+    for kind, value in (("with softmax", loss_softmax), ("converted", loss_converted)):
+        if value is not None and not math.isfinite(value):
+            raise ConversionError(f"convert: the loss must be finite, got {value} {kind}")
     adapter.swap(biases)
-    softmax, with_log_n, converted = losses if len(losses) == 3 else [None] * 3
     return ConversionReport(
-        tuple(layers), softmax, with_log_n, converted, len(fitted_on), len(held_out), fitted_on is not held_out
+        tuple(layers),
+        loss_softmax,
+        loss_log_n,
+        loss_converted,
+        len(fitted_on),
+        len(held_out),
+        fitted_on is not held_out,
+        time.perf_counter() - start,
     )
 
 
@@ -104,7 +113,7 @@ def _adapter(model: nn.Module, run: Callable[[], object]) -> Adapter:
 def _check_types(model: object, batches: object, loss: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be an nn.Module, got {type(model).__name__}")
-    if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
+    if isinstance(batches, (Mapping, str, Tensor)) or not isinstance(batches, Iterable):
         raise TypeError(
             f"convert: batches must be an iterable of batches, got {type(batches).__name__}; pass a single batch as "
             "[batch]"
@@ -122,25 +131,30 @@ def _answer_by(biases: Mapping[str, AttentionBias]) -> Attend:
     return attend
 
 
-def _run(model: nn.Module, batches: Sequence[Any], loss: Loss | None) -> float | None:
-    """Run a model on batches, and return its mean loss; None if a batch has none.
+def _run(model: nn.Module, batches: Sequence[Any], given: Sequence[int], loss: Loss | None) -> float | None:
+    """Run a model on the batches of these indices, and return its mean loss; None if a batch has none.
+
+    Random numbers, such as the masks of an autoencoder, are the same in each run, so that losses can be compared.
 
     Raises:
         ConversionError: if the model or the loss raises.
     """
-    losses: list[float | None] = []
-    for i, batch in enumerate(batches):
-        try:
-            value = getattr(_forward(model, batch), "loss", None) if loss is None else loss(model, batch)
-            losses.append(None if value is None else float(value))
-        except ConversionError:
-            raise
-        except Exception as error:
-            raise ConversionError(
-                f"convert: the model does not run on batch {i} of {len(batches)}: {type(error).__name__}: {error}"
-            ) from error
+    with torch.random.fork_rng(sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)):
+        losses = [_loss(model, batches, i, loss) for i in given]
     known = [value for value in losses if value is not None]
     return sum(known) / len(known) if len(known) == len(losses) else None
+
+
+def _loss(model: nn.Module, batches: Sequence[Any], i: int, loss: Loss | None) -> float | None:
+    try:
+        value = getattr(_forward(model, batches[i]), "loss", None) if loss is None else loss(model, batches[i])
+        return None if value is None else float(value)
+    except ConversionError:
+        raise
+    except Exception as error:
+        raise ConversionError(
+            f"convert: the model does not run on batch {i} of {len(batches)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
-from sigattn.convert.fit import MARGIN
+from sigattn.convert.fit import MARGIN, check_finite
 from sigattn.convert.measure import evaluate_rows
 from sigattn.convert.row_statistics import row_outputs, row_statistics
 from sigattn.nn.bias import AttentionBias
@@ -102,8 +102,7 @@ def fit_output_scales(
             fitted = fits.setdefault(call.name, [OutputScaleFit(o.shape[1], o.shape[3]) for o in outputs])
             for fit, output in zip(fitted, outputs, strict=True):
                 fit.update(output, softmax, counted)
-        if not all(t.isfinite().all() for fit in fitted for t in (fit.products, fit.targets)):
-            raise ConversionError(f"convert: the attention outputs of {call.name!r} are not finite: check the weights")
+        check_outputs(call.name, *(t for fit in fitted for t in (fit.products, fit.targets)))
         return call.softmax()
 
     run(observe)
@@ -114,11 +113,12 @@ def fit_output_scales(
 
     def compare(call: AttentionCall) -> object:
         with without_autocast(call.problem.query.device.type):
-            outputs, softmax, counted = _outputs(call, biases[call.name])
+            outputs, softmax, _ = _outputs(call, biases[call.name])
         for i, output in enumerate(outputs):
             for j, candidate in enumerate(candidates[call.name][i]):
-                missed = (candidate.scaled(output) - softmax) * counted.unsqueeze(-1)
+                missed = candidate.scaled(output) - softmax  # 0 in rows that do not count
                 errors[call.name][i, j] += missed.square().sum().double().cpu()
+        check_outputs(call.name, errors[call.name])
         return call.softmax()
 
     run_held_out(compare)
@@ -126,10 +126,24 @@ def fit_output_scales(
     return {name: candidates[name][i][j] for name, (i, j) in best.items()}
 
 
+def check_outputs(name: str, *statistics: Tensor) -> None:
+    """Raise ConversionError if statistics of a layer's outputs are not finite."""
+    if not all(t.isfinite().all() for t in statistics):
+        raise ConversionError(
+            f"convert: the attention outputs of {name!r} are not finite: check the weights and the batches"
+        )
+
+
 def _outputs(call: AttentionCall, biases: Sequence[AttentionBias]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return outputs (B, Hq, N, Dv) with each bias and of softmax, and True for the rows that count, (B, Hq, N)."""
+    """Return outputs (B, Hq, N, Dv) with each bias and of softmax, and True for the rows that count, (B, Hq, N).
+
+    Rows that do not count are 0, because those of padding need not be finite.
+    """
     rows = row_statistics(call.problem)
-    return *row_outputs(call.problem, [evaluate_rows(b, call.problem, rows) for b in biases]), rows.counted
+    check_finite(call.name, rows)
+    sigmoid, softmax = row_outputs(call.problem, [evaluate_rows(b, call.problem, rows) for b in biases])
+    padding = ~rows.counted.unsqueeze(-1)
+    return [o.masked_fill(padding, 0) for o in sigmoid], softmax.masked_fill(padding, 0), rows.counted
 
 
 def _features(output: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,9 +54,12 @@ class ConversionReport:
     Attributes:
         layers: each converted layer.
         loss_softmax: mean loss of the softmax model over the held-out batches; None if the batches have no loss.
-        loss_log_n: loss with sigmoid attention and b = -log n. loss: loss of the converted model.
-        num_batches: number of batches of the fit. num_held_out: number of batches that the numbers above are from.
+        loss_log_n: loss with sigmoid attention and b = -log n, which may not be finite. loss: loss of the converted
+            model.
+        num_batches: number of batches of the fit. num_held_out: number of batches that the numbers above are from,
+            which also decide between the forms of bias and scale.
         held_out: False if these are batches of the fit, because there was only one.
+        seconds: duration of the conversion.
     """
 
     layers: tuple[LayerReport, ...]
@@ -66,6 +69,7 @@ class ConversionReport:
     num_batches: int
     num_held_out: int
     held_out: bool
+    seconds: float
 
     @property
     def warnings(self) -> list[str]:
@@ -78,10 +82,12 @@ class ConversionReport:
                 f"The outputs of {', '.join(poor)} differ from softmax's by {POOR_ERROR:.0%} or more: the bias does "
                 "not follow rows in which single keys dominate. Train the model further before use."
             )
-        if self.loss is not None and self.loss_softmax is not None and self.loss > POOR_LOSS * self.loss_softmax > 0:
+        if self.loss is None or self.loss_softmax is None:
+            found.append("There was no loss, so the effect on it was not measured: pass loss to convert.")
+        elif self.loss - self.loss_softmax > (POOR_LOSS - 1) * abs(self.loss_softmax):
             found.append(
-                f"The loss is {self.loss / self.loss_softmax - 1:.0%} above that of softmax: fine-tune the model, for "
-                "example for a tenth of its original steps."
+                f"The loss rose from {self.loss_softmax:.4g} to {self.loss:.4g}: fine-tune the model, for example for "
+                "a tenth of its original steps."
             )
         return found
 
@@ -111,17 +117,18 @@ class ConversionReport:
                 f"loss: {self.loss_softmax:.4f} with softmax, {self.loss_log_n:.4f} with b = −log n, "
                 f"{self.loss:.4f} converted"
             )
+        lines.append(f"converted in {self.seconds:.1f} s")
         return "\n".join([*lines, *self.warnings])
 
     def save(self, path: Path | str) -> None:
-        """Write the report as JSON; NaN becomes null.
+        """Write the report as JSON; numbers that are not finite become null.
 
         Raises:
             OSError: if the file cannot be written.
         """
         path = Path(path)
         with add_path_to_errors(path):
-            path.write_text(json.dumps(_without_nan({**asdict(self), "warnings": self.warnings}), indent=1) + "\n")
+            path.write_text(json.dumps(_finite({**asdict(self), "warnings": self.warnings}), indent=1) + "\n")
 
 
 def _range(values: tuple[float, ...]) -> str:
@@ -129,9 +136,9 @@ def _range(values: tuple[float, ...]) -> str:
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} … {high:.2f}"
 
 
-def _without_nan(value: object) -> object:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
+        return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(v) for v in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -62,7 +62,7 @@ def recipe_of(family: str, setting: Setting) -> Recipe:
     if family == "ViT":
         return sweep.shortened(find_recipe("vit-supervised-tiny").softmax(), steps, setting.scaled(8, 64, 128))
     if family == "speech":
-        return sweep.shortened(find_recipe("asr-ls960-tiny").softmax(), steps, setting.scaled(2, 8, 20))
+        return sweep.shortened(find_recipe("asr-ls960-tiny").softmax(), 5 * steps, setting.scaled(2, 8, 20))
     changes, factor = LANGUAGE[family]
     model = LanguageModelConfig(
         activation="softmax",
