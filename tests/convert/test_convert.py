@@ -41,7 +41,7 @@ def test_least_squares_of_the_denominators(position, heads):
         for tokens, _ in batches[:6]:
             model(tokens)
     handle.remove()
-    report = convert(model, batches, loss=loss)
+    report = convert(model, batches, loss=loss, refine_steps=0)
     x = torch.cat(inputs)
     q, k, _ = layer._project(x, x, 0, None, None)
     logits = (q @ k.repeat_interleave(4 // heads, 1).mT / 2).double()
@@ -120,7 +120,7 @@ def test_a_ruined_loss_without_the_fit(tmp_path):
         calls.extend([batch] if batch is batches[-1] else [])
         return loss(model, batch) * (math.inf if batch is batches[-1] and len(calls) == 3 else 1.0)
 
-    report = convert(model, batches, loss=diverging)
+    report = convert(model, batches, loss=diverging, refine_steps=0)
     assert len(calls) == 4
     assert report.loss_log_n == math.inf
     assert math.isfinite(report.loss)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sigattn.convert import ConversionError, convert, restore
+from sigattn.convert import ConversionError, restore
+from sigattn.convert import convert as convert_fully
 from sigattn.convert.fit import MARGIN, BiasFit
 from sigattn.models import (
     LanguageModel,
@@ -27,6 +28,9 @@ from sigattn.models import (
 from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention, sigmoidify
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
+
+# two steps of refinement, which has its own tests (test_refinement.py), instead of 64
+convert = functools.partial(convert_fully, refine_steps=2)
 
 SMALL = {"activation": "softmax", "num_layers": 2, "embed_dim": 16, "num_heads": 4}
 IMAGE = {**SMALL, "image_size": 8, "patch_size": 2, "channels": 1}
@@ -111,7 +115,7 @@ def test_the_fit_of_a_call_is_least_squares(form):
         "rows": seen.tril(2),
     }.get(form, seen).expand(logits.shape)
     lse, n = logits.masked_fill(~seen, -math.inf).logsumexp(-1), seen.sum(-1).double().log()
-    report = convert(model, [{"x": x, **options} for x in X])
+    report = convert(model, [{"x": x, **options} for x in X], refine_steps=0)
     assert report.num_batches == 5
     for h, head in enumerate(report.layers[0].heads):
         y, log_n = -lse[:, h].flatten() - MARGIN, n[:, h].flatten()

@@ -1,17 +1,21 @@
 """The bias with terms in the query: its formula, its fit on exact and on Gaussian data, and its choice by layer."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
-from sigattn.convert import convert
+from sigattn.convert import convert as convert_fully
 from sigattn.convert.fit import BiasFit
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
 from sigattn.models import LanguageModel, LanguageModelConfig
 from sigattn.nn import QuadraticBias
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
+
+# two steps of refinement, which has its own tests (test_refinement.py), instead of 64
+convert = functools.partial(convert_fully, refine_steps=2)
 
 H, D = 4, 6
 

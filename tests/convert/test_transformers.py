@@ -1,5 +1,6 @@
 """Conversion of transformers' models: statistics against float64, losses against the model's own, and refusals."""
 
+import functools
 import runpy
 import sys
 from pathlib import Path
@@ -14,9 +15,13 @@ transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
-from sigattn.convert import ConversionError, convert  # noqa: E402
+from sigattn.convert import ConversionError  # noqa: E402
+from sigattn.convert import convert as convert_fully  # noqa: E402
 from sigattn.convert.fit import MARGIN  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
+
+# two steps of refinement, which has its own tests (test_refinement.py), instead of 64
+convert = functools.partial(convert_fully, refine_steps=2)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -90,7 +95,7 @@ def test_fit_and_losses(kind):
     rows = recorded_rows(model_of(kind), batches[:5])
     with torch.no_grad():
         before = float(model(**batches[-1]).loss)
-    report = convert(model, batches)
+    report = convert(model, batches, refine_steps=0)
     with torch.no_grad():
         after = float(model(**batches[-1]).loss)
     assert (report.loss_softmax, report.loss) == pytest.approx((before, after), rel=1e-4)

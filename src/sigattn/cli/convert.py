@@ -49,6 +49,7 @@ class ConvertConfig:
         tokenizer: tokenizer file of a language model whose vocabulary is not bytes; None for the run's own.
         folder: folder for model, metrics, checkpoints and report; None for the source with "-sigmoid" appended.
         batches: number of training batches for the fit; a quarter of them is held out.
+        refine_steps: number of steps that refine the fit by the error of the layers' outputs; 0 for none.
         steps: number of steps of fine-tuning; 0 for none.
         learning_rate: peak learning rate of the fine-tuning.
         distil: weight of the divergence of the outputs from the softmax model's in the loss of the fine-tuning; 0 for
@@ -64,6 +65,7 @@ class ConvertConfig:
     tokenizer: Path | None = None
     folder: Path | None = None
     batches: int = 8
+    refine_steps: int = 64
     steps: int = 0
     learning_rate: float = 1e-3
     distil: float = 0.0
@@ -73,7 +75,7 @@ class ConvertConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "batches", "batch_size")
-        check_at_least(0, self, "steps")
+        check_at_least(0, self, "steps", "refine_steps")
         check_positive(self, "learning_rate")
         check_not_negative(self, "distil")
         check_not_negative(self, "distil_layers")
@@ -195,7 +197,7 @@ def _convert(
         before = evaluate()
     with console.status("fitting the bias"):
         batches = [on_device(data.batch(i, training.batch_size, training.seed)) for i in range(options.batches)]
-        report = convert(model, batches, loss=recipe.task.loss)
+        report = convert(model, batches, loss=recipe.task.loss, refine_steps=options.refine_steps)
     console.print(str(report), highlight=False, markup=False, soft_wrap=True)
     with console.status("evaluating the converted model"):
         return model, report, {"softmax": before, "converted": evaluate()}

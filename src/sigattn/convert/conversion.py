@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import time
@@ -17,23 +18,28 @@ from sigattn.convert.fit import fit_biases
 from sigattn.convert.measure import measure_layers
 from sigattn.convert.modules import ModuleAdapter
 from sigattn.convert.output_scale import fit_output_scales
+from sigattn.convert.refinement import refine
 from sigattn.convert.report import ConversionReport
 from sigattn.nn.bias import AttentionBias, BatchLengthBias
 from sigattn.nn.evaluation import evaluation_mode
+from sigattn.ops import validation
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 @torch.inference_mode(False)  # or the new parameters could not be trained
 @torch.no_grad()
-def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None) -> ConversionReport:
+def convert(
+    model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None, refine_steps: int = 64
+) -> ConversionReport:
     """Turn a model's softmax attention into sigmoid attention with a fitted bias and output scale, in place.
 
     The model is run on the batches, in evaluation mode and without gradient, while statistics of its attention logits
     are collected: memory is linear in the length, and there is no second copy of the model. A quarter of the batches is
     held out and measures the conversion. The weights are unchanged; each layer gets a bias and a scale of its output
-    (``sigattn.nn.QuadraticBias``), whose parameters are ordinary ones of the model. The terms in the query, and the
-    scale, are used in a layer if they lower the error of its output on the held-out batches.
+    (``sigattn.nn.QuadraticBias``), whose parameters are ordinary ones of the model. They are fitted by least squares,
+    and refined by gradient descent on the error of the layer's output. The terms in the query, the scale and the
+    refinement are used in a layer if they lower that error on the held-out batches.
 
     Every attention is converted, or the call raises and the model is unchanged. A softmax that does not belong to an
     attention (a classifier, a router) stays.
@@ -45,13 +51,16 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
         batches: a few batches, such as those of training: each a tensor, a sequence of positional arguments, or a
             mapping of keyword arguments of the model; with ``loss``, anything that it takes. Two or more, so that one
             can be held out; eight of some thousand tokens are enough. All are kept in memory, and the model is run on
-            each up to five times, so do not pass a loader of a whole data set (``itertools.islice`` takes a part).
+            each about five times, so do not pass a loader of a whole data set (``itertools.islice`` takes a part).
         loss: function from model and batch to a scalar, which also runs the model. None runs ``model(batch)``; its loss
             is then the output's attribute ``loss``, if there is one.
+        refine_steps: number of steps of the refinement, each of which runs the model on one batch and differentiates
+            its attention only; 0 for none.
 
     Raises:
-        TypeError: if model is no module, batches cannot be iterated or is a single mapping or tensor, or loss is no
-            function.
+        TypeError: if model is no module, batches cannot be iterated or is a single mapping or tensor, loss is no
+            function, or refine_steps is no integer.
+        ValueError: if refine_steps is negative.
         ConversionError: a ValueError, if there are no batches, a batch does not run, an attention cannot be converted
             or is not reached by the batches, there is none, it is sigmoid already, or statistics, outputs or losses
             (but that of b = -log n) are not finite.
@@ -63,6 +72,7 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
     """
     start = time.perf_counter()
     _check_types(model, batches, loss)
+    refine_steps = validation.count("convert", "refine_steps", refine_steps)
     batches = list(batches)
     if not batches:
         raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
@@ -77,13 +87,19 @@ def convert(model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = Non
             with adapter.observe(attend):
                 return _run(model, batches, given, loss)
 
+        def run_held_out(attend: Attend) -> float | None:
+            return run(held_out, attend)
+
         fits = fit_biases(lambda attend: run(fitted_on, attend), names)
-        biases = fit_output_scales(lambda attend: run(fitted_on, attend), lambda attend: run(held_out, attend), fits)
-        layers, loss_softmax = measure_layers(lambda attend: run(held_out, attend), biases)
+        biases = fit_output_scales(lambda attend: run(fitted_on, attend), run_held_out, fits)
+        if refine_steps:
+            single = [functools.partial(run, fitted_on[i : i + 1]) for i in range(len(fitted_on))]
+            biases = refine(single, run_held_out, biases, refine_steps)
+        layers, loss_softmax = measure_layers(run_held_out, biases)
         loss_log_n = loss_converted = None
         if loss_softmax is not None:
             log_n = dict.fromkeys(names, BatchLengthBias())
-            loss_log_n, loss_converted = (run(held_out, _answer_by(b)) for b in (log_n, biases))
+            loss_log_n, loss_converted = (run_held_out(_answer_by(b)) for b in (log_n, biases))
     for kind, value in (("with softmax", loss_softmax), ("converted", loss_converted)):
         if value is not None and not math.isfinite(value):
             raise ConversionError(f"convert: the loss must be finite, got {value} {kind}")

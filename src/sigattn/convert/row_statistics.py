@@ -29,14 +29,21 @@ class RowStatistics(NamedTuple):
 
 def row_statistics(problem: Problem) -> RowStatistics:
     """Return the statistics of a call's rows, computed in blocks of rows in float32 or better."""
-    n = problem.query.shape[2]
     parts = [_of_rows(problem.rows(i, stop)) for i, stop in row_blocks(problem)]
     lse, visible = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-    counted = visible > 0
-    if problem.key_lengths is not None and n == problem.key.shape[2]:  # self-attention: rows of padding do not count
-        i = torch.arange(n, device=lse.device)
-        counted = counted & (i < problem.key_lengths.to(i.device)[:, None])[:, None]
+    counted, padding = visible > 0, is_padding(problem)
+    if padding is not None:
+        counted = counted & ~padding
     return RowStatistics(lse, visible.clamp(min=1).float(), counted)
+
+
+def is_padding(problem: Problem) -> Tensor | None:  # (B, 1, N)
+    """Return True for rows of padding, which key_lengths tell in self-attention; None if there are none."""
+    n, lengths = problem.query.shape[2], problem.key_lengths
+    if lengths is None or n != problem.key.shape[2]:
+        return None
+    i = torch.arange(n, device=problem.query.device)
+    return (i >= lengths.to(i.device)[:, None])[:, None]
 
 
 def _of_rows(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,10 @@ def train_and_convert(recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
         losses[name] = [(0, _evaluate(start, recipe, data))]
         for fraction in FRACTIONS[1:]:
             count = max(1, round(fraction * steps))
-            distil = {} if name not in (DISTILLED, BY_LAYERS) else {"twin": twin, "by_layers": name == BY_LAYERS}
             further = copy.deepcopy(start)
             rate_of = functools.partial(_one_cycle, rate / 4, count, first=steps)
-            _train(further, recipe, data, range(steps, steps + count), rate_of, **distil)
+            teacher = twin if name in (DISTILLED, BY_LAYERS) else None
+            _train(further, recipe, data, range(steps, steps + count), rate_of, teacher, by_layers=name == BY_LAYERS)
             losses[name].append((count, _evaluate(further, recipe, data)))
     return {"losses": losses, "layers": _layers(report), "maps": maps}
 
