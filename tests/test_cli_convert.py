@@ -27,7 +27,7 @@ def run(tmp_path_factory):
 
 
 def test_a_run_is_converted_and_fine_tuned(run, capsys):
-    cli.main(["convert", str(run), "--steps", "3", "--batches", "4"])
+    cli.main(["convert", str(run), "--steps", "3", "--batches", "4", "--refine-steps", "4"])
     said = capsys.readouterr().out
     folder = run.with_name("softmax-sigmoid")
     model = saving.load(folder / "model")
@@ -55,7 +55,7 @@ def test_a_run_is_converted_and_fine_tuned(run, capsys):
 
 @pytest.mark.parametrize("distil", [[], ["--distil", "1", "--distil-layers", "1"]])
 def test_interrupted_and_resumed(run, tmp_path, capsys, monkeypatch, distil):
-    steps = ["convert", str(run), "--steps", "4", "--batches", "2", *distil]
+    steps = ["convert", str(run), "--steps", "4", "--batches", "2", "--refine-steps", "2", *distil]
     cli.main([*steps, "--folder", str(tmp_path / "whole"), "--resume"])
     assert f"nothing to resume in {tmp_path / 'whole'}: starting" in capsys.readouterr().out
 
@@ -81,7 +81,7 @@ def test_interrupted_and_resumed(run, tmp_path, capsys, monkeypatch, distil):
     rows = metrics.read_metrics(tmp_path / "parts" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     if distil:  # the divergence is added
-        cli.main(["convert", str(run), "--steps", "1", "--batches", "2", "--folder", str(tmp_path / "plain")])
+        cli.main(["convert", str(run), "--steps", "1", *steps[4:8], "--folder", str(tmp_path / "plain")])
         assert rows[0]["loss"] > metrics.read_metrics(tmp_path / "plain" / "metrics.jsonl")[0]["loss"]
 
 
@@ -122,7 +122,16 @@ def test_a_converted_model_is_not_overwritten(tmp_path, capsys, steps):
     model = LanguageModel(LanguageModelConfig(activation="softmax", num_layers=1, embed_dim=16, max_seq_len=16))
     saving.save(model, tmp_path / "model")
     folder = tmp_path / "new"
-    arguments = ["convert", str(tmp_path / "model"), "--folder", str(folder), "--batch-size", "2"]
+    arguments = [
+        "convert",
+        str(tmp_path / "model"),
+        "--folder",
+        str(folder),
+        "--batch-size",
+        "2",
+        "--refine-steps",
+        "0",
+    ]
     cli.main([*arguments, "--batches", "2", "--steps", steps])
     before = contents(folder)
     capsys.readouterr()

@@ -1,16 +1,20 @@
 """Conversion of small models: the statistics against float64, and the report against the model itself."""
 
 import dataclasses
+import functools
 import json
 import math
 
 import pytest
 import torch
 
-from sigattn.convert import ConversionError, ConversionReport, HeadReport, LayerReport, convert
+from sigattn.convert import ConversionError, ConversionReport, HeadReport, LayerReport
+from sigattn.convert import convert as convert_fully
 from sigattn.convert.fit import MARGIN
 from sigattn.models import LanguageModel, LanguageModelConfig
 
+# two steps of refinement, which has its own tests (test_refinement.py), instead of 64
+convert = functools.partial(convert_fully, refine_steps=2)
 CONFIG = LanguageModelConfig(
     activation="softmax", num_layers=2, embed_dim=16, num_heads=4, vocab_size=32, max_seq_len=24
 )
