@@ -1,4 +1,4 @@
-"""Fast path for one new token and few cached keys on a CPU in eager mode: three calls of PyTorch, little Python code.
+"""Fast path for one new token and few cached keys on a CPU in eager mode: three calls of PyTorch, or backend "llvm".
 
 The general implementation (``kvcache``) takes lengths, tables and biases as tensors, which compilation and export need.
 With a few hundred keys, reading them takes several times as long as the arithmetic.
@@ -6,13 +6,19 @@ With a few hundred keys, reading them takes several times as long as the arithme
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from sigattn.ops import llvm
 from sigattn.ops.cpu.matmul import keep_memory_warm
+from sigattn.ops.problem import Problem
 
 # measured on a CPU (docs/log.md)
 FEW = 1 << 19  # elements of a sample's K up to which this path is faster than ``kvcache``, which splits long caches
+KERNELS_FROM, KERNEL_WORK = 32, 1 << 17  # keys, and elements of all K, from which the backend "llvm" is faster
+PACKED = 1 << 20  # elements of K that it packs in one call
 COPIED = 1 << 16  # elements of a sample's K up to which samples are batched even if that requires copying their heads
 _ONE = {dtype: torch.ones(1, 1, 1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
@@ -27,11 +33,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
     """
     batch, num_keys, key_heads, width = key.shape
     sample = num_keys * key_heads * width
-    keep_memory_warm()
-    together = FEW // sample if sample <= COPIED or (can_fold_heads(key) and can_fold_heads(value)) else 1
-    if batch > together:
-        parts = zip(*(t.split(together) for t in (query, key, value)), strict=True)
-        return torch.cat([attend(q, k, v, bias, scale) for q, k, v in parts])
+    if num_keys >= KERNELS_FROM and batch * sample >= KERNEL_WORK and _has_kernels(query, key, value):
+        together = max(1, PACKED // sample)
+        function: Callable[..., Tensor] = _by_kernels
+    else:
+        keep_memory_warm()
+        can_be_batched = sample <= COPIED or (can_fold_heads(key) and can_fold_heads(value))
+        together = FEW // sample if can_be_batched else 1
+        function = _by_products
+    if batch <= together:
+        return function(query, key, value, bias, scale)
+    parts = zip(*(t.split(together) for t in (query, key, value)), strict=True)
+    return torch.cat([function(q, k, v, bias, scale) for q, k, v in parts])
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor:
+    """Return ``attend`` by batched products of PyTorch."""
+    batch, _, key_heads, width = key.shape
     heads = batch * key_heads
     q, k, v = query.reshape(heads, -1, width), _by_head(key, heads), _by_head(value, heads)
     dtype = query.dtype
@@ -40,6 +58,25 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float)
     weights = torch.baddbmm(_ONE[q.dtype], q, k.mT, beta=bias, alpha=scale).sigmoid_()  # (H, R, M)
     out = torch.bmm(weights, v).view(batch, 1, query.shape[2], -1)
     return out if out.dtype is dtype else out.to(dtype)
+
+
+def _has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if the backend "llvm" is the default for a call."""
+    problem = _grouped(query, key, value)
+    return llvm.can_be_default(problem) and llvm.unavailable(problem) is None
+
+
+def _by_kernels(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor:
+    """Return ``attend`` by the backend "llvm"."""
+    number = torch.full((), bias, dtype=torch.float64, device="cpu")
+    out = llvm.forward(_grouped(query, key, value)._replace(bias=number, scale=scale))
+    return out.view(len(query), 1, query.shape[2], -1)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Problem:
+    """Return the call as a problem in which the query heads of a key head are queries of one head."""
+    queries = query.reshape(len(query), key.shape[2], -1, query.shape[3])
+    return Problem(queries, key.transpose(1, 2), value.transpose(1, 2))
 
 
 def can_fold_heads(t: Tensor) -> bool:
