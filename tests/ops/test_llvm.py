@@ -129,7 +129,9 @@ def test_sizes_that_cross_the_tiles(causal, window, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype):
+def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype, monkeypatch):
+    monkeypatch.setattr(arguments, "_ONE_THREAD", 0)
+    arguments.layout.cache_clear()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -295,6 +297,16 @@ def test_the_output_can_be_changed_in_place(layout, measured):
 def _add(out, x):
     out += x
     return out
+
+
+@pytest.mark.parametrize(("n", "expected"), [(31, 1), (64, 2)])
+def test_small_calls_take_one_thread(n, expected, monkeypatch):
+    found, run = [], launch._on_threads
+    monkeypatch.setattr(launch, "_on_threads", lambda *args: found.append(args[2]) or run(*args))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    t = torch.randn(1, 4, n, 32, requires_grad=True)
+    sigmoid_attention(t, t, t, backend="llvm").sum().backward()
+    assert set(found) == {expected}
 
 
 @pytest.mark.parametrize(("key_heads", "threads", "parts"), [(8, 2, 1), (2, 2, 1), (1, 2, 8), (3, 2, 3), (1, 1, 1)])

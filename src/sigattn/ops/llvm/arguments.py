@@ -19,6 +19,8 @@ _LINE = 64  # bytes of a cache line, and of the widest vector
 # Bytes up to which the memory of a call is one tensor, which takes 2 µs less for each other one. More is returned to
 # the system after the call where it is one, and each of its pages is a page fault in the next.
 _ONE_TENSOR = 4 << 20
+# Multiplications of a product for which one thread is faster than waking another, which may have to wait for a core
+_ONE_THREAD = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,14 @@ class Layout:
         fields: arguments of both passes, without addresses.
         forward, backward: memory of the passes.
         parts: the number of parts into which the backward pass divides the keys of a head.
+        threads: the number of threads.
     """
 
     fields: ctypes.Array[ctypes.c_int64]
     forward: Memory
     backward: Memory
     parts: int
+    threads: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,10 +70,12 @@ def layout(
     """Return the layout of a call.
 
     Args:
-        threads: number of threads. query, value: shapes. strides: of query, key and value, from ``readable``.
+        threads: number of PyTorch's threads. query, value: shapes. strides: of query, key and value, from ``readable``.
     """
     (batch, heads, n, d), (_, kv, m, dv) = query, value
     word, tile = compiled.word, compiled.registers.tile
+    if batch * heads * n * m * max(d, dv) < _ONE_THREAD:
+        threads = 1
     head_dim, value_dim = (round_up(size, compiled.multiple) for size in (d, dv))
     fields = Fields()
     sides = (ANYWHERE if side == UNLIMITED else side for side in (left, right))
@@ -92,7 +98,7 @@ def layout(
         backward |= {"grad_value_sums": batch * kv * m * value_dim * 4}
         if parts == 1:
             backward |= {"grad_query_sums": batch * heads * n * head_dim * 4}
-    return Layout(fields, Memory.of(**forward), Memory.of(**backward), parts)
+    return Layout(fields, Memory.of(**forward), Memory.of(**backward), parts, threads)
 
 
 def number_of_parts(key_heads: int, tiles: int, threads: int) -> int:

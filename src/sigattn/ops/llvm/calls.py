@@ -33,8 +33,8 @@ def forward(problem: Problem, saved: list[Tensor] | None = None) -> Tensor:  # (
     if blocks == 1 and heads == kv:
         arguments.set("packs", 1)
     else:
-        compiled.run("pack", batch * kv, arguments.data)
-    compiled.run("forward", batch * heads * blocks, arguments.data)
+        compiled.run("pack", batch * kv, arguments.data, own.threads)
+    compiled.run("forward", batch * heads * blocks, arguments.data, own.threads)
     return _copied(out, result)
 
 
@@ -72,8 +72,8 @@ def backward(
             if arguments.word == 1:
                 arguments.set(field, partial.data_ptr(), *partial.stride()[1:4], partial.stride(0))
         if arguments.word == 2:
-            compiled.run("pair_queries", batch * heads, arguments.data)
-        compiled.run("backward", batch * kv * own.parts, arguments.data)
+            compiled.run("pair_queries", batch * heads, arguments.data, own.threads)
+        compiled.run("backward", batch * kv * own.parts, arguments.data, own.threads)
         if own.parts > 1:
             targets[0].copy_(partial.sum(0))
         results = [_copied(target, result) for target, result in zip(targets, results, strict=True)]

@@ -41,14 +41,15 @@ class Kernels:
         self._engine.finalize_object()
         self._addresses = {name: self._engine.get_function_address(name) for name in NAMES[word]}
 
-    def run(self, name: str, tasks: int, data: ctypes.Array[ctypes.c_int64]) -> None:
-        """Run a kernel on PyTorch's number of threads.
+    def run(self, name: str, tasks: int, data: ctypes.Array[ctypes.c_int64], threads: int) -> None:
+        """Run a kernel.
 
         Args:
             name: as in ``kernels.NAMES``. tasks: number of its tasks. data: values of ``kernels.FIELDS``.
+            threads: number of threads, as many as there are tasks at most.
         """
         data[INDEX["counter"]], data[INDEX["tasks"]] = 0, tasks
-        _on_threads(self._addresses[name], ctypes.addressof(data), min(torch.get_num_threads(), tasks), 0)
+        _on_threads(self._addresses[name], ctypes.addressof(data), min(threads, tasks), 0)
 
 
 @functools.lru_cache(maxsize=256)
