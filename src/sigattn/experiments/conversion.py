@@ -235,9 +235,11 @@ def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -
             if any(losses):
                 drawing.plot_band(axis, steps, losses, start, colour)
         axis.set(title=family, xlabel="further steps", ylabel="held-out loss", yscale="log")
-    drawing.band_legend(axes[0])
-    for axis in axes[len(families) : -4]:
+    free = axes[len(families) : -4]
+    for axis in free:
         axis.set_axis_off()
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawing.band_legend(free[0] if free else axes[0], handles=handles, labels=labels)
     for position, family in enumerate(families):
         layers = [layer for job in found if job[0] == family for layer in found[job]["layers"]]
         for key, label in (("error_log_n", LENGTH), ("error", FITTED)):
