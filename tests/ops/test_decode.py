@@ -89,6 +89,15 @@ def test_by_a_cache(way):
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def test_longer_caches_take_kernels_only(monkeypatch):
+    """Products of PyTorch are slower for them than the general implementation, which splits them."""
+    query, key, value = operands(1, 10_000, "length first", torch.float32)  # 64 elements of K a key
+    monkeypatch.setattr(decode, "_has_kernels", lambda *_: True)
+    assert [decode.is_faster(query, key, value, n) for n in (8_192, 8_193, 16_384, 16_385)] == [True, True, True, False]
+    monkeypatch.setattr(decode, "_has_kernels", lambda *_: False)
+    assert [decode.is_faster(query, key, value, n) for n in (8_192, 8_193)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("batch", "keys", "kernels"), [(1, 31, False), (200, 31, False), (1, 64, False), (64, 64, True)]
 )

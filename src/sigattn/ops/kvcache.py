@@ -301,7 +301,7 @@ def fast_path(
         if type(window) is not tuple or [type(side) for side in window] != [int, int] or min(window) < -1:
             return None
         start = 0 if window[0] == UNLIMITED else max(stop - 1 - window[0], 0)  # there are no keys after the query
-    if not (old >= 0 and 0 < stop <= capacity) or (stop - start) * key_heads * width > decode.FEW:
+    if not (old >= 0 and 0 < stop <= capacity) or not decode.is_faster(q, k_cache, v_cache, stop - start):
         return None
     if k is not None:
         k_cache[:, old:stop], v_cache[:, old:stop] = k, v

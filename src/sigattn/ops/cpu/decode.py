@@ -18,17 +18,24 @@ from sigattn.ops.problem import Problem
 # measured on a CPU (docs/log.md)
 FEW = 1 << 19  # elements of a sample's K up to which this path is faster than ``kvcache``, which splits long caches
 KERNELS_FROM, KERNEL_WORK = 32, 1 << 17  # keys, and elements of all K, from which the backend "llvm" is faster
+MOST = 1 << 20  # elements of a sample's K up to which it is faster than ``kvcache``
 PACKED = 1 << 20  # elements of K that it packs in one call
 COPIED = 1 << 16  # elements of a sample's K up to which samples are batched even if that requires copying their heads
 _ONE = {dtype: torch.ones(1, 1, 1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
+
+
+def is_faster(query: Tensor, key: Tensor, value: Tensor, num_keys: int) -> bool:
+    """Return True if ``attend`` is faster than ``kvcache`` for some keys of a cache, (B, M, Hkv, …)."""
+    sample = num_keys * key.shape[2] * key.shape[3]
+    return sample <= FEW or (sample <= MOST and _has_kernels(query, key, value))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: float) -> Tensor:  # (B, 1, Hq, Dv)
     """Return the output of one query per sample, for CPU tensors without gradient.
 
     Args:
-        query: (B, 1, Hq, D). key, value: (B, M, Hkv, D) and (B, M, Hkv, Dv), all visible to the query; M · Hkv · D at
-            most ``FEW``.
+        query: (B, 1, Hq, D). key, value: (B, M, Hkv, D) and (B, M, Hkv, Dv), all visible to the query, and few enough
+            that ``is_faster``.
         bias: b. scale: factor of Q Kᵀ.
     """
     batch, num_keys, key_heads, width = key.shape

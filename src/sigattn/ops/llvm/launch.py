@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from llvmlite import binding
 
+from sigattn.ops.cpu.matmul import keep_memory_warm
 from sigattn.ops.llvm.kernels import INDEX, NAMES, make_module
 from sigattn.ops.llvm.microtiles import Registers
 
@@ -28,6 +29,7 @@ class Kernels:
     """Compiled kernels."""
 
     def __init__(self, registers: Registers, word: int) -> None:
+        keep_memory_warm()
         self.registers, self.word = registers, word
         self.multiple = word * registers.lanes  # numbers of a tensor in a vector
         module = binding.parse_assembly(str(make_module(registers, word)))
