@@ -1,8 +1,8 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
-Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu.json; training.md from
-results/cpu-zen5-*.json and cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json,
-layer-forward.json, layer-wide.json and steps-narrow.json; error.svg and error.md from results/accuracy/accuracy.json;
+Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
+these and cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json, layer-forward.json,
+layer-wide.json and steps-narrow.json; error.svg and error.md from results/accuracy/accuracy.json;
 quality.svg from results/compare/results.json.
 """
 
@@ -124,43 +124,52 @@ def select(rows: list[Row], **values: object) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in values.items())]
 
 
-def speed_table(report: Row) -> str:
+def medians(runs: list[Row]) -> list[Row]:
+    """Return the rows of repeated runs of a benchmark, each ratio the median of the runs."""
+
+    def median(rows: tuple[Row, ...]) -> Row:
+        ratios = [name for name in rows[0] if name.endswith("_time_over_this")]
+        return {**rows[0], **{name: statistics.median(row[name] for row in rows) for name in ratios}}
+
+    return [median(rows) for rows in zip(*(run["rows"] for run in runs), strict=True)]
+
+
+def speed_table(runs: list[Row]) -> str:
     """Return a table of softmax's time over that of the operator, full / causal, and where it was measured."""
-    config = report["configuration"]
+    config, rows = runs[0]["configuration"], medians(runs)
     cases = [(dtype, direction) for dtype in config["dtypes"] for direction in ("forward", "backward")]
     lines = []
-    for n in sorted({row["n"] for row in report["rows"]}):
+    for n in config["lengths"]:
         cells = []
         for dtype, direction in cases:
-            own = select(report["rows"], n=n, dtype=dtype, implementation="sigattn", **{"pass": direction})
+            own = select(rows, n=n, dtype=dtype, implementation="sigattn", **{"pass": direction})
             ratio = {row["causal"]: row["softmax_time_over_this"] for row in own}
             cells.append(f"{ratio[False]:.2f} / {ratio[True]:.2f}")
         lines.append([f"{n:,}", *cells])
     setting = f"{config['num_heads']} heads of {config['head_dim']}, {config['threads']} threads"
     head = ["n", *(f"{direction}, {dtype}" for dtype, direction in cases)]
-    return f"{table(head, lines)}\nSoftmax's time / ours, full / causal. {setting}; {provenance(report)}.\n"
+    caption = f"Softmax's time / ours, full / causal: medians of the ratios of {len(runs)} runs."
+    return f"{table(head, lines)}\n{caption} {setting}; {provenance(runs[0])}.\n"
 
 
 def training_table(runs: list[Row]) -> str:
     """Return a table of the peers' time over that of the operator, forward and backward, and where it was measured."""
-    config = runs[0]["configuration"]
+    config, rows = runs[0]["configuration"], medians(runs)
     cases = [(dtype, causal) for dtype in config["dtypes"] for causal in (False, True)]
     lines = []
     for n in config["lengths"]:
         cells = []
         for dtype, causal in cases:
             case = {"n": n, "dtype": dtype, "causal": causal, "implementation": "sigattn", "pass": "training"}
-            own = [row for run in runs for row in select(run["rows"], **case)]
-            ratios = (
-                statistics.median(row[f"{peer}_time_over_this"] for row in own)
-                for peer in ("softmax", "naive", "compiled")
-            )
+            (row,) = select(rows, **case)
+            ratios = (row[f"{peer}_time_over_this"] for peer in ("softmax", "naive", "compiled"))
             cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
         lines.append([f"{n:,}", *cells])
     setting = f"{config['num_heads']} heads of {config['head_dim']}, {config['threads']} threads"
     head = ["n", *(f"{dtype}, {'causal' if causal else 'full'}" for dtype, causal in cases)]
-    caption = "Time of softmax SDPA / plain formula / compiled plain formula over ours, forward and backward: " + (
-        f"medians of the ratios of {len(runs)} runs." if len(runs) > 1 else "one run, medians of its rounds."
+    caption = (
+        "Time of softmax SDPA / plain formula / compiled plain formula over ours, forward and backward: medians of the "
+        f"ratios of {len(runs)} runs."
     )
     return f"{table(head, lines)}\n{caption} {setting}; {provenance(runs[0])}.\n"
 
@@ -210,8 +219,7 @@ def provenance(report: Row) -> str:
 def write(folder: Path) -> None:
     """Write all figures and tables into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    speed = json.loads((RESULTS / "cpu.json").read_text())
-    training = [
+    speed = [
         [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"cpu-{processor}-*.json"))]
         for processor in ("zen5", "zen4")
     ]
@@ -223,15 +231,15 @@ def write(folder: Path) -> None:
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
     figures = {
         "operator": draw_operator(),
-        "speed": draw_speed(speed["rows"]),
+        "speed": draw_speed(medians(speed[0])),
         "error": draw_error(error["rows"]),
         "quality": draw_quality(pairs),
     }
     with matplotlib.rc_context({"svg.hashsalt": "sigattn"}):  # the same file at every run
         for name, figure in figures.items():
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-    (folder / "speed.md").write_text(speed_table(speed))
-    (folder / "training.md").write_text("\n".join(training_table(runs) for runs in training))
+    (folder / "speed.md").write_text(speed_table(speed[0]))
+    (folder / "training.md").write_text("\n".join(training_table(runs) for runs in speed))
     (folder / "steps.md").write_text("\n".join(steps_table(report) for report in steps))
     (folder / "error.md").write_text(error_table(error))
 

@@ -11,9 +11,9 @@ from sigattn.convert.fit import MARGIN
 from sigattn.convert.output_scale import OutputScaleFit
 from sigattn.convert.row_statistics import row_outputs
 from sigattn.nn import QuadraticBias, sigmoidify
-from sigattn.nn.fitted_bias import EPS
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
+from sigattn.ops.rows import EPS
 
 H, D = 3, 5
 

@@ -8,25 +8,19 @@ scale), up to sampling: the log of a mean of exp(τ q·k) is its cumulant genera
 form, with free coefficients.
 
 Where b misses this by δ, the weights and the output are too large by about e^δ. ``RowScale`` has the factor e^m, and
-corrects each row from its norm and direction: a large norm is partly a sign of a large δ. The kernels are unchanged.
+corrects each row from its norm and direction: a large norm is partly a sign of a large δ. The attention's kernels are
+unchanged; ``sigattn.ops.rows`` computes both.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.ops.autocast import without_autocast
-
-MAX_LOG_SCALE = 5.0  # bound of |log scale| of ``RowScale``, e⁵ ≈ 150
-EPS = 1e-6  # added to a row's norm
-MAX_DIRECTIONS = 8  # of ``QueryTerm``; with 24 converted models are hardly better (docs/log.md), and slower
+from sigattn.ops.rows import MAX_DIRECTIONS, quadratic_form, scale_rows
 
 
 class VisibleKeysLinearBias(AttentionBias):
@@ -99,67 +93,7 @@ class RowScale(nn.Module):
 
     def forward(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scaled rows, (B, Hq, N, Dv), and their factors, (B, Hq, N, 1), the latter in float32 or better."""
-        # a compiler fuses the passes itself, and a trace with a Function cannot be saved
-        plain = torch.compiler.is_compiling() or torch._C._is_tracing() or not torch.is_grad_enabled()
-        scale_rows = _scale_rows if plain else _ScaleRows.apply
-        scaled, factor, *_ = scale_rows(output, self.gain, self.power, self.direction)
-        return scaled, factor
-
-
-class _ScaleRows(Function):
-    """Function of ``RowScale``; its backward pass reads the rows half as often as autograd's own (docs/log.md)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
-        return _scale_rows(output, gain, power, direction)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.save_for_backward(*inputs, *output[1:])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_scaled: Tensor, grad_factor: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        *given, factor, norm, cosine = ctx.saved_tensors
-        output, gain, power, direction = _wide(*given)
-        grad_scaled = grad_scaled.to(output.dtype)
-        # with r = ‖o‖ + ε and c = w·o / r, the exponent is e = g + β log r + c, and de/do = (β - c) / r · o/‖o‖ + w / r
-        exponent = _exponent(gain, power, norm, cosine)
-        is_limited = exponent.abs() > MAX_LOG_SCALE
-        grad = ((grad_scaled * output).sum(-1, keepdim=True) + grad_factor) * factor.masked_fill(is_limited, 0)
-        grad_projection = grad / (norm + EPS)
-        radial = grad_projection * (power.view(-1, 1, 1) - cosine) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
-        grad_output = torch.addcmul(grad_scaled * factor, output, radial)
-        grad_output = torch.addcmul(grad_output, grad_projection, direction.view(len(power), 1, -1))
-        with without_autocast(output.device.type):
-            grad_direction = (grad_projection.mT @ output).sum((0, 2)).flatten()
-        grad_power = (grad * (norm + EPS).log()).sum((0, 2, 3))
-        grads = grad_output, grad.sum((0, 2, 3)), grad_power, grad_direction
-        return tuple(g.to(t.dtype) for g, t in zip(grads, given, strict=True))
-
-
-def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors in their common dtype, or in float32 if that is less precise."""
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-    return tuple(t.to(dtype) for t in tensors)
-
-
-def _scale_rows(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
-    """Return the scaled rows o in the output's dtype, their factors, ‖o‖ and w · o/‖o‖, the latter (B, Hq, N, 1)."""
-    wide, gain, power, direction = _wide(output, gain, power, direction)
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    # not a product of matrices, which for one column takes longer
-    cosine = (wide * direction.view(len(power), 1, -1)).sum(-1, keepdim=True) / (norm + EPS)
-    factor = _exponent(gain, power, norm, cosine).clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
-    return (wide * factor).to(output.dtype), factor, norm, cosine
-
-
-def _exponent(gain: Tensor, power: Tensor, norm: Tensor, cosine: Tensor) -> Tensor:
-    """Return g + β · log‖o‖ + w · o/‖o‖, (B, Hq, N, 1)."""
-    return gain.view(-1, 1, 1) + power.view(-1, 1, 1) * (norm + EPS).log() + cosine
+        return scale_rows(output, self.gain, self.power, self.direction)
 
 
 class QueryTerm(nn.Module):
@@ -205,15 +139,8 @@ class QueryTerm(nn.Module):
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""
-        # products with so few columns are slower on a CPU than transposed ones, (B, Hq, R + 1, N), of dense queries
-        query, linear, directions, curvature = _wide(query.contiguous(), self.linear, self.directions, self.curvature)
-        shape = (self.num_heads, self.query_dim, -1)
-        with without_autocast(query.device.type):
-            columns = torch.cat([directions.view(shape), linear.view(shape)], 2)
-            y = columns.mT @ query.mT
-            squares = curvature.view(self.num_heads, 1, -1) @ y[:, :, :-1].square()
-            term = (y[:, :, -1:] + squares).mT
-        return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
+        limits = self.lower, self.upper
+        return quadratic_form(query, self.linear, self.directions, self.curvature, *limits)
 
 
 class QuadraticBias(VisibleKeysLinearBias):

@@ -17,6 +17,7 @@ _INSTALLED = importlib.util.find_spec("llvmlite") is not None
 _PROCESSOR = torch.cpu.get_capabilities()
 # AMD's processors with AVX512-BF16, Zen 4 and Zen 5: faster than PyTorch (docs/log.md)
 _MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16"))
+_ROW_MULTIPLE = 32  # features that are whole vectors of AVX-512 in either dtype
 _NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
@@ -42,6 +43,13 @@ def is_long_enough(query: Tensor, value: Tensor, *, is_plain: bool = False) -> b
         return bool(m >= 32)
     fewest = 64 if d % 32 or dv % 32 else 16
     return query.dtype is torch.bfloat16 and bool(m >= (4 * fewest if is_plain else fewest))
+
+
+def has_row_kernels(rows: Tensor) -> bool:
+    """Return True if the kernels of ``row_kernels`` support the rows of a tensor and were measured as faster."""
+    if not (_MEASURED and _INSTALLED and _HAS_THREADS) or rows.device.type != "cpu" or rows.dim() != 4:
+        return False
+    return rows.dtype in (torch.float32, torch.bfloat16) and not rows.shape[3] % _ROW_MULTIPLE and rows.numel() > 0
 
 
 def unavailable(problem: Problem) -> str | None:

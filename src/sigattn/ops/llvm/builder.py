@@ -7,7 +7,8 @@ of bfloat16 has 32 bits, and is held as one float32 wherever it is only moved.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
@@ -23,6 +24,11 @@ VOID = ir.VoidType()
 _LARGEST = 87.0  # exp(x) of float32 is neither infinite nor subnormal for |x| up to this
 LOG2_E = 1.44269504088896341
 _LOG_2 = (0.693145751953125, 1.428606765330187045e-6)  # in two parts, of which the first has few bits
+_LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+_SQRT_HALF = 0x3F3504F3  # bits of √½
 _SHIFT = 1.5 * 2**23 + 127  # the last bits of x + _SHIFT are 127 plus the integer nearest to x
 _EXP2 = (0.009570101276, 0.055917859077, 0.240247443318, 0.693121790886, 0.999999284744)  # 2^x, |x| up to 1/2
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -51,6 +57,42 @@ def function(module: ir.Module, name: str, arguments: Sequence[Any], lanes: int)
     made = ir.Function(module, ir.FunctionType(VOID, arguments), name)
     made.attributes.add("nounwind")
     return Builder(made, lanes), made.args
+
+
+def kernel(
+    module: ir.Module,
+    name: str,
+    lanes: int,
+    fields: Mapping[str, Any],
+    emit: Callable[[Builder, SimpleNamespace, Any, list[Any]], None],
+    scratch: Sequence[int] = (),
+) -> None:
+    """Add a kernel to a module, which takes tasks from a counter until none is left.
+
+    Args:
+        lanes: number of float32 in a vector.
+        fields: types of its arguments, 64 bits each, by name; the first two are "counter" and "tasks".
+        emit: emits a task, given a builder, the arguments by name, the task's number and scratch memory.
+        scratch: sizes of the scratch memory, in float32.
+    """
+    b, (data,) = function(module, name, (POINTER,), lanes)
+
+    def argument(index: int, kind: Any) -> Any:
+        return b.load(b.gep(data, [int64(index)], source_etype=INT64), typ=kind)
+
+    items = [(index, field, kind) for index, (field, kind) in enumerate(fields.items()) if field != "counter"]
+    call = SimpleNamespace(**{field: argument(index, kind) for index, field, kind in items})
+    memory = [b.scratch(size) for size in scratch]
+    head, inside, after = (b.append_basic_block() for _ in range(3))
+    b.branch(head)
+    b.position_at_end(head)
+    task = b.atomic_rmw("add", data, int64(1), "monotonic")
+    b.cbranch(b.less(task, call.tasks), inside, after)
+    b.position_at_end(inside)
+    emit(b, call, task, memory)
+    b.branch(head)
+    b.position_at_end(after)
+    b.ret_void()
 
 
 class Builder(ir.IRBuilder):
@@ -118,6 +160,12 @@ class Builder(ir.IRBuilder):
     def byte_at(self, pointer: Any, *offsets: Any) -> Any:
         """Return the address at the sum of some offsets in bytes."""
         return self.gep(pointer, [int64(self.plus(*offsets))], source_etype=INT8)
+
+    def scratch(self, size: int) -> Any:
+        """Return the address of new memory for some float32."""
+        memory = self.alloca(FLOAT, size)
+        memory.type = POINTER  # llvmlite's is that of a number, at which no vector can be stored
+        return memory
 
     def read(self, pointer: Any) -> Any:
         """Read a float32."""
@@ -222,7 +270,7 @@ class Builder(ir.IRBuilder):
         y = self.select(small, largest, y)
         y = self.select(self.fcmp_ordered("<", y, self.constant(-_LARGEST)), self.constant(-_LARGEST), y)
         one = self.constant(1.0)
-        weight = self.fdiv(one, self.fadd(one, self._exp(y)), flags=("arcp", "afn", "reassoc", "contract"))
+        weight = self.fdiv(one, self.fadd(one, self.exp(y)), flags=("arcp", "afn", "reassoc", "contract"))
         return self.select(small, self.constant(0.0), weight)
 
     def coarse_sigmoid(self, y: Any, has_estimate: bool) -> Any:
@@ -246,8 +294,22 @@ class Builder(ir.IRBuilder):
         all_lanes = ir.Constant(INT16, -1)
         return self.intrinsic(name, divisor, self.constant(0.0), all_lanes)
 
-    def _exp(self, x: Any) -> Any:
-        """Return exp(x) for |x| up to ``_LARGEST``: 2^n times a polynomial (Cephes)."""
+    def log(self, x: Any) -> Any:
+        """Return the logarithm of positive normal numbers: a multiple of log 2 plus a polynomial (Cephes)."""
+        bits = self.bitcast(x, self.indices)
+        exponent = self.ashr(self.sub(bits, self.index(_SQRT_HALF)), self.index(23))
+        mantissa = self.bitcast(self.sub(bits, self.shl(exponent, self.index(23))), self.vector)  # √½ … √2
+        n, f = self.sitofp(exponent, self.vector), self.fsub(mantissa, self.constant(1.0))
+        p = self.constant(_LOG[0])
+        for coefficient in _LOG[1:]:
+            p = self.multiply_add(p, f, self.constant(coefficient))
+        square = self.fmul(f, f)
+        y = self.multiply_add(n, self.constant(_LOG_2[1]), self.fmul(self.fmul(square, f), p))
+        y = self.multiply_add(square, self.constant(-0.5), y)
+        return self.multiply_add(n, self.constant(_LOG_2[0]), self.fadd(f, y))
+
+    def exp(self, x: Any) -> Any:
+        """Return e to the power of x for |x| up to ``_LARGEST``: 2^n times a polynomial (Cephes)."""
         n = self.intrinsic(f"llvm.rint.v{self.lanes}f32", self.fmul(x, self.constant(LOG2_E)))
         r = x
         for part in _LOG_2:

@@ -18,7 +18,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from sigattn.ops.llvm.builder import FLOAT, INT64, POINTER, Builder, function, int64
+from sigattn.ops.llvm.builder import FLOAT, INT64, POINTER, Builder, int64, kernel
 from sigattn.ops.llvm.memory import Memory
 from sigattn.ops.llvm.microtiles import Registers
 
@@ -50,6 +50,7 @@ _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in _TENSORS
 # 0 without one. A strided tensor is followed by its strides, counted in words if it is read, else in numbers.
 FIELDS = ("counter", "tasks", *_NUMBERS, *(f for name in _TENSORS for f in (name, *_STRIDES[name])))
 INDEX = {name: index for index, name in enumerate(FIELDS)}
+_TYPES = {name: POINTER if name in _TENSORS else FLOAT if name in _FLOATS else INT64 for name in FIELDS}
 
 FORWARD_ROWS = 192  # queries of a task
 _BACKWARD_ROWS = 96  # queries whose weights are kept until the products of the transposed tile
@@ -69,16 +70,6 @@ def make_module(registers: Registers, word: int) -> ir.Module:
     return module
 
 
-def _read_arguments(builder: Builder, data: Any) -> SimpleNamespace:
-    """Read the arguments of a kernel, by name."""
-
-    def read(index: int, name: str) -> Any:
-        kind = POINTER if name in _TENSORS else FLOAT if name in _FLOATS else INT64
-        return builder.load(builder.gep(data, [int64(index)], source_etype=INT64), typ=kind)
-
-    return SimpleNamespace(**{name: read(index, name) for index, name in enumerate(FIELDS) if name != "counter"})
-
-
 class _Kernels(Memory):
     """Kernels of one module."""
 
@@ -86,20 +77,12 @@ class _Kernels(Memory):
         self, name: str, emit: Callable[[Builder, SimpleNamespace, Any, list[Any]], None], scratch: tuple[int, ...] = ()
     ) -> None:
         """Make a kernel, which calls ``emit`` for each task with the task's number and scratch memory."""
-        b, (data,) = function(self.module, name, (POINTER,), self.registers.lanes)
-        call = _read_arguments(b, data)
-        call.head_words, call.value_words = (b.sdiv(x, int64(self.word)) for x in (call.head_dim, call.value_dim))
-        memory = [b.alloca(FLOAT, size) for size in scratch]
-        head, inside, after = (b.append_basic_block() for _ in range(3))
-        b.branch(head)
-        b.position_at_end(head)
-        task = b.atomic_rmw("add", data, int64(1), "monotonic")
-        b.cbranch(b.less(task, call.tasks), inside, after)
-        b.position_at_end(inside)
-        emit(b, call, task, memory)
-        b.branch(head)
-        b.position_at_end(after)
-        b.ret_void()
+
+        def task(b: Builder, call: SimpleNamespace, number: Any, memory: list[Any]) -> None:
+            call.head_words, call.value_words = (b.sdiv(x, int64(self.word)) for x in (call.head_dim, call.value_dim))
+            emit(b, call, number, memory)
+
+        kernel(self.module, name, self.registers.lanes, _TYPES, task, scratch)
 
     def pack(self) -> None:
         """Make the kernel ``pack``, with a task for each key head."""

@@ -9,13 +9,14 @@ import ctypes
 import functools
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from llvmlite import binding
 
 from sigattn.ops.cpu.matmul import keep_memory_warm
-from sigattn.ops.llvm.kernels import INDEX, NAMES, make_module
+from sigattn.ops.llvm.kernels import NAMES, make_module
 from sigattn.ops.llvm.microtiles import Registers
 
 _lock = threading.Lock()
@@ -25,33 +26,44 @@ _on_threads.restype = None
 _on_threads.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 
-class Kernels:
-    """Compiled kernels."""
+class Compiled:
+    """Compiled kernels.
 
-    def __init__(self, registers: Registers, word: int) -> None:
+    Args:
+        module: the kernels. names: of the kernels.
+    """
+
+    def __init__(self, module: Any, names: Sequence[str]) -> None:
         keep_memory_warm()
-        self.registers, self.word = registers, word
-        self.multiple = word * registers.lanes  # numbers of a tensor in a vector
-        module = binding.parse_assembly(str(make_module(registers, word)))
+        parsed = binding.parse_assembly(str(module))
         machine = _target_machine()
         options = binding.create_pipeline_tuning_options(speed_level=3)
         # the kernels are vectors already, and unrolled as far as there are registers
         options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
         passes = binding.create_pass_builder(machine, options)
-        passes.getModulePassManager().run(module, passes)
-        self._engine = binding.create_mcjit_compiler(module, machine)
+        passes.getModulePassManager().run(parsed, passes)
+        self._engine = binding.create_mcjit_compiler(parsed, machine)
         self._engine.finalize_object()
-        self._addresses = {name: self._engine.get_function_address(name) for name in NAMES[word]}
+        self._addresses = {name: self._engine.get_function_address(name) for name in names}
 
     def run(self, name: str, tasks: int, data: ctypes.Array[ctypes.c_int64], threads: int) -> None:
         """Run a kernel.
 
         Args:
-            name: as in ``kernels.NAMES``. tasks: number of its tasks. data: values of ``kernels.FIELDS``.
+            name: of the kernel. tasks: number of its tasks. data: its arguments, of which the first two are set.
             threads: number of threads, as many as there are tasks at most.
         """
-        data[INDEX["counter"]], data[INDEX["tasks"]] = 0, tasks
+        data[0], data[1] = 0, tasks
         _on_threads(self._addresses[name], ctypes.addressof(data), min(threads, tasks), 0)
+
+
+class Kernels(Compiled):
+    """Compiled kernels of sigmoid attention (``kernels.NAMES``)."""
+
+    def __init__(self, registers: Registers, word: int) -> None:
+        super().__init__(make_module(registers, word), NAMES[word])
+        self.registers, self.word = registers, word
+        self.multiple = word * registers.lanes  # numbers of a tensor in a vector
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,46 @@
+"""Adapters of peft on a converted model: trained with its biases, saved, and loaded on the saved model."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from sigattn.convert import convert  # noqa: E402
+from sigattn.integrations import transformers as sigmoid  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+
+def test_an_adapter_of_a_converted_model_is_trained_and_loaded(tmp_path):
+    sigmoid.register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 50, (4, 2, 24), generator=torch.Generator().manual_seed(0))
+    convert(model, [{"input_ids": part, "labels": part} for part in ids], refine_steps=0)
+    model.save_pretrained(tmp_path / "base")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["sigmoid_bias"])
+    adapted = peft.get_peft_model(model, adapter)
+    optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
+    for _ in range(3):
+        adapted(input_ids=ids[0], labels=ids[0]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapted.eval()
+    trained = adapted(input_ids=ids[1]).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for name, p in base.named_parameters():
+        assert torch.equal(p, before[name])
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(input_ids=ids[1]).logits, trained)
+    moved = [p for name, p in loaded.named_parameters() if "modules_to_save" in name and "sigmoid_bias" in name]
+    first = {name: p for name, p in before.items() if "sigmoid_bias" in name}
+    assert len(moved) == len(first)
+    assert all((a != b).any() for a, b in zip(moved, first.values(), strict=True))
