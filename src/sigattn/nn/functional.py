@@ -104,6 +104,8 @@ def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.devi
         seen = spec.documents.positions + 1  # (B, N)
         seen = seen if spec.window is None else seen.clamp(max=spec.window + 1)
         return seen[:, None, :, None].float()
+    if not spec.causal and spec.window is None and spec.key_lengths is None and spec.left_padding is None:
+        return torch.full((1, 1, 1, 1), keys, dtype=torch.float32, device=device).expand(1, 1, queries, 1)
     i = torch.arange(spec.query_offset, spec.query_offset + queries, device=device)
     window = keys + queries if spec.window is None else spec.window
     first = (i - window).clamp(min=0)  # (N,)

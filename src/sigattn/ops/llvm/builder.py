@@ -179,6 +179,11 @@ class Builder(ir.IRBuilder):
         """Write a vector at any address of a float32."""
         self.store(vector, pointer, align=4)
 
+    def prefetch(self, pointer: Any, *, to_write: bool = False) -> None:
+        """Fetch a line into the nearest cache; the address may be invalid."""
+        purpose, keep, data = (ir.Constant(INT32, number) for number in (int(to_write), 3, 1))
+        self.intrinsic("llvm.prefetch.p0", pointer, purpose, keep, data, result=VOID)
+
     # vectors
 
     def constant(self, number: float) -> Any:

@@ -107,6 +107,15 @@ class _RowKernels:
             else b.widened(b.read_halves(b.at(line, b.sdiv(d, int64(2)))))
         )
 
+    def _fetch_next(self, b: Builder, call: SimpleNamespace, name: str, line: Any, d: Any) -> None:
+        """Prefetch the features from d on of the row in the next block, given the address of a row."""
+        b.prefetch(b.at(line, b.times(getattr(call, f"{name}_n"), ROWS), b.sdiv(d, int64(self.word))))
+
+    def _fetch_target(self, b: Builder, call: SimpleNamespace, offset: Any, d: Any) -> None:
+        """Prefetch the memory of ``out`` that ``_write`` writes in the next block."""
+        index = b.times(b.plus(offset, b.times(call.out_n, ROWS), d), 4 // self.word)
+        b.prefetch(b.byte_at(call.out, index), to_write=True)
+
     def _write(self, b: Builder, call: SimpleNamespace, offset: Any, d: Any, vector: Any) -> None:
         """Write a vector of features of a row of ``out``, given the row's offset."""
         if self.word == 1:
@@ -155,6 +164,7 @@ class _RowKernels:
                 line = self._line(b, call, "rows", own, i)
 
                 def features(d: Any, squares: Any, products: Any) -> list[Any]:
+                    self._fetch_next(b, call, "rows", line, d)
                     x, w = self._read(b, line, d), b.read_vector(b.at(direction, d))
                     return [b.multiply_add(x, x, squares), b.multiply_add(x, w, products)]
 
@@ -177,6 +187,7 @@ class _RowKernels:
                 own_factor = self._number(b, factors, i)
 
                 def features(d: Any) -> None:
+                    self._fetch_target(b, call, offset, d)
                     self._write(b, call, offset, d, b.fmul(self._read(b, line, d), own_factor))
 
                 b.loop(0, call.width, self.lanes, features)
@@ -276,6 +287,8 @@ class _RowKernels:
 
                 def features(d: Any, *given: Any) -> list[Any]:
                     y = list(given)
+                    for line in lines:
+                        self._fetch_next(b, call, "rows", line, d)
                     for k, column in enumerate(b.transposed([self._read(b, line, d) for line in lines])):
                         for r in range(_FORMS):
                             form = self._number(b, forms, b.times(r, call.width), d, k)
