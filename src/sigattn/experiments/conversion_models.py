@@ -1,12 +1,17 @@
-"""Softmax models that the conversion experiment trains and converts."""
+"""Softmax models that the conversion experiment trains and converts, and the training of the Llama by Trainer."""
 
 from __future__ import annotations
 
 import copy
+import operator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from sigattn.experiments import sweep
 from sigattn.experiments.experiment import Setting
@@ -54,6 +59,62 @@ class Llama(nn.Module):
         """Return the logits of the next bytes, (B, N) → (B, N, 256)."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
+
+
+class _Batches(IterableDataset[dict[str, Any]]):
+    """Batches in a given order."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({"batch": batch} for batch in self.batches)
+
+
+def train_by_trainer(
+    model: nn.Module,
+    loss: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    rates: list[float],
+) -> None:
+    """Train a model by the Trainer of transformers, with clipped gradients.
+
+    Args:
+        loss: returns the loss of a batch. batches: one for each step. rates: learning rates of the steps.
+    """
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    class OfLoss(Trainer):
+        """Trainer whose loss is given."""
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            return loss(inputs["batch"])
+
+    first = optimizer.param_groups[0]["lr"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[min(step, len(rates) - 1)] / first)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=len(rates),
+            per_device_train_batch_size=1,  # an item is a batch
+            max_grad_norm=1.0,
+            use_cpu=True,
+            remove_unused_columns=False,
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+            report_to=[],
+        )
+        trainer = OfLoss(
+            model,
+            arguments,
+            data_collator=operator.itemgetter(0),
+            train_dataset=_Batches(batches),
+            optimizers=(optimizer, scheduler),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
 
 
 def recipe_of(family: str, setting: Setting) -> Recipe:

@@ -17,7 +17,7 @@ _INSTALLED = importlib.util.find_spec("llvmlite") is not None
 _PROCESSOR = torch.cpu.get_capabilities()
 # AMD's processors with AVX512-BF16, Zen 4 and Zen 5: faster than PyTorch (docs/log.md)
 _MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16"))
-_ROW_MULTIPLE = 32  # features that are whole vectors of AVX-512 in either dtype
+_ROW_MULTIPLE = 16  # features that are whole vectors of AVX-512 in float32
 _NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 

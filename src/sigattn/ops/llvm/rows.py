@@ -106,7 +106,7 @@ def _run(
     threads = torch.get_num_threads() if rows.numel() >= _ONE_THREAD else 1
     step = max(1, total // (4 * threads))  # of a task
     parts = -(-total // step)
-    tensor, *strides = readable(rows, lanes * word)
+    tensor, *strides = readable(rows, lanes)
     kept = [tensor]  # until the kernel has run
     numbers = [heads, n, width, blocks, total, step, tensor.data_ptr(), *strides]
     sums = None
@@ -114,7 +114,7 @@ def _run(
         arrays["row_grad"] = row_grad
         arrays["sums"] = sums = rows.new_empty((parts, heads, number_of_sums(name, width)), dtype=torch.float32)
     if grad is not None:
-        tensor, *strides = readable(grad, lanes * word)
+        tensor, *strides = readable(grad, lanes)
         kept.append(tensor)
         numbers += [tensor.data_ptr(), *strides]
     else:
