@@ -19,7 +19,7 @@ from sigattn.ops.cpu.matmul import keep_memory_warm
 from sigattn.ops.llvm.kernels import NAMES, make_module
 from sigattn.ops.llvm.microtiles import Registers
 
-_lock = threading.Lock()
+compilation = threading.Lock()  # LLVM compiles in one thread at a time
 # runs a function of one pointer on some of OpenMP's threads, which are PyTorch's
 _on_threads: Any = ctypes.CDLL(None).GOMP_parallel
 _on_threads.restype = None
@@ -74,7 +74,7 @@ def float_bits(x: float) -> int:
 
 def kernels(dtype: torch.dtype) -> Kernels:
     """Return the kernels for tensors of a dtype, compiled once in a process."""
-    with _lock:
+    with compilation:
         return _compile(registers(), word=4 // dtype.itemsize)
 
 

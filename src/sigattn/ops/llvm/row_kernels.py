@@ -101,15 +101,13 @@ class _RowKernels:
 
     def _read(self, b: Builder, line: Any, d: Any) -> Any:
         """Read a vector of features of a row, from feature d on."""
-        return (
-            b.read_vector(b.at(line, d))
-            if self.word == 1
-            else b.widened(b.read_halves(b.at(line, b.sdiv(d, int64(2)))))
-        )
+        if self.word == 1:
+            return b.read_vector(b.at(line, d))
+        return b.widened(b.read_halves(b.at(line, b.sdiv(d, int64(2)))))
 
-    def _fetch_next(self, b: Builder, call: SimpleNamespace, name: str, line: Any, d: Any) -> None:
-        """Prefetch the features from d on of the row in the next block, given the address of a row."""
-        b.prefetch(b.at(line, b.times(getattr(call, f"{name}_n"), ROWS), b.sdiv(d, int64(self.word))))
+    def _fetch_next(self, b: Builder, call: SimpleNamespace, line: Any, d: Any) -> None:
+        """Prefetch the features from d on of the same row of the next block, given the address of a row."""
+        b.prefetch(b.at(line, b.times(call.rows_n, ROWS), b.sdiv(d, int64(self.word))))
 
     def _fetch_target(self, b: Builder, call: SimpleNamespace, offset: Any, d: Any) -> None:
         """Prefetch the memory of ``out`` that ``_write`` writes in the next block."""
@@ -164,7 +162,7 @@ class _RowKernels:
                 line = self._line(b, call, "rows", own, i)
 
                 def features(d: Any, squares: Any, products: Any) -> list[Any]:
-                    self._fetch_next(b, call, "rows", line, d)
+                    self._fetch_next(b, call, line, d)
                     x, w = self._read(b, line, d), b.read_vector(b.at(direction, d))
                     return [b.multiply_add(x, x, squares), b.multiply_add(x, w, products)]
 
@@ -288,7 +286,7 @@ class _RowKernels:
                 def features(d: Any, *given: Any) -> list[Any]:
                     y = list(given)
                     for line in lines:
-                        self._fetch_next(b, call, "rows", line, d)
+                        self._fetch_next(b, call, line, d)
                     for k, column in enumerate(b.transposed([self._read(b, line, d) for line in lines])):
                         for r in range(_FORMS):
                             form = self._number(b, forms, b.times(r, call.width), d, k)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigattn.ops.llvm import row_kernels
 from sigattn.ops.llvm.arguments import readable
-from sigattn.ops.llvm.launch import Compiled, registers
+from sigattn.ops.llvm.launch import Compiled, compilation, registers
 from sigattn.ops.llvm.row_kernels import INDEX, ROWS, number_of_sums
 from sigattn.ops.rows import MAX_DIRECTIONS
 
@@ -126,5 +126,7 @@ def _run(
         if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
             kept.append(tensor := tensor.to(torch.float32).contiguous())
         data[INDEX[field]] = tensor.data_ptr()
-    _compiled(lanes, word).run(name, parts, data, threads)
+    with compilation:
+        compiled = _compiled(lanes, word)
+    compiled.run(name, parts, data, threads)
     return None if sums is None else sums.sum(0)
