@@ -204,6 +204,16 @@ def test_vmap(name, path):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_of_other_heads_are_refused(name, path):
+    """Kernels would read beyond the parameters."""
+    function, _, make = FUNCTIONS[name]
+    first, *others = make(2, 5, 32, torch.float32)
+    for other in (first[:, :2], first[:, :1], first[..., :16], first.repeat(1, 1, 1, 2), first[0], first[None]):
+        with pytest.raises(ValueError, match=r"must be \(batch, 3, length, 32\), as the parameters have 3 heads of 32"):
+            function(other, *others)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_rows(name, path):
     function, _, make = FUNCTIONS[name]
     first, *others = make(1, 5, 32, torch.float32)

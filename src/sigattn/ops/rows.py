@@ -32,7 +32,11 @@ def scale_rows(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -
 
     Returns:
         The scaled rows, in the dtype of ``output``, and the factors, (B, H, N, 1), in float32 or better.
+
+    Raises:
+        ValueError: if the rows are not those of the parameters' heads.
     """
+    _check("scale_rows: output", output, len(gain), direction)
     # a compiler fuses the passes itself, and a trace with a Function cannot be saved
     plain = torch.compiler.is_compiling() or torch._C._is_tracing() or not torch.is_grad_enabled()
     scaled, factor, *_ = (_scale_rows if plain else _ScaleRows.apply)(output, gain, power, direction)
@@ -50,8 +54,13 @@ def quadratic_form(
 
     Returns:
         (B, H, N, 1), in float32 or better.
+
+    Raises:
+        ValueError: if the rows are not those of the parameters' heads.
     """
-    heads, width = query.shape[1], query.shape[3]
+    heads = len(lower)
+    _check("quadratic_form: query", query, heads, linear)
+    width = query.shape[3]
     forms = torch.cat([directions.view(heads, width, -1).mT, linear.view(heads, 1, width)], 1)
     given = query, forms, curvature, lower, upper
     if len(curvature) == MAX_DIRECTIONS * heads and _has_kernels(*given):
@@ -59,6 +68,16 @@ def quadratic_form(
         term: Tensor = form(*given)[0]
         return term
     return _quadratic_form(*given)
+
+
+def _check(name: str, rows: Tensor, heads: int, vectors: Tensor) -> None:
+    """Raise ValueError unless rows are (B, heads, N, D), given one vector of D features for each head."""
+    features = vectors.numel() // heads
+    if rows.dim() != 4 or rows.shape[1] != heads or rows.shape[3] != features:
+        raise ValueError(
+            f"{name} must be (batch, {heads}, length, {features}), as the parameters have {heads} heads of {features}, "
+            f"got {tuple(rows.shape)}"
+        )
 
 
 def _has_kernels(rows: Tensor, *others: Tensor) -> bool:
