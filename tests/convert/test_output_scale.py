@@ -13,7 +13,7 @@ from sigattn.convert.row_statistics import row_outputs
 from sigattn.nn import QuadraticBias, sigmoidify
 from sigattn.ops.operands import canonical
 from sigattn.ops.problem import Problem
-from sigattn.ops.rows import EPS
+from sigattn.ops.row_constants import EPS
 
 H, D = 3, 5
 

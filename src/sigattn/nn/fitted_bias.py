@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.ops.rows import MAX_DIRECTIONS, quadratic_form, scale_rows
+from sigattn.ops.row_constants import MAX_DIRECTIONS
+from sigattn.ops.rows import quadratic_form, scale_rows
 
 
 class VisibleKeysLinearBias(AttentionBias):

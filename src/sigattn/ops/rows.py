@@ -18,10 +18,7 @@ from torch.autograd.function import once_differentiable
 from sigattn.ops import llvm
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.autograd import is_intercepted
-
-MAX_LOG_SCALE = 5.0  # bound of |log scale|, e⁵ ≈ 150
-EPS = 1e-6  # added to a row's norm
-MAX_DIRECTIONS = 8  # of a quadratic form; with 24 converted models are hardly better (docs/log.md), and slower
+from sigattn.ops.row_constants import EPS, MAX_DIRECTIONS, MAX_LOG_SCALE
 
 
 def scale_rows(output: Tensor, gain: Tensor, power: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:

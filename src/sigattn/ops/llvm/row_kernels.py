@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from sigattn.ops.llvm.builder import FLOAT, INT32, INT64, POINTER, Builder, int64, kernel
-from sigattn.ops.rows import EPS, MAX_DIRECTIONS, MAX_LOG_SCALE
+from sigattn.ops.row_constants import EPS, MAX_DIRECTIONS, MAX_LOG_SCALE
 
 ROWS = 32  # of a block, whose numbers stay in the nearest cache
 _FORMS = MAX_DIRECTIONS + 1  # linear forms of a row: those that are squared, and the linear term

@@ -15,7 +15,7 @@ from sigattn.ops.llvm import row_kernels
 from sigattn.ops.llvm.arguments import readable
 from sigattn.ops.llvm.launch import Compiled, compilation, registers
 from sigattn.ops.llvm.row_kernels import INDEX, ROWS, number_of_sums
-from sigattn.ops.rows import MAX_DIRECTIONS
+from sigattn.ops.row_constants import MAX_DIRECTIONS
 
 _Fields = ctypes.c_int64 * len(row_kernels.FIELDS)
 _ONE_THREAD = 1 << 16  # numbers of a tensor for which one thread is faster than waking another
