@@ -105,10 +105,8 @@ def _train(
 
     model.train()
     batches = (_batch(recipe, data, step) for step in steps)
-    if isinstance(model, models.Llama):
-        models.train_by_trainer(model, loss_of, batches, optimizer, [rate_of(step) for step in steps])
-    else:
-        _loop(model, loss_of, batches, optimizer, [rate_of(step) for step in steps])
+    engine = models.train_by_trainer if isinstance(model, models.Llama) else _loop
+    engine(model, loss_of, batches, optimizer, [rate_of(step) for step in steps])
     model.eval()
 
 

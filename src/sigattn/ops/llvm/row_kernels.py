@@ -52,7 +52,8 @@ def make_module(lanes: int, word: int) -> ir.Module:
     """
     module = ir.Module("sigattn_rows")
     kernels = _RowKernels(lanes, word)
-    for name, arrays in (("scale", 3), ("scale_backward", 6), ("quadratic", _FORMS + 1), ("quadratic_backward", 19)):
+    arrays_of = {"scale": 3, "scale_backward": 6, "quadratic": _FORMS + 1, "quadratic_backward": 2 * _FORMS + 1}
+    for name, arrays in arrays_of.items():
         kernel(module, name, lanes, _TYPES, getattr(kernels, name), [arrays * ROWS])
     return module
 
