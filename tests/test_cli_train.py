@@ -210,6 +210,13 @@ class TestTrain:
             (["train", "k-summation", "--tiny", "--workers", "7"], 2, "workers=7 is for folders of images"),
             (["reproduce", "tones", "--scale", "paper", "--longer", "3"], 2, "longer=3 is for the scales"),
             (["reproduce", "--all", "--more-seeds", "mlp", "5"], 2, "name it in place of --all"),
+            (
+                ["reproduce", "--all", "--extend", "docs/results"],
+                2,
+                "--extend is for one experiment: name it in place of",
+            ),
+            (["reproduce", "conversion", "--extend", "."], 1, "--extend is not for conversion, whose figure needs all"),
+            (["reproduce", "pair-repeat", "--extend", "no"], 1, "no has no page of pair-repeat to extend"),
             (["reproduce", "conversion", "--more-seeds", "mlp", "5"], 2, "not for conversion, whose variants"),
             (["reproduce", "pair-repeat", "--more-seeds", "mlp", "3"], 2, "'mlp' 3 adds none to --seeds 3"),
             (["reproduce", "pair-repeat", "--more-seeds", "mlp", "4", "mlp", "5"], 2, "names 'mlp' more than once"),

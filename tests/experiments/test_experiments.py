@@ -8,14 +8,15 @@ import math
 import re
 import shutil
 import statistics
+from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sigattn import cli
+from sigattn.data.dataset import DataError
 from sigattn.experiments import (
     ablation,
     cache,
@@ -30,7 +31,7 @@ from sigattn.experiments import (
     sweep,
 )
 from sigattn.experiments.ablation import Claim
-from sigattn.experiments.experiment import SCALES, Experiment, ExperimentError, Result, Setting
+from sigattn.experiments.experiment import SCALES, Experiment, ExperimentError, Result, Setting, Stored
 from sigattn.experiments.intervals import Difference
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.train import checkpoint
@@ -300,7 +301,7 @@ def test_page_fields_are_escaped(tmp_path):
         "name": evil, "title": evil, "source": evil, "scale": evil, "seeds": 1, "differs": evil, "columns": [evil],
         "rows": [[evil], [evil]], "findings": [{"verdict": evil, "claim": evil, "evidence": evil}], "has_figure": True,
         "provenance": {evil: evil}, "data": [evil], "command": evil, "kind": "paper", "longer": 1,
-        "more_seeds": {evil: 2},
+        "more_seeds": {evil: 2}, "identities": {evil: evil}, "extends": [{evil: evil}],
     }  # fmt: skip
     names = {f.name for f in dataclass_fields(pages.Page)}
     assert names <= set(fields)
@@ -368,6 +369,76 @@ class TestMoreSeeds:
         lines = [line for line in (tmp_path / "runs.sh").read_text().splitlines() if line.startswith("sigattn")]
         assert len(lines) == 7
         assert [sum(f"--training.seed {seed}" in line for line in lines) for seed in range(3)] == [5, 1, 1]
+
+
+class TestExtend:
+    """Seeds added to a stored page."""
+
+    def run(self, name, folder, seeds, stored=None, log=lambda _: None, **more):
+        """Run an experiment and write its page into a folder; return its rows of data and its page."""
+        experiment = find_experiment(name)
+        setting = Setting("smoke", seeds, folder / name, log, stored=stored or Stored(), **more)
+        result = experiment.run(setting)
+        page = pages.write_page(folder / name, experiment, setting, result, ABOUT)
+        return [json.loads(line) for line in (folder / name / "data.jsonl").read_text().splitlines()], page
+
+    @pytest.mark.usefixtures("in_this_process")
+    @pytest.mark.parametrize(
+        "name", ["pair-repeat", "layerscale-free", "speech-bias", "constant-bias", "attention-evolution"]
+    )
+    def test_data_and_table_are_those_of_all_seeds_at_once(self, name, tmp_path):
+        """Only the seeds that the page lacks are trained."""
+        whole, page = self.run(name, tmp_path / "whole", 2)
+        self.run(name, tmp_path / "whole", 1)  # of the same runs
+        lines = []
+        stored = pages.read_stored(tmp_path / "whole", find_experiment(name), "smoke", 1)
+        extended, longer = self.run(name, tmp_path / "extended", 2, stored, lines.append)
+        assert extended == whole
+        assert (longer.rows, longer.command, longer.extends) == (page.rows, page.command, [ABOUT])
+        trained = [line for line in lines if "seed" in line]
+        assert trained
+        assert all(line.endswith("seed 1") for line in trained)
+
+    @pytest.mark.usefixtures("in_this_process")
+    def test_variants_of_different_seeds(self, tmp_path):
+        """More seeds of one variant, twice; origins are listed."""
+        more = {"more_seeds": {"softmax": 2}}
+        whole, _ = self.run("pair-repeat", tmp_path / "whole", 1, more_seeds={"softmax": 3})
+        self.run("pair-repeat", tmp_path / "whole", 1, **more)
+        stored = pages.read_stored(tmp_path / "whole", find_experiment("pair-repeat"), "smoke", 1)
+        lines = []
+        third, _ = self.run("pair-repeat", tmp_path / "new", 1, stored, lines.append, more_seeds={"softmax": 3})
+        assert (third, lines) == (whole, ["1 of 1 runs: softmax, seed 2"])
+        stored = pages.read_stored(tmp_path / "new", find_experiment("pair-repeat"), "smoke", 1)
+        assert (stored.seeds, list(stored.origins)) == ({"sigmoid": 1, "softmax": 3, "mlp": 1}, [ABOUT, ABOUT])
+        text = (tmp_path / "new" / "pair-repeat" / "page.md").read_text()
+        assert text.count(ABOUT["date"]) == 2
+        assert "The first seeds are those of" in text
+        with pytest.raises(ExperimentError, match="have more seeds: name at least 'softmax' 3 with --more-seeds"):
+            self.run("pair-repeat", tmp_path / "new", 1, stored, pytest.fail, **more)
+
+    @pytest.mark.usefixtures("in_this_process")
+    def test_results_of_other_settings_are_refused_before_training(self, tmp_path):
+        self.run("pair-repeat", tmp_path / "whole", 1)
+        stored = pages.read_stored(tmp_path / "whole", find_experiment("pair-repeat"), "smoke", 1)
+        changed = replace(stored, identities={**stored.identities, "mlp": "another"})
+        with pytest.raises(ExperimentError, match="of other settings or data than those of 'mlp' here: leave out"):
+            self.run("pair-repeat", tmp_path / "new", 2, changed, pytest.fail)
+
+    def test_what_cannot_be_extended_is_refused(self, tmp_path):
+        pair = find_experiment("pair-repeat")
+        with pytest.raises(ExperimentError, match="--extend is not for speech-post, whose figure needs all its runs"):
+            pages.read_stored(tmp_path, find_experiment("speech-post"), "small", 1)
+        with pytest.raises(DataError, match="has no page of pair-repeat to extend"):
+            pages.read_stored(tmp_path, pair, "small", 1)
+        (tmp_path / "pair-repeat").mkdir()
+        about = {"findings": [], "has_figure": False, "provenance": ABOUT, "differs": "", "columns": [], "rows": []}
+        page = pages.Page("pair-repeat", "N", "here", "small", 5, **about)
+        (tmp_path / "pair-repeat" / "page.json").write_text(json.dumps(asdict(page)))
+        with pytest.raises(ExperimentError, match="is of scale 'small' and longer=1, not 'small' and 4: name the same"):
+            pages.read_stored(tmp_path, pair, "small", 4)
+        with pytest.raises(DataError, match="does not name the settings of its runs: leave out --extend"):
+            pages.read_stored(tmp_path, pair, "small", 1)
 
 
 class TestCommittedPages:

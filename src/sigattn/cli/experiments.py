@@ -17,7 +17,7 @@ from sigattn.bench.tables import print_table
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import is_streamed
 from sigattn.experiments import attention_norms, compare, pages, theory_report
-from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting
+from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting, Stored
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.theory.statements import Statement
 from sigattn.validation import SettingsError, check_at_least
@@ -38,6 +38,7 @@ def reproduce(
     judge: Path | None = None,
     longer: int = 1,
     more_seeds: tuple[tuple[str, int], ...] = (),
+    extend: Path | None = None,
 ) -> None:
     """Run an experiment of the paper, and write its data, figure and page. Finished runs are not repeated.
 
@@ -55,6 +56,8 @@ def reproduce(
         judge: judge the data of the pages in this folder again and rewrite them; nothing is run.
         longer: factor of the training steps of scales "smoke" and "small", for findings that may change with training.
         more_seeds: variants and their numbers of seeds, above --seeds, for claims that need more to be decided.
+        extend: folder of pages, such as docs/results, whose results of this experiment are kept, so that only seeds
+            that they lack are trained.
     """
     given = [n for n, v in locals().items() if v != inspect.signature(reproduce).parameters[n].default]
     for action, text in (("judge", "judges stored data and runs nothing"), ("list", "lists the experiments")):
@@ -78,11 +81,14 @@ def reproduce(
     if scale == "paper" and longer != 1:
         raise SettingsError(f'longer={longer} is for the scales "smoke" and "small", and does not change "paper"')
     _check_more_seeds(more_seeds, seeds, name)
+    if extend is not None and name is None:
+        raise SettingsError("--extend is for one experiment: name it in place of --all")
     results = folder / (scale if longer == 1 else f"{scale}-{longer}x")
     for experiment in EXPERIMENTS.values() if all else (find_experiment(name or ""),):
         print(f"{experiment.name}: {experiment.title} ({experiment.source})", flush=True)
         start = time.perf_counter()
         own = results / experiment.name
+        stored = Stored() if extend is None else pages.read_stored(extend, experiment, scale, longer)
         setting = Setting(
             scale,
             seeds,
@@ -94,6 +100,7 @@ def reproduce(
             speech,
             longer,
             dict(more_seeds),
+            stored,
         )
         try:
             result = experiment.run(setting)

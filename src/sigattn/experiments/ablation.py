@@ -75,14 +75,16 @@ class Ablation:
                 trainings = {name: (trainings, changes) for name, changes in self.variants.items()}
             raise write_run_file(setting, trainings, data, then)
         outcomes = train_changes(setting, self.base(setting), self.variants, self.smoke)
-        values = {name: [o.final[self.metric] for o in found] for name, found in outcomes.items()}
+        rows: list[Row] = []
+        for name, found in outcomes.items():
+            new = {self.metric: [o.final[self.metric] for o in found], "gradient_spikes": _spikes(found)}
+            stored: Row = next((row for row in setting.stored.rows if row["variant"] == name), {})
+            rows.append({"variant": name, **{key: [*stored.get(key, ()), *numbers] for key, numbers in new.items()}})
+        values: dict[str, list[float]] = {row["variant"]: row[self.metric] for row in rows}
         return Result(
             ("variant", self.label),
             [(name, intervals.mean_std(values[name])) for name in values],
-            [
-                {"variant": n, self.metric: values[n], "gradient_spikes": _spikes(found)}
-                for n, found in outcomes.items()
-            ],
+            rows,
             plot_training(outcomes, self.curves) if self.curves else plot_seeds(values, self.label),
         )
 
@@ -108,7 +110,14 @@ def make_experiment(
     name: str, title: str, source: str, study: Ablation, minutes: dict[Scale, float | None], hardware: str, differs: str
 ) -> Experiment:
     """Return the experiment that runs an ablation and judges its claims (``Experiment``)."""
-    return Experiment(name, title, source, study, study.judge, minutes, hardware, differs, unequal_seeds=True)
+    count = None if study.curves else _count_seeds
+    return Experiment(
+        name, title, source, study, study.judge, minutes, hardware, differs, unequal_seeds=True, count_seeds=count
+    )
+
+
+def _count_seeds(rows: Sequence[Row]) -> dict[str, int]:
+    return {row["variant"]: len(row["gradient_spikes"]) for row in rows}
 
 
 def train_changes(

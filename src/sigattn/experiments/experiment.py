@@ -23,6 +23,23 @@ class ExperimentError(Exception):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Results of an earlier page, to which runs with further seeds are added.
+
+    Attributes:
+        rows: the page's data.
+        seeds: number of seeds by run, 0 to this number less 1.
+        identities: hash of settings and data by run (``Setting.identities``).
+        origins: date, commit and device of the page and of those that it extends, the earliest first.
+    """
+
+    rows: Sequence[Row] = ()
+    seeds: dict[str, int] = field(default_factory=dict)
+    identities: dict[str, str] = field(default_factory=dict)
+    origins: Sequence[dict[str, Any]] = ()
+
+
+@dataclass(frozen=True)
 class Setting:
     """Arguments of an experiment.
 
@@ -36,7 +53,9 @@ class Setting:
         speech: recordings, the spoken digits as a folder or .tar.gz; None is possible at scale "smoke" only.
         longer: factor of the training steps below the paper's scale.
         more_seeds: number of seeds, above ``seeds``, of variants whose comparison needs more of them, by name.
+        stored: results that are kept: seeds that it has are not trained.
         fingerprints: fingerprints of the data that runs were trained on, by name; filled in by the experiment.
+        identities: hash of settings and data by run, with seed 0; filled in by the experiment.
     """
 
     scale: Scale
@@ -49,7 +68,9 @@ class Setting:
     speech: Path | None = None
     longer: int = 1
     more_seeds: dict[str, int] = field(default_factory=dict)
+    stored: Stored = field(default_factory=Stored)
     fingerprints: dict[str, str] = field(default_factory=dict)
+    identities: dict[str, str] = field(default_factory=dict)
 
     def scaled(self, smoke: Any, small: Any, paper: Any) -> Any:
         """Return the value for the scale."""
@@ -104,6 +125,15 @@ class Result:
     figure: Figure | None = None
 
 
+def count_seeds_by(key: str) -> Callable[[Sequence[Row]], dict[str, int]]:
+    """Return a function for ``Experiment.count_seeds``, given the key of a run's name in rows with a "seed"."""
+
+    def count(rows: Sequence[Row]) -> dict[str, int]:
+        return {name: len(set(select(rows, "seed", **{key: name}))) for name in dict.fromkeys(r[key] for r in rows)}
+
+    return count
+
+
 def select(rows: Sequence[Row], key: str, **where: Any) -> list[Any]:
     """Return the values of ``key`` in the rows that have the given values of other keys."""
     return [row[key] for row in rows if all(row[k] == v for k, v in where.items())]
@@ -121,6 +151,8 @@ class Experiment:
         hardware: hardware for the paper's scale. differs: difference of "small" from the paper's set-up.
         kind: "paper" for the paper's claims, "beyond" for ours beyond it, "timing" for times of the local machine.
         unequal_seeds: True if it takes ``Setting.more_seeds``.
+        count_seeds: returns the number of seeds by run of the rows of data, if ``run`` takes ``Setting.stored``: its
+            table and figure follow from the data.
     """
 
     name: str
@@ -133,3 +165,4 @@ class Experiment:
     differs: str = ""
     kind: Kind = "paper"
     unequal_seeds: bool = False
+    count_seeds: Callable[[Sequence[Row]], dict[str, int]] | None = None

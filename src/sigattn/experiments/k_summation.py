@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sigattn.data import synthetic
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, count_seeds_by, select
 from sigattn.experiments.instrumentation import replaced_attention
 from sigattn.models import saving
 from sigattn.models.sequence import SequenceModel
@@ -106,7 +106,7 @@ def judge_loss_over_k(data: Sequence[Row], _: Scale) -> list[Finding]:
 
 def measure_weights_over_training(setting: Setting) -> Result:
     """Measure quantiles, norm and Hoyer sparsity of one head's weights over training, on 40 samples, k = 1."""
-    data = []
+    data = list(setting.stored.rows)
     for labels, model, error in _models_over_training(setting, range(POINTS + 1)):
         samples = _samples(model)
         report = model.attention_report(samples)[0]
@@ -116,6 +116,7 @@ def measure_weights_over_training(setting: Setting) -> Result:
         measured = {name: value.mean().item() for name, value in values.items()}
         measured |= {f"quantile {q}": weights.flatten().quantile(q).item() for q in QUANTILES}
         data.append({**labels, **measured, **error})
+    data.sort(key=lambda row: (ACTIVATIONS.index(row["activation"]), row["seed"], row["step"]))
     at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(5)
     for axis, activation in zip(axes, ACTIVATIONS, strict=False):
@@ -268,13 +269,14 @@ def _models_over_training(
     )
     recipes = {"softmax": recipe.softmax(), "sigmoid": recipe}
     outcomes = sweep.train_variants(setting, recipes)
-    for activation, seed, point in itertools.product(ACTIVATIONS, range(setting.seeds), points):
-        step, outcome = point * every, outcomes[activation][seed]
-        labels = {"activation": activation, "seed": seed, "step": step}
+    found = [(activation, outcome) for activation in ACTIVATIONS for outcome in outcomes[activation]]
+    for (activation, outcome), point in itertools.product(found, points):
+        step = point * every
+        labels = {"activation": activation, "seed": outcome.seed, "step": step}
         if step:
             yield labels, outcome.load_model(step), {"error": outcome.rows[step - 1]["validation_loss"]}
         else:
-            torch.manual_seed(seed)
+            torch.manual_seed(outcome.seed)
             model = saving.build(recipes[activation].model).eval()
             assert isinstance(model, SequenceModel)
             yield labels, model, {}
@@ -314,6 +316,7 @@ EXPERIMENTS = (
         {"smoke": 0.2, "small": 11.0, "paper": None},
         "1 GPU",
         _ONE_HEAD,
+        count_seeds=count_seeds_by("activation"),
     ),
     Experiment(
         "attention-maps",

@@ -104,7 +104,16 @@ def measure_sensitivities(setting: Setting, variants: dict[str, Recipe]) -> Sens
         name: [sensitivity([at[s] for at in losses[name]], start) for s, start in enumerate(starts[name])]
         for name in variants
     }
+    for row in setting.stored.rows:
+        name = row["variant"]
+        losses[name] = [kept + new for kept, new in zip(row["losses"], losses[name], strict=True)]
+        sensitivities[name] = row["sensitivity"] + sensitivities[name]
     return Sensitivities(rates, losses, sensitivities)
+
+
+def count_seeds(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the number of seeds by run of the rows of data (``Experiment.count_seeds``)."""
+    return {f"{row['variant']}, {rate:g}": len(row["sensitivity"]) for row in rows for rate in row["rates"]}
 
 
 def compare_norms(setting: Setting) -> Result:
@@ -217,6 +226,7 @@ EXPERIMENTS = (
         "1 GPU",
         _DIFFERS,
         unequal_seeds=True,
+        count_seeds=count_seeds,
     ),
     Experiment(
         "constant-bias",
@@ -228,5 +238,6 @@ EXPERIMENTS = (
         "1 GPU",
         _DIFFERS,
         unequal_seeds=True,
+        count_seeds=count_seeds,
     ),
 )

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from sigattn.data.dataset import DataError
 from sigattn.experiments import report
-from sigattn.experiments.experiment import Experiment, Kind, Result, Scale, Setting
+from sigattn.experiments.experiment import Experiment, ExperimentError, Kind, Result, Scale, Setting, Stored
 from sigattn.experiments.intervals import VERDICTS
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 
@@ -33,7 +33,8 @@ class Page:
         name, title, source: see ``Experiment``. scale, seeds: see ``Setting``. findings: claim, verdict and evidence.
         columns, rows: the table. differs: difference of this scale from the paper's. has_figure: if it has a figure.
         data: names and hashes of the training data. command: the command that writes the page.
-        kind: see ``Experiment``. longer, more_seeds: see ``Setting``.
+        kind: see ``Experiment``. longer, more_seeds, identities: see ``Setting``.
+        extends: origins of the pages whose results are among the data, the earliest first (``read_stored``).
     """
 
     name: str
@@ -52,6 +53,8 @@ class Page:
     kind: Kind = "paper"
     longer: int = 1
     more_seeds: dict[str, int] = field(default_factory=dict)
+    identities: dict[str, str] = field(default_factory=dict)
+    extends: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def extent(self) -> str:
@@ -88,6 +91,8 @@ def write_page(
         experiment.kind,
         setting.longer,
         setting.more_seeds,
+        setting.identities,
+        list(setting.stored.origins),
     )
     if result.figure is not None:
         result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
@@ -99,6 +104,34 @@ def write_page(
 def _store(folder: Path, page: Page) -> None:
     (folder / "page.json").write_text(json.dumps(asdict(page), indent=1) + "\n")
     (folder / "page.md").write_text(page_markdown(page))
+
+
+def read_stored(folder: Path, experiment: Experiment, scale: Scale, longer: int) -> Stored:
+    """Return the results of an experiment's page in a folder, to add seeds to them.
+
+    Raises:
+        DataError: if the folder has no such page, or its page does not name the settings and data of its runs.
+        ExperimentError: if tables or figures of the experiment do not follow from data alone, or the page is of another
+            scale or length of training.
+    """
+    if experiment.count_seeds is None:
+        takers = ", ".join(e.name for e in EXPERIMENTS.values() if e.count_seeds)
+        raise ExperimentError(
+            f"--extend is not for {experiment.name}, whose figure needs all its runs: leave it out; it is for {takers}"
+        )
+    own = folder / experiment.name
+    if not (own / "page.json").exists():
+        raise DataError(f"{folder} has no page of {experiment.name} to extend: leave out --extend, or name its folder")
+    page = Page(**json.loads((own / "page.json").read_text()))
+    if (page.scale, page.longer) != (scale, longer):
+        raise ExperimentError(
+            f"the page in {own} is of scale {page.scale!r} and longer={page.longer}, not {scale!r} and {longer}: name "
+            "the same, or leave out --extend"
+        )
+    if not page.identities:
+        raise DataError(f"the page in {own} does not name the settings of its runs: leave out --extend")
+    rows = [json.loads(line) for line in (own / "data.jsonl").read_text().splitlines()]
+    return Stored(rows, experiment.count_seeds(rows), page.identities, [*page.extends, page.provenance])
 
 
 def _judge(experiment: Experiment, lines: Iterable[str], scale: str) -> list[dict[str, str]]:
@@ -146,9 +179,15 @@ def page_markdown(w: Page) -> str:
         lines += ["", "Data: " + "; ".join(w.data) + "."]
     about = w.provenance
     command = w.command or f"sigattn reproduce {w.name} --scale {w.scale} --seeds {w.seeds}"
-    lines += ["", f"`{command}`, {about['date']}, commit "
-              f"{about['commit'][:12]}, {about['device']}, torch {about['versions']['torch']}."]  # fmt: skip
+    lines += ["", f"`{command}`, {_origin(about)}."]
+    if w.extends:
+        lines += ["", f"The first seeds are those of {'; of '.join(map(_origin, w.extends))}."]
     return "\n".join(lines) + "\n"
+
+
+def _origin(about: dict[str, Any]) -> str:
+    """Return date, commit and device of a page's provenance as text."""
+    return f"{about['date']}, commit {about['commit'][:12]}, {about['device']}, torch {about['versions']['torch']}"
 
 
 def _command(experiment: Experiment, setting: Setting) -> str:

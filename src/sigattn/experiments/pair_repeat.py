@@ -15,7 +15,7 @@ import torch
 
 from sigattn.data import synthetic
 from sigattn.experiments import datasets, drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, count_seeds_by, select
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks.synthetic import PairRepeat
@@ -43,8 +43,9 @@ def measure_accuracy_over_lengths(setting: Setting) -> Result:
     problem = datasets.load_dataset(recipe, None)
     assert isinstance(problem, synthetic.PairRepeat)
     lengths = setting.scaled((5, 8), tuple(range(5, 13)), tuple(range(5, 23)))
-    data = []
+    data: list[Row] = []
     for name, runs in outcomes.items():
+        data += [row for row in setting.stored.rows if row["model"] == name]
         for run in runs:
             model = run.load_model()
             for length in lengths:
@@ -113,5 +114,6 @@ EXPERIMENTS = (
         "2 CPU cores",
         "5 symbols instead of 9, lengths 8 and 9 instead of 14 and 15, 77,000 samples instead of 5 million",
         unequal_seeds=True,
+        count_seeds=count_seeds_by("model"),
     ),
 )

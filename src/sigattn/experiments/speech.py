@@ -16,7 +16,7 @@ from sigattn.data.corpora import spoken_digits
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.experiments import ablation, drawing, intervals, sweep
 from sigattn.experiments.ablation import Claim
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, count_seeds_by, select
 from sigattn.experiments.run_file import Trainings, write_run_file
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
@@ -73,8 +73,9 @@ class SpeechTable:
         recipe = base(setting)
         outcomes = ablation.train_changes(setting, recipe, self.variants, self.smoke)
         parts = strings_by_length(setting, recipe)
-        data: list[dict[str, Any]] = []
+        data: list[Row] = []
         for name, runs in outcomes.items():
+            data += [row for row in setting.stored.rows if row["variant"] == name]
             for run in runs:
                 spikes = metrics.count_spikes([row["gradient_norm"] for row in run.rows], 3.0)
                 model = run.load_model()
@@ -84,28 +85,37 @@ class SpeechTable:
                     row = {"variant": name, "seed": run.seed, "part": part, "gradient_spikes": spikes}
                     data.append({**row, "wer": errors["wer"], "cer": errors["cer"]})
         rows = []
-        for name, runs in outcomes.items():
+        for name in outcomes:
+            means = [intervals.mean_std(_errors_at_trained(data, key, name)) for key in ("wer", "cer")]
             cells = [intervals.mean_std(select(data, "cer", variant=name, part=part)) for part in parts]
-            words = intervals.mean_std([run.final["wer"] for run in runs])
-            spikes = statistics.mean(select(data, "gradient_spikes", variant=name))
-            characters = intervals.mean_std([run.final["cer"] for run in runs])
-            rows.append((name, words, characters, *cells, f"{spikes:.0f}"))
-        columns = ("variant", "WER %", "CER %", *(f"CER %, {part}" for part in parts), "gradient spikes")
+            spikes_of_runs = select(data, "gradient_spikes", variant=name)
+            rows.append((name, *means, *cells, f"{statistics.mean(spikes_of_runs):.0f}"))
+        trained = f"mean to {DIGITS[-2]} digits"
+        columns = (
+            "variant", f"WER %, {trained}", f"CER %, {trained}", *(f"CER %, {part}" for part in parts),
+            "gradient spikes",
+        )  # fmt: skip
         figure = _plot_curves(outcomes) if self.curves else _figure(data, list(parts), list(outcomes))
         return Result(columns, rows, data, figure)
 
     def judge(self, data: Sequence[Row], _: Scale) -> list[Finding]:
         """Compare the mean CER over the groups of lengths that occur in training, and the CER of the longest group."""
-        *trained, longest = dict.fromkeys(row["part"] for row in data)
+        longest = list(dict.fromkeys(row["part"] for row in data))[-1]
         at_trained, at_longest, spikes = {}, {}, {}
         for name in dict.fromkeys(row["variant"] for row in data):
-            errors = [select(data, "cer", variant=name, part=part) for part in trained]
-            at_trained[name] = [statistics.mean(of_seed) for of_seed in zip(*errors, strict=True)]
+            at_trained[name] = _errors_at_trained(data, "cer", name)
             at_longest[name] = select(data, "cer", variant=name, part=longest)
             spikes[name] = [float(n) for n in select(data, "gradient_spikes", variant=name, part=longest)]
         checked = ((self.claims, at_trained), (self.longer, at_longest))
         findings = [f for claims, values in checked for f in ablation.check_claims(claims, values, _learned)]
         return [*findings, *ablation.check_claims(self.spikes, spikes)]
+
+
+def _errors_at_trained(data: Sequence[Row], key: str, variant: str) -> list[float]:
+    """Return the mean of errors over the groups of lengths that occur in training, by seed."""
+    *trained, _ = dict.fromkeys(row["part"] for row in data)
+    errors = [select(data, key, variant=variant, part=part) for part in trained]
+    return [statistics.mean(of_seed) for of_seed in zip(*errors, strict=True)]
 
 
 def _learned(character_errors: float) -> bool:
@@ -162,4 +172,5 @@ def speech_experiment(name: str, title: str, source: str, table: SpeechTable) ->
         "so character errors are compared rather than word errors; strings of 8 to 14 digits replace TED-LIUM's "
         "longer talks",
         unequal_seeds=True,
+        count_seeds=None if table.curves else count_seeds_by("variant"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,7 @@ def shortened(recipe: Recipe, steps: int, batch_size: int, **training: Any) -> R
 def train_variants(
     setting: Setting, recipes: dict[str, Recipe], *, may_diverge: bool = False
 ) -> dict[str, list[Outcome]]:
-    """Train every recipe with each of its seeds, and return the outcomes by name and seed.
+    """Train every recipe with each of its seeds, and return the outcomes by name and seed, without stored seeds.
 
     A run is repeated only if its settings or its data have changed.
 
@@ -99,7 +100,8 @@ def train_variants(
 
     Raises:
         ExperimentError: for a run that diverged, unless ``may_diverge``; at the paper's scale, without data for
-            language models; without recordings for speech; or for seeds of a variant that is not in ``recipes``.
+            language models; without recordings for speech; for seeds of a variant that is not in ``recipes``; or if
+            the stored results are of other settings or data, or of more seeds.
     """
     setting.check_variants(recipes)
     fingerprints: dict[str, str] = {}
@@ -107,14 +109,17 @@ def train_variants(
         _run(setting, name, recipe, seed)
         for seed in range(max(map(setting.num_seeds, recipes)))  # outermost: an interrupted sweep has complete seeds
         for name, recipe in recipes.items()
-        if seed < setting.num_seeds(name)
+        if setting.stored.seeds.get(name, 0) <= seed < setting.num_seeds(name)
     ]
+    for name, recipe in recipes.items():
+        setting.identities[name] = _identity(setting, _run(setting, name, recipe, 0), fingerprints)
+    _check_stored(setting, recipes)
     identities = {run.folder: _identity(setting, run, fingerprints) for run in runs}
     todo = [run for run in runs if load_result(run.folder / RESULT_FILE, identities[run.folder]) is None]
     calls = {(run.name, run.recipe.training.seed): partial(_train, run, identities[run.folder]) for run in todo}
     for i, ((name, seed), _) in enumerate(workers.run_in_workers(calls, setting.workers), 1):
         setting.log(f"{i} of {len(calls)} runs: {name}, seed {seed}")
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in recipes}
     for run in runs:
         result = load_result(run.folder / RESULT_FILE, identities[run.folder])
         assert result is not None
@@ -125,8 +130,23 @@ def train_variants(
                 f"{run.name}, seed {outcome.seed}: the loss was not finite after {len(rows)} steps, so that there is "
                 f"nothing to compare; the measurements of the other steps are in {run.folder}"
             )
-        outcomes.setdefault(run.name, []).append(outcome)
+        outcomes[run.name].append(outcome)
     return outcomes
+
+
+def _check_stored(setting: Setting, names: Iterable[str]) -> None:
+    """Raise ``ExperimentError`` if runs of these names cannot be added to the stored results."""
+    stored = setting.stored
+    if not stored.seeds:
+        return
+    if changed := [name for name in names if stored.identities.get(name) != setting.identities[name]]:
+        raise ExperimentError(
+            f"the stored results are of other settings or data than those of {', '.join(map(repr, changed))} here: "
+            "leave out --extend, which trains all runs"
+        )
+    if more := [name for name in names if stored.seeds.get(name, 0) > setting.num_seeds(name)]:
+        listed = ", ".join(f"{name!r} {stored.seeds[name]}" for name in more)
+        raise ExperimentError(f"the stored results have more seeds: name at least {listed} with --more-seeds")
 
 
 def recordings_path(setting: Setting) -> Path:
