@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import statistics
+from collections import Counter
 from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -458,6 +459,17 @@ class TestCommittedPages:
         counts = pages.count_verdicts(pages.read_pages(self.folder))
         text = " ".join((self.folder.parent / "reproduce.md").read_text().split())
         assert counts in text
+
+    def test_counts_in_the_readme(self):
+        """The paper's claims, with those that depend or differ by little as one number."""
+        written = [page for page in pages.read_pages(self.folder) if page.kind == "paper"]
+        counts = Counter(f["verdict"] for page in written for f in page.findings)
+        little = counts["depends"] + counts["differs, but by less than matters"]
+        text = " ".join((self.folder.parents[1] / "README.md").read_text().split())
+        assert (
+            f"of {counts.total()} claims {counts['agrees']} agree, {counts['differs']} differ, {little} depend or differ "
+            f"by little, {counts['not shown']} are not decided" in text
+        )
 
     def test_undecided_claims_are_listed(self):
         """docs/reproduce.md has a reason for each claim of the paper that is not shown."""
