@@ -26,6 +26,7 @@ COMPILER_NOISE = [
 # the backends that support all options; tests/ops/test_llvm.py has the tests of "llvm"
 COMPLETE = tuple(b for b in BACKENDS if b != "llvm")
 HAS_LLVM = llvm.unavailable(Problem(*torch.empty(3, 1, 1, 1, 1))) is None
+ON_CPU = tuple(b for b in BACKENDS if b != "triton" and (HAS_LLVM or b != "llvm"))
 
 
 def device_of(backend):

@@ -78,6 +78,8 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
     "mask rank": ((Q, K, V, torch.ones(1, 1, 1, 5, 6, dtype=torch.bool)), {}, ValueError, "does not broadcast"),
     "mask grows batch": ((Q, K, V, torch.ones(3, 1, 1, 1)), {}, ValueError, "does not broadcast"),
     "mask dtype": ((Q, K, V, torch.ones(5, 6, dtype=torch.int32)), {}, TypeError, "bool"),
+    "mask of 8 bits": ((Q, K, V, torch.ones(5, 6).to(torch.float8_e4m3fn)), {}, TypeError, "of 16 bits and more"),
+    "bias of 8 bits": ((Q, K, V), {"bias": torch.zeros(1).to(torch.float8_e5m2)}, TypeError, "of 16 bits and more"),
     "mask type": ((Q, K, V, [[True]]), {}, TypeError, "attn_mask must be a tensor"),
     "mask device": ((Q, K, V, torch.ones(5, 6, device=META)), {}, ValueError, "query's device"),
     "bias columns": ((Q, K, V), {"bias": torch.zeros(5, 6)}, ValueError, "one per key as an additive attn_mask"),
@@ -236,6 +238,11 @@ class TestWhatIsNotWrong:
         out = sigmoid_attention(q, k, v, backend=backend)
         assert (out[1, 2, :, 4] == math.inf).all()
         assert out.isinf().sum() == 5
+        for n in (5, 40):
+            q, k, v = torch.randn(3, 2, 2, n, 16).unbind()
+            q[0, 0, 2, 0] = math.nan
+            out = sigmoid_attention(q, k, v, scale=0.0, backend=backend)  # 0 · NaN is NaN
+            assert (out[0, 0, 2].isnan().all(), out.isnan().sum()) == (True, 16)
         q, k, v = operands()
         q[0], k[0] = 1e30, 1e30  # logits overflow to +inf: each weight is 1
         torch.testing.assert_close(

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from sigattn import attention_statistics, sigmoid_attention
+from sigattn import attention_statistics, sigmoid_attention, sigmoid_varlen_attention
 from sigattn.flash import flash_attn_func
-from tests.ops.cases import path, ways
+from tests.ops.cases import ON_CPU, path, ways
 
 
 def formula(q, k, v, b, left, right, offset=0):
@@ -44,14 +44,21 @@ def test_borders_of_a_window_at_the_borders_of_blocks(n, window):
     torch.testing.assert_close(out.double(), formula(q, k, v, -1.0, *window), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [(-1, sys.maxsize), (sys.maxsize, -1), (sys.maxsize, 1)])
+LARGEST = (2**31 - 1, sys.maxsize, 2**64)
+
+
+@pytest.mark.parametrize("window", [w for n in LARGEST for w in ((-1, n), (n, -1), (n, 1), (n, n))])
 def test_the_largest_side_of_a_window_hides_no_key(window):
     """Added to or subtracted from the position of a query it would overflow."""
     q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
     expected = formula(q, k, v, -1.0, -1, min(window[1], 10))
-    for backend in ("reference", "blocked"):
+    for backend in (None, *ON_CPU):
         out = sigmoid_attention(q, k, v, window=window, bias=-1.0, backend=backend)
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    packed = (t[0].transpose(0, 1) for t in (q, k, v))
+    out = sigmoid_varlen_attention(*packed, starts, starts, 5, 5, window=window, bias=-1.0)
+    torch.testing.assert_close(out.transpose(0, 1)[None].double(), expected, rtol=1e-4, atol=1e-5)
     weights = formula(q, k, torch.eye(5).expand(1, 2, 5, 5), -1.0, -1, min(window[1], 10))
     found = attention_statistics(q, k, v, window=window, bias=-1.0).row_mass_mean
     torch.testing.assert_close(found.double(), weights.sum(-1).mean(-1), rtol=1e-5, atol=0.0)

@@ -245,6 +245,20 @@ def test_vmap(backend, mapped, batch):
         torch.testing.assert_close(folded[name], gradients[name])
 
 
+def test_vmap_of_a_mask_whose_gradient_is_taken_outside():
+    """Within the map it is not seen that the mask needs a gradient, which not every backend computes."""
+    q, mask = torch.randn(3, 1, 1, 40, 8), torch.zeros(3, 40, 40)
+
+    def loss(mask, backend=None):
+        return torch.vmap(lambda q, m: sigmoid_attention(q, q, q, m, backend=backend))(q, mask).square().sum()
+
+    expected = torch.func.grad(loss)(mask, "blocked")
+    torch.testing.assert_close(torch.func.grad(loss)(mask), expected)
+    leaf = mask.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(leaf.grad, expected)
+
+
 @pytest.mark.parametrize("backend", ["reference", *ON_CPU])
 def test_vmap_over_key_lengths(backend):
     q, k, v = (t.detach() for t in inputs())

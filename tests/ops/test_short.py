@@ -89,3 +89,30 @@ def test_a_bias_is_not_rounded_to_bfloat16(dimensions):
         error = (found.double() - by_query.sum_to_size(bias.shape)).square().mean().sqrt()
         rounding = by_query.square().mean().sqrt() * torch.finfo(torch.bfloat16).eps  # of one query's sum
         assert error < rounding * (1 if dimensions == "query" else 300**0.5)
+
+
+@pytest.mark.parametrize("backend", [None, "reference", "blocked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [6, 40, 130])
+def test_a_masked_nan_stays_in_its_column_of_the_gradient(n, dtype, backend):
+    """Queries before key n / 2 have weight 0 for it, and 0 · NaN in one feature of their gradient only."""
+    q, k, v = torch.randn(3, 1, 2, n, 16, dtype=dtype).unbind()
+    k[:, :, n // 2, 3] = torch.nan
+    out = sigmoid_attention(q.requires_grad_(), k, v, is_causal=True, backend=backend)
+    (grad,) = torch.autograd.grad(out[:, :, : n // 2].sum(), q)
+    assert grad[:, :, : n // 2].isnan().any(2).sum(-1).tolist() in ([[1, 1]], [[0, 0]])
+
+
+@pytest.mark.parametrize("n", [6, 40])
+@pytest.mark.parametrize("bias", [None, 0.5])
+def test_gradients_of_few_causal_queries(n, bias):
+    """By nodes of autograd, which the products of the general case replace for more queries."""
+    inputs = [t.requires_grad_() for t in torch.randn(3, 2, 2, n, 8).unbind()]
+    truth = [t.detach().double().requires_grad_() for t in inputs]
+    grad_out = torch.randn(2, 2, n, 8)
+    out = sigmoid_attention(*inputs, is_causal=True, bias=bias)
+    expected = formula(*truth, causal=True, bias=bias)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(out, inputs, grad_out), torch.autograd.grad(expected, truth, grad_out.double())
+    for mine, true in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)

@@ -160,6 +160,38 @@ def test_lengths_of_narrow_integers_do_not_overflow(dtype, length):
             torch.testing.assert_close(out[b], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32])
+def test_pages_and_sequences_named_by_integers_of_any_size(dtype):
+    """A sample of several pages, whose operators take int32 and int64 only."""
+    q, k, v = torch.randn(3, 1, 1, 2, 4).unbind()
+    keys, values = torch.randn(2, 4, 8, 2, 4).unbind()
+    table = torch.tensor([[2, 0, 3, 1]])
+    for call, name in ((sigmoid_kvcache_attention, "bias"), (flash_attn_with_kvcache, "sigmoid_bias")):
+        found = [
+            call(q, keys.clone(), values.clone(), k, v, cache_seqlens=10, block_table=t, **{name: -1.0})
+            for t in (table, table.to(dtype))
+        ]
+        torch.testing.assert_close(*found)
+    starts = torch.tensor([0, 3, 10])
+    rows = torch.randn(10, 2, 4)
+    packed = [sigmoid_varlen_attention(rows, rows, rows, t, t, 7, 7) for t in (starts, starts.to(dtype))]
+    torch.testing.assert_close(*packed)
+
+
+@pytest.mark.parametrize("length", [1 << 40, 1 << 70])
+def test_a_length_beyond_every_cache(length):
+    with pytest.raises(ValueError, match=r"cache_seqlens, if not a tensor, must lie in"):
+        sigmoid_kvcache_attention(NEW, CACHE, CACHE, bias=-1.0, cache_seqlens=length, enable_gqa=True)
+
+
+def test_causality_of_one_query_is_a_bool():
+    q, cache = torch.randn(1, 1, 2, 4), torch.randn(1, 16, 2, 4)
+    with pytest.raises(TypeError, match="is_causal must be True or False, got 'no'"):
+        sigmoid_kvcache_attention(q, cache, cache, bias=-1.0, is_causal="no")
+    with pytest.raises(TypeError, match="causal must be True or False, got 'no'"):
+        flash_attn_with_kvcache(q, cache, cache, sigmoid_bias=-1.0, causal="no")
+
+
 @pytest.mark.parametrize("new", [False, True])
 def test_decoding_of_an_empty_batch(new):
     q, cache = torch.randn(0, 1, 4, 8), torch.randn(0, 16, 4, 8)

@@ -101,7 +101,8 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sigmoid_precision, backend,
         attn_mask,
     )  # fmt: skip
-    if not (softcap or num_splits or return_softmax_lse) and all(x is None for x in special):
+    plain = not (softcap or num_splits or return_softmax_lse) and type(causal) is bool
+    if plain and all(x is None for x in special):
         out = fast_path(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias, window_size)
         if out is not None:
             return out

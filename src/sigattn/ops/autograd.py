@@ -207,11 +207,17 @@ def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
 
 
 def is_intercepted(tensors: Sequence[Any]) -> bool:
-    """Return True if a tensor is a subclass or has no data, or a tracer, dispatch mode or transform is active."""
+    """Return True if a tensor is a subclass or its memory is not its data, or a tracer, mode or transform is active.
+
+    The memory of a lazily negated tensor (``is_neg``) is its negative, which the dispatcher resolves before it calls an
+    op's kernel.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     if torch._C._is_tracing():  # torch.jit.trace would record the sizes that the kernels read
         return True
     if any((type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta for t in tensors):
+        return True
+    if any(t.is_neg() or t._is_zerotensor() for t in tensors):
         return True
     return torch._C._len_torch_dispatch_stack() > 0

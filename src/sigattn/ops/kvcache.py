@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from sigattn.ops import autograd, scalars, triton, validation
+from sigattn.ops import autograd, triton, validation
 from sigattn.ops.autocast import cast_operands
 from sigattn.ops.cpu import decode
 from sigattn.ops.cpu import kvcache as cpu_kvcache
 from sigattn.ops.custom_ops import Backend, Operator, can_bypass_dispatcher, library
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import as_index, canonical
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem
 
 _NAME = "sigmoid_kvcache_attention"
@@ -194,7 +194,7 @@ def sigmoid_kvcache_attention(
     torch.Size([2, 1, 4, 64])
     """
     plain = left_padding is block_table is attn_mask is alibi_slopes is None and backend is None
-    if plain and softcap == num_splits == 0:
+    if plain and softcap == num_splits == 0 and type(is_causal) is bool:
         out = fast_path(query, key_cache, value_cache, key, value, cache_seqlens, scale, bias, window, enable_gqa)
         if out is not None:
             return out
@@ -215,6 +215,7 @@ def sigmoid_kvcache_attention(
     softcap, num_splits = validation.softcap(_NAME, softcap), validation.count(_NAME, "num_splits", num_splits)
     validation.choice(_NAME, "backend", backend, tuple(KV_CACHE.backends))
     validation.refuse_gradients(_NAME, query, key_cache, value_cache, key, value, bias, alibi_slopes, attn_mask)
+    block_table = None if block_table is None else as_index(block_table)
     capacity = key_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     seqlens = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, query, None if key is not None else capacity)
     if key is not None and value is not None:  # checked before the cache is changed
@@ -248,12 +249,14 @@ def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, defa
     if lengths is None and default is None:
         raise ValueError(f"{caller}: new keys and values need {name}, the number of keys that the cache holds already")
     if not isinstance(lengths, Tensor):
-        length = default if lengths is None else scalars.integer(caller, f"{name}, if not a tensor,", lengths)
+        length = default
+        if lengths is not None:
+            length = validation.position(caller, f"{name}, if not a tensor,", lengths)
         return torch.full((len(query),), length, dtype=torch.int32, device=query.device)  # type: ignore[arg-type]
     if lengths.dim() == 0:
         lengths = lengths.expand(len(query))
     validation.integers(caller, name, lengths, (len(query),), "(B,)", query.device)
-    return lengths if lengths.dtype in (torch.int32, torch.int64) else lengths.long()  # adding to others may overflow
+    return as_index(lengths)
 
 
 def fast_path(

@@ -40,6 +40,7 @@ def canonical(
         fields: fields of ``kind`` that are the same in the operator's arguments and in its problems.
     """
     left, right = combine_window(window, is_causal)
+    fields = {name: as_index(t) if isinstance(t, Tensor) else t for name, t in fields.items()}
     if kind is not KVCacheProblem:  # has neither dropout nor a gradient
         fields["seed"] = new_seed(dropout_p, query.device)
         fields["dropout_p"] = dropout_p
@@ -56,6 +57,12 @@ def canonical(
         fast=settings.is_fast(precision),
         **fields,
     )
+
+
+def as_index(t: Tensor) -> Tensor:
+    """Return integers in int64, unless they are int32: operators of PyTorch take no others as indices."""
+    is_other = not (t.is_floating_point() or t.dtype in (torch.bool, torch.int32, torch.int64))
+    return t.long() if is_other else t
 
 
 def combine_window(window: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:

@@ -19,6 +19,8 @@ from sigattn.ops.mask import refuse_subclass
 ROWS_FIRST = ("batch", "length", "heads", "head_dim")
 HEADS_FIRST = ("batch", "heads", "length", "head_dim")
 PACKED = ("total", "heads", "head_dim")
+_MOST_POSITION = 1 << 30  # because GPU kernels compute positions in 32 bits
+_NO_DISTANCE = (1 << 31) - 1  # of a query and a key
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLURALS = {"heads": "number of heads", "batch": "batch size", "pages": "number of pages"}
 _OTHER_LAYOUT = (
@@ -205,7 +207,8 @@ def _window(caller: str, name: str, window: Any) -> tuple[int, int]:
         raise ValueError(
             f"{caller}: the sides of {name} must be at least 0, or -1 for unlimited, got {tuple(window)!r}"
         )
-    return left, right
+    # the largest integers, which some write for unlimited, would overflow where kernels add them to positions
+    return -1 if left >= _NO_DISTANCE else left, -1 if right >= _NO_DISTANCE else right
 
 
 def softcap(caller: str, value: Any) -> float:
@@ -225,12 +228,9 @@ def count(caller: str, name: str, value: Any) -> int:
 
 
 def position(caller: str, name: str, value: Any) -> int:
-    """Return an integer in ±2^30 as int, because GPU kernels compute positions in 32 bits; raise for anything else.
-
-    A symbol of a traced graph may be anything.
-    """
+    """Return an integer in ±2^30 as int; raise for anything else. A symbol of a traced graph may be anything."""
     number = scalars.integer(caller, name, value)
-    if not torch.compiler.is_compiling() and isinstance(number, int) and abs(number) > 1 << 30:
+    if not torch.compiler.is_compiling() and isinstance(number, int) and abs(number) > _MOST_POSITION:
         raise ValueError(f"{caller}: {name} must lie in -2^30 … 2^30, got {value!r}")
     return number
 
@@ -249,8 +249,8 @@ def mask(
     A size of None in the target allows any size; the mask must have that dimension if it is the last. With ``key``, the
     message may advise on the layout of query and key.
     """
-    if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype is torch.bool or attn_mask.is_floating_point()):
-        message = "attn_mask must be a tensor, bool (True = attend) or floating point (added)"
+    if not isinstance(attn_mask, Tensor) or attn_mask.dtype not in (torch.bool, *_DTYPES):
+        message = "attn_mask must be a tensor, bool (True = attend) or floating point of 16 bits and more (added)"
         hint = f"; {_OTHER_LAYOUT}" if isinstance(attn_mask, bool) else ""
         raise TypeError(f"{caller}: {message}, got {_type_of(attn_mask)}{hint}")
     refuse_subclass(caller, "attn_mask", attn_mask)
@@ -270,8 +270,8 @@ def bias(caller: str, b: Any, query: Tensor, target: Sequence[int], name: str = 
     if not isinstance(b, Tensor):
         scalars.real(caller, f"{name}, if not a tensor,", b)
         return
-    if not b.is_floating_point():
-        wrong(caller, TypeError, f"{name} must be floating point", **{name: b})
+    if b.dtype not in _DTYPES:
+        wrong(caller, TypeError, f"{name} must be floating point, of 16 bits and more", **{name: b})
     if b.is_nested or not broadcasts(b.shape, target):
         message = f"{name} does not broadcast to (B, Hq, {'1' if target[2] == 1 else 'N'}, 1) = {tuple(target)}"
         wrong(caller, ValueError, f"{message}{advice}", query=query, **{name: b})
@@ -282,8 +282,10 @@ def slopes(
     caller: str, s: Any, query: Tensor, batch: int, heads: int, *, two_sided: bool = True, query_name: str = "query"
 ) -> None:
     """Raise unless alibi_slopes fits this batch size and number of heads."""
-    if not isinstance(s, Tensor) or not s.is_floating_point():
-        raise TypeError(f"{caller}: alibi_slopes must be a floating-point tensor, got {scalars.describe(s)}")
+    if not isinstance(s, Tensor) or s.dtype not in _DTYPES:
+        raise TypeError(
+            f"{caller}: alibi_slopes must be a floating-point tensor of 16 bits and more, got {scalars.describe(s)}"
+        )
     allowed = [(heads,), (batch, heads)]  # not a set, because sizes may be symbolic
     if two_sided:
         allowed += [(batch, heads, 2), (1, heads, 2)]

@@ -110,7 +110,7 @@ def _one_query(p: KVCacheProblem, samples: slice, first: int, length: int, posit
     dtype = p.query.dtype if by_head else wide
     query, scale = p.query[samples].reshape(batch * key_heads, group, -1).to(dtype), p.scale_value  # (H, R, D)
     if scale == 0:  # not as alpha, with which oneDNN computes neither a product nor its bias
-        query, scale = torch.zeros_like(query), 1.0
+        query, scale = query * 0, 1.0  # NaN stays NaN
     piece = max(stop - begin, 1) if by_head else max(PIECE // max(key_heads * width * batch, 1), 64)
     total: Tensor | None = None  # (H, R, Dv)
     for start in range(begin, stop, piece):

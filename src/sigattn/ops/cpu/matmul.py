@@ -71,9 +71,9 @@ class Products:
 
     def __init__(self, query: Tensor, key: Tensor, bias: float | Tensor, scale: float) -> None:
         """Store query (G, rep, N, D), key (G, M, D), bias (a number, or (G, rep, N, 1)) and scale."""
-        self.query = query
+        # 0 not as alpha, with which the product is not computed, so that a NaN in it is lost
+        self.query, self.scale = (query * 0, 1.0) if scale == 0 else (query, scale)
         self.key = key
-        self.scale = scale
         self.bias: Tensor = bias if isinstance(bias, Tensor) else query.new_full((1, 1, 1), bias)
 
     def logits(self, rows: slice, columns: slice, transposed: bool) -> Tensor:

@@ -132,10 +132,16 @@ def fast_path(query: Tensor, key: Tensor, value: Tensor, bias: float, scale: flo
 
 def formula(o: Operands) -> Tensor:  # (G, R, Dv)
     """Return the output in operations that autograd differentiates itself."""
-    weights = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale).sigmoid_()
-    if o.right != UNLIMITED:
-        weights = weights.tril(o.right)
-    return torch.bmm(weights, o.value)
+    logits = torch.baddbmm(o.bias, o.query, o.key.mT, beta=o.beta, alpha=o.scale)
+    if o.right != UNLIMITED:  # before the sigmoid, whose derivative of a masked NaN would be NaN
+        logits.masked_fill_(_hidden(*logits.shape[1:], o.right), -math.inf)
+    return torch.bmm(logits.sigmoid_(), o.value)
+
+
+@functools.lru_cache(maxsize=64)
+def _hidden(rows: int, columns: int, right: int) -> Tensor:  # (rows, columns)
+    """Return which keys are more than ``right`` after the query."""
+    return torch.ones(rows, columns, dtype=torch.bool, device="cpu").triu(right + 1)
 
 
 def forward(problem: Problem, dtype: torch.dtype, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)

@@ -25,6 +25,9 @@ _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_para
 def can_be_default(problem: Problem) -> bool:
     """Return True if the kernels were measured as faster, unless the call is recorded for other machines."""
     recorded = torch.compiler.is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
+    mask = problem.attn_mask
+    if mask is not None and mask.is_floating_point() and torch._C._are_functorch_transforms_active():
+        return False  # of a mapped tensor it is not known whether its gradient is needed
     return _MEASURED and not recorded and is_long_enough(problem.query, problem.value)
 
 
