@@ -536,4 +536,4 @@ class TestRefusals:
         refused(model, list(tokens(2, 9)), "has an attention_fn of its own")
 
     def test_performer(self):
-        refused(language(activation="performer"), list(tokens(2, 9)), "has activation='performer'")
+        refused(language(activation="performer"), list(tokens(2, 9)), r"'blocks\.0\.attention\.performer' \(Performer")

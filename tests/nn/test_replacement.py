@@ -330,6 +330,27 @@ class TestMultiheadAttention:
         weights = (q @ k.mT * q.shape[-1] ** -0.5 + bias + added).sigmoid().masked_fill(~seen, 0)
         return layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
 
+    @pytest.mark.parametrize(
+        "masks",
+        [
+            {"attn_mask": torch.zeros(3, 4, 5)},  # of the batch, or of as many heads
+            {"attn_mask": torch.zeros(1, 5)},
+            {"attn_mask": torch.zeros(4, 1, dtype=torch.bool)},
+            {"key_padding_mask": torch.zeros(1, 5, dtype=torch.bool)},
+            {"key_padding_mask": torch.zeros(3, 1, dtype=torch.bool)},
+        ],
+        ids=lambda masks: str({name: tuple(t.shape) for name, t in masks.items()}),
+    )
+    def test_masks_that_pytorch_refuses(self, masks):
+        """They would broadcast to other queries, samples or heads than meant."""
+        layer = nn.MultiheadAttention(9, 3, batch_first=True)
+        q, k = torch.randn(3, 4, 9), torch.randn(3, 5, 9)
+        with pytest.raises((RuntimeError, AssertionError)):
+            layer(q, k, k, **masks)
+        sigmoidify(layer)
+        with pytest.raises(ValueError, match=rf"multi_head_attention_forward: {next(iter(masks))} must be \("):
+            layer(q, k, k, **masks)
+
     @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 3}, {"add_bias_kv": True},
                                          {"add_zero_attn": True}, {"batch_first": True}], ids=str)  # fmt: skip
     @pytest.mark.parametrize("masked", [False, True])

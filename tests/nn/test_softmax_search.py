@@ -335,6 +335,97 @@ def test_a_softmax_written_out_is_refused_with_an_example(kind, x):
         sigmoidify(Net(Fused(), kind()), (x,))
 
 
+def by_column_of_ones(s, v):
+    out = s.exp() @ torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    return out[..., :-1] / out[..., -1:]
+
+
+IDIOMS = {
+    "log-sum-exp": lambda s, v: (s - s.logsumexp(-1, keepdim=True)).exp() @ v,
+    "log-sum-exp, late": lambda s, v: (s.exp() @ v) * (-s.logsumexp(-1, keepdim=True)).exp(),
+    "its exponential": lambda s, v: (s.exp() @ v) / s.logsumexp(-1, keepdim=True).exp(),
+    "reciprocal": lambda s, v: (s.exp() * (1 / s.exp().sum(-1, keepdim=True))) @ v,
+    "power -1": lambda s, v: (s.exp() * s.exp().sum(-1, keepdim=True).pow(-1)) @ v,
+    "reciprocal, late": lambda s, v: s.exp().sum(-1, keepdim=True).reciprocal() * (s.exp() @ v),
+    "normalize": lambda s, v: F.normalize(s.exp(), p=1, dim=-1) @ v,
+    "norm": lambda s, v: s.exp() / torch.linalg.vector_norm(s.exp(), 1, dim=-1, keepdim=True) @ v,
+    "mean": lambda s, v: s.exp() / s.exp().mean(-1, keepdim=True) @ v / 5,
+    "cumulative sum": lambda s, v: s.exp() / s.exp().cumsum(-1)[..., -1:] @ v,
+    "powers of 2": lambda s, v: s.exp2() / s.exp2().sum(-1, keepdim=True) @ v,
+    "powers of e": lambda s, v: (math.e**s @ v) / (math.e**s).sum(-1, keepdim=True),
+    "product with ones": lambda s, v: (s.exp() @ v) / (s.exp() @ torch.ones_like(v[..., :1])),
+    "column of ones": by_column_of_ones,
+}
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_idioms_of_a_softmax_are_refused_with_an_example(idiom, x):
+    class Idiom(Mixer):
+        def mix(self, q, k, v):
+            return IDIOMS[idiom](scores(q, k), v)
+
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Idiom: exp\)"):
+        sigmoidify(Net(Fused(), Idiom()), (x,))
+
+
+NO_SOFTMAX = {
+    "a gate": lambda s, v: (s.exp() * 0.1) @ v,
+    "a norm of the output": lambda s, v: F.normalize(s.exp() @ v, dim=-1),
+    "another function's sum": lambda s, v: s.relu() / (1 + s.relu().sum(-1, keepdim=True)) @ v,
+    "a log-sum-exp of the output": lambda s, v: (s.sigmoid() @ v).logsumexp(-1, keepdim=True).expand_as(v),
+}
+
+
+@pytest.mark.parametrize("function", NO_SOFTMAX)
+def test_other_functions_of_exponentials_are_no_softmax(function, x):
+    class Other(Mixer):
+        def mix(self, q, k, v):
+            return NO_SOFTMAX[function](scores(q, k), v)
+
+    assert [r.name for r in sigmoidify(Net(Fused(), Other()), (x,))] == ["layers.0"]
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    [
+        lambda z: z.softmax(-1),
+        lambda z: aten._softmax.default(z, -1, False),
+        lambda z: aten.softmax.int(z, -1),
+        lambda z: aten._scaled_dot_product_flash_attention_for_cpu.default(z[None], z[None], z[None])[0][0],
+    ],
+)
+def test_a_converted_layer_refuses_every_softmax_of_its_forward(softmax):
+    """Also one that is called as an operator, on a path that was not searched."""
+
+    class Later(nn.Module):
+        more = None
+
+        def forward(self, x):
+            out = F.scaled_dot_product_attention(x, x, x)
+            return out if self.more is None else out + self.more(x @ x.mT) @ x
+
+    layer = Later()
+    sigmoidify(layer)
+    layer.more = softmax
+    with pytest.raises(RuntimeError, match="this forward computes a softmax itself"):
+        layer(torch.randn(2, 5, 8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("by_example", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_traced_layer_is_refused(by_example, whole, x):
+    """Its code is a graph, which replacing its class would not change; the model stays as it was."""
+    traced = torch.jit.trace(Fused(), x)
+    net = traced if whole else Net(Fused(), traced)
+    expected = net(x)
+    with pytest.raises(
+        ValueError, match=r"traced or exported graphs cannot be replaced: .*scaled_dot_product_attention"
+    ):
+        sigmoidify(net, (x,) if by_example else None, bias=-1.0)
+    torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
+
+
 def test_an_exponential_without_its_sum_is_no_softmax(x):
     class Scaled(Mixer):
         def mix(self, q, k, v):
@@ -688,3 +779,11 @@ class Sparse(nn.Module):
 def test_sparse_values_are_activations():
     with pytest.raises(ValueError, match="compute a softmax themselves"):
         sigmoidify(nn.Sequential(Sparse()), (torch.randn(4, 8),))
+
+
+def test_a_performer_is_refused_with_an_example(x):
+    """As by its code: it is softmax attention by random features, which the call does not replace."""
+    layer = Attention(8, 2, activation="performer", attention_bias=None, causal=True)
+    for example in (None, (x,)):
+        with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1"):
+            sigmoidify(Net(Fused(), layer), example)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.jit import ScriptModule
 
 from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
 from sigattn.nn.conversion import code_search, run_search
@@ -184,11 +185,11 @@ def find_softmax(model: nn.Module, example: run_search.Example | None = None) ->
         ValueError: if a traced or exported graph calls an attention function, which cannot be replaced in its code.
     """
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
-    graphs = code_search.search(model, [(n, m) for n, m in modules if isinstance(m, GraphModule)])
+    graphs = code_search.search(model, [(n, m) for n, m in modules if isinstance(m, (GraphModule, ScriptModule))])
     if graphs := [f for f in graphs if f.replaceable]:
         raise ValueError(
             f"the attention of traced or exported graphs cannot be replaced: {listed(graphs)}. Convert the model "
-            "before torch.fx or torch.export traces it"
+            "before torch.fx, torch.export or torch.jit traces it"
         )
     if example is None:
         return code_search.search(model, modules)

@@ -24,7 +24,7 @@ class SigmoidMultiheadAttention(nn.MultiheadAttention):
 
     A ``sigmoid_bias`` of None is -log of the number of keys that at least one query of a sample sees: padding, in
     ``key_padding_mask`` or in ``attn_mask``, is not counted. ``add_zero_attn`` changes nothing, because a value of
-    zero adds nothing to a sum.
+    zero adds nothing to a sum. Weights that are returned are those before dropout.
     """
 
     sigmoid_bias: AttentionBias | None
@@ -116,8 +116,8 @@ def multi_head_attention_forward(
     ``in_proj_weight`` is None. A ``sigmoid_bias`` of None is -log of each sample's visible keys.
 
     Raises:
-        ValueError: for ``static_k`` and ``static_v``, inputs of another embed_dim than ``embed_dim_to_check``, or
-            ``is_causal`` without the mask that it describes.
+        ValueError: for ``static_k`` and ``static_v``, inputs of another embed_dim than ``embed_dim_to_check``, masks of
+            shapes that PyTorch refuses, or ``is_causal`` without the mask that it describes.
     """
     arguments = {name: value for name, value in locals().items() if name != "sigmoid_bias"}
     if static_k is not None or static_v is not None:
@@ -140,6 +140,7 @@ def multi_head_attention_forward(
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N or M, D)
     for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         refuse_subclass("multi_head_attention_forward", name, given)
+    _check_masks(attn_mask, key_padding_mask, (len(key), num_heads, q.shape[2], key.shape[1]))
     if isinstance(sigmoid_bias, CallObserver):
         return _observed(sigmoid_bias, q, k, v, arguments)
     mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
@@ -163,6 +164,22 @@ def multi_head_attention_forward(
     if unbatched:
         return result.squeeze(1), None if attention_weights is None else attention_weights.squeeze(0)
     return result, attention_weights
+
+
+def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int, int, int]) -> None:
+    """Raise ValueError for masks that PyTorch refuses, given batch size, heads, queries and keys."""
+    batch, heads, n, m = sizes
+    allowed = [(n, m), (batch * heads, n, m)]
+    if attn_mask is not None and tuple(attn_mask.shape) not in allowed:
+        raise ValueError(
+            f"multi_head_attention_forward: attn_mask must be (queries, keys) = {allowed[0]} or (batch · heads, "
+            f"queries, keys) = {allowed[1]}, got {tuple(attn_mask.shape)}"
+        )
+    if padding is not None and tuple(padding.shape) != (batch, m):
+        raise ValueError(
+            f"multi_head_attention_forward: key_padding_mask must be (batch, keys) = {(batch, m)}, or (keys,) without "
+            f"a batch, got {tuple(padding.shape)}"
+        )
 
 
 def _observed(observer: CallObserver, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Any:

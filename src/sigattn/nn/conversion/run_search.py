@@ -31,6 +31,9 @@ from sigattn.nn.evaluation import evaluation_mode
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "_int_mm"})
 _PRODUCTS |= {"_sparse_mm", "_sparse_addmm", "_sparse_sparse_matmul"}
+_EXPONENTIALS = frozenset({"exp", "exp_", "exp2", "exp2_"})
+# reductions of exp(x) by which a softmax may be normalised
+_SUMS = frozenset({"sum", "mean", "linalg_vector_norm", "norm", "cumsum"})
 _COPIES = frozenset({"_to_copy", "clone"})
 _NO_STORAGE = -1
 Example = Sequence[Any] | Mapping[str, Any] | Callable[[], object]
@@ -99,6 +102,7 @@ class _Site:
 
 
 _LOG_SOFTMAX = object()  # mark of a log-softmax, whose exponential is a softmax
+_LOG_SUM = object()  # mark of a log-sum-exp, with which x - lse is a log-softmax
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,15 +111,16 @@ class _Exponential:
 
 
 class _Sum(NamedTuple):
-    """Mark of a sum over an exponential."""
+    """Mark of a sum over an exponential, or of its reciprocal; of any exponential, if it is that of a log-sum-exp."""
 
-    of: _Exponential
+    of: _Exponential | None
 
 
 class _Product(NamedTuple):
-    """Mark of an exponential times a matrix of activations."""
+    """Mark of an exponential times a matrix of activations, or of ones, a sum; ``plain`` if no exponential is in it."""
 
     of: _Exponential
+    plain: bool
 
 
 class _Trace:
@@ -127,6 +132,7 @@ class _Trace:
         self.ran: set[nn.Module] = set()
         self.sites: list[_Site] = []
         self.weights: Any = WeakTensorKeyDictionary()  # tensor → its marks: sites and parts of a softmax
+        self.exponentials: Any = WeakTensorKeyDictionary()  # exponent → mark of its exponential
         self.constants: Any = WeakTensorKeyDictionary()  # copies of parameters, e.g. under autocast
         self.inside_replaceable = False
 
@@ -241,25 +247,49 @@ class _Operators(TorchDispatchMode):
             self._multiply(inputs[:2] if base == "linear" else inputs[-2:], outputs[0])
         elif base == "_log_softmax":
             trace.weights[outputs[0]] = {_LOG_SOFTMAX}
-        elif base in ("exp", "exp_"):
-            site = trace.add("exp") if _LOG_SOFTMAX in trace.weights.get(inputs[0], ()) else None
-            trace.weights[outputs[0]] = {_Exponential() if site is None else site}
-        elif base == "sum":
+        elif base == "logsumexp":
+            trace.weights[outputs[0]] = {_LOG_SUM}
+        elif base in _EXPONENTIALS or (base == "pow" and not isinstance(args[0], Tensor)):
+            trace.weights[outputs[0]] = self._exponential(inputs[0])
+        elif base in _SUMS:
             marks = trace.weights.get(inputs[0], ())
             trace.weights[outputs[0]] = {_Sum(m) for m in marks if isinstance(m, _Exponential)}
-        elif base in ("div", "div_") and len(inputs) == 2 and self._divide(inputs[0], inputs[1], outputs[0]):
-            pass
-        else:
+        elif len(inputs) != 2 or not self._normalize(base.rstrip("_"), inputs[0], inputs[1], outputs[0]):
             self._carry(base, inputs, outputs)
         return result
 
-    def _divide(self, dividend: Tensor, divisor: Tensor, output: Tensor) -> bool:
-        """Record a softmax written as exp(x) / exp(x).sum(), and return True if this division is one."""
+    def _exponential(self, exponent: Tensor) -> set[Any]:
+        """Return the marks of an exponential; that of a log-softmax is a softmax."""
         trace = self.trace
-        sums = {m.of for m in trace.weights.get(divisor, ()) if isinstance(m, _Sum)}
+        marks = trace.weights.get(exponent, ())
+        if _LOG_SOFTMAX in marks and (site := trace.add("exp")) is not None:
+            return {site}
+        if _LOG_SUM in marks:
+            return {_Sum(None)}
+        return {trace.exponentials.setdefault(exponent, _Exponential())}  # one, also if it is computed twice
+
+    def _normalize(self, operation: str, left: Tensor, right: Tensor, output: Tensor) -> bool:
+        """Return True if an operation of two tensors makes a softmax or its logarithm, whose marks it then sets."""
+        if operation == "div":
+            return self._divide(left, right, output)
+        if operation == "mul":  # by a reciprocal
+            return self._divide(left, right, output) or self._divide(right, left, output)
+        if operation == "sub" and _LOG_SUM in self.trace.weights.get(right, ()):
+            self.trace.weights[output] = {_LOG_SOFTMAX}
+            return True
+        return False
+
+    def _divide(self, dividend: Tensor, divisor: Tensor, output: Tensor) -> bool:
+        """Record a softmax written as exp(x) / exp(x).sum(), and return True if this division is one.
+
+        The sum may be a product of exp(x) and ones.
+        """
+        trace = self.trace
+        divisors = trace.weights.get(divisor, ())
+        sums = {m.of for m in divisors if isinstance(m, _Sum) or (isinstance(m, _Product) and m.plain)}
         marks = trace.weights.get(dividend, ())
-        multiplied = any(m.of in sums for m in marks if isinstance(m, _Product))
-        if not multiplied and not sums & set(marks):
+        multiplied = any(m.of in sums or None in sums for m in marks if isinstance(m, _Product))
+        if not multiplied and not any(m in sums or None in sums for m in marks if isinstance(m, _Exponential)):
             return False
         site = trace.add("exp", attention=multiplied)
         if site is not None:
@@ -276,7 +306,8 @@ class _Operators(TorchDispatchMode):
                 for mark in marks:
                     if isinstance(mark, _Site):
                         mark.attention = True
-                products |= {_Product(m) for m in marks if isinstance(m, _Exponential)}
+                plain = not trace.weights.get(other)  # in linear attention it is a product of an exponential
+                products |= {_Product(m, plain) for m in marks if isinstance(m, _Exponential)}
             elif marks and output.numel() == weights.numel():  # a learned mixture of heads
                 products |= set(marks)
         if products:

@@ -99,6 +99,14 @@ def _in_sigmoid_mode(method: Any) -> Any:
     return wrapped
 
 
+# with the names of operators, such as "_softmax.default"
+_REFUSED_NAMES = SOFTMAX_NAMES | OPAQUE_NAMES
+_REFUSED_NAMES |= {
+    f"{name}.{overload}"
+    for name in _REFUSED_NAMES
+    if hasattr(torch.ops.aten, name)
+    for overload in getattr(torch.ops.aten, name).overloads()
+}
 # files with a function that has a backward pass of its own: ``checkpoint`` and ``Function.apply``
 _OWN_BACKWARD = {checkpoint.__file__, torch.autograd.function.__file__}
 # the code that enters ``_SigmoidMode``
@@ -134,7 +142,7 @@ class _SigmoidMode(TorchFunctionMode):
         if func is MHA:
             self._count_call()
             return multi_head_attention_forward(self.layer.sigmoid_bias, *args, **kwargs)
-        if getattr(func, "__name__", "") in SOFTMAX_NAMES | OPAQUE_NAMES and not self.layer.softmax_allowed:
+        if getattr(func, "__name__", "") in _REFUSED_NAMES and not self.layer.softmax_allowed:
             raise RuntimeError(
                 f"{self.layer.softmax_class.__name__} was sigmoidified, but this forward computes a softmax itself "
                 "instead of calling F.scaled_dot_product_attention (a flag such as fused_attn=False, or the weights "
