@@ -201,6 +201,35 @@ class TestTrain:
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
         [
+            (["tokenizer", "--data", "TEXT", "--save", "TEXT"], 2, "is the data itself, which would be overwritten"),
+            (["tokenizer", "--data", "EMPTY", "--save", "new.json"], 1, "empty.txt is empty"),
+            (["tokenizer", "--data", "hf:", "--save", "new.json"], 1, "names no data set: write hf:NAME"),
+            (["tokenizer", "--data", "TEXT", "--save", "FOLDER"], 2, "name a file to write, got the folder"),
+            (["theory", "--report", "FOLDER"], 2, "name a file to write, got the folder"),
+            (["bench", "cpu", "--results", "FOLDER"], 2, "name a file to write, got the folder"),
+            (["bench", "steps", "--results", "TEXT/steps.json"], 2, "text.txt is a file"),
+            (["train", "vit-supervised", "--tiny", "--folder", "TEXT"], 2, "name a folder to write into, got the file"),
+        ],
+    )
+    def test_outputs_are_checked_before_the_work(self, arguments, code, message, tmp_path, capsys):
+        """Nothing is written, and what exists is unchanged."""
+        paths = {"TEXT": tmp_path / "text.txt", "EMPTY": tmp_path / "empty.txt", "FOLDER": tmp_path / "folder"}
+        paths["TEXT"].write_text("a text " * 100)
+        paths["EMPTY"].write_text("")
+        paths["FOLDER"].mkdir()
+        before = sorted(tmp_path.rglob("*"))
+        given = [str(paths[a]) if a in paths else a.replace("TEXT", str(paths["TEXT"])) for a in arguments]
+        given = [str(tmp_path / a) if a == "new.json" else a for a in given]
+        with pytest.raises(SystemExit) as error:
+            cli.main(given)
+        assert error.value.code == code
+        assert message in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
+        assert paths["TEXT"].read_text() == "a text " * 100
+
+    @pytest.mark.parametrize(
+        ("arguments", "code", "message"),
+        [
             (["train", "lm-2b"], 2, "no recipe is called 'lm-2b'; sigattn recipes lists them"),
             (["train", "vit-byol"], 2, "train its tiny form on handwritten digits (--data, --tiny)"),
             (["train", "asr-ls960", "--tiny"], 2, "name its folder (--data)"),

@@ -2,8 +2,10 @@
 
 import datetime
 import doctest
+import json
 import re
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -83,3 +85,22 @@ def test_citation_has_the_version_and_the_paper():
     (paper,) = citation["references"]
     assert paper["title"] == "Theory, Analysis, and Best Practices for Sigmoid Self-Attention"
     assert len(paper["authors"]) == 11
+
+
+QUALITY = {  # by row of the README's table: entry of results.json, factor and digits
+    "language model, CPython's documentation, 600 steps": ("language, CPython's documentation: bits a byte", 1, 2, ""),
+    "ViT, handwritten digits": ("digits, supervised: top-1", 100, 1, " %"),
+    "masked autoencoder, fine-tuned on digits": ("digits, MAE and fine-tuning: top-1", 100, 1, " %"),
+}
+
+
+@pytest.mark.parametrize("row", QUALITY)
+def test_quality_in_the_readme_is_that_of_the_committed_runs(row):
+    entry, factor, digits, unit = QUALITY[row]
+    runs = json.loads((ROOT / "benchmarks" / "results" / "compare" / "results.json").read_text())
+    cells = []
+    for activation in ("softmax", "sigmoid"):
+        values = [factor * r["value"] for r in runs if (r["entry"], r["activation"]) == (entry, activation)]
+        cells.append(f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}{unit}")
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {row}"))
+    assert line.endswith(f"| {cells[0]} | {cells[1]} |")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from numbers import Integral, Real
+from pathlib import Path
 
 
 class SettingsError(ValueError):
@@ -85,6 +86,34 @@ def check_among(allowed: tuple[str, ...], config: object, *names: str) -> None:
     for name, value in _values(config, names):
         if value not in allowed:
             raise SettingsError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_output_file(path: Path | None, source: Path | None = None) -> None:
+    """Require a path at which a file can be written, before the work whose result it will hold.
+
+    Args:
+        source: a file that the work reads, which must not be overwritten.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise SettingsError(f"name a file to write, got the folder {path}")
+    if source is not None and path.exists() and source.exists() and path.samefile(source):
+        raise SettingsError(f"{path} is the data itself, which would be overwritten: name another file to write")
+    _check_parents(path)
+
+
+def check_output_folder(path: Path) -> None:
+    """Require a path at which a folder exists or can be made, before the work whose results it will hold."""
+    if path.exists() and not path.is_dir():
+        raise SettingsError(f"name a folder to write into, got the file {path}")
+    _check_parents(path)
+
+
+def _check_parents(path: Path) -> None:
+    """Require that no parent of a path is a file."""
+    if file := next((parent for parent in path.parents if parent.exists() and not parent.is_dir()), None):
+        raise SettingsError(f"cannot write {path}: {file} is a file")
 
 
 def _check(config: object, names: tuple[str, ...], rule: str, is_valid: Callable[[float], bool]) -> None:

@@ -45,3 +45,27 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
     while any(alive(pid) for pid in workers) and time.time() < deadline:
         time.sleep(0.1)
     assert not any(alive(pid) for pid in workers)
+
+
+INTERRUPTED = """
+import sys, time
+from functools import partial
+from sigattn.train.workers import run_in_workers
+
+if __name__ == "__main__":
+    print("started", flush=True)
+    list(run_in_workers({i: partial(time.sleep, 60) for i in range(4)}, 2))
+"""
+
+
+@pytest.mark.parametrize("wait", [0.5, 6.0])
+def test_one_interrupt_ends_the_workers(wait, tmp_path):
+    """While they start, and while they work; the pool would wait for the end of their jobs."""
+    (tmp_path / "parent.py").write_text(INTERRUPTED)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, text=True,
+                              stderr=subprocess.DEVNULL)  # fmt: skip
+    parent.stdout.readline()
+    time.sleep(wait)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=20) != 0
+    parent.stdout.close()

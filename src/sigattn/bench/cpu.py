@@ -28,7 +28,7 @@ from sigattn.bench.baselines import (
 from sigattn.bench.inputs import DTYPES, random_inputs
 from sigattn.bench.tables import print_rows
 from sigattn.bench.timing import time_calls
-from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_output_file
 
 _COLUMNS = {
     "pass": ("pass", ""),
@@ -75,6 +75,7 @@ class CpuBenchmark:
         check_not_negative(self, "max_naive_gib")
         check_among(("float32", "bfloat16"), self, "dtypes")
         check_not_empty(self, "lengths", "dtypes")
+        check_output_file(self.results)
 
 
 def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class DecodeBenchmark(TimedBenchmark):
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
         validation.check_among(tuple(DTYPES), self, "dtypes")
+        validation.check_output_file(self.results)
         validation.check_not_empty(self, "context_lengths", "batch_sizes", "dtypes")
 
 

@@ -27,7 +27,7 @@ from sigattn.bench.timing import TimedBenchmark, time_calls, time_graphs
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import kernel_args, launch, launch_cache, tuning
-from sigattn.validation import check_among, check_at_least, check_not_empty
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
 
 _COLUMNS = {
     "batch size": ("batch_size", "d"),
@@ -63,6 +63,7 @@ class OverheadBenchmark(TimedBenchmark):
         check_at_least(1, self, "n", "head_dim", "batch_sizes")
         check_among(tuple(DTYPES), self, "dtype")
         check_not_empty(self, "batch_sizes")
+        check_output_file(self.results)
 
 
 def benchmark_overhead(config: OverheadBenchmark) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from sigattn.bench.compiled_kernel import PARTS, CompiledKernel, summarize
 from sigattn.bench.tables import mask_name, print_table
 from sigattn.ops.triton import tma, tuning
 from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
-from sigattn.validation import check_among, check_at_least, check_not_empty
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
 
 DECODED_ROWS = 4  # query heads that share a key head, with one query each
 _CYCLES = ("special", "issue", "tensor", "time")
@@ -49,6 +49,7 @@ class StaticBenchmark:
         check_at_least(1, self, "head_dims")
         check_among(("bfloat16", "float16", "float32"), self, "dtypes")
         check_not_empty(self, "architectures", "head_dims", "dtypes")
+        check_output_file(self.results)
 
 
 def benchmark_static(config: StaticBenchmark) -> list[dict[str, Any]]:

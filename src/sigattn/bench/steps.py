@@ -25,7 +25,7 @@ from sigattn.nn.attention import Attention
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.train.optimizer import make_optimizer
-from sigattn.validation import check_among, check_at_least, check_not_empty
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
 
 _COLUMNS = {
     "model": ("model", ""),
@@ -84,6 +84,7 @@ class StepsBenchmark:
         check_among(tuple(_RECIPES), self, "models")
         check_among(("float32", "bfloat16"), self, "dtypes")
         check_not_empty(self, "models", "lengths", "dtypes")
+        check_output_file(self.results)
 
 
 def benchmark_steps(config: StepsBenchmark) -> dict[str, Any]:

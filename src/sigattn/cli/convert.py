@@ -28,7 +28,13 @@ from sigattn.recipes.registry import find_recipe
 from sigattn.tasks import Distillation, Task
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints, list_checkpoints
-from sigattn.validation import SettingsError, check_at_least, check_not_negative, check_positive
+from sigattn.validation import (
+    SettingsError,
+    check_at_least,
+    check_not_negative,
+    check_output_folder,
+    check_positive,
+)
 
 # recipes whose task and data are those of a model folder without a run
 _RECIPES: dict[type, str] = {
@@ -93,6 +99,7 @@ def convert_run(options: ConvertConfig) -> None:
     recipe, model_folder, options = _read(options)
     recipe = recipe.with_training(**_training(recipe, options))
     assert options.folder is not None
+    check_output_folder(options.folder)
     task = recipe.task
     if options.distil:
         weights = {"weight": options.distil, "layer_weight": options.distil_layers}

@@ -175,7 +175,9 @@ def lm_eval(
         found = harness.evaluate(
             harness.SigattnLM(model, tokenizer, batch_size, end), tasks, include=include, limit=limit
         )
-    except (ValueError, ConnectionError) as error:
+    except ConnectionError as error:
+        raise DataError(" ".join(str(error).split())) from error
+    except ValueError as error:
         raise SettingsError(" ".join(str(error).split())) from error
     rows = []
     for task, metrics in found.items():

@@ -21,7 +21,7 @@ from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics
 from sigattn.train.checkpoint import check_no_checkpoints, list_checkpoints
-from sigattn.validation import SettingsError, check_at_least
+from sigattn.validation import SettingsError, check_at_least, check_output_folder
 
 
 def train_recipe(arguments: list[str]) -> None:
@@ -74,6 +74,7 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
     folder = options.folder
     is_main_process = init_process_mesh().is_main_process
     _check(recipe)
+    check_output_folder(folder)
     if not options.resume:
         check_no_checkpoints(folder)  # before the data is read, which can take long
     elif is_main_process and not list_checkpoints(folder / "checkpoints"):

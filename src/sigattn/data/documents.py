@@ -114,6 +114,8 @@ def hub_documents(path: Path) -> Iterator[str]:
     """
     datasets = require("datasets", "data sets of Hugging Face", "'sigattn[text]'")
     name, _, configuration = str(path).removeprefix(HUB).partition(":")
+    if not name.strip("/"):
+        raise DataError(f"{path} names no data set: write hf:NAME or hf:NAME:CONFIGURATION")
     try:
         for sample in datasets.load_dataset(name, configuration or None, split="train", streaming=True):
             if not isinstance(sample.get("text"), str):

@@ -22,7 +22,7 @@ from sigattn.data.hashing import file_sha256
 from sigattn.data.text import TokenText, hash_of_split
 from sigattn.files import FileFormatError, add_path_to_errors, read_json_object
 from sigattn.optional import require
-from sigattn.validation import SettingsError, check_at_least
+from sigattn.validation import check_at_least, check_output_file
 
 END = "<|end|>"  # between documents
 MIN_VOCAB_SIZE = 257  # 256 bytes and END
@@ -53,10 +53,10 @@ def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progre
 
     Raises:
         DataError: if the text cannot be read.
-        SettingsError: if ``vocab_size`` is below ``MIN_VOCAB_SIZE``, or ``save`` is a folder.
+        SettingsError: if ``vocab_size`` is below ``MIN_VOCAB_SIZE``, or ``save`` is a folder or the text.
     """
     check_at_least(MIN_VOCAB_SIZE, {"vocab_size": vocab_size})
-    _check_save(save)
+    check_output_file(save, path)
     tokenizers = require("tokenizers", "vocabularies", "'sigattn[text]'")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,21 +68,22 @@ def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progre
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
 
+    is_any_text = False
+
     def counted() -> Iterator[str]:
+        nonlocal is_any_text
         for count, text in enumerate(iter_documents(path), 1):
             on_progress(count, 0)
+            is_any_text |= bool(text)
             yield text
 
     tokenizer.train_from_iterator(counted(), trainer)
+    if not is_any_text:
+        raise DataError(f"{path} is empty")
     save.parent.mkdir(parents=True, exist_ok=True)
     with add_path_to_errors(save):
         save.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     return tokenizer
-
-
-def _check_save(save: Path) -> None:
-    if save.is_dir():
-        raise SettingsError(f"name a file to write, got the folder {save}")
 
 
 def tokenize_corpus(path: Path, tokenizer: Any, vocab_size: int, seq_len: int, held_out: float = 0.05) -> TokenText:
@@ -137,22 +138,25 @@ def pack_corpus(
 
     Raises:
         DataError: if the corpus cannot be read.
-        SettingsError: if ``save`` is a folder.
+        SettingsError: if ``save`` is a folder or the corpus.
     """
-    encoded, count, digest = document_encoder(tokenizer), 0, hashlib.sha256()
-    _check_save(save)
+    encoded, count, digest, is_any_text = document_encoder(tokenizer), 0, hashlib.sha256(), False
+    check_output_file(save, path)
     save.parent.mkdir(parents=True, exist_ok=True)
     unfinished = save.with_name(save.name + ".unfinished")
     try:
         with add_path_to_errors(unfinished), unfinished.open("wb") as file:
             for number, text in enumerate(iter_documents(path), 1):
                 row = array.array("i", encoded(text)).tobytes()
+                is_any_text |= bool(text)
                 file.write(row)
                 digest.update(row)
                 count += len(row) // 4
                 on_progress(number, count)
                 if limit is not None and count >= limit:
                     break
+        if not is_any_text:
+            raise DataError(f"{path} is empty")
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise

@@ -20,7 +20,7 @@ from sigattn.experiments import drawing, report
 from sigattn.experiments.experiment import select
 from sigattn.theory import regularity
 from sigattn.theory.statements import Statement, check_all
-from sigattn.validation import check_at_least
+from sigattn.validation import check_at_least, check_output_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class TheoryConfig:
 
 def check_statements(config: TheoryConfig, show: Callable[[Statement], None]) -> list[Statement]:
     """Check every statement, call ``show`` with each result, and write the report if one is configured."""
+    check_output_file(config.report)
     if config.report is not None:
         config.report.parent.mkdir(parents=True, exist_ok=True)
     found = []

@@ -108,6 +108,8 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     from safetensors.torch import load_file
 
     folder = Path(folder)
+    if folder.name == "model" and not folder.exists() and (folder.parent / "checkpoints").exists():
+        raise ModelError(f"the training in {folder.parent} has not ended: continue it with --resume")
     try:
         description = read_json_object(folder / "config.json", model=str, config=dict)
         kind, _ = MODELS[description["model"]]

@@ -131,7 +131,7 @@ def _small(domain: str, objective: str) -> Recommendation:
         position, True, layer_scale, "log_visible", "pre",
         "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
         "with softmax in language, vision and speech (sigattn reproduce small-models); on a CPU a step takes up to "
-        "17 % longer (docs/measurements.md)",
+        "15 % longer (docs/measurements.md)",
         recipe,
         "quadratic",
     )  # fmt: skip

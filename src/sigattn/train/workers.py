@@ -21,11 +21,21 @@ def worker_pool(workers: int) -> ProcessPoolExecutor:
 
 
 def run_in_workers(calls: Mapping[K, Callable[[], T]], workers: int) -> Iterator[tuple[K, T]]:
-    """Call functions that train in parallel; iterate over their keys and results as they complete."""
+    """Call functions that train in parallel; iterate over their keys and results as they complete.
+
+    An error, or SIGINT, ends the other workers after their step, with a checkpoint.
+    """
     with worker_pool(max(1, min(workers, len(calls)))) as pool:
         futures = {pool.submit(train_in_worker, call): key for key, call in calls.items()}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            for process in multiprocessing.active_children():  # the pool would wait for the end of their training
+                process.terminate()
+            raise
 
 
 def train_in_worker(function: Callable[..., T], *args: object) -> T:
