@@ -67,7 +67,7 @@ class OverheadBenchmark(TimedBenchmark):
 
 
 def benchmark_overhead(config: OverheadBenchmark) -> dict[str, Any]:
-    """Measure the host time of a short call on this GPU.
+    """Measure the host time of a short call, and on a GPU its whole time; on a CPU, with kernels that do nothing.
 
     Returns:
         The content of the results file.

@@ -65,7 +65,7 @@ class _TimeIsUpError(Exception):
 
 
 def benchmark_training(config: TrainingBenchmark) -> None:
-    """Train language models and a ViT on this GPU with sigmoid and softmax: tokens per second, memory, loss."""
+    """Train language models and a ViT with sigmoid and softmax on a GPU, or a CPU: tokens per second, memory, loss."""
     jobs = {
         (name, activation): (recipe if activation == "sigmoid" else recipe.softmax(), data)
         for name, recipe, data in _jobs(config)

@@ -104,12 +104,12 @@ def convert_run(options: ConvertConfig) -> None:
     if options.distil:
         weights = {"weight": options.distil, "layer_weight": options.distil_layers}
         task = Distillation(task=task, teacher=str(model_folder.resolve()), **weights)
+    if (options.folder / "model").exists() and not list_checkpoints(options.folder / "checkpoints"):
+        raise SettingsError(f"{options.folder} holds a model already: name another folder", "folder")
     if not options.resume:
         check_no_checkpoints(options.folder)
     elif not list_checkpoints(options.folder / "checkpoints"):
         print(f"nothing to resume in {options.folder}: starting")
-    if (options.folder / "model").exists() and not list_checkpoints(options.folder / "checkpoints"):
-        raise SettingsError(f"{options.folder} holds a model already: name another folder", "folder")
     data = datasets.load_dataset(recipe, options.data, tokenizer=options.tokenizer)
     console = Console()
     model, report, stages = _convert(recipe, model_folder, data, options, console)

@@ -75,6 +75,8 @@ def generate(
 
     check_at_least(0, {"max_new_tokens": max_new_tokens})
     check_seed({"seed": seed})
+    if not encode(prompt):
+        raise SettingsError("--prompt is empty: give the text to continue")
     ends = encode(stop)
     if len(ends) > 1:
         raise SettingsError(f"--stop must be one token, and {stop!r} has {len(ends)}")

@@ -13,7 +13,7 @@ def k_summation() -> Recipe:
 
     sigattn train k-summation                           (generates its data: no --data)
 
-    Hardware: 2 CPU cores. Time: minutes; see ``sigattn recipes k-summation``. Paper: loss grows with k as softmax's
+    Hardware: 2 CPU cores. Time: minutes. Paper: loss grows with k as softmax's
     does (Fig. "final_loss_k_summation"); ``--task.k`` sets k, ``--model.kind mlp`` trains the MLP of 307k parameters.
     """
     return Recipe(
@@ -33,7 +33,7 @@ def pair_repeat() -> Recipe:
 
     sigattn train pair-repeat                           (generates its data: no --data)
 
-    Hardware: 2 CPU cores. Time: an hour; see ``sigattn recipes pair-repeat``. Paper: sigmoid learns it from fewer
+    Hardware: 2 CPU cores. Time: an hour. Paper: sigmoid learns it from fewer
     samples than softmax, and both lose accuracy alike at other lengths (Fig. "repeat_seq_results").
     ``--model.kind mlp`` trains an MLP with as many parameters, 638k.
     """
