@@ -7,17 +7,19 @@ import pytest
 import torch
 
 from sigattn.bench import steps
-from sigattn.nn import QuadraticBias
+from sigattn.nn import QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.attention import Attention
+
+KINDS = (steps.SOFTMAX, steps.SIGMOID, steps.CONVERTED, steps.VISIBLE)
 
 
 @pytest.mark.parametrize("model", ["language", "vit", "speech"])
-def test_the_twins_differ_in_the_attention_only(model, monkeypatch):
+def test_the_models_differ_in_the_attention_only(model, monkeypatch):
     """The same weights, softmax or sigmoid; the converted model has the bias of a conversion."""
     built = {}
     make = steps.make_optimizer
     config = steps.StepsBenchmark(embed_dim=16, num_layers=1, num_heads=2, tokens=32)
-    for attention in (steps.SOFTMAX, steps.SIGMOID, steps.CONVERTED):
+    for attention in KINDS:
         monkeypatch.setattr(steps, "make_optimizer", lambda m, *a, kind=attention: make(built.setdefault(kind, m), *a))
         steps._step(config, model, 16, attention, torch.float32, compiled=False)()
     kinds = {k: next(m for m in model.modules() if isinstance(m, Attention)) for k, model in built.items()}
@@ -25,9 +27,10 @@ def test_the_twins_differ_in_the_attention_only(model, monkeypatch):
         steps.SOFTMAX: "softmax",
         steps.SIGMOID: "sigmoid",
         steps.CONVERTED: "sigmoid",
+        steps.VISIBLE: "sigmoid",
     }
-    biased = [k for k, layer in kinds.items() if isinstance(layer.attention_bias, QuadraticBias)]
-    assert biased == [steps.CONVERTED]
+    learned = {k: type(layer.attention_bias) for k, layer in kinds.items() if k not in (steps.SOFTMAX, steps.SIGMOID)}
+    assert learned == {steps.CONVERTED: QuadraticBias, steps.VISIBLE: VisibleKeysLinearBias}
     softmax, sigmoid = (
         {
             name: p.shape
@@ -46,7 +49,7 @@ def test_file(tmp_path):
     )  # fmt: skip
     report = steps.benchmark_steps(config)
     assert json.loads(config.results.read_text())["rows"] == report["rows"]
-    assert [row["attention"] for row in report["rows"]] == [steps.SOFTMAX, steps.SIGMOID, steps.CONVERTED]
+    assert [row["attention"] for row in report["rows"]] == list(KINDS)
     for row in report["rows"]:
         assert row["median_ms"] > 0
     by = {row["attention"]: row for row in report["rows"]}
@@ -55,7 +58,7 @@ def test_file(tmp_path):
     assert by[steps.CONVERTED]["sigmoid_time_over_this"] == pytest.approx(expected)  # one round
 
 
-@pytest.mark.parametrize("attention", [steps.SOFTMAX, steps.SIGMOID, steps.CONVERTED])
+@pytest.mark.parametrize("attention", KINDS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_pass_of_a_layer(attention, compiled, unchecked, monkeypatch):
     """Its input and all of its parameters have a gradient; those of a converted one too."""
@@ -65,7 +68,8 @@ def test_pass_of_a_layer(attention, compiled, unchecked, monkeypatch):
     gradients = steps._step(config, steps.LAYER, 16, attention, torch.float32, compiled=compiled)()
     assert gradients[0].shape == (2, 16, 16)
     parameters = 4 * 2 + 2  # projections, with biases, and the norms of Q and K
-    learned = 2 + 3 + 3 if attention == steps.CONVERTED else 0  # constant and slope, terms in q, output scale
+    # constant and slope, terms in q, output scale
+    learned = {steps.CONVERTED: 2 + 3 + 3, steps.VISIBLE: 2}.get(attention, 0)
     assert len(gradients) == 1 + parameters + learned
     assert all(g.isfinite().all() for g in gradients)
 

@@ -2,8 +2,9 @@
 
 A step is the forward pass, the loss, the backward pass and the optimizer's update of a small language model, ViT or
 speech model on random data; or the forward and the backward pass of an attention layer of that ViT, or its forward pass
-alone. The softmax twin differs in the attention only, and the converted one is the sigmoid model with the bias and the
-output scale of a model that ``sigattn.convert`` converted. Use the ratios: they run in turns.
+alone. The model with softmax differs in the attention only, and the converted ones are the sigmoid model with the bias
+of the visible keys, or with the bias and the output scale that ``sigattn.convert`` gives by default. Use the ratios:
+they run in turns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _COLUMNS = {
     "× softmax": ("softmax_time_over_this", ".2f"),
     "× sigmoid": ("sigmoid_time_over_this", ".2f"),
 }
-SOFTMAX, SIGMOID, CONVERTED = "softmax", "sigmoid", "sigmoid, converted"
+SOFTMAX, SIGMOID, CONVERTED, VISIBLE = "softmax", "sigmoid", "sigmoid, converted", "sigmoid, converted, visible keys"
+_BIASES = {CONVERTED: "quadratic", VISIBLE: "head"}  # how the bias is learned
 LAYER, LAYER_FORWARD = "layer", "layer-forward"
 _RECIPES = {
     "language": "lm-1b-2k-tiny",
@@ -113,7 +115,7 @@ def benchmark_steps(config: StepsBenchmark) -> dict[str, Any]:
 def _measure(config: StepsBenchmark, model: str, n: int, dtype: str) -> list[dict[str, Any]]:
     calls: dict[tuple[bool, str], Callable[[], object]] = {}
     for compiled in (False, True) if config.compiled else (False,):
-        for attention in (SOFTMAX, SIGMOID, CONVERTED):
+        for attention in (SOFTMAX, SIGMOID, CONVERTED, VISIBLE):
             calls[compiled, attention] = _step(config, model, n, attention, DTYPES[dtype], compiled=compiled)
     baselines.reset_compiled()
     timings = time_calls({f"{c} {a}": call for (c, a), call in calls.items()}, config.rounds)
@@ -140,8 +142,8 @@ def _step(
     recipe, batch = _recipe_and_batch(config, model, n)
     if attention == SOFTMAX:
         recipe = recipe.softmax()
-    elif attention == CONVERTED:
-        recipe = recipe.with_transformer(attention_bias="log_visible", learn_bias="quadratic")
+    elif attention in _BIASES:
+        recipe = recipe.with_transformer(attention_bias="log_visible", learn_bias=_BIASES[attention])
     module: nn.Module = recipe.task.build(recipe.model).train()
     if model in (LAYER, LAYER_FORWARD):
         layer = next(m for m in module.modules() if isinstance(m, Attention))

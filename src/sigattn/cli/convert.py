@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -23,6 +23,7 @@ from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import ViTConfig
 from sigattn.nn.evaluation import evaluation_mode
+from sigattn.nn.fitted_bias import FITTED
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks import Distillation, Task
@@ -56,6 +57,8 @@ class ConvertConfig:
         folder: folder for model, metrics, checkpoints and report; None for the source with "-sigmoid" appended.
         batches: number of training batches for the fit; a quarter of them is held out.
         refine_steps: number of steps that refine the fit by the error of the layers' outputs; 0 for none.
+        bias: class of the biases: with a term in each query and a scale of the output, or of the number of visible keys
+            only, which costs no time and is further from softmax until it is trained.
         steps: number of steps of fine-tuning; 0 for none.
         learning_rate: peak learning rate of the fine-tuning.
         distil: weight of the divergence of the outputs from the softmax model's in the loss of the fine-tuning; 0 for
@@ -72,6 +75,7 @@ class ConvertConfig:
     folder: Path | None = None
     batches: int = 8
     refine_steps: int = 64
+    bias: Literal["QuadraticBias", "VisibleKeysLinearBias"] = "QuadraticBias"
     steps: int = 0
     learning_rate: float = 1e-3
     distil: float = 0.0
@@ -204,7 +208,9 @@ def _convert(
         before = evaluate()
     with console.status("fitting the bias"):
         batches = [on_device(data.batch(i, training.batch_size, training.seed)) for i in range(options.batches)]
-        report = convert(model, batches, loss=recipe.task.loss, refine_steps=options.refine_steps)
+        report = convert(
+            model, batches, loss=recipe.task.loss, refine_steps=options.refine_steps, bias=FITTED[options.bias]
+        )
     console.print(str(report), highlight=False, markup=False, soft_wrap=True)
     with console.status("evaluating the converted model"):
         return model, report, {"softmax": before, "converted": evaluate()}

@@ -22,6 +22,7 @@ from sigattn.convert.refinement import refine
 from sigattn.convert.report import ConversionReport
 from sigattn.nn.bias import AttentionBias, BatchLengthBias
 from sigattn.nn.evaluation import evaluation_mode
+from sigattn.nn.fitted_bias import FITTED, QuadraticBias
 from sigattn.ops import validation
 
 Loss = Callable[[Any, Any], Tensor]
@@ -30,7 +31,12 @@ Loss = Callable[[Any, Any], Tensor]
 @torch.inference_mode(False)  # or the new parameters could not be trained
 @torch.no_grad()
 def convert(
-    model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None, refine_steps: int = 64
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    refine_steps: int = 64,
+    bias: type[AttentionBias] = QuadraticBias,
 ) -> ConversionReport:
     """Turn a model's softmax attention into sigmoid attention with a fitted bias and output scale, in place.
 
@@ -56,11 +62,14 @@ def convert(
             is then the output's attribute ``loss``, if there is one.
         refine_steps: number of steps of the refinement, each of which runs the model on one batch and differentiates
             its attention only; 0 for none.
+        bias: class of the biases: ``QuadraticBias``, or ``sigattn.nn.VisibleKeysLinearBias`` for c + a · log(visible
+            keys), without a scale of the output: a layer then takes the time of one with a number for each head, and
+            is further from softmax until it is trained.
 
     Raises:
         TypeError: if model is no module, batches cannot be iterated or is a single mapping or tensor, loss is no
             function, or refine_steps is no integer.
-        ValueError: if refine_steps is negative.
+        ValueError: if refine_steps is negative, or bias is another class.
         ConversionError: a ValueError, if there are no batches, a batch does not run, an attention cannot be converted
             or is not reached by the batches, there is none, it is sigmoid already, or statistics, outputs or losses
             (but that of b = -log n) are not finite.
@@ -73,6 +82,8 @@ def convert(
     start = time.perf_counter()
     _check_types(model, batches, loss)
     refine_steps = validation.count("convert", "refine_steps", refine_steps)
+    if bias not in FITTED.values():
+        raise ValueError(f"convert: bias must be {' or '.join(FITTED)}, a class of sigattn.nn, got {bias!r}")
     batches = list(batches)
     if not batches:
         raise ConversionError("convert: batches is empty; pass a few batches of the model's inputs")
@@ -90,8 +101,10 @@ def convert(
         def run_held_out(attend: Attend) -> float | None:
             return run(held_out, attend)
 
-        fits = fit_biases(lambda attend: run(fitted_on, attend), names)
-        biases = fit_output_scales(lambda attend: run(fitted_on, attend), run_held_out, fits)
+        fits = fit_biases(lambda attend: run(fitted_on, attend), names, bias)
+        biases: dict[str, AttentionBias] = {name: of[0] for name, of in fits.items()}
+        if bias is QuadraticBias:
+            biases = fit_output_scales(lambda attend: run(fitted_on, attend), run_held_out, fits)
         if refine_steps:
             single = [functools.partial(run, fitted_on[i : i + 1]) for i in range(len(fitted_on))]
             biases = refine(single, run_held_out, biases, refine_steps)

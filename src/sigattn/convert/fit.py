@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
-from sigattn.nn.fitted_bias import QuadraticBias
+from sigattn.nn.bias import AttentionBias
+from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
 from sigattn.ops.row_constants import MAX_DIRECTIONS
@@ -123,18 +124,20 @@ class BiasFit:
                 self.products[head] += products
                 self.targets[head] += (x.double().mT @ y_part.double()).cpu()
 
+    def solve_visible(self) -> VisibleKeysLinearBias:
+        """Return the fitted bias that depends on the number of visible keys only, without a margin."""
+        bias = VisibleKeysLinearBias(self.num_heads).float()
+        solution, _ = self._solution(slice(2))
+        with torch.no_grad():
+            bias.constant.copy_(solution[:, 0])
+            bias.slope.copy_(solution[:, 1] - 1)
+        return bias.to(self.device)
+
     def solve(self, *, with_query: bool) -> QuadraticBias:
         """Return the fitted bias, the margin subtracted, with a term of 0 in the query unless ``with_query``."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # initial directions are random, replaced below
             bias = QuadraticBias(self.num_heads, self.head_dim, self.query_dim).float()
-        used = slice(None if with_query else 2)
-        count = self.products[:, :1, :1].clamp(min=1)
-        products, targets = self.products[:, used, used] / count, self.targets[:, used] / count[..., 0]
-        # features have a mean square of about 1; what is far less is rounding, in a direction that queries do not take
-        strength = (_RIDGE + _PRIOR_ROWS / count[:, :, 0]) * products.diagonal(dim1=1, dim2=2).clamp(min=1)
-        strength[:, :2] = torch.tensor([_PRIOR**2, _PRIOR], dtype=torch.float64, device="cpu")
-        root = torch.linalg.cholesky(products + torch.diag_embed(strength))
-        solution = torch.cholesky_solve(targets.unsqueeze(-1), root).squeeze(-1)
+        solution, products = self._solution(slice(None if with_query else 2))
         with torch.no_grad():
             bias.constant.copy_(solution[:, 0] - MARGIN)
             bias.slope.copy_(solution[:, 1] - 1)
@@ -146,6 +149,16 @@ class BiasFit:
             if with_query:
                 self._set_limits(bias, solution[:, 2:], products)
         return bias.to(self.device)
+
+    def _solution(self, used: slice) -> tuple[Tensor, Tensor]:
+        """Return the coefficients of some features, (Hq, used), and the means of their products, (Hq, used, used)."""
+        count = self.products[:, :1, :1].clamp(min=1)
+        products, targets = self.products[:, used, used] / count, self.targets[:, used] / count[..., 0]
+        # features have a mean square of about 1; what is far less is rounding, in a direction that queries do not take
+        strength = (_RIDGE + _PRIOR_ROWS / count[:, :, 0]) * products.diagonal(dim1=1, dim2=2).clamp(min=1)
+        strength[:, :2] = torch.tensor([_PRIOR**2, _PRIOR], dtype=torch.float64, device="cpu")
+        root = torch.linalg.cholesky(products + torch.diag_embed(strength))
+        return torch.cholesky_solve(targets.unsqueeze(-1), root).squeeze(-1), products
 
     def _set_limits(self, bias: QuadraticBias, solution: Tensor, products: Tensor) -> None:
         """Set the limits of the query's term from its mean and variance over the rows."""
@@ -161,12 +174,15 @@ def _by_head(x: Tensor) -> Tensor:
     return x.detach().float().transpose(0, 1).flatten(1, 2)
 
 
-def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[str, list[QuadraticBias]]:
-    """Fit biases for each layer: one without and one with the term in the query.
+def fit_biases(
+    run: Callable[[Attend], object], names: Sequence[str], kind: type[AttentionBias] = QuadraticBias
+) -> dict[str, list[Any]]:
+    """Fit biases of a class for each layer; of ``QuadraticBias``, one without and one with the term in the query.
 
     Args:
         run: runs the model on the batches of the fit, with a function that answers its attention calls.
         names: names of the layers.
+        kind: ``QuadraticBias`` or ``VisibleKeysLinearBias``.
 
     Raises:
         ConversionError: naming a layer that these batches do not reach, or whose logits are not finite.
@@ -189,6 +205,8 @@ def fit_biases(run: Callable[[Attend], object], names: Sequence[str]) -> dict[st
             f"convert: the batches do not reach the attention of {', '.join(map(repr, missing))}: pass batches that "
             "run every layer"
         )
+    if kind is VisibleKeysLinearBias:
+        return {name: [fits[name].solve_visible()] for name in names}
     return {name: [fits[name].solve(with_query=q) for q in (False, True)] for name in names}
 
 
