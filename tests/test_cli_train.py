@@ -207,8 +207,8 @@ class TestTrain:
             (["tokenizer", "--data", "TEXT", "--save", "FOLDER"], 2, "name a file to write, got the folder"),
             (["theory", "--report", "FOLDER"], 2, "name a file to write, got the folder"),
             (["bench", "cpu", "--results", "FOLDER"], 2, "name a file to write, got the folder"),
-            (["bench", "steps", "--results", "TEXT/steps.json"], 2, "text.txt is a file"),
-            (["train", "vit-supervised", "--tiny", "--folder", "TEXT"], 2, "name a folder to write into, got the file"),
+            (["bench", "steps", "--results", "TEXT/steps.json"], 1, "text.txt: is a file, so that"),
+            (["train", "vit-supervised", "--tiny", "--folder", "TEXT"], 1, "name a folder to write into, got the file"),
         ],
     )
     def test_outputs_are_checked_before_the_work(self, arguments, code, message, tmp_path, capsys):

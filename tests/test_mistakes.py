@@ -151,7 +151,7 @@ def test_more_processes_than_there_are(tmp_path, capsys):
         (["--num-beams", "0"], "num_beams must be at least 1, got 0"),
         (["--num-beams", "3", "--temperature", "0.9"], "with num_beams=3 leave out temperature (--temperature)"),
         (["--seed", "-1"], "seed must be at least 0, got -1"),
-        (["--prompt", ""], "prompts of at least one token"),
+        (["--prompt", ""], "--prompt is empty: give the text to continue"),
     ],
 )
 def test_generating(arguments, message, run, capsys):

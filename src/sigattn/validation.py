@@ -93,6 +93,9 @@ def check_output_file(path: Path | None, source: Path | None = None) -> None:
 
     Args:
         source: a file that the work reads, which must not be overwritten.
+
+    Raises:
+        NotADirectoryError: if a parent of the path is a file.
     """
     if path is None:
         return
@@ -104,16 +107,21 @@ def check_output_file(path: Path | None, source: Path | None = None) -> None:
 
 
 def check_output_folder(path: Path) -> None:
-    """Require a path at which a folder exists or can be made, before the work whose results it will hold."""
+    """Require a path at which a folder exists or can be made, before the work whose results it will hold.
+
+    Raises:
+        FileExistsError: if the path is a file.
+        NotADirectoryError: if a parent of the path is a file.
+    """
     if path.exists() and not path.is_dir():
-        raise SettingsError(f"name a folder to write into, got the file {path}")
+        raise FileExistsError(f"name a folder to write into, got the file {path}")
     _check_parents(path)
 
 
 def _check_parents(path: Path) -> None:
     """Require that no parent of a path is a file."""
     if file := next((parent for parent in path.parents if parent.exists() and not parent.is_dir()), None):
-        raise SettingsError(f"cannot write {path}: {file} is a file")
+        raise NotADirectoryError(f"{file}: is a file, so that {path} cannot be written")
 
 
 def _check(config: object, names: tuple[str, ...], rule: str, is_valid: Callable[[float], bool]) -> None:

@@ -255,7 +255,7 @@ def test_every_step_of_the_script_can_be_configured(monkeypatch, tmp_path):
             found = importlib.import_module(f"sigattn.bench.{module}")
             assert callable(getattr(found, function))
             for settings in (step.settings, step.settings | step.tiny):
-                getattr(found, kind)(results=tmp_path, resume=True, **settings)
+                getattr(found, kind)(results=tmp_path / "results", resume=True, **settings)
 
 
 def test_the_script_runs_a_step_once(tmp_path):
