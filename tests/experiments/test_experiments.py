@@ -384,9 +384,7 @@ class TestExtend:
         return [json.loads(line) for line in (folder / name / "data.jsonl").read_text().splitlines()], page
 
     @pytest.mark.usefixtures("in_this_process")
-    @pytest.mark.parametrize(
-        "name", ["pair-repeat", "layerscale-free", "speech-bias", "constant-bias", "attention-evolution"]
-    )
+    @pytest.mark.parametrize("name", ["pair-repeat", "layerscale-free", "speech-bias", "constant-bias"])
     def test_data_and_table_are_those_of_all_seeds_at_once(self, name, tmp_path):
         """Only the seeds that the page lacks are trained."""
         whole, page = self.run(name, tmp_path / "whole", 2)
@@ -399,6 +397,22 @@ class TestExtend:
         trained = [line for line in lines if "seed" in line]
         assert trained
         assert all(line.endswith("seed 1") for line in trained)
+
+    def test_rows_of_attention_over_training(self, tmp_path, monkeypatch):
+        """Those that are measured are added to the stored ones, in the order of all at once."""
+        rows = [
+            {"activation": a, "seed": s, "step": t, "sparsity": 0.5, "weights_norm": 1.0, "row_mass": 1.0, "error": 0.1}
+            | {f"quantile {q}": 0.1 for q in k_summation.QUANTILES}
+            for a in k_summation.ACTIVATIONS
+            for s in (0, 1)
+            for t in (0, 8)
+        ]
+        monkeypatch.setattr(k_summation, "_models_over_training", lambda *_: iter(()))
+        first = [row for row in rows if row["seed"] == 0]
+        stored = Stored([*[row for row in rows if row["seed"] == 1], *first])
+        result = k_summation.measure_weights_over_training(Setting("smoke", 2, tmp_path, stored=stored))
+        assert result.data == rows
+        assert find_experiment("attention-evolution").count_seeds(rows) == {"softmax": 2, "sigmoid": 2}
 
     @pytest.mark.usefixtures("in_this_process")
     def test_variants_of_different_seeds(self, tmp_path):
