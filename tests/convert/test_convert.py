@@ -33,20 +33,26 @@ def loss(model, batch):
     return model.loss(*batch)
 
 
+def inputs_of(layer, model, batches):
+    """Return the inputs of a layer in all batches, one after another."""
+    inputs = []
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        for tokens, _ in batches:
+            model(tokens)
+    handle.remove()
+    return torch.cat(inputs)
+
+
 @pytest.mark.usefixtures("without_query_term")
 @pytest.mark.parametrize("position", ["rope", "alibi"])
 @pytest.mark.parametrize("heads", [4, 2])
 def test_least_squares_of_the_denominators(position, heads):
     """c, above the margin, and a equal those of numpy's least squares over the first layer's rows."""
     model, batches = model_and_batches(position=position, num_kv_heads=heads)
-    layer, inputs = model.blocks[0].attention, []
-    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with torch.no_grad():
-        for tokens, _ in batches[:6]:
-            model(tokens)
-    handle.remove()
+    layer = model.blocks[0].attention
+    x = inputs_of(layer, model, batches[:6])
     report = convert(model, batches, loss=loss, refine_steps=0)
-    x = torch.cat(inputs)
     q, k, _ = layer._project(x, x, 0, None, None)
     logits = (q @ k.repeat_interleave(4 // heads, 1).mT / 2).double()
     i = torch.arange(24)

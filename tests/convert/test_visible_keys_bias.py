@@ -8,39 +8,19 @@ import torch
 from torch import nn
 
 from sigattn.convert import convert as convert_fully
-from sigattn.models import LanguageModel, LanguageModelConfig, saving
+from sigattn.models import saving
 from sigattn.nn import BatchLengthBias, QuadraticBias, VisibleKeysLinearBias
+from tests.convert.test_convert import inputs_of, loss, model_and_batches
 
 convert = functools.partial(convert_fully, refine_steps=0, bias=VisibleKeysLinearBias)
-CONFIG = LanguageModelConfig(
-    activation="softmax", num_layers=2, embed_dim=16, num_heads=4, vocab_size=32, max_seq_len=24
-)
-
-
-def model_and_batches():
-    torch.manual_seed(0)
-    model = LanguageModel(CONFIG)
-    for block in model.blocks:
-        block.attention.query.weight.data *= 3
-    tokens = torch.randint(32, (8, 2, 25))
-    return model, [(t[:, :-1], t[:, 1:]) for t in tokens]
-
-
-def loss(model, batch):
-    return model.loss(*batch)
 
 
 def test_least_squares_of_the_denominators():
     """c and a are numpy's over the first layer's rows: without a scale of the output there is no margin."""
     model, batches = model_and_batches()
-    layer, inputs = model.blocks[0].attention, []
-    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with torch.no_grad():
-        for tokens, _ in batches[:6]:
-            model(tokens)
-    handle.remove()
+    layer = model.blocks[0].attention
+    x = inputs_of(layer, model, batches[:6])
     convert(model, batches, loss=loss)
-    x = torch.cat(inputs)
     with torch.no_grad():
         q, k, v = layer._project(x, x, 0, None, None)
         i = torch.arange(24)
@@ -66,8 +46,8 @@ def test_the_report_and_the_saved_model(tmp_path):
     report = convert(model, batches, loss=loss)
     assert report.loss == pytest.approx(sum(loss(model, b).item() for b in batches[6:]) / 2)
     errors = [sum(layer.error for layer in report.layers)]
-    for twin, options in ((refined, {"refine_steps": 16}), (whole, {"refine_steps": 16, "bias": QuadraticBias})):
-        errors.append(sum(layer.error for layer in convert(twin, batches, loss=loss, **options).layers))
+    for other, options in ((refined, {"refine_steps": 16}), (whole, {"refine_steps": 16, "bias": QuadraticBias})):
+        errors.append(sum(layer.error for layer in convert(other, batches, loss=loss, **options).layers))
     assert errors == sorted(errors, reverse=True)
     saving.save(model, tmp_path / "model")
     again = saving.load(tmp_path / "model")

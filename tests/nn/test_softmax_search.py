@@ -368,6 +368,16 @@ def test_idioms_of_a_softmax_are_refused_with_an_example(idiom, x):
         sigmoidify(Net(Fused(), Idiom()), (x,))
 
 
+@pytest.mark.parametrize("average", [lambda w: w.mean(1, keepdim=True), lambda w: w.cumsum(1)])
+def test_softmax_weights_that_are_averaged_are_an_attention(average, x):
+    class Averaged(Mixer):
+        def mix(self, q, k, v):
+            return average(scores(q, k).softmax(-1)) @ v
+
+    with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1' \(Averaged: softmax\)"):
+        sigmoidify(Net(Fused(), Averaged()), (x,))
+
+
 NO_SOFTMAX = {
     "a gate": lambda s, v: (s.exp() * 0.1) @ v,
     "a norm of the output": lambda s, v: F.normalize(s.exp() @ v, dim=-1),

@@ -25,6 +25,7 @@ def run_in_workers(calls: Mapping[K, Callable[[], T]], workers: int) -> Iterator
 
     An error, or SIGINT, ends the other workers after their step, with a checkpoint.
     """
+    others = set(multiprocessing.active_children())
     with worker_pool(max(1, min(workers, len(calls)))) as pool:
         futures = {pool.submit(train_in_worker, call): key for key, call in calls.items()}
         try:
@@ -33,7 +34,9 @@ def run_in_workers(calls: Mapping[K, Callable[[], T]], workers: int) -> Iterator
         except BaseException:
             for future in futures:
                 future.cancel()
-            for process in multiprocessing.active_children():  # the pool would wait for the end of their training
+            for process in (
+                set(multiprocessing.active_children()) - others
+            ):  # the pool would wait for the end of their training
                 process.terminate()
             raise
 

@@ -253,7 +253,9 @@ class _Operators(TorchDispatchMode):
             trace.weights[outputs[0]] = self._exponential(inputs[0])
         elif base in _SUMS:
             marks = trace.weights.get(inputs[0], ())
-            trace.weights[outputs[0]] = {_Sum(m) for m in marks if isinstance(m, _Exponential)}
+            # a mean of a softmax's weights over heads is weights
+            kept = {m for m in marks if isinstance(m, _Site)} if base != "sum" else set()
+            trace.weights[outputs[0]] = kept | {_Sum(m) for m in marks if isinstance(m, _Exponential)}
         elif len(inputs) != 2 or not self._normalize(base.rstrip("_"), inputs[0], inputs[1], outputs[0]):
             self._carry(base, inputs, outputs)
         return result
