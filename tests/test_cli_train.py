@@ -244,7 +244,7 @@ class TestTrain:
                 2,
                 "--extend is for one experiment: name it",
             ),
-            (["reproduce", "conversion", "--extend", "."], 2, "--extend is not for conversion, whose figure needs all"),
+            (["reproduce", "conversion", "--extend", "."], 2, "--extend is not for conversion, whose table needs all"),
             (["reproduce", "pair-repeat", "--extend", "no"], 1, "no has no page of pair-repeat to extend"),
             (["reproduce", "conversion", "--more-seeds", "mlp", "5"], 2, "not for conversion, whose variants"),
             (["reproduce", "pair-repeat", "--more-seeds", "mlp", "3"], 2, "'mlp' 3 adds none to --seeds 3"),

@@ -375,6 +375,8 @@ class TestMoreSeeds:
 class TestExtend:
     """Seeds added to a stored page."""
 
+    WITH_CURVES = ("speech-post", "norm-structure", "train-losses")
+
     def run(self, name, folder, seeds, stored=None, log=lambda _: None, **more):
         """Run an experiment and write its page into a folder; return its rows of data and its page."""
         experiment = find_experiment(name)
@@ -384,11 +386,12 @@ class TestExtend:
         return [json.loads(line) for line in (folder / name / "data.jsonl").read_text().splitlines()], page
 
     @pytest.mark.usefixtures("in_this_process")
-    @pytest.mark.parametrize("name", ["pair-repeat", "layerscale-free", "speech-bias", "constant-bias"])
+    @pytest.mark.parametrize("name", ["pair-repeat", "layerscale-free", "constant-bias", *WITH_CURVES])
     def test_data_and_table_are_those_of_all_seeds_at_once(self, name, tmp_path):
-        """Only the seeds that the page lacks are trained."""
+        """Only the seeds that the page lacks are trained; curves stay those of the page."""
         whole, page = self.run(name, tmp_path / "whole", 2)
         self.run(name, tmp_path / "whole", 1)  # of the same runs
+        figure = (tmp_path / "whole" / name / "figure.svg").read_text()
         lines = []
         stored = pages.read_stored(tmp_path / "whole", find_experiment(name), "smoke", 1)
         extended, longer = self.run(name, tmp_path / "extended", 2, stored, lines.append)
@@ -397,6 +400,10 @@ class TestExtend:
         trained = [line for line in lines if "seed" in line]
         assert trained
         assert all(line.endswith("seed 1") for line in trained)
+        kept = (tmp_path / "extended" / name / "figure.svg").read_text() == figure
+        assert kept == (name in self.WITH_CURVES)
+        text = (tmp_path / "extended" / name / "page.md").read_text()
+        assert ("The figure shows these of them: 1." in text) == kept
 
     def test_rows_of_attention_over_training(self, tmp_path, monkeypatch):
         """Those that are measured are added to the stored ones, in the order of all at once."""
@@ -442,8 +449,8 @@ class TestExtend:
 
     def test_what_cannot_be_extended_is_refused(self, tmp_path):
         pair = find_experiment("pair-repeat")
-        with pytest.raises(ExperimentError, match="--extend is not for speech-post, whose figure needs all its runs"):
-            pages.read_stored(tmp_path, find_experiment("speech-post"), "small", 1)
+        with pytest.raises(ExperimentError, match="--extend is not for conversion, whose table needs all its runs"):
+            pages.read_stored(tmp_path, find_experiment("conversion"), "small", 1)
         with pytest.raises(DataError, match="has no page of pair-repeat to extend"):
             pages.read_stored(tmp_path, pair, "small", 1)
         (tmp_path / "pair-repeat").mkdir()

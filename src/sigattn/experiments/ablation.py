@@ -81,11 +81,12 @@ class Ablation:
             stored: Row = next((row for row in setting.stored.rows if row["variant"] == name), {})
             rows.append({"variant": name, **{key: [*stored.get(key, ()), *numbers] for key, numbers in new.items()}})
         values: dict[str, list[float]] = {row["variant"]: row[self.metric] for row in rows}
+        if not self.curves:
+            figure: Figure | None = plot_seeds(values, self.label)
+        else:  # stored seeds have no curves
+            figure = None if setting.stored.rows else plot_training(outcomes, self.curves)
         return Result(
-            ("variant", self.label),
-            [(name, intervals.mean_std(values[name])) for name in values],
-            rows,
-            plot_training(outcomes, self.curves) if self.curves else plot_seeds(values, self.label),
+            ("variant", self.label), [(name, intervals.mean_std(values[name])) for name in values], rows, figure
         )
 
     def judge(self, data: Sequence[Row], _: Scale) -> list[Finding]:
@@ -110,9 +111,17 @@ def make_experiment(
     name: str, title: str, source: str, study: Ablation, minutes: dict[Scale, float | None], hardware: str, differs: str
 ) -> Experiment:
     """Return the experiment that runs an ablation and judges its claims (``Experiment``)."""
-    count = None if study.curves else _count_seeds
     return Experiment(
-        name, title, source, study, study.judge, minutes, hardware, differs, unequal_seeds=True, count_seeds=count
+        name,
+        title,
+        source,
+        study,
+        study.judge,
+        minutes,
+        hardware,
+        differs,
+        unequal_seeds=True,
+        count_seeds=_count_seeds,
     )
 
 

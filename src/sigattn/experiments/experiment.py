@@ -31,12 +31,16 @@ class Stored:
         seeds: number of seeds by run, 0 to this number less 1.
         identities: hash of settings and data by run (``Setting.identities``).
         origins: date, commit and device of the page and of those that it extends, the earliest first.
+        figure: figure.svg of the page, which an extended page keeps if its experiment cannot draw it from data.
+        figure_seeds: the seeds that it shows, as a sentence.
     """
 
     rows: Sequence[Row] = ()
     seeds: dict[str, int] = field(default_factory=dict)
     identities: dict[str, str] = field(default_factory=dict)
     origins: Sequence[dict[str, Any]] = ()
+    figure: Path | None = None
+    figure_seeds: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Result:
 
     Attributes:
         columns, rows: the table. data: rows written to data.jsonl, by which the statements are judged.
-        figure: the figure, or None.
+        figure: the figure; None for none, or for that of the stored page (``Stored.figure``).
     """
 
     columns: Sequence[str]
@@ -152,7 +156,7 @@ class Experiment:
         kind: "paper" for the paper's claims, "beyond" for ours beyond it, "timing" for times of the local machine.
         unequal_seeds: True if it takes ``Setting.more_seeds``.
         count_seeds: returns the number of seeds by run of the rows of data, if ``run`` takes ``Setting.stored``: its
-            table and figure follow from the data.
+            table follows from the data.
     """
 
     name: str

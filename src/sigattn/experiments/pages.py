@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import shlex
+import shutil
 import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,7 @@ class Page:
         data: names and hashes of the training data. command: the command that writes the page.
         kind: see ``Experiment``. longer, more_seeds, identities: see ``Setting``.
         extends: origins of the pages whose results are among the data, the earliest first (``read_stored``).
+        figure_seeds: seeds of the runs that the figure shows, as a sentence, if they are not all.
     """
 
     name: str
@@ -56,16 +58,22 @@ class Page:
     more_seeds: dict[str, int] = field(default_factory=dict)
     identities: dict[str, str] = field(default_factory=dict)
     extends: list[dict[str, Any]] = field(default_factory=list)
+    figure_seeds: str = ""
 
     @property
     def extent(self) -> str:
         """Scale and seeds as a sentence."""
         longer = "" if self.longer == 1 else f", {self.longer} times its training"
+        return f"Scale: {self.scale}{longer}, seeds: {self.numbers_of_seeds}."
+
+    @property
+    def numbers_of_seeds(self) -> str:
+        """Number of seeds, and those of variants with more, as text."""
         by_number: dict[int, list[str]] = {}
         for name, number in self.more_seeds.items():
             by_number.setdefault(number, []).append(name)
         more = "".join(f"; {number} of {' and of '.join(names)}" for number, names in sorted(by_number.items()))
-        return f"Scale: {self.scale}{longer}, seeds: {self.seeds}{more}."
+        return f"{self.seeds}{more}"
 
 
 def write_page(
@@ -74,6 +82,7 @@ def write_page(
     """Write data.jsonl, page.json, figure.svg, figure.png and page.md into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) for row in result.data]
+    kept = setting.stored.figure if result.figure is None else None
     (folder / "data.jsonl").write_text("".join(line + "\n" for line in lines))
     written = Page(
         experiment.name,
@@ -85,7 +94,7 @@ def write_page(
         list(result.columns),
         [list(row) for row in result.rows],
         _judge(experiment, lines, setting.scale),
-        result.figure is not None,
+        result.figure is not None or kept is not None,
         provenance,
         [f"{name} ({fingerprint})" for name, fingerprint in sorted(setting.fingerprints.items())],
         _command(experiment, setting),
@@ -94,7 +103,10 @@ def write_page(
         setting.more_seeds,
         setting.identities,
         list(setting.stored.origins),
+        setting.stored.figure_seeds if kept else "",
     )
+    if kept is not None and kept.resolve() != (folder / "figure.svg").resolve():
+        shutil.copyfile(kept, folder / "figure.svg")
     if result.figure is not None:
         result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
         result.figure.savefig(folder / "figure.png", dpi=110)
@@ -112,13 +124,13 @@ def read_stored(folder: Path, experiment: Experiment, scale: Scale, longer: int)
 
     Raises:
         DataError: if the folder has no such page, or its page does not name the settings and data of its runs.
-        ExperimentError: if tables or figures of the experiment do not follow from data alone, or the page is of another
-            scale or length of training.
+        ExperimentError: if tables of the experiment do not follow from data alone, or the page is of another scale or
+            length of training.
     """
     if experiment.count_seeds is None:
         takers = ", ".join(e.name for e in EXPERIMENTS.values() if e.count_seeds)
         raise ExperimentError(
-            f"--extend is not for {experiment.name}, whose figure needs all its runs: leave it out; it is for {takers}"
+            f"--extend is not for {experiment.name}, whose table needs all its runs: leave it out; it is for {takers}"
         )
     own = folder / experiment.name
     if not (own / "page.json").exists():
@@ -132,7 +144,10 @@ def read_stored(folder: Path, experiment: Experiment, scale: Scale, longer: int)
     if not page.identities:
         raise DataError(f"the page in {own} does not name the settings of its runs: leave out --extend")
     rows = [json.loads(line) for line in (own / "data.jsonl").read_text().splitlines()]
-    return Stored(rows, experiment.count_seeds(rows), page.identities, [*page.extends, page.provenance])
+    origins = [*page.extends, page.provenance]
+    figure = own / "figure.svg" if page.has_figure else None
+    shown = page.figure_seeds or f"The figure shows these of them: {page.numbers_of_seeds}."
+    return Stored(rows, experiment.count_seeds(rows), page.identities, origins, figure, shown)
 
 
 def _judge(experiment: Experiment, lines: Iterable[str], scale: str) -> list[dict[str, str]]:
@@ -175,6 +190,7 @@ def page_markdown(w: Page) -> str:
     lines += [f"- **{f['verdict']}**: {f['claim']} ({f['evidence']})" for f in w.findings]
     if w.has_figure:
         lines += ["", f"![{w.title}](figure.svg)"]
+        lines += ["", w.figure_seeds] if w.figure_seeds else []
     lines += ["", report.markdown_table(w.columns, w.rows)]
     if w.data:
         lines += ["", "Data: " + "; ".join(w.data) + "."]

@@ -95,7 +95,10 @@ class SpeechTable:
             "variant", f"WER %, {trained}", f"CER %, {trained}", *(f"CER %, {part}" for part in parts),
             "gradient spikes",
         )  # fmt: skip
-        figure = _plot_curves(outcomes) if self.curves else _figure(data, list(parts), list(outcomes))
+        if not self.curves:
+            figure = _figure(data, list(parts), list(outcomes))
+        else:  # stored seeds have no curves
+            figure = None if setting.stored.rows else _plot_curves(outcomes)
         return Result(columns, rows, data, figure)
 
     def judge(self, data: Sequence[Row], _: Scale) -> list[Finding]:
@@ -172,5 +175,5 @@ def speech_experiment(name: str, title: str, source: str, table: SpeechTable) ->
         "so character errors are compared rather than word errors; strings of 8 to 14 digits replace TED-LIUM's "
         "longer talks",
         unequal_seeds=True,
-        count_seeds=None if table.curves else count_seeds_by("variant"),
+        count_seeds=count_seeds_by("variant"),
     )

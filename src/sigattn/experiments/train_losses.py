@@ -10,13 +10,19 @@ the end of their small recipes and evaluates them on held-out data.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from sigattn.experiments import drawing, intervals, language_ablations, speech, sweep, vision_ablations
 from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ACTIVATIONS = ("softmax", "sigmoid")
 # by task: the recipe as in the experiments of that task
 TASKS: dict[str, Callable[[Setting], Recipe]] = {
     "language": language_ablations.norm_recipe,
@@ -55,25 +61,39 @@ def compare_training_losses(setting: Setting) -> Result:
     for task, recipe in tasks.items():
         variants |= {f"sigmoid, {task}": recipe, f"softmax, {task}": recipe.softmax()}
     outcomes = sweep.train_variants(setting, variants)
-    figure, axes = drawing.axes_grid(3, (len(tasks) + 2) // 3)
-    rows, data = [], []
-    for axis, task in zip(axes, tasks, strict=False):
+    rows: list[tuple[str, ...]] = []
+    data: list[Row] = []
+    for task in tasks:
         ends = {}
-        for activation in ("softmax", "sigmoid"):
-            found = outcomes[f"{activation}, {task}"]
-            colour = drawing.COLOUR_OF[activation]
-            drawing.plot_metric(axis, [o.rows for o in found], "loss", activation, colour, window=10)
-            ends[activation] = [o.mean_of_last() for o in found]
-            losses = enumerate(ends[activation])
-            data += [{"task": task, "activation": activation, "seed": s, "loss": loss} for s, loss in losses]
-        axis.set(title=task, xlabel="step")
+        for activation in ACTIVATIONS:
+            run = {"task": task, "activation": activation}
+            data += [row for row in setting.stored.rows if run.items() <= row.items()]
+            data += [{**run, "seed": o.seed, "loss": o.mean_of_last()} for o in outcomes[f"{activation}, {task}"]]
+            ends[activation] = select(data, "loss", **run)
         difference = intervals.welch(ends["softmax"], ends["sigmoid"])
         rows.append((task, *(intervals.mean_std(losses) for losses in ends.values()), str(difference)))
+    figure = None if setting.stored.rows else _plot_curves(outcomes, tasks)  # stored seeds have no curves
+    return Result(("task", "softmax", "sigmoid", "sigmoid - softmax"), rows, data, figure)
+
+
+def _plot_curves(outcomes: dict[str, list[sweep.Outcome]], tasks: Collection[str]) -> Figure:
+    """Plot the training losses of each task over the steps."""
+    figure, axes = drawing.axes_grid(3, (len(tasks) + 2) // 3)
+    for axis, task in zip(axes, tasks, strict=False):
+        for activation in ACTIVATIONS:
+            runs = [o.rows for o in outcomes[f"{activation}, {task}"]]
+            drawing.plot_metric(axis, runs, "loss", activation, drawing.COLOUR_OF[activation], window=10)
+        axis.set(title=task, xlabel="step")
     for axis in axes[len(tasks) :]:
         axis.set_axis_off()
     axes[0].set_ylabel("training loss")
     drawing.band_legend(axes[0])
-    return Result(("task", "softmax", "sigmoid", "sigmoid - softmax"), rows, data, figure)
+    return figure
+
+
+def _count_seeds(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the number of seeds by run of the rows of data (``Experiment.count_seeds``)."""
+    return dict(Counter(f"{row['activation']}, {row['task']}" for row in rows))
 
 
 def judge_training_losses(data: Sequence[Row], _: Scale) -> list[Finding]:
@@ -103,5 +123,6 @@ EXPERIMENTS = (
         "1 to 64 GPUs of 80 GB, by recipe",
         "models of 2 layers of 64, CPython's documentation, handwritten and spoken digits, 240 to 1,200 steps",
         unequal_seeds=True,
+        count_seeds=_count_seeds,
     ),
 )
