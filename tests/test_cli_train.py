@@ -244,6 +244,16 @@ class TestTrain:
                 2,
                 "--extend is for one experiment: name it",
             ),
+            (
+                ["reproduce", "flops", "--seeds", "5"],
+                2,
+                "flops takes no --seeds: leave it out; it takes none of its kind",
+            ),
+            (
+                ["reproduce", "vision-ablations", "--data", ".", "--speech", ".", "--longer", "2"],
+                2,
+                "vision-ablations takes no --data, --speech: leave it out; it takes --seeds, --workers, --longer",
+            ),
             (["reproduce", "conversion", "--extend", "."], 2, "--extend is not for conversion, whose table needs all"),
             (["reproduce", "pair-repeat", "--extend", "no"], 1, "no has no page of pair-repeat to extend"),
             (["reproduce", "conversion", "--more-seeds", "mlp", "5"], 2, "not for conversion, whose variants"),

@@ -31,6 +31,7 @@ def test_unusable_text(tmp_path):
         (tmp_path / name).write_bytes(b"its bytes are not its text")
     for path, message in (
         *((file, "is no plain text") for file in tmp_path.glob("a.*")),
+        (tmp_path / "tokens.bin", "is a file of tokens (sigattn pack), and bytes are needed here"),
         (tmp_path / "missing", "no such text file or folder"),
         (tmp_path / "empty.txt", "is empty"),
         (tmp_path / "folder", "looked for .txt, .md, .rst, .py files"),

@@ -8,10 +8,12 @@ import math
 import re
 import shutil
 import statistics
+import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ from sigattn.experiments import (
     sweep,
 )
 from sigattn.experiments.ablation import Claim
-from sigattn.experiments.experiment import SCALES, Experiment, ExperimentError, Result, Setting, Stored
+from sigattn.experiments.experiment import OPTIONS, SCALES, Experiment, ExperimentError, Result, Setting, Stored
 from sigattn.experiments.intervals import Difference
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.train import checkpoint
@@ -44,6 +46,23 @@ ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions":
 SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post"}
 
 
+# of seven models, "smoke" trains two, and starts no workers
+USED_OTHERWISE = {"conversion": {"speech", "workers"}, "causal-bias": {"workers"}}
+# their evaluation reads bytes, so that the tokenizer that training would read is refused
+USED_OTHERWISE |= {"bias-rules": {"tokenizer"}, "dropped-keys": {"tokenizer"}}
+
+
+class _Recorded(Setting):
+    """Setting with ``used``, the names of the options that were read."""
+
+    used: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name):
+        if name in OPTIONS and sys._getframe(1).f_code.co_name not in ("replace", "_replace"):  # copies of a setting
+            type(self).used.add(name)
+        return super().__getattribute__(name)
+
+
 @pytest.mark.filterwarnings("ignore:.*Ramapuram", "ignore:.*torch.jit.script")
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in SAME_CODE])
@@ -51,8 +70,10 @@ def test_smoke_scale(name, tmp_path):
     """Findings, page, figure and data are written; a second run trains nothing."""
     lines = []
     # the statistics have their own tests; small-models chooses with some seeds and judges with others
-    setting = Setting("smoke", 2 if name == "small-models" else 1, tmp_path / name, lines.append)
+    setting = _Recorded("smoke", 2 if name == "small-models" else 1, tmp_path / name, lines.append)
+    setting.used.clear()
     result = find_experiment(name).run(setting)
+    assert setting.used == set(find_experiment(name).takes) ^ USED_OTHERWISE.get(name, set())
     findings = find_experiment(name).judge(result.data, "smoke")
     assert findings
     assert all(f.verdict in intervals.VERDICTS and f.evidence for f in findings)

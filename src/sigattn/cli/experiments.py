@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from sigattn.bench.tables import print_table
 from sigattn.data.dataset import DataError
 from sigattn.data.documents import is_streamed
 from sigattn.experiments import attention_norms, compare, pages, theory_report
-from sigattn.experiments.experiment import SCALES, ExperimentError, Scale, Setting, Stored
+from sigattn.experiments.experiment import OPTIONS, SCALES, Experiment, ExperimentError, Scale, Setting, Stored
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.theory.statements import Statement
 from sigattn.validation import SettingsError, check_at_least
@@ -84,6 +85,8 @@ def reproduce(
     if extend is not None and name is None:
         raise SettingsError("--extend is for one experiment: name it in place of --all")
     results = folder / (scale if longer == 1 else f"{scale}-{longer}x")
+    if name is not None:
+        _check_options(find_experiment(name), given)
     for experiment in EXPERIMENTS.values() if all else (find_experiment(name or ""),):
         print(f"{experiment.name}: {experiment.title} ({experiment.source})", flush=True)
         start = time.perf_counter()
@@ -116,6 +119,14 @@ def reproduce(
         print(f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", flush=True)
     written = pages.read_pages(results)
     print(f"{pages.write_index(results, written)}: {pages.count_verdicts(written)}")
+
+
+def _check_options(experiment: Experiment, given: Collection[str]) -> None:
+    """Raise ``SettingsError`` for options that the experiment does not use."""
+    if unused := [name for name in OPTIONS if name in given and name not in experiment.takes]:
+        taken = ", ".join(f"--{name}" for name in OPTIONS if name in experiment.takes) or "none of its kind"
+        flags = ", ".join(f"--{name}" for name in unused)
+        raise SettingsError(f"{experiment.name} takes no {flags}: leave it out; it takes {taken}")
 
 
 def _check_more_seeds(more_seeds: tuple[tuple[str, int], ...], seeds: int, name: str | None) -> None:

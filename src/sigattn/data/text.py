@@ -23,10 +23,12 @@ def load_text(path: Path | None = None) -> bytes:
 
     Raises:
         DataError: if the file or folder does not exist, cannot be read, contains no text, or is a .jsonl, .jsonl.gz,
-            .json.gz or .parquet file, whose bytes are not its text.
+            .json.gz, .parquet or .bin file, whose bytes are not its text.
     """
     if path is None:
         return _documentation()
+    if path.suffix == ".bin":
+        raise DataError(f"{path} is a file of tokens (sigattn pack), and bytes are needed here: name a text file")
     files = find_text_files(path, PLAIN_SUFFIXES)
     if files == [path] and path.name.endswith((*JSON_SUFFIXES, ".parquet")):
         raise DataError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting
+from sigattn.experiments.experiment import TRAINING, Experiment, Finding, Option, Result, Row, Scale, Setting
 from sigattn.experiments.run_file import Trainings, write_run_file
 from sigattn.recipes.recipe import Recipe
 from sigattn.train import metrics
@@ -108,7 +108,14 @@ def _spikes(outcomes: Sequence[sweep.Outcome]) -> list[float]:
 
 
 def make_experiment(
-    name: str, title: str, source: str, study: Ablation, minutes: dict[Scale, float | None], hardware: str, differs: str
+    name: str,
+    title: str,
+    source: str,
+    study: Ablation,
+    minutes: dict[Scale, float | None],
+    hardware: str,
+    differs: str,
+    takes: tuple[Option, ...] = TRAINING,
 ) -> Experiment:
     """Return the experiment that runs an ablation and judges its claims (``Experiment``)."""
     return Experiment(
@@ -120,6 +127,7 @@ def make_experiment(
         minutes,
         hardware,
         differs,
+        takes,
         unequal_seeds=True,
         count_seeds=_count_seeds,
     )

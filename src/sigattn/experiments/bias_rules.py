@@ -18,7 +18,7 @@ import torch
 
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.registry import find_recipe
@@ -116,6 +116,7 @@ EXPERIMENTS = (
         {"smoke": 0.2, "small": 5.0, "paper": None},
         "1 GPU",
         "2 layers of 64, trained on 128 bytes, 400 steps",
+        takes=(*TRAINING, "data"),
         kind="beyond",
     ),
 )

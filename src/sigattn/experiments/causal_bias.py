@@ -23,7 +23,17 @@ from torch.nn import functional as F
 
 from sigattn.data.text import TokenText, load_text
 from sigattn.experiments import cache, drawing, intervals
-from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import (
+    TRAINING,
+    Experiment,
+    ExperimentError,
+    Finding,
+    Result,
+    Row,
+    Scale,
+    Setting,
+    select,
+)
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.train import workers
 
@@ -252,6 +262,7 @@ EXPERIMENTS = (
         {"smoke": 0.2, "small": 8.0, "paper": None},
         "1 GPU",
         "3 layers of 96, 128 bytes, 2,000 steps; about 8 minutes for each seed of each architecture on a core",
+        takes=(*TRAINING, "data"),
         kind="beyond",
     ),
 )

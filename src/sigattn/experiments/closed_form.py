@@ -175,6 +175,7 @@ EXPERIMENTS = (
         count_operations,
         judge_operations,
         {"smoke": 0.0, "small": 0.0, "paper": 0.0},
+        takes=(),
     ),
     Experiment(
         "regularity",
@@ -184,6 +185,7 @@ EXPERIMENTS = (
         judge_jacobian_norms,
         {"smoke": 0.1, "small": 0.5, "paper": 10.0},
         differs="up to n = 256",
+        takes=(),
     ),
     Experiment(
         "initial-norms",
@@ -193,5 +195,6 @@ EXPERIMENTS = (
         judge_initial_norms,
         {"smoke": 0.1, "small": 3.0, "paper": 3.0},
         differs="noise that is as smooth as speech instead of recordings; nothing else",
+        takes=("seeds",),
     ),
 )

@@ -30,7 +30,7 @@ from sigattn.convert import ConversionReport, convert
 from sigattn.data.dataset import Data
 from sigattn.experiments import cache, datasets, drawing, intervals, sweep
 from sigattn.experiments import conversion_models as models
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.nn import functional
 from sigattn.nn.attention import Attention
 from sigattn.ops import reference
@@ -357,6 +357,7 @@ EXPERIMENTS = (
         {"smoke": 0.2, "small": 40.0, "paper": None},
         "1 GPU",
         "language models of 3 layers of 96, 128 bytes; ViT and speech model of 2 layers of 64; 150 to 3,000 steps",
+        takes=(*TRAINING, "data", "speech"),
         kind="beyond",
     ),
 )

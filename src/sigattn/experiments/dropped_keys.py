@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.experiments.instrumentation import replaced_attention
 from sigattn.nn import functional
 from sigattn.ops import reference
@@ -161,6 +161,7 @@ EXPERIMENTS = (
         {"smoke": 0.2, "small": 5.0, "paper": None},
         "1 GPU",
         "2 layers of 64, 256 bytes, 400 steps",
+        takes=(*TRAINING, "data"),
         kind="beyond",
     ),
 )

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 Scale = Literal["smoke", "small", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")
 Kind = Literal["paper", "beyond", "timing"]
+Option = Literal["seeds", "workers", "longer", "data", "tokenizer", "speech"]
+OPTIONS: tuple[Option, ...] = ("seeds", "workers", "longer", "data", "tokenizer", "speech")
+TRAINING: tuple[Option, ...] = ("seeds", "workers", "longer")
+LANGUAGE: tuple[Option, ...] = (*TRAINING, "data", "tokenizer")
+SPEECH: tuple[Option, ...] = (*TRAINING, "speech")
 Row = dict[str, Any]
 
 
@@ -153,6 +158,7 @@ class Experiment:
         judge: returns the findings from the rows of data and the scale, so that stored data can be judged again.
         minutes: approximate minutes on 2 cores, by scale; None if unknown.
         hardware: hardware for the paper's scale. differs: difference of "small" from the paper's set-up.
+        takes: fields of ``Setting`` that ``run`` uses at some scale, of ``OPTIONS``.
         kind: "paper" for the paper's claims, "beyond" for ours beyond it, "timing" for times of the local machine.
         unequal_seeds: True if it takes ``Setting.more_seeds``.
         count_seeds: returns the number of seeds by run of the rows of data, if ``run`` takes ``Setting.stored``: its
@@ -167,6 +173,7 @@ class Experiment:
     minutes: dict[Scale, float | None] = field(default_factory=dict)
     hardware: str = "2 CPU cores"
     differs: str = ""
+    takes: tuple[Option, ...] = TRAINING
     kind: Kind = "paper"
     unequal_seeds: bool = False
     count_seeds: Callable[[Sequence[Row]], dict[str, int]] | None = None

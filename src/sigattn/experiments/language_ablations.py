@@ -15,7 +15,7 @@ from typing import Any
 
 from sigattn.experiments import sweep
 from sigattn.experiments.ablation import Ablation, Claim, make_experiment
-from sigattn.experiments.experiment import Setting
+from sigattn.experiments.experiment import LANGUAGE, Setting
 from sigattn.experiments.position_ablation import one_block_recipe
 from sigattn.experiments.run_file import Trainings
 from sigattn.recipes.recipe import Recipe
@@ -96,6 +96,7 @@ NORM_STRUCTURE = make_experiment(
     {"smoke": 0.2, "small": 10.0, "paper": None},
     "64 GPUs of 80 GB",
     "2 layers of 64 instead of 1B parameters, 256 bytes, 1,200 steps; held-out bits instead of nine evaluations",
+    LANGUAGE,
 )
 LONG_NORM_STRUCTURE = make_experiment(
     "norm-structure-4k",
@@ -127,6 +128,7 @@ LONG_NORM_STRUCTURE = make_experiment(
     {"smoke": 0.2, "small": 12.0, "paper": None},
     "64 GPUs of 80 GB",
     "2 layers of 64 instead of 1B parameters, 512 bytes, 1,200 steps; held-out bits instead of nine evaluations",
+    LANGUAGE,
 )
 STABILITY: dict[str, dict[str, Any]] = {
     "softmax, QK-norm": {"activation": "softmax"},
@@ -165,6 +167,7 @@ LANGUAGE_STABILITY = make_experiment(
     {"smoke": 0.2, "small": 4.0, "paper": None},
     "64 GPUs of 80 GB",
     "2 layers of 64 instead of 1B parameters, 256 bytes, 1,200 steps",
+    LANGUAGE,
 )
 LENGTH_POWER = make_experiment(
     "length-power",
@@ -185,5 +188,6 @@ LENGTH_POWER = make_experiment(
     {"smoke": 0.2, "small": 5.0, "paper": None},
     "1 GPU of 80 GB",
     "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 1,200 steps instead of 65,536",
+    LANGUAGE,
 )
 EXPERIMENTS = (NORM_STRUCTURE, LONG_NORM_STRUCTURE, LANGUAGE_STABILITY, LENGTH_POWER)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import LANGUAGE, Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
@@ -225,6 +225,7 @@ EXPERIMENTS = (
         {"smoke": 0.3, "small": 9.0, "paper": None},
         "1 GPU",
         _DIFFERS,
+        takes=LANGUAGE,
         unequal_seeds=True,
         count_seeds=count_seeds,
     ),
@@ -237,6 +238,7 @@ EXPERIMENTS = (
         {"smoke": 0.2, "small": 8.0, "paper": None},
         "1 GPU",
         _DIFFERS,
+        takes=LANGUAGE,
         unequal_seeds=True,
         count_seeds=count_seeds,
     ),

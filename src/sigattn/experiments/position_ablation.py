@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import LANGUAGE, Experiment, Finding, Result, Row, Scale, Setting, select
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
@@ -105,5 +105,6 @@ EXPERIMENTS = (
         "1 GPU of 80 GB",
         "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 1,200 steps instead of 65,536, b = -7 instead of "
         "-10",
+        LANGUAGE,
     ),
 )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting
+from sigattn.experiments.experiment import LANGUAGE, Experiment, Finding, Result, Row, Scale, Setting
 from sigattn.experiments.instrumentation import replace_attention
 from sigattn.models.language import LanguageModelConfig
 from sigattn.nn import functional
@@ -167,6 +167,7 @@ EXPERIMENTS = (
         "2 CPU cores",
         "an emulation: a grid of 2^-bits replaces the GPU's tanh.approx, whose own error sigattn bench accuracy "
         "measures on a GPU",
+        takes=LANGUAGE,
         kind="beyond",
     ),
 )

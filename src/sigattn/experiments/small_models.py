@@ -19,7 +19,17 @@ import torch
 
 from sigattn.data.dataset import Batch
 from sigattn.experiments import datasets, drawing, intervals, sweep
-from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import (
+    LANGUAGE,
+    Experiment,
+    ExperimentError,
+    Finding,
+    Result,
+    Row,
+    Scale,
+    Setting,
+    select,
+)
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
@@ -200,6 +210,7 @@ EXPERIMENTS = (
         {"smoke": 0.3, "small": 40.0, "paper": None},
         "none: it is about small models",
         "2 layers of 64; CPython's documentation, handwritten and spoken digits; 400 to 1,200 steps",
+        takes=(*LANGUAGE, "speech"),
         kind="beyond",
     ),
 )

@@ -16,7 +16,17 @@ from sigattn.data.corpora import spoken_digits
 from sigattn.data.speech import CharTokenizer, Speech, Utterance
 from sigattn.experiments import ablation, drawing, intervals, sweep
 from sigattn.experiments.ablation import Claim
-from sigattn.experiments.experiment import Experiment, Finding, Result, Row, Scale, Setting, count_seeds_by, select
+from sigattn.experiments.experiment import (
+    SPEECH,
+    Experiment,
+    Finding,
+    Result,
+    Row,
+    Scale,
+    Setting,
+    count_seeds_by,
+    select,
+)
 from sigattn.experiments.run_file import Trainings, write_run_file
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes.recipe import Recipe
@@ -174,6 +184,7 @@ def speech_experiment(name: str, title: str, source: str, table: SpeechTable) ->
         "strings of spoken digits (FSDD) instead of LibriSpeech, 2 layers of 64, 800 steps of 10 s, not converged, "
         "so character errors are compared rather than word errors; strings of 8 to 14 digits replace TED-LIUM's "
         "longer talks",
+        takes=SPEECH,
         unequal_seeds=True,
         count_seeds=count_seeds_by("variant"),
     )

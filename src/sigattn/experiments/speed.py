@@ -326,6 +326,7 @@ ATTENTION = Experiment(
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},
     _GPU,
     "the GPU of this machine, or else its CPU, in float32, up to 8,192 tokens",
+    takes=(),
     kind="timing",
 )
 CROSSING = Experiment(
@@ -337,6 +338,7 @@ CROSSING = Experiment(
     {"smoke": 0.1, "small": 2.0, "paper": 2.0},
     _GPU,
     "the GPU of this machine, or else its CPU, in float32, up to 8,192 tokens",
+    takes=(),
     kind="timing",
 )
 VIT = Experiment(
@@ -349,6 +351,7 @@ VIT = Experiment(
     _GPU,
     "one image on the GPU of this machine, or else its CPU, instead of epochs on 32 GPUs; on a CPU 2 layers of 192 in "
     "float32",
+    takes=(),
     kind="timing",
 )
 EXPERIMENTS = (ATTENTION, CROSSING, VIT)

@@ -15,7 +15,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from sigattn.experiments import drawing, intervals, language_ablations, speech, sweep, vision_ablations
-from sigattn.experiments.experiment import Experiment, ExperimentError, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import (
+    LANGUAGE,
+    Experiment,
+    ExperimentError,
+    Finding,
+    Result,
+    Row,
+    Scale,
+    Setting,
+    select,
+)
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 
@@ -122,6 +132,7 @@ EXPERIMENTS = (
         {"smoke": 0.3, "small": 8.0, "paper": None},
         "1 to 64 GPUs of 80 GB, by recipe",
         "models of 2 layers of 64, CPython's documentation, handwritten and spoken digits, 240 to 1,200 steps",
+        takes=(*LANGUAGE, "speech"),
         unequal_seeds=True,
         count_seeds=_count_seeds,
     ),
