@@ -111,8 +111,10 @@ def draw_quality(runs: list[Row]) -> Figure:
         difference, mean = welch(softmax, sigmoid), statistics.mean(softmax)
         better = -1 if select(runs, entry=entry)[0]["measure"] in LOWER_IS_BETTER else 1
         delta, margin = 100 * better * difference.delta / mean, 100 * difference.margin / mean
-        axes.errorbar(delta, at, xerr=margin, fmt="o", ms=4, capsize=3, color=COLOUR_OF["sigmoid"])
-    axes.axvline(0, color=COLOUR_OF["softmax"], lw=1.2)
+        label = "_" if at else "sigmoid, 95 % interval"
+        axes.errorbar(delta, at, xerr=margin, fmt="o", ms=4, capsize=3, color=COLOUR_OF["sigmoid"], label=label)
+    axes.axvline(0, color=COLOUR_OF["softmax"], lw=1.2, label="softmax")
+    axes.legend(fontsize=8)
     axes.set_yticks(range(len(entries)), entries)
     axes.invert_yaxis()
     axes.set_xlabel("sigmoid better than softmax by, % of softmax's value")

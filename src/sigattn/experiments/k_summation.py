@@ -119,13 +119,14 @@ def measure_weights_over_training(setting: Setting) -> Result:
     data.sort(key=lambda row: (ACTIVATIONS.index(row["activation"]), row["seed"], row["step"]))
     at = sorted({row["step"] for row in data})
     figure, axes = drawing.axes_grid(5)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}  # curves are everywhere in the axes
     for axis, activation in zip(axes, ACTIVATIONS, strict=False):
         for q, shade in zip(QUANTILES, (0.3, 0.5, 0.7, 1.0), strict=True):
             over_steps = [select(data, f"quantile {q}", activation=activation, step=s) for s in at]
             label = "largest" if q == 1 else f"{q:.0%} quantile"
             drawing.plot_band(axis, at, over_steps, label, (drawing.COLOUR_OF[activation], shade))
         axis.set(xlabel="step", title=f"weights, {activation}", yscale="log")
-        drawing.band_legend(axis)
+        drawing.band_legend(axis, ncols=2, **below)
     axes = axes[len(ACTIVATIONS) :]
     titles = {"weights_norm": "‖P‖", "sparsity": "Hoyer sparsity", "row_mass": "Σ of a row"}
     for axis, (key, title) in zip(axes, titles.items(), strict=True):
@@ -133,7 +134,7 @@ def measure_weights_over_training(setting: Setting) -> Result:
             over_steps = [select(data, key, activation=activation, step=s) for s in at]
             drawing.plot_band(axis, at, over_steps, activation, drawing.COLOUR_OF[activation])
         axis.set(xlabel="step", title=title)
-    drawing.band_legend(axes[0])
+    drawing.band_legend(axes[0], ncols=2, **below)
     sparsity = {a: [select(data, "sparsity", activation=a, step=s) for s in (0, at[-1])] for a in ACTIVATIONS}
     rows = [(a, *(intervals.mean_std(values) for values in sparsity[a])) for a in ACTIVATIONS]
     return Result(("", "sparsity, first", "sparsity, last"), rows, data, figure)

@@ -72,7 +72,7 @@ def compare_positions(setting: Setting) -> Result:
         loss_axis.set_title(f"{name.partition(',')[0]}, b = {bias:g}")
         norm_axis.set(yscale="log", xlabel="step")
     axes[0].set_ylabel("training loss, nats")
-    axes[len(POSITIONS)].set_ylabel("‖σ(QKᵀ/√d + b) V‖")
+    axes[len(POSITIONS)].set_ylabel("‖P V‖")
     drawing.band_legend(axes[0])
     return Result(("position", "", "final training loss", "norm, first", "norm, last"), rows, data, figure)
 

@@ -106,7 +106,7 @@ def curves(runs: Sequence[Run]) -> str:
     panels: tuple[tuple[Any, str, float, str], ...] = (
         (training, "loss", 1 / math.log(2), "training, bits per byte"),
         (validation, "validation_bits", 1.0, "held-out text, bits per byte"),
-        (attention, "attention_norm", 1.0, "attention norm ‖σ(QKᵀ/√d + b)V‖"),
+        (attention, "attention_norm", 1.0, "attention norm ‖P V‖"),
         (gradient, "gradient_norm", 1.0, "gradient norm (before clipping)"),
     )
     for axes, key, unit, title in panels:
