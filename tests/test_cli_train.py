@@ -280,7 +280,15 @@ class TestTrain:
         with pytest.raises(SystemExit):
             cli.main(["train", "asr-ls960", "--help"])
         out = capsys.readouterr().out
-        for flag in ("--model.layer-drop", "--model.position", "--training.decay-every", "--task.alphabet", "--data"):
+        for flag in (
+            "--tiny",
+            "--softmax",
+            "--model.layer-drop",
+            "--model.position",
+            "--training.decay-every",
+            "--task.alphabet",
+            "--data",
+        ):
             assert flag in out
         with pytest.raises(SystemExit) as stop:
             cli.main(["train"])

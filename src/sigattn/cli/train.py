@@ -65,6 +65,7 @@ def _options(recipe: Recipe, arguments: list[str]) -> Any:
     )
     base = next(n for n in sorted(RECIPES, key=len, reverse=True) if recipe.name.startswith(n))
     text = inspect.cleandoc(RECIPES[base].__doc__ or "")
+    text += "\n\nWith --tiny it is the small form for a CPU; with --softmax the attention is softmax."
     options: Any = parse(lambda: tyro.cli(made, args=arguments, prog=f"sigattn train {recipe.name}", description=text))
     check_at_least(0, options, "workers")
     return options
