@@ -424,7 +424,7 @@ class TestExtend:
         kept = (tmp_path / "extended" / name / "figure.svg").read_text() == figure
         assert kept == (name in self.WITH_CURVES)
         text = (tmp_path / "extended" / name / "page.md").read_text()
-        assert ("The figure shows these of them: 1." in text) == kept
+        assert ("The figure shows fewer seeds: 1." in text) == kept
 
     def test_rows_of_attention_over_training(self, tmp_path, monkeypatch):
         """Those that are measured are added to the stored ones, in the order of all at once."""

@@ -146,7 +146,7 @@ def read_stored(folder: Path, experiment: Experiment, scale: Scale, longer: int)
     rows = [json.loads(line) for line in (own / "data.jsonl").read_text().splitlines()]
     origins = [*page.extends, page.provenance]
     figure = own / "figure.svg" if page.has_figure else None
-    shown = page.figure_seeds or f"The figure shows these of them: {page.numbers_of_seeds}."
+    shown = page.figure_seeds or f"The figure shows fewer seeds: {page.numbers_of_seeds}."
     return Stored(rows, experiment.count_seeds(rows), page.identities, origins, figure, shown)
 
 
