@@ -1,5 +1,6 @@
 """Every test runs with the annotations of sigattn checked at run time, shapes included."""
 
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -97,6 +98,41 @@ def _no_call_was_made_before():
         launch_cache.clear()
     if (fitting := sys.modules.get("sigattn.ops.triton.fitting")) is not None:
         fitting._taken.clear()
+
+
+def _speed_up(interpreter):
+    """Let Triton's interpreter do once per launch what it does at every call of a device function, or to no effect.
+
+    Each takes a third of the time of an interpreted kernel: to replace the functions of the language again, and to
+    compute integers once more in 64 bits for a check of overflows that only ``debug=True`` makes.
+    """
+    patch_lang, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_once(fn):
+        if id(fn.__globals__) in patched:
+            return None
+        patched.add(id(fn.__globals__))
+        return patch_lang(fn)
+
+    def launch_with_new_patches(self, *args, **kwargs):
+        patched.clear()
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            patched.clear()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_with_new_patches
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter.is_sped_up = True
+
+
+@pytest.fixture(autouse=True)
+def _fast_interpreter():
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None and not hasattr(interpreter, "is_sped_up"):
+        _speed_up(interpreter)
 
 
 @pytest.fixture
