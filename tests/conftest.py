@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-# with more threads than cores, a good part of the time goes into waiting for one another
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+_THREADS_ARE_GIVEN = "OMP_NUM_THREADS" in os.environ
+os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 # Left out: modules whose functions say themselves what is wrong with a call, and what torch.compile traces.
 LEFT_OUT = {
@@ -45,6 +45,15 @@ import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python; to be said before Triton loads
+
+
+def pytest_configure(config):
+    """Let each worker process compute with one thread: with more threads than cores, they wait for one another.
+
+    Workers inherit the environment of the process that starts them, which has loaded this file as well.
+    """
+    if getattr(config.option, "numprocesses", None) and not _THREADS_ARE_GIVEN:
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_finish():
