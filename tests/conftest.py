@@ -85,6 +85,15 @@ def unchecked():
 
 
 @pytest.fixture
+def two_threads():
+    """With two threads, whatever the number of those in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def without_llvmlite(monkeypatch):
     """As where llvmlite is not installed: the default on a CPU is then "blocked"."""
     from sigattn.ops import llvm
