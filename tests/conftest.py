@@ -1,5 +1,6 @@
 """Every test runs with the annotations of sigattn checked at run time, shapes included."""
 
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-# with more threads than cores, a good part of the time goes into waiting for one another
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+_THREADS_ARE_GIVEN = "OMP_NUM_THREADS" in os.environ
+os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 # Left out: modules whose functions say themselves what is wrong with a call, and what torch.compile traces.
 LEFT_OUT = {
@@ -46,6 +47,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python; to be said before Triton loads
 
 
+def pytest_configure(config):
+    """Let each worker process compute with one thread: with more threads than cores, they wait for one another.
+
+    Workers inherit the environment of the process that starts them, which has loaded this file as well.
+    """
+    if getattr(config.option, "numprocesses", None) and not _THREADS_ARE_GIVEN:
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
 def pytest_collection_finish():
     """Keep what has been imported out of garbage collections: torch.compiler.reset runs one, for seconds otherwise."""
     gc.collect()
@@ -75,6 +85,15 @@ def unchecked():
 
 
 @pytest.fixture
+def two_threads():
+    """With two threads, whatever the number of those in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def without_llvmlite(monkeypatch):
     """As where llvmlite is not installed: the default on a CPU is then "blocked"."""
     from sigattn.ops import llvm
@@ -97,6 +116,41 @@ def _no_call_was_made_before():
         launch_cache.clear()
     if (fitting := sys.modules.get("sigattn.ops.triton.fitting")) is not None:
         fitting._taken.clear()
+
+
+def _speed_up(interpreter):
+    """Let Triton's interpreter do once per launch what it does at every call of a device function, or to no effect.
+
+    Each takes a third of the time of an interpreted kernel: to replace the functions of the language again, and to
+    compute integers once more in 64 bits for a check of overflows that only ``debug=True`` makes.
+    """
+    patch_lang, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_once(fn):
+        if id(fn.__globals__) in patched:
+            return None
+        patched.add(id(fn.__globals__))
+        return patch_lang(fn)
+
+    def launch_with_new_patches(self, *args, **kwargs):
+        patched.clear()
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            patched.clear()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_with_new_patches
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter.is_sped_up = True
+
+
+@pytest.fixture(autouse=True)
+def _fast_interpreter():
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None and not hasattr(interpreter, "is_sped_up"):
+        _speed_up(interpreter)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def test_a_wrong_implementation_is_not_timed(monkeypatch):
         (k := k * 1).register_hook(lambda grad: grad * torch.nan)
         return baselines.naive_sigmoid(q, k, v, o)
 
-    config = cpu.CpuBenchmark(num_heads=2, head_dim=8, rounds=1, compiled=False)
+    config = cpu.CpuBenchmark(num_heads=2, head_dim=8, threads=1, rounds=1, compiled=False)
     for wrong in (without_bias, nan_in_one_gradient):
         with monkeypatch.context() as patched:
             patched.setitem(CPU_IMPLEMENTATIONS, OURS, baselines.Implementation(False, wrong, cpu=True))
@@ -30,7 +30,7 @@ def test_a_wrong_implementation_is_not_timed(monkeypatch):
 
 def test_results_and_their_provenance(tmp_path):
     config = cpu.CpuBenchmark(
-        lengths=(16, 64), num_heads=2, rounds=2, compiled=False, memory=False, results=tmp_path / "r.json"
+        lengths=(16, 64), num_heads=2, threads=1, rounds=2, compiled=False, memory=False, results=tmp_path / "r.json"
     )
     cpu.benchmark_cpu(config)
     report = json.loads((tmp_path / "r.json").read_text())
@@ -51,7 +51,7 @@ def test_the_compiled_formula_is_timed(tmp_path, monkeypatch):
     measure = cpu.measure  # each compilation takes seconds
     monkeypatch.setattr(cpu, "measure", lambda *a: measure(*a) if a[-1] else [])
     config = cpu.CpuBenchmark(
-        lengths=(16,), num_heads=1, dtypes=("float32",), rounds=1, memory=False, results=tmp_path / "r.json"
+        lengths=(16,), num_heads=1, dtypes=("float32",), threads=1, rounds=1, memory=False, results=tmp_path / "r.json"
     )
     rows = cpu.benchmark_cpu(config)["rows"]
     assert {row["implementation"] for row in rows} == set(CPU_IMPLEMENTATIONS)

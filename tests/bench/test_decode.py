@@ -14,6 +14,7 @@ TINY = {
     "num_heads": 4,
     "num_kv_heads": 2,
     "head_dim": 8,
+    "threads": 1,
     "rounds": 1,
     "prompt_lengths": (),
 }
@@ -40,6 +41,7 @@ def test_generation(tmp_path):
         batch_sizes=(1,),
         dtypes=("float32",),
         prompt_lengths=(16,),
+        threads=1,
         rounds=1,
         round_seconds=0.0,
         results=tmp_path / "x.json",

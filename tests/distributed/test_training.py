@@ -115,8 +115,9 @@ def test_processes_are_weighted_by_their_targets(runs):
     same(runs / "2-documents", runs / "one-documents")
 
 
-def test_tensor_parallelism_with_rope_and_hybrid_norm(runs):
-    same(runs / "2-rope-tensor", runs / "one-rope")
+@pytest.mark.parametrize("way", ["tensor", "context"])
+def test_rope_and_hybrid_norm(runs, way):
+    same(runs / f"2-rope-{way}", runs / "one-rope")
 
 
 def test_vision_transformer(runs):
@@ -157,6 +158,11 @@ def test_four_processes(runs, way):
 
 def test_resume_with_another_number_of_processes(runs):
     same(runs / "resumed", runs / "one-language")
+
+
+def test_unsupported_context_parallelism_raises(runs):
+    message = "context_parallel supports language models with sigmoid attention only, got ViTConfig("
+    assert message in (runs / "2-vision-context" / "error").read_text()
 
 
 def test_unsupported_tensor_parallelism_raises(runs):

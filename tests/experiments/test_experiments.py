@@ -221,11 +221,12 @@ def test_diverged_run_counts_as_infinite_loss(tmp_path):
         sweep.train_variants(setting, wild)  # as experiments do that compare trained models
 
 
-def test_run_with_changed_settings_is_repeated(tmp_path):
+def test_run_with_changed_settings_is_repeated(tmp_path, request):
     setting = Setting("smoke", 1, tmp_path)
     recipe = k_summation.base(setting, 1)
     shorter = recipe.with_training(max_steps=2)
-    (first,) = sweep.train_variants(setting, {"same name": shorter})["same name"]
+    (first,) = sweep.train_variants(setting, {"same name": shorter})["same name"]  # in a process of its own
+    request.getfixturevalue("in_this_process")
     (second,) = sweep.train_variants(setting, {"same name": recipe})["same name"]
     assert (len(first.rows), len(second.rows)) == (2, recipe.training.max_steps)
 
@@ -323,7 +324,7 @@ def test_page_fields_are_escaped(tmp_path):
         "name": evil, "title": evil, "source": evil, "scale": evil, "seeds": 1, "differs": evil, "columns": [evil],
         "rows": [[evil], [evil]], "findings": [{"verdict": evil, "claim": evil, "evidence": evil}], "has_figure": True,
         "provenance": {evil: evil}, "data": [evil], "command": evil, "kind": "paper", "longer": 1,
-        "more_seeds": {evil: 2}, "identities": {evil: evil}, "extends": [{evil: evil}],
+        "more_seeds": {evil: 2}, "identities": {evil: evil}, "extends": [{evil: evil}], "figure_seeds": evil,
     }  # fmt: skip
     names = {f.name for f in dataclass_fields(pages.Page)}
     assert names <= set(fields)

@@ -190,6 +190,7 @@ def _never(*_):
 _WITHOUT_FUSION = {(tiles, "fused_unavailable"): lambda device, dtype: "switched off by the test"}
 _GROUPED = {(short, "plan"): _never, (tiles, "WIDE_UP_TO"): 0}
 _SMALL_TILES = {(tiles, "LONG_SIDE"): 13, (tiles, "WINDOWED_SIDE"): 7}
+_NUM_THREADS = (tiles, "_num_threads")  # of the processor of a user, on which it depends how many heads go together
 _EVERY_SIZE = {torch.float32: 0, torch.bfloat16: 0}
 _NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
 
@@ -209,7 +210,13 @@ KERNEL_PATHS = {"tuned": {}, "small tiles": {(tuning, "kernel_config"): _small_b
 PATHS = {
     "as users meet it": {},
     "short, a few heads at once": {(short, "TILE_BYTES"): 20_000, (tiles, "WIDE_UP_TO"): 0},
-    "plain, small tiles": {**_GROUPED, **_WITHOUT_FUSION, **_SMALL_TILES, (tiles, "TILE_BYTES"): 8192},
+    "plain, small tiles": {
+        **_GROUPED,
+        **_WITHOUT_FUSION,
+        **_SMALL_TILES,
+        (tiles, "TILE_BYTES"): 8192,
+        _NUM_THREADS: lambda: 3,
+    },
     "batched": {**_GROUPED, (tiles, "FUSED_FROM"): _NO_SIZE},
     "fused": {**_GROUPED, (tiles, "FUSED_FROM"): _EVERY_SIZE},
     "fused, small tiles": {
@@ -217,6 +224,7 @@ PATHS = {
         **_SMALL_TILES,
         (tiles, "FUSED_FROM"): _EVERY_SIZE,
         (tiles, "TILE_BYTES"): 1024,
+        _NUM_THREADS: lambda: 2,
     },
 }
 # The default backend on a CPU, which saves the weights of short sequences: of all problems here

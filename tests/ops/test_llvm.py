@@ -116,6 +116,7 @@ class TestSavedWeights:
         assert not self.saves(*self.operands(), dropout_p=0.5)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, (130, 40)])
 @pytest.mark.parametrize("causal", [False, True])

@@ -90,6 +90,7 @@ def errors(found, truth):
     return [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs]
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
