@@ -27,11 +27,11 @@ def test_a_file_and_a_folder(tmp_path):
 def test_unusable_text(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "folder").mkdir()
-    for name in ("a.jsonl", "a.json.gz", "a.jsonl.gz", "a.parquet"):
+    for name in ("a.jsonl", "a.json.gz", "a.jsonl.gz", "a.parquet", "c.bin"):
         (tmp_path / name).write_bytes(b"its bytes are not its text")
     for path, message in (
         *((file, "is no plain text") for file in tmp_path.glob("a.*")),
-        (tmp_path / "tokens.bin", "is a file of tokens (sigattn pack), and bytes are needed here"),
+        (tmp_path / "c.bin", "is a file of tokens (sigattn pack), and bytes are needed here"),
         (tmp_path / "missing", "no such text file or folder"),
         (tmp_path / "empty.txt", "is empty"),
         (tmp_path / "folder", "looked for .txt, .md, .rst, .py files"),

@@ -27,9 +27,9 @@ def load_text(path: Path | None = None) -> bytes:
     """
     if path is None:
         return _documentation()
-    if path.suffix == ".bin":
-        raise DataError(f"{path} is a file of tokens (sigattn pack), and bytes are needed here: name a text file")
     files = find_text_files(path, PLAIN_SUFFIXES)
+    if files == [path] and path.suffix == ".bin":
+        raise DataError(f"{path} is a file of tokens (sigattn pack), and bytes are needed here: name a text file")
     if files == [path] and path.name.endswith((*JSON_SUFFIXES, ".parquet")):
         raise DataError(
             f"{path} is no plain text, and a model of bytes would learn its format: name a text file, or use sigattn "

@@ -61,9 +61,12 @@ def quadratic_form(
     forms = torch.cat([directions.view(heads, width, -1).mT, linear.view(heads, 1, width)], 1)
     given = query, forms, curvature, lower, upper
     if len(curvature) == MAX_DIRECTIONS * heads and _has_kernels(*given):
-        form = _QuadraticForm.apply if torch.is_grad_enabled() else _QuadraticForm.forward
-        term: Tensor = form(*given)[0]
-        return term
+        if torch.is_grad_enabled():
+            term: Tensor = _QuadraticForm.apply(*given)[0]
+            return term
+        from sigattn.ops.llvm import rows
+
+        return rows.quadratic_term(*given)
     return _quadratic_form(*given)
 
 

@@ -6,7 +6,7 @@ cache, where operators of PyTorch would pass over the tensor five to nine times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +36,7 @@ _FIELDS = ("counter", "tasks", *_NUMBERS, *(f"{name}{axis}" for name in _STRIDED
 FIELDS = (*_FIELDS, *_ARRAYS)
 INDEX = {name: index for index, name in enumerate(FIELDS)}
 _TYPES = {name: POINTER if name in (*_STRIDED, *_ARRAYS) else INT64 for name in FIELDS}
-NAMES = ("scale", "scale_backward", "quadratic", "quadratic_backward")
+NAMES = ("scale", "scale_backward", "quadratic", "quadratic_term", "quadratic_backward")
 
 
 def number_of_sums(name: str, width: int) -> int:
@@ -52,7 +52,8 @@ def make_module(lanes: int, word: int) -> ir.Module:
     """
     module = ir.Module("sigattn_rows")
     kernels = _RowKernels(lanes, word)
-    arrays_of = {"scale": 3, "scale_backward": 6, "quadratic": _FORMS + 1, "quadratic_backward": 2 * _FORMS + 1}
+    arrays_of = {"scale": 3, "scale_backward": 6, "quadratic_backward": 2 * _FORMS + 1}
+    arrays_of |= dict.fromkeys(("quadratic", "quadratic_term"), _FORMS + 1)
     for name, arrays in arrays_of.items():
         kernel(module, name, lanes, _TYPES, getattr(kernels, name), [arrays * ROWS])
     return module
@@ -272,8 +273,14 @@ class _RowKernels:
             total = b.multiply_add(b.fmul(curvature, y[r]), y[r], total)
         return total
 
-    def quadratic(self, b: Builder, call: SimpleNamespace, task: Any, memory: list[Any]) -> None:
-        """Compute ``values``, the linear forms of the rows, and ``term``, their quadratic form, limited."""
+    def quadratic_term(self, b: Builder, call: SimpleNamespace, task: Any, memory: list[Any]) -> None:
+        """Compute ``term``, the quadratic form of the rows, limited."""
+        self.quadratic(b, call, task, memory, stored=())
+
+    def quadratic(
+        self, b: Builder, call: SimpleNamespace, task: Any, memory: list[Any], stored: Iterable[int] = range(_FORMS)
+    ) -> None:
+        """Compute ``term``, and the linear forms that are ``stored`` in ``values``, for a backward pass."""
         arrays = [b.at(memory[0], k * ROWS) for k in range(_FORMS + 1)]
 
         def block(own: SimpleNamespace) -> None:
@@ -302,7 +309,7 @@ class _RowKernels:
                     b.write_vector(number, b.at(array, i))
 
             b.loop(0, own.count, self.lanes, group)
-            for r in range(_FORMS):
+            for r in stored:
                 self._copy(b, arrays[r], self._values(b, call, r, own), own.count)
             self._copy(b, arrays[_FORMS], b.at(call.term, own.row), own.count)
 

@@ -63,6 +63,14 @@ def quadratic(query: Tensor, forms: Tensor, curvature: Tensor, lower: Tensor, up
     return term, values
 
 
+def quadratic_term(query: Tensor, forms: Tensor, curvature: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """Return the quadratic forms alone, for a call without gradient."""
+    term = query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
+    arrays = {"forms": forms, "curvature": curvature, "lower": lower, "upper": upper, "term": term}
+    _run("quadratic_term", query, None, arrays)
+    return term
+
+
 def quadratic_backward(
     grad_term: Tensor, query: Tensor, forms: Tensor, curvature: Tensor, lower: Tensor, upper: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
