@@ -2,7 +2,7 @@
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
 these and cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json, layer-forward.json,
-layer-wide.json and steps-narrow.json; error.svg and error.md from results/accuracy/accuracy.json;
+layer-wide.json, steps-narrow.json, layer-768-zen4.json and layer-2048-zen4.json; error.svg and error.md from results/accuracy/accuracy.json;
 quality.svg from results/compare/results.json.
 """
 
@@ -228,7 +228,7 @@ def write(folder: Path) -> None:
     ]
     steps = [
         json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("steps", "steps-compiled", "layer", "layer-forward", "layer-wide", "steps-narrow")
+        for name in ("steps", "steps-compiled", "layer", "layer-forward", "layer-wide", "steps-narrow", "layer-768-zen4", "layer-2048-zen4")
     ]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
