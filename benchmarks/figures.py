@@ -1,9 +1,8 @@
 """Figures and tables of the documentation, drawn from committed measurements: ``make figures``.
 
 Writes docs/figures: operator.svg, a diagram; speed.svg and speed.md from results/cpu-zen5-*.json; training.md from
-these and cpu-zen4-*.json; steps.md from results/steps.json, steps-compiled.json, layer.json, layer-forward.json,
-layer-wide.json, steps-narrow.json, layer-768-zen4.json and layer-2048-zen4.json; error.svg and error.md from results/accuracy/accuracy.json;
-quality.svg from results/compare/results.json.
+these and cpu-zen4-*.json; steps.md from the results named in ``STEPS_RESULTS``; error.svg and error.md from
+results/accuracy/accuracy.json; quality.svg from results/compare/results.json.
 """
 
 import json
@@ -21,6 +20,16 @@ from sigattn.experiments.intervals import welch
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path(__file__).parent.parent / "docs/figures"
 IMPLEMENTATIONS = {"sigattn": COLOUR_OF["sigmoid"], "naive sigmoid": OTHER_COLOURS[1]}
+STEPS_RESULTS = (
+    "steps",
+    "steps-compiled",
+    "layer",
+    "layer-forward",
+    "layer-wide",
+    "steps-narrow",
+    "layer-768-zen4",
+    "layer-2048-zen4",
+)
 STEPS = ("sigmoid", "sigmoid, converted")
 LOWER_IS_BETTER = ("bits", "wer")
 LABELS = {"sigattn": "sigattn", "naive sigmoid": "plain formula"}
@@ -226,10 +235,7 @@ def write(folder: Path) -> None:
         [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"cpu-{processor}-*.json"))]
         for processor in ("zen5", "zen4")
     ]
-    steps = [
-        json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("steps", "steps-compiled", "layer", "layer-forward", "layer-wide", "steps-narrow", "layer-768-zen4", "layer-2048-zen4")
-    ]
+    steps = [json.loads((RESULTS / f"{name}.json").read_text()) for name in STEPS_RESULTS]
     error = json.loads((RESULTS / "accuracy/accuracy.json").read_text())
     pairs = json.loads((RESULTS / "compare/results.json").read_text())
     figures = {

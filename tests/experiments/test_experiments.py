@@ -424,8 +424,10 @@ class TestExtend:
         assert all(line.endswith("seed 1") for line in trained)
         kept = (tmp_path / "extended" / name / "figure.svg").read_text() == figure
         assert kept == (name in self.WITH_CURVES)
-        text = (tmp_path / "extended" / name / "page.md").read_text()
-        assert ("The figure shows fewer seeds: 1." in text) == kept
+        page_text = (tmp_path / "extended" / name / "page.md").read_text()
+        index = pages.write_index(tmp_path / "extended", [longer]).read_text()
+        for text in (page_text, index):
+            assert ("The figure shows fewer seeds: 1." in text) == kept
 
     def test_rows_of_attention_over_training(self, tmp_path, monkeypatch):
         """Those that are measured are added to the stored ones, in the order of all at once."""

@@ -145,7 +145,7 @@ def read_stored(folder: Path, experiment: Experiment, scale: Scale, longer: int)
         raise DataError(f"the page in {own} does not name the settings of its runs: leave out --extend")
     rows = [json.loads(line) for line in (own / "data.jsonl").read_text().splitlines()]
     origins = [*page.extends, page.provenance]
-    figure = own / "figure.svg" if page.has_figure else None
+    figure = own / "figure.svg" if (own / "figure.svg").exists() else None
     shown = page.figure_seeds or f"The figure shows fewer seeds: {page.numbers_of_seeds}."
     return Stored(rows, experiment.count_seeds(rows), page.identities, origins, figure, shown)
 
@@ -268,6 +268,7 @@ def write_index(folder: Path, written: Sequence[Page]) -> Path:
         )
         source = _text(f"{urllib.parse.quote(str(w.name), safe='')}/figure.svg")
         figure = f'<img src="{source}" alt="{_text(w.title)}" width="100%">' if w.has_figure else ""
+        figure += f"<p>{_text(w.figure_seeds)}</p>" if w.figure_seeds else ""
         data = f"<p>Data: {_text('; '.join(w.data))}.</p>" if w.data else ""
         differs = f"<p>Differs from the paper's set-up: {_text(w.differs)}.</p>" if w.differs else ""
         parts.append(
