@@ -60,14 +60,17 @@ def test_file(tmp_path):
 
 @pytest.mark.parametrize("attention", KINDS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_pass_of_a_layer(attention, compiled, unchecked, monkeypatch):
+@pytest.mark.parametrize("part", ["layer", "block"])
+def test_pass_of_a_part(part, attention, compiled, unchecked, monkeypatch):
     """Its input and all of its parameters have a gradient; those of a converted one too."""
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     config = steps.StepsBenchmark(embed_dim=16, num_layers=1, num_heads=2, tokens=32)
-    gradients = steps._step(config, steps.LAYER, 16, attention, torch.float32, compiled=compiled)()
+    gradients = steps._step(config, part, 16, attention, torch.float32, compiled=compiled)()
     assert gradients[0].shape == (2, 16, 16)
     parameters = 4 * 2 + 2  # projections, with biases, and the norms of Q and K
+    if part == "block":
+        parameters += 2 * 2 + 2 * 2 + 2  # two linear layers and two LayerNorms, with biases, and two LayerScales
     # constant and slope, terms in q, output scale
     learned = {steps.CONVERTED: 2 + 3 + 3, steps.VISIBLE: 2}.get(attention, 0)
     assert len(gradients) == 1 + parameters + learned
@@ -75,9 +78,10 @@ def test_pass_of_a_layer(attention, compiled, unchecked, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", [steps.SOFTMAX, steps.CONVERTED])
-def test_forward_pass_of_a_layer(attention):
+@pytest.mark.parametrize("part", ["layer-forward", "block-forward"])
+def test_forward_pass_of_a_part(part, attention):
     """Is that of the pass with gradients, without the graph."""
     config = steps.StepsBenchmark(embed_dim=16, num_layers=1, num_heads=2, tokens=32)
-    out = steps._step(config, steps.LAYER_FORWARD, 16, attention, torch.float32, compiled=False)()
+    out = steps._step(config, part, 16, attention, torch.float32, compiled=False)()
     assert out.shape == (2, 16, 16)
     assert not out.requires_grad

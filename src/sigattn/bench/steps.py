@@ -1,8 +1,8 @@
 """``sigattn bench steps``: whole training steps on a CPU, with sigmoid attention and with softmax.
 
 A step is the forward pass, the loss, the backward pass and the optimizer's update of a small language model, ViT or
-speech model on random data; or the forward and the backward pass of an attention layer of that ViT, or its forward pass
-alone. The model with softmax differs in the attention only, and the converted ones are the sigmoid model with the bias
+speech model on random data; or the forward and the backward pass of one block of that ViT, or of its attention alone; or
+the forward pass of either without a gradient. The model with softmax differs in the attention only, and the converted ones are the sigmoid model with the bias
 of the visible keys, or with the bias and the output scale that ``sigattn.convert`` gives by default. Use the ratios:
 they run in turns.
 """
@@ -23,6 +23,7 @@ from sigattn.bench.inputs import DTYPES
 from sigattn.bench.tables import print_rows
 from sigattn.bench.timing import time_calls
 from sigattn.nn.attention import Attention
+from sigattn.nn.block import Block
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.train.optimizer import make_optimizer
@@ -40,13 +41,12 @@ _COLUMNS = {
 }
 SOFTMAX, SIGMOID, CONVERTED, VISIBLE = "softmax", "sigmoid", "sigmoid, converted", "sigmoid, converted, visible keys"
 _BIASES = {CONVERTED: "quadratic", VISIBLE: "head"}  # how the bias is learned
-LAYER, LAYER_FORWARD = "layer", "layer-forward"
-_RECIPES = {
-    "language": "lm-1b-2k-tiny",
-    "vit": "vit-supervised-tiny",
-    "speech": "asr-ls960-tiny",
-    LAYER: "vit-supervised-tiny",
-    LAYER_FORWARD: "vit-supervised-tiny",
+_RECIPES = {"language": "lm-1b-2k-tiny", "vit": "vit-supervised-tiny", "speech": "asr-ls960-tiny"}
+PARTS: dict[str, tuple[type[nn.Module], bool]] = {  # parts of "vit", and whether they are differentiated
+    "block": (Block, True),
+    "block-forward": (Block, False),
+    "layer": (Attention, True),
+    "layer-forward": (Attention, False),
 }
 
 
@@ -55,8 +55,9 @@ class StepsBenchmark:
     """Configuration of the benchmark of training steps.
 
     Attributes:
-        models: "language" (causal, with ALiBi), "vit", "speech" (key lengths, dropout), "layer" (attention with its
-            projections, without optimizer) and "layer-forward" (its forward pass, without gradient).
+        models: "language" (causal, with ALiBi), "vit", "speech" (key lengths, dropout); "block" (attention with its
+            projections, feed-forward layer and norms) and "layer" (attention with its projections), both without
+            optimizer; "block-forward" and "layer-forward" (their forward passes, without gradient).
         lengths: tokens of a sequence, for "vit" the nearest square below.
         tokens: tokens of a batch, at least one sequence.
         embed_dim: width of the models.
@@ -69,7 +70,7 @@ class StepsBenchmark:
         results: where to write the results (JSON).
     """
 
-    models: tuple[str, ...] = ("language", "vit", "speech", LAYER)
+    models: tuple[str, ...] = ("language", "vit", "speech", "layer")
     lengths: tuple[int, ...] = (64, 256, 1024, 4096)
     tokens: int = 4096
     embed_dim: int = 256
@@ -83,7 +84,7 @@ class StepsBenchmark:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "lengths", "tokens", "embed_dim", "num_heads", "num_layers", "threads", "rounds")
-        check_among(tuple(_RECIPES), self, "models")
+        check_among((*_RECIPES, *PARTS), self, "models")
         check_among(("float32", "bfloat16"), self, "dtypes")
         check_not_empty(self, "models", "lengths", "dtypes")
         check_output_file(self.results)
@@ -145,10 +146,11 @@ def _step(
     elif attention in _BIASES:
         recipe = recipe.with_transformer(attention_bias="log_visible", learn_bias=_BIASES[attention])
     module: nn.Module = recipe.task.build(recipe.model).train()
-    if model in (LAYER, LAYER_FORWARD):
-        layer = next(m for m in module.modules() if isinstance(m, Attention))
-        batch_size, differentiated = max(1, config.tokens // n), model == LAYER
-        return _layer_pass(layer, batch_size, n, dtype, compiled=compiled, differentiated=differentiated)
+    if model in PARTS:
+        kind, differentiated = PARTS[model]
+        part = next(m for m in module.modules() if isinstance(m, kind))
+        x = torch.randn(max(1, config.tokens // n), n, config.embed_dim, requires_grad=differentiated)
+        return _pass(part, x, dtype, compiled=compiled)
     optimizer = make_optimizer(module, recipe.training, config.embed_dim)
     call: Any = torch.compile(module, dynamic=False) if compiled else module
 
@@ -162,26 +164,23 @@ def _step(
     return step
 
 
-def _layer_pass(
-    layer: Attention, batch: int, n: int, dtype: torch.dtype, *, compiled: bool, differentiated: bool
-) -> Callable[[], object]:
-    """Return the forward pass of an attention layer, and the backward pass if it is differentiated."""
-    x = torch.randn(batch, n, layer.query.in_features, requires_grad=differentiated)
-    call: Any = torch.compile(layer, dynamic=False) if compiled else layer
-    inputs = [x, *layer.parameters()]
+def _pass(part: nn.Module, x: Tensor, dtype: torch.dtype, *, compiled: bool) -> Callable[[], object]:
+    """Return the forward pass of a part of a model at x, and the backward pass if x needs a gradient."""
+    call: Any = torch.compile(part, dynamic=False) if compiled else part
+    inputs = [x, *part.parameters()]
 
     def run() -> object:
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
-        with autocast, torch.set_grad_enabled(differentiated):
+        with autocast, torch.set_grad_enabled(x.requires_grad):
             out = call(x)
-        return torch.autograd.grad(out, inputs, torch.ones_like(out)) if differentiated else out
+        return torch.autograd.grad(out, inputs, torch.ones_like(out)) if x.requires_grad else out
 
     return run
 
 
 def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recipe, tuple[Tensor, ...]]:
     """Return the recipe of a model of this length, and a random batch."""
-    recipe, size = find_recipe(_RECIPES[model]), max(1, config.tokens // n)
+    recipe, size = find_recipe(_RECIPES["vit" if model in PARTS else model]), max(1, config.tokens // n)
     shared: dict[str, Any] = {
         "embed_dim": config.embed_dim,
         "num_heads": config.num_heads,
@@ -190,7 +189,7 @@ def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recip
     if model == "language":
         tokens = torch.randint(256, (size, n + 1))
         return recipe.with_transformer(**shared, max_seq_len=n), (tokens[:, :-1], tokens[:, 1:])
-    if model in ("vit", LAYER, LAYER_FORWARD):
+    if model == "vit" or model in PARTS:
         side = 2 * math.isqrt(n)  # patches of 2 x 2 pixels
         images = torch.randn(size, 1, side, side)
         return recipe.with_transformer(**shared, image_size=side, pool="average"), (images, torch.randint(10, (size,)))
