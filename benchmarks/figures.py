@@ -196,15 +196,16 @@ def steps_table(report: Row) -> str:
                 softmax_over_ours = [f"{row['softmax_time_over_this']:.2f}" for row in sigmoid]
                 over_sigmoid = [f"{1 / row['sigmoid_time_over_this']:.2f}" for row in converted]
                 lines.append([model, f"{n:,}", mode, *softmax_over_ours, *over_sigmoid])
-    parts = {"layer": "one attention layer", "block": "one block"}
-    measured = next((parts[p] for p in parts if all(p in m for m in config["models"])), f"{config['num_layers']} layers")
-    setting = f"{measured} of width {config['embed_dim']}, {config['num_heads']} heads"
-    setting = f"{setting}, {config['tokens']:,} tokens a batch, threads: {config['threads']}"
-    head = ["model", "n", "mode", *config["dtypes"], *(f"converted, {dtype}" for dtype in config["dtypes"])]
-    return (
-        f"{table(head, lines)}\nSoftmax's time / ours, and the time of a converted model's step (of a layer or block: forward "
-        f"and backward pass, or forward pass) / that of one with b = -log n. {setting}; {provenance(report)}.\n"
+    parts = {"layer": "One attention layer", "block": "One block"}
+    measured = next(
+        (parts[p] for p in parts if all(p in m for m in config["models"])), f"{config['num_layers']} layers"
     )
+    setting = (
+        f"{measured} of width {config['embed_dim']}, {config['num_heads']} heads, {config['tokens']:,} tokens a batch, "
+        f"threads: {config['threads']}; {provenance(report)}"
+    )
+    head = ["model", "n", "mode", *config["dtypes"], *(f"converted, {dtype}" for dtype in config["dtypes"])]
+    return f"{setting}:\n\n{table(head, lines)}"
 
 
 def error_table(report: Row) -> str:
