@@ -1,10 +1,10 @@
 """``sigattn bench steps``: whole training steps on a CPU, with sigmoid attention and with softmax.
 
 A step is the forward pass, the loss, the backward pass and the optimizer's update of a small language model, ViT or
-speech model on random data; or the forward and the backward pass of one block of that ViT, or of its attention alone; or
-the forward pass of either without a gradient. The model with softmax differs in the attention only, and the converted ones are the sigmoid model with the bias
-of the visible keys, or with the bias and the output scale that ``sigattn.convert`` gives by default. Use the ratios:
-they run in turns.
+speech model on random data; or the forward and the backward pass of one block of that ViT, or of its attention alone;
+or the forward pass of either without a gradient. The model with softmax differs in the attention only, and the
+converted ones are the sigmoid model with the bias of the visible keys, or with the bias and the output scale that
+``sigattn.convert`` gives by default. Use the ratios: they run in turns.
 """
 
 from __future__ import annotations
