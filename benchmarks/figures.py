@@ -29,6 +29,9 @@ STEPS_RESULTS = (
     "steps-narrow",
     "layer-768-zen4",
     "layer-2048-zen4",
+    "block-forward-768-zen4",
+    "block-768-zen4",
+    "block-2048-zen4",
 )
 STEPS = ("sigmoid", "sigmoid, converted")
 LOWER_IS_BETTER = ("bits", "wer")
