@@ -58,8 +58,8 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("language, CPython's documentation: bits a byte", "lm-1b-2k-tiny", "bits"),
-    Entry("language, CPython's sources: bits a byte", "lm-1b-2k-tiny", "bits", needs="sources"),
+    Entry("language, CPython's documentation: bits per byte", "lm-1b-2k-tiny", "bits"),
+    Entry("language, CPython's sources: bits per byte", "lm-1b-2k-tiny", "bits", needs="sources"),
     Entry("digits, supervised: top-1", "vit-supervised-tiny", "top1"),
     Entry("digits, SimCLR and linear probe: top-1", "vit-simclr-tiny", "probe"),
     Entry("digits, BYOL and linear probe: top-1", "vit-byol-tiny", "probe"),

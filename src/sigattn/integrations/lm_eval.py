@@ -199,7 +199,10 @@ def evaluate(
 
     Raises:
         ValueError: for an unknown task.
+        NotADirectoryError: if include is not a folder, which the harness would ignore.
     """
+    if include is not None and not include.is_dir():
+        raise NotADirectoryError(f"evaluate: include={str(include)!r} is not a folder")
     manager = TaskManager(include_path=None if include is None else str(include))
     unknown = [t for t in tasks if t not in manager.all_tasks]
     if unknown:
