@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from sigattn.data.dataset import Data
 from sigattn.data.text import TextData, TokenText, load_text
@@ -215,6 +216,28 @@ def test_weight_decay_shrinks_an_untouched_parameter_by_schedule_or_learning_rat
         left = math.prod(1 - factor * rate * decay for factor in schedule)
         torch.testing.assert_close(parameter.double(), left * old, rtol=1e-5, atol=1e-9)
         assert (left < 0.6) == (independent and parameter.dim() >= 2)  # else at least 0.99
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_steps_are_those_of_the_formula(optimizer):
+    """Adam (Kingma & Ba, Algorithm 1), with decoupled weight decay (Loshchilov & Hutter, Algorithm 2), in float64."""
+    config = replace(TRAIN, optimizer=optimizer, learning_rate=0.1, weight_decay=0.0 if optimizer == "adam" else 0.3)
+    model = nn.Linear(3, 2)
+    stepped = make_optimizer(model, config, 32)
+    (beta1, beta2), values = config.betas, [p.detach().double() for p in model.parameters()]
+    moments = [(torch.zeros_like(v), torch.zeros_like(v)) for v in values]
+    for step in range(1, 5):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        stepped.step()
+        for i, (parameter, (first, second)) in enumerate(zip(model.parameters(), moments, strict=True)):
+            gradient = parameter.grad.double()
+            first.mul_(beta1).add_((1 - beta1) * gradient)
+            second.mul_(beta2).add_((1 - beta2) * gradient**2)
+            direction = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + config.eps)
+            decay = config.weight_decay if parameter.dim() >= 2 else 0.0
+            values[i] = values[i] - config.learning_rate * (direction + decay * values[i])
+            torch.testing.assert_close(parameter.double(), values[i], rtol=1e-5, atol=1e-6)
 
 
 def test_independent_decay_needs_adamw():
