@@ -42,7 +42,7 @@ _COLUMNS = {
 SOFTMAX, SIGMOID, CONVERTED, VISIBLE = "softmax", "sigmoid", "sigmoid, converted", "sigmoid, converted, visible keys"
 _BIASES = {CONVERTED: "quadratic", VISIBLE: "head"}  # how the bias is learned
 _RECIPES = {"language": "lm-1b-2k-tiny", "vit": "vit-supervised-tiny", "speech": "asr-ls960-tiny"}
-PARTS: dict[str, tuple[type[nn.Module], bool]] = {  # parts of "vit", and whether they are differentiated
+_PARTS: dict[str, tuple[type[nn.Module], bool]] = {  # parts of "vit", and whether they are differentiated
     "block": (Block, True),
     "block-forward": (Block, False),
     "layer": (Attention, True),
@@ -84,7 +84,7 @@ class StepsBenchmark:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "lengths", "tokens", "embed_dim", "num_heads", "num_layers", "threads", "rounds")
-        check_among((*_RECIPES, *PARTS), self, "models")
+        check_among((*_RECIPES, *_PARTS), self, "models")
         check_among(("float32", "bfloat16"), self, "dtypes")
         check_not_empty(self, "models", "lengths", "dtypes")
         check_output_file(self.results)
@@ -146,8 +146,8 @@ def _step(
     elif attention in _BIASES:
         recipe = recipe.with_transformer(attention_bias="log_visible", learn_bias=_BIASES[attention])
     module: nn.Module = recipe.task.build(recipe.model).train()
-    if model in PARTS:
-        kind, differentiated = PARTS[model]
+    if model in _PARTS:
+        kind, differentiated = _PARTS[model]
         part = next(m for m in module.modules() if isinstance(m, kind))
         x = torch.randn(max(1, config.tokens // n), n, config.embed_dim, requires_grad=differentiated)
         return _pass(part, x, dtype, compiled=compiled)
@@ -180,7 +180,7 @@ def _pass(part: nn.Module, x: Tensor, dtype: torch.dtype, *, compiled: bool) -> 
 
 def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recipe, tuple[Tensor, ...]]:
     """Return the recipe of a model of this length, and a random batch."""
-    recipe, size = find_recipe(_RECIPES["vit" if model in PARTS else model]), max(1, config.tokens // n)
+    recipe, size = find_recipe(_RECIPES["vit" if model in _PARTS else model]), max(1, config.tokens // n)
     shared: dict[str, Any] = {
         "embed_dim": config.embed_dim,
         "num_heads": config.num_heads,
@@ -189,7 +189,7 @@ def _recipe_and_batch(config: StepsBenchmark, model: str, n: int) -> tuple[Recip
     if model == "language":
         tokens = torch.randint(256, (size, n + 1))
         return recipe.with_transformer(**shared, max_seq_len=n), (tokens[:, :-1], tokens[:, 1:])
-    if model == "vit" or model in PARTS:
+    if model == "vit" or model in _PARTS:
         side = 2 * math.isqrt(n)  # patches of 2 x 2 pixels
         images = torch.randn(size, 1, side, side)
         return recipe.with_transformer(**shared, image_size=side, pool="average"), (images, torch.randint(10, (size,)))
