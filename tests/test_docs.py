@@ -88,7 +88,12 @@ def test_citation_has_the_version_and_the_paper():
 
 
 QUALITY = {  # by row of the README's table: entry of results.json, factor and digits
-    "language model, CPython's documentation, 600 steps": ("language, CPython's documentation: bits per byte", 1, 2, ""),
+    "language model, CPython's documentation, 600 steps": (
+        "language, CPython's documentation: bits per byte",
+        1,
+        2,
+        "",
+    ),
     "ViT, handwritten digits": ("digits, supervised: top-1", 100, 1, " %"),
     "masked autoencoder, fine-tuned on digits": ("digits, MAE and fine-tuning: top-1", 100, 1, " %"),
 }

@@ -188,6 +188,25 @@ def test_layer_scale_is_judged_by_sensitivity_and_by_the_best_loss():
     assert "loss at its best learning rate" in best.claim
 
 
+@pytest.mark.parametrize(("sigmoid", "verdict"), [(0.0, "agrees"), (0.7, "differs")])
+def test_large_weights_are_counted_where_kinds_can_differ(sigmoid, verdict):
+    """The largest hundredth is 1 for both kinds, as in the committed data."""
+    common = {"sparsity": 0.5, "weights_norm": 1.0, "error": 0.01, "quantile 0.99": 1.0}
+    data = [
+        {
+            "activation": a,
+            "seed": s,
+            "step": t,
+            **common,
+            "quantile 0.9": 0.01 * s + (sigmoid if a == "sigmoid" else 0.1),
+        }
+        for a in k_summation.ACTIVATIONS
+        for s in range(3)
+        for t in (0, 4, 8)
+    ]
+    assert k_summation.judge_weights_over_training(data, "small")[0].verdict == verdict
+
+
 def test_claims_about_models_that_have_not_learned_are_not_shown():
     claims = [Claim("x is worse.", "x", "higher", "y", 1.0), Claim("z is worse.", "z", "higher", "y", 1.0)]
     values = {"x": [99.0, 100.0, 100.0], "y": [5.0, 5.1, 4.9], "z": [50.0, 51.0, 52.0]}

@@ -139,6 +139,6 @@ def test_a_local_task(lm, tmp_path, monkeypatch):
     assert found["toy_local"]["acc"] == pytest.approx(right / 9)
     with pytest.raises(ValueError, match="has no task nosuch"):
         harness.evaluate(lm, ["nosuch"], include=tmp_path)
-    with pytest.raises(NotADirectoryError, match="toy.yaml' is not a folder"):
+    with pytest.raises(NotADirectoryError, match=r"toy\.yaml' is not a folder"):
         harness.evaluate(lm, ["toy_local"], include=tmp_path / "toy.yaml")
     assert set(harness.PAPER) <= set(harness.TaskManager(include_path=str(tmp_path)).all_tasks)

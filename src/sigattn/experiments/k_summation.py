@@ -149,11 +149,12 @@ def judge_weights_over_training(data: Sequence[Row], _: Scale) -> list[Finding]:
     def over_second_half(key: str) -> intervals.Difference:
         return intervals.paired(*(select(data, key, activation="sigmoid", step=step) for step in (half, steps[-1])))
 
-    large = (select(data, f"quantile {QUANTILES[-2]}", activation=a, step=steps[-1]) for a in ACTIVATIONS)
+    # One large weight in each row of 16 keys is 6 % of them: the 99 % quantile is 1 for both and compares nothing.
+    large = (select(data, "quantile 0.9", activation=a, step=steps[-1]) for a in ACTIVATIONS)
     return [
         _lower_finding(
             "At the end of training sigmoid attention has fewer weights of high magnitude.",
-            f"{QUANTILES[-2]:.0%} quantile of the weights, sigmoid - softmax",
+            "90% quantile of the weights, sigmoid - softmax",
             intervals.welch(*large),
             data,
         ),
