@@ -31,6 +31,7 @@ STEPS_RESULTS = (
     "layer-2048-zen4",
     "block-forward-768-zen4",
     "block-768-zen4",
+    "block-768-bfloat16-zen4",
     "block-2048-zen4",
 )
 STEPS = ("sigmoid", "sigmoid, converted")
