@@ -50,6 +50,7 @@ SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post"}
 USED_OTHERWISE = {"conversion": {"speech", "workers"}, "causal-bias": {"workers"}}
 # their evaluation reads bytes, so that the tokenizer that training would read is refused
 USED_OTHERWISE |= {"bias-rules": {"tokenizer"}, "dropped-keys": {"tokenizer"}}
+USED_OTHERWISE |= {"small-models-transfer": {"tokenizer"}}  # its texts are compared as bytes
 
 
 class _Recorded(Setting):
@@ -101,7 +102,8 @@ def test_small_scale_takes_at_most_twelve_minutes():
         assert set(experiment.minutes) == set(SCALES)
         small = experiment.minutes["small"]
         assert small is not None
-        longer = {"conversion": 40, "small-models": 40}  # seven models, one of 2,400 steps; eight variants of three
+        # seven models, one of 2,400 steps; eight variants of three tasks; five tasks
+        longer = {"conversion": 40, "small-models": 40, "small-models-transfer": 15}
         assert small <= longer.get(experiment.name, 12)
 
 

@@ -1,0 +1,193 @@
+"""The settings that ``small-models`` chose, on texts, sizes and a problem that had no part in the choice.
+
+    sigattn reproduce small-models-transfer --seeds 10 --data tinyshakespeare.txt
+
+Each task trains softmax, and sigmoid with the bias of ``recommend(small=True)``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import modules
+
+from sigattn.experiments import drawing, intervals, sweep
+from sigattn.experiments.experiment import (
+    TRAINING,
+    Experiment,
+    ExperimentError,
+    Finding,
+    Result,
+    Row,
+    Scale,
+    Setting,
+    select,
+)
+from sigattn.nn.guide import recommend
+from sigattn.recipes.recipe import Recipe
+from sigattn.recipes.registry import find_recipe
+from sigattn.tasks.synthetic import KSummation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOFTMAX, SMALL = "softmax", "sigmoid, recommend(small=True)"
+VARIANTS = (SOFTMAX, SMALL)
+SOURCE_CODE, GIVEN_TEXT = "source code", "the given text"
+
+
+@dataclass(frozen=True)
+class NewTask:
+    """Task that had no part in choosing the settings. Its metric is better the lower it is.
+
+    Attributes:
+        recipe: name of the recipe. changes: changed fields of the model, for softmax and sigmoid alike.
+        steps, batch_size: at the small scale. metric: metric of the recipe's task. label: the metric in words.
+        tolerance: the largest difference from softmax that does not matter.
+        learned: softmax's mean metric must be below this, else the task decides nothing.
+        guess: the metric of a model that diverged.
+        terms: of k-summation; 0 for other problems. The error of a model that always predicts 0 is ``terms``, and the
+            metric is divided by it.
+    """
+
+    recipe: str
+    changes: dict[str, Any]
+    steps: int
+    batch_size: int
+    metric: str
+    label: str
+    tolerance: float
+    learned: float
+    guess: float
+    terms: int = 0
+
+
+_TEXT = NewTask("lm-1b-2k-tiny", {"max_seq_len": 256}, 1200, 16, "bits", "bits per byte", 0.02, 4.0, 8.0)
+_LARGER = replace(_TEXT, changes={**_TEXT.changes, "num_layers": 4, "embed_dim": 128}, batch_size=4)
+_SUM = NewTask("k-summation", {"seq_len": 16}, 1600, 64, "loss", "part of the variance", 0.05, 0.5, 1.0, 1)
+TASKS = {
+    SOURCE_CODE: _TEXT,
+    GIVEN_TEXT: _TEXT,
+    "documentation, 4 layers of 128": _LARGER,
+    "k-summation, k = 1": _SUM,
+    "k-summation, k = 4": replace(_SUM, terms=4),
+}
+
+
+def measure_new_tasks(setting: Setting) -> Result:
+    """Train softmax and the recommended sigmoid attention on every task.
+
+    Raises:
+        ExperimentError: at the paper's scale, or at the small scale without ``setting.data``.
+    """
+    if setting.scale == "paper":
+        raise ExperimentError("small-models-transfer is about models smaller than the paper's: it has no such scale")
+    if setting.scale == "small" and setting.data is None:
+        raise ExperimentError(
+            "small-models-transfer needs a text other than CPython's documentation: name it with --data"
+        )
+    names = setting.scaled((SOURCE_CODE, "k-summation, k = 1"), tuple(TASKS), None)
+    setting.check_variants(_run_name(name, variant) for name in names for variant in VARIANTS)
+    data = [row for name in names for row in _train(setting, name)]
+    columns = ("variant", *(f"{name}: {TASKS[name].label}" for name in names))
+    rows = [(v, *(intervals.mean_std(select(data, "value", task=n, variant=v)) for n in names)) for v in VARIANTS]
+    return Result(columns, rows, data, _draw(data))
+
+
+def _run_name(task: str, variant: str) -> str:
+    return f"{task}, {variant}"
+
+
+def _train(setting: Setting, name: str) -> list[Row]:
+    """Train both variants of a task; return the held-out metric of each seed, after the stored ones."""
+    task = TASKS[name]
+    recipe = sweep.shortened(recipe_of(task), setting.steps(4, task.steps), setting.scaled(4, task.batch_size, None))
+    recipes = {_run_name(name, SOFTMAX): recipe.softmax(), _run_name(name, SMALL): with_small_advice(recipe)}
+    text = {SOURCE_CODE: Path(modules.__file__).parent, GIVEN_TEXT: setting.data}.get(name)
+    more = {run: number for run, number in setting.more_seeds.items() if run in recipes}
+    own = replace(setting, data=text, more_seeds=more, fingerprints={})
+    outcomes = sweep.train_variants(own, recipes, may_diverge=True)
+    for source, fingerprint in own.fingerprints.items():
+        described = {SOURCE_CODE: "torch/nn/modules, as bytes", GIVEN_TEXT: source}.get(name)
+        setting.fingerprints[described or (name if task.terms else source)] = fingerprint
+    rows = []
+    for variant in VARIANTS:
+        rows += [row for row in setting.stored.rows if (row["task"], row["variant"]) == (name, variant)]
+        for outcome in outcomes[_run_name(name, variant)]:
+            value = task.guess if outcome.diverged else outcome.final[task.metric] / max(task.terms, 1)
+            rows.append({"task": name, "variant": variant, "seed": outcome.seed, "value": value})
+    return rows
+
+
+def recipe_of(task: NewTask) -> Recipe:
+    """Return the recipe of a task, with sigmoid attention as the recipe has it."""
+    recipe = find_recipe(task.recipe).with_transformer(**task.changes)
+    return replace(recipe, task=KSummation(k=task.terms)) if task.terms else recipe
+
+
+def with_small_advice(recipe: Recipe) -> Recipe:
+    """Return the recipe with the bias that ``recommend(small=True)`` has for every domain."""
+    advice = recommend("language", small=True)
+    return recipe.with_transformer(attention_bias=advice.attention_bias, learn_bias=advice.learn_bias)
+
+
+def count_seeds(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the number of seeds by run of the rows of data."""
+    runs = [_run_name(row["task"], row["variant"]) for row in rows]
+    return {run: runs.count(run) for run in runs}
+
+
+def judge(data: Sequence[Row], _: Scale) -> list[Finding]:
+    """Compare the recommended sigmoid attention with softmax on each task."""
+    findings = []
+    for name in dict.fromkeys(row["task"] for row in data):
+        task = TASKS[name]
+        soft, own = (select(data, "value", task=name, variant=variant) for variant in VARIANTS)
+        behind = intervals.welch(soft, own)
+        learned = statistics.mean(soft) < task.learned
+        findings.append(
+            Finding(
+                f"The recipe for small models is at least level with softmax: {name}.",
+                behind.verdict_not_above(task.tolerance) if learned else "not shown",
+                f"{SMALL}: behind softmax by {behind} {task.label}, tolerance {task.tolerance:g}"
+                + ("" if learned else "; softmax has not learned the task"),
+            )
+        )
+    return findings
+
+
+def _draw(data: Sequence[Row]) -> Figure:
+    """Plot the value of each seed as a dot, and their mean as a bar."""
+    names = list(dict.fromkeys(row["task"] for row in data))
+    figure, axes = drawing.axes_grid(len(names), width=3.4, height=1.8)
+    for axis, name in zip(axes, names, strict=True):
+        for i, variant in enumerate(VARIANTS):
+            colour = drawing.COLOUR_OF[variant.split(",")[0]]
+            values = select(data, "value", task=name, variant=variant)
+            axis.plot(values, [i] * len(values), "o", ms=4, color=colour, alpha=0.6)
+            axis.plot([statistics.mean(values)], [i], "|", ms=14, color=colour)
+        axis.set(title=name, xlabel=TASKS[name].label, ylim=(len(VARIANTS) - 0.5, -0.5))
+        axis.set_yticks(range(len(VARIANTS)), VARIANTS if axis is axes[0] else [""] * len(VARIANTS))
+    return figure
+
+
+EXPERIMENTS = (
+    Experiment(
+        "small-models-transfer",
+        "Beyond the paper: the settings for small models, on tasks that had no part in choosing them",
+        "App. Practitioner's Guide",
+        measure_new_tasks,
+        judge,
+        {"smoke": 0.3, "small": 15.0, "paper": None},
+        "none: it is about small models",
+        "1 to 4 layers of 64 to 160; PyTorch's source code, Shakespeare, CPython's documentation; 1,200 to 1,600 steps",
+        takes=(*TRAINING, "data"),
+        kind="beyond",
+        unequal_seeds=True,
+        count_seeds=count_seeds,
+    ),
+)
