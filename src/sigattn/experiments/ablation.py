@@ -82,7 +82,7 @@ class Ablation:
             rows.append({"variant": name, **{key: [*stored.get(key, ()), *numbers] for key, numbers in new.items()}})
         values: dict[str, list[float]] = {row["variant"]: row[self.metric] for row in rows}
         if not self.curves:
-            figure: Figure | None = plot_seeds(values, self.label)
+            figure: Figure | None = _plot_metric_of_seeds(values, self.label)
         else:  # stored seeds have no curves
             figure = None if setting.stored.rows else plot_training(outcomes, self.curves)
         return Result(
@@ -174,15 +174,9 @@ def check_claims(
     return findings
 
 
-def plot_seeds(values: dict[str, list[float]], label: str) -> Figure:
-    """Plot the value of each seed as a dot, and their mean as a bar."""
+def _plot_metric_of_seeds(values: dict[str, list[float]], label: str) -> Figure:
     figure, (axis,) = drawing.axes_grid(1, width=7.0, height=1.0 + 0.25 * len(values))
-    for i, (name, found) in enumerate(values.items()):
-        kind = next((k for k in ("softmax", "sigmoid") if k in name), "mlp")
-        axis.plot(found, [i] * len(found), "o", ms=4, color=drawing.COLOUR_OF[kind], alpha=0.6)
-        axis.plot([statistics.mean(found)], [i], "|", ms=14, color=drawing.COLOUR_OF[kind])
-    axis.set_yticks(range(len(values)), list(values))
-    axis.set_ylim(len(values) - 0.5, -0.5)
+    drawing.plot_seeds(axis, values)
     axis.set_xlabel(f"{label}: each seed, and the mean")
     return figure
 

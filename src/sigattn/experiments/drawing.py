@@ -54,6 +54,16 @@ def axes_grid(columns: int, rows: int = 1, width: float = 4.2, height: float = 3
     return figure, axes
 
 
+def plot_seeds(axes: Any, values: dict[str, list[float]]) -> None:
+    """Plot a row for each variant: the value of each seed as a dot, and their mean as a bar."""
+    for i, (name, found) in enumerate(values.items()):
+        colour = COLOUR_OF[next((kind for kind in ("softmax", "sigmoid") if kind in name), "mlp")]
+        axes.plot(found, [i] * len(found), "o", ms=4, color=colour, alpha=0.6)
+        axes.plot([statistics.mean(found)], [i], "|", ms=14, color=colour)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+
+
 def plot_band(
     axes: Any,
     x: Sequence[float] | Sequence[int],

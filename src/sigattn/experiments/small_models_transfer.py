@@ -161,17 +161,12 @@ def judge(data: Sequence[Row], _: Scale) -> list[Finding]:
 
 
 def _draw(data: Sequence[Row]) -> Figure:
-    """Plot the value of each seed as a dot, and their mean as a bar."""
     names = list(dict.fromkeys(row["task"] for row in data))
     figure, axes = drawing.axes_grid(len(names), width=3.4, height=1.8)
     for axis, name in zip(axes, names, strict=True):
-        for i, variant in enumerate(VARIANTS):
-            colour = drawing.COLOUR_OF[variant.split(",")[0]]
-            values = select(data, "value", task=name, variant=variant)
-            axis.plot(values, [i] * len(values), "o", ms=4, color=colour, alpha=0.6)
-            axis.plot([statistics.mean(values)], [i], "|", ms=14, color=colour)
-        axis.set(title=name, xlabel=TASKS[name].label, ylim=(len(VARIANTS) - 0.5, -0.5))
-        axis.set_yticks(range(len(VARIANTS)), VARIANTS if axis is axes[0] else [""] * len(VARIANTS))
+        drawing.plot_seeds(axis, {variant: select(data, "value", task=name, variant=variant) for variant in VARIANTS})
+        axis.set(title=name, xlabel=TASKS[name].label)
+        axis.tick_params(labelleft=axis is axes[0])
     return figure
 
 
