@@ -1,11 +1,9 @@
 """The verdicts on the settings for small models, on tasks that had no part in choosing them."""
 
-import math
-
 import pytest
 
 from sigattn.experiments import small_models_transfer
-from sigattn.experiments.experiment import ExperimentError, Setting, Stored
+from sigattn.experiments.experiment import ExperimentError, Setting
 from sigattn.experiments.small_models_transfer import SMALL, SOFTMAX, SOURCE_CODE, TASKS
 
 SUM = "k-summation, k = 4"
@@ -57,18 +55,3 @@ def test_unknown_variants_and_missing_data(tmp_path):
         small_models_transfer.measure_new_tasks(Setting("paper", 5, tmp_path))
     with pytest.raises(ExperimentError, match="name it with --data"):
         small_models_transfer.measure_new_tasks(Setting("small", 5, tmp_path))
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_seeds_are_added_to_stored_ones(tmp_path):
-    """Data of one seed, extended by a second, is that of both at once."""
-    first = Setting("smoke", 1, tmp_path / "first")
-    stored = small_models_transfer.measure_new_tasks(first).data
-    assert set(small_models_transfer.count_seeds(stored).values()) == {1}
-    kept = Stored(stored, small_models_transfer.count_seeds(stored), first.identities)
-    extended = small_models_transfer.measure_new_tasks(Setting("smoke", 2, tmp_path / "second", stored=kept)).data
-    at_once = small_models_transfer.measure_new_tasks(Setting("smoke", 2, tmp_path / "both")).data
-    assert [(r["task"], r["variant"], r["seed"]) for r in extended] == [
-        (r["task"], r["variant"], r["seed"]) for r in at_once
-    ]
-    assert all(math.isclose(a["value"], b["value"], rel_tol=1e-6) for a, b in zip(extended, at_once, strict=True))
