@@ -487,6 +487,20 @@ class TestExtend:
             self.run("pair-repeat", tmp_path / "new", 1, stored, pytest.fail, **more)
 
     @pytest.mark.usefixtures("in_this_process")
+    def test_a_variant_that_the_page_lacks_is_trained(self, tmp_path):
+        """As after an experiment has gained one."""
+        whole, _ = self.run("pair-repeat", tmp_path / "whole", 2)
+        stored = pages.read_stored(tmp_path / "whole", find_experiment("pair-repeat"), "smoke", 1)
+        older = replace(
+            stored,
+            rows=[row for row in stored.rows if row["model"] != "mlp"],
+            **{f: {k: v for k, v in getattr(stored, f).items() if k != "mlp"} for f in ("seeds", "identities")},
+        )
+        lines = []
+        extended, _ = self.run("pair-repeat", tmp_path / "new", 2, older, lines.append)
+        assert (extended, lines) == (whole, ["1 of 2 runs: mlp, seed 0", "2 of 2 runs: mlp, seed 1"])
+
+    @pytest.mark.usefixtures("in_this_process")
     def test_results_of_other_settings_are_refused_before_training(self, tmp_path):
         self.run("pair-repeat", tmp_path / "whole", 1)
         stored = pages.read_stored(tmp_path / "whole", find_experiment("pair-repeat"), "smoke", 1)

@@ -139,12 +139,13 @@ def _check_stored(setting: Setting, names: Iterable[str]) -> None:
     stored = setting.stored
     if not stored.seeds:
         return
-    if changed := [name for name in names if stored.identities.get(name) != setting.identities[name]]:
+    known = [name for name in names if name in stored.seeds]  # others are new: all their seeds are trained
+    if changed := [name for name in known if stored.identities.get(name) != setting.identities[name]]:
         raise ExperimentError(
             f"the stored results are of other settings or data than those of {', '.join(map(repr, changed))} here: "
             "leave out --extend, which trains all runs"
         )
-    if more := [name for name in names if stored.seeds.get(name, 0) > setting.num_seeds(name)]:
+    if more := [name for name in known if stored.seeds[name] > setting.num_seeds(name)]:
         listed = ", ".join(f"{name!r} {stored.seeds[name]}" for name in more)
         raise ExperimentError(f"the stored results have more seeds: name at least {listed} with --more-seeds")
 
