@@ -165,6 +165,7 @@ def _draw(data: Sequence[Row]) -> Figure:
         drawing.plot_seeds(axis, {variant: select(data, "value", task=name, variant=variant) for variant in VARIANTS})
         axis.set(title=name, xlabel=TASKS[name].label)
         axis.tick_params(labelleft=axis is axes[0])
+        axis.locator_params(axis="x", nbins=4)
     return figure
 
 

@@ -130,8 +130,8 @@ def _small(domain: str, objective: str) -> Recommendation:
     return Recommendation(
         position, True, layer_scale, "log_visible", "pre",
         "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
-        "with softmax in language, vision and speech (sigattn reproduce small-models); on a CPU a step takes up to "
-        "15 % longer (docs/measurements.md)",
+        "with softmax in language, vision and speech (sigattn reproduce small-models), and on two other texts and sums "
+        "(small-models-transfer); on a CPU a step takes up to 15 % longer (docs/measurements.md)",
         recipe,
         "quadratic",
     )  # fmt: skip
