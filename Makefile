@@ -46,29 +46,29 @@ demo: setup
 	$(BIN)/sigattn demo
 
 test: setup
-	$(BIN)/python -m pytest -n auto --durations=10
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10
 	test ! -d .venv/torchvision || PYTHONPATH=.venv/torchvision:tests/plugins \
-	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision tests/data tests/integrations
+	    $(BIN)/python -m pytest -n auto --dist worksteal -p torchvision_operators -m torchvision tests/data tests/integrations
 
 # Without what does not depend on the version (messages, borders, simulated Hopper kernels, most interpreted kernels), and
 # without inductor, which needs a minute to compile on two cores
 test-minimum: setup-minimum
-	PYTHONPATH=$(CURDIR)/src .venv-minimum/bin/python -m pytest -n auto --durations=10 \
+	PYTHONPATH=$(CURDIR)/src .venv-minimum/bin/python -m pytest -n auto --dist worksteal --durations=10 \
 	    -k "not (real_tiles or hopper or different_calls or tma_is_used or masked_weights or bad_input or borders \
 	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or block_mask)) \
 	    or (match_the_formula and (batched or few)))" \
 	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/bench/test_static.py::test_every_option_compiles
 
 test-kernels: setup
-	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto -k "triton or static or kernels" \
+	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto --dist worksteal -k "triton or static or kernels" \
 	    tests/ops tests/test_flash.py tests/bench
-	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto tests/ops/compiled
+	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto --dist worksteal tests/ops/compiled
 
 sweep: setup
-	SIGATTN_SWEEP=all $(BIN)/python -m pytest -n auto tests/integrations tests/ops/test_broadcasting.py \
+	SIGATTN_SWEEP=all $(BIN)/python -m pytest -n auto --dist worksteal tests/integrations tests/ops/test_broadcasting.py \
 	    tests/distributed/test_context_parallel.py
 	test ! -d .venv/torchvision || SIGATTN_SWEEP=all PYTHONPATH=.venv/torchvision:tests/plugins \
-	    $(BIN)/python -m pytest -n auto -p torchvision_operators -m torchvision tests/integrations
+	    $(BIN)/python -m pytest -n auto --dist worksteal -p torchvision_operators -m torchvision tests/integrations
 
 mutation: setup
 	$(BIN)/python $(INSTALL) -c constraints.txt 'cosmic-ray>=8.7'
