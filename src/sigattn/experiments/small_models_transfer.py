@@ -110,8 +110,8 @@ def _train(setting: Setting, name: str) -> list[Row]:
     own = replace(setting, data=text, more_seeds=more, fingerprints={})
     outcomes = sweep.train_variants(own, recipes, may_diverge=True)
     for source, fingerprint in own.fingerprints.items():
-        described = {SOURCE_CODE: "torch/nn/modules, as bytes", GIVEN_TEXT: source}.get(name)
-        setting.fingerprints[described or (name if task.terms else source)] = fingerprint
+        described = {SOURCE_CODE: "torch/nn/modules, as bytes", GIVEN_TEXT: source}.get(name, name)
+        setting.fingerprints[described] = fingerprint
     rows = []
     for variant in VARIANTS:
         rows += [row for row in setting.stored.rows if (row["task"], row["variant"]) == (name, variant)]
