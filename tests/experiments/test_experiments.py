@@ -588,6 +588,26 @@ def test_coarse_sigmoid():
     torch.testing.assert_close(slope, (p * (1 - p)).detach())
 
 
+@pytest.mark.parametrize(
+    ("worse", "expected"),
+    [
+        ({8: 0.02, 9: 0.01, 10: 0.0}, "from 9 bits on"),
+        ({8: 0.02, 9: 0.0, 10: 0.02}, "from 8 bits on"),  # fewer than 10 bits are not all worse
+        ({8: 0.0, 9: 0.0, 10: 0.02}, "no number of bits"),
+        ({8: 0.0, 9: 0.0, 10: 0.0}, "no number of bits"),
+    ],
+    ids=str,
+)
+def test_accuracy_of_sigma_is_judged_by_seed(worse, expected):
+    """Seeds differ by far more than the accuracies do; the runs of one seed decide."""
+    exact = [1.8, 2.0, 2.2]
+    data = [{"sigma": "exact", "bits_per_byte": exact}, {"n": 256, "coarse dQ": 0.0, "bfloat16 dQ": 1.0}]
+    for bits, more in worse.items():
+        values = [value + more + 1e-4 * i for i, value in zip((1, -2, 1), exact, strict=True)]
+        data.append({"sigma": f"{bits} bits", "bits_per_byte": values})
+    assert expected in sigma_accuracy.judge_effect_on_training(data, "small")[1].evidence
+
+
 def test_keep_mask_selects_the_largest_contributions():
     contribution = torch.tensor([[[0.1, 0.5, 0.3, 0.2], [0.4, 0.4, 0.9, 0.1]]])
     visible = torch.tensor([[[True, True, True, True], [True, True, False, False]]])

@@ -36,7 +36,7 @@ def compare_bias_rules(setting: Setting) -> Result:
     """Train all variants with ALiBi and evaluate them at other lengths."""
     context = setting.scaled(32, 128, 2048)
     recipe = find_recipe("lm-1b-2k-tiny").with_transformer(max_seq_len=context)
-    recipe = sweep.shortened(recipe, setting.steps(4, 400, 3000), setting.scaled(2, 16, 16))
+    recipe = sweep.shortened(recipe, setting.steps(4, 1200, 3000), setting.scaled(2, 16, 16))
     variants = {name: recipe.with_transformer(**changes) for name, changes in VARIANTS.items()}
     outcomes = sweep.train_variants(setting, variants)
     lengths = [context, 2 * context]
@@ -115,7 +115,7 @@ EXPERIMENTS = (
         judge_bias_rules,
         {"smoke": 0.2, "small": 5.0, "paper": None},
         "1 GPU",
-        "2 layers of 64, trained on 128 bytes, 400 steps",
+        "2 layers of 64, trained on 128 bytes, 1,200 steps",
         takes=(*TRAINING, "data"),
         kind="beyond",
     ),

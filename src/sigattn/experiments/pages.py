@@ -20,7 +20,7 @@ from sigattn.experiments.intervals import VERDICTS
 from sigattn.experiments.registry import EXPERIMENTS, find_experiment
 
 INTRODUCTION = (
-    "Intervals are 95 % (Welch; in conversion paired by seed). "
+    "Intervals are 95 % (Welch; in conversion and sigma-accuracy paired by seed). "
     'Equality "agrees" if the whole interval lies within the tolerance, and "differs" if '
     'it lies outside; an interval within the tolerance that excludes 0 "differs, but by less than matters". '
     '"depends": on a choice that the paper does not state. "not shown": this scale and these seeds do not decide.'

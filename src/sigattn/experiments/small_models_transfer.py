@@ -1,4 +1,4 @@
-"""The settings that ``small-models`` chose, on texts and sums that had no part in the choice.
+"""The settings that ``small-models`` chose, on texts, a size and sums that had no part in the choice.
 
     sigattn reproduce small-models-transfer --seeds 10 --data tinyshakespeare.txt
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SOFTMAX, SMALL = "softmax", "sigmoid, recommend(small=True)"
 VARIANTS = (SOFTMAX, SMALL)
-SOURCE_CODE, GIVEN_TEXT = "source code", "the given text"
+SOURCE_CODE, GIVEN_TEXT, LARGER = "source code", "the given text", "documentation, 4 layers of 128"
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,12 @@ class NewTask:
 
 
 _TEXT = NewTask("lm-1b-2k-tiny", {"max_seq_len": 256}, 1200, 16, "bits", "bits per byte", 0.02, 4.0, 8.0)
+_LARGER = replace(_TEXT, changes={**_TEXT.changes, "num_layers": 4, "embed_dim": 128}, batch_size=4)
 _SUM = NewTask("k-summation", {"seq_len": 16}, 1600, 64, "loss", "part of the variance", 0.05, 0.5, 1.0, 1)
 TASKS = {
     SOURCE_CODE: _TEXT,
     GIVEN_TEXT: _TEXT,
+    LARGER: _LARGER,  # the size of small-models is 2 layers of 64
     "k-summation, k = 1": _SUM,
     "k-summation, k = 4": replace(_SUM, terms=4),
 }
@@ -110,7 +112,7 @@ def _train(setting: Setting, name: str) -> list[Row]:
     own = replace(setting, data=text, more_seeds=more, fingerprints={})
     outcomes = sweep.train_variants(own, recipes, may_diverge=True)
     for source, fingerprint in own.fingerprints.items():
-        described = {SOURCE_CODE: "torch/nn/modules, as bytes", GIVEN_TEXT: source}.get(name, name)
+        described = {SOURCE_CODE: "torch/nn/modules, as bytes", GIVEN_TEXT: source, LARGER: source}.get(name, name)
         setting.fingerprints[described] = fingerprint
     rows = []
     for variant in VARIANTS:
@@ -178,7 +180,7 @@ EXPERIMENTS = (
         judge,
         {"smoke": 0.3, "small": 16.0, "paper": None},
         "none: it is about small models",
-        "2 layers of 64 and one of 120; PyTorch's source code and a given text; 1,200 and 1,600 steps",
+        "1 to 4 layers of 64 to 128; three texts, and sums; 1,200 to 1,600 steps",
         takes=(*TRAINING, "data"),
         kind="beyond",
         unequal_seeds=True,
