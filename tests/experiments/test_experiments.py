@@ -110,7 +110,7 @@ def test_small_scale_takes_at_most_twelve_minutes():
 def test_pages_name_the_text_that_was_loaded(tmp_path):
     """Not that of the recipe, which at these scales is not loaded."""
     setting = Setting("smoke", 1, tmp_path, print)
-    sweep._identity(setting, sweep._run(setting, "one block", position_ablation.one_block_recipe(setting), 0), {})
+    sweep._identity(setting, sweep._run(setting, "one block", position_ablation.one_block_recipe(setting, 256), 0), {})
     assert list(setting.fingerprints) == ["CPython's documentation, as bytes"]
 
 

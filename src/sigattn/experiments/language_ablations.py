@@ -63,7 +63,7 @@ def long_norm_recipe(setting: Setting) -> Recipe:
 
 def alibi_recipe(setting: Setting) -> Recipe:
     """Return the one-block model of Figs. 3-6, with ALiBi."""
-    return one_block_recipe(setting, position="alibi", attention_bias="log_context")
+    return one_block_recipe(setting, 256, position="alibi", attention_bias="log_context")
 
 
 NORM_STRUCTURE = make_experiment(

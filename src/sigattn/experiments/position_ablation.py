@@ -23,17 +23,23 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "ALiBi": {"position": "alibi", "attention_bias": 0.0},
     "RoPE, b": {"position": "rope"},
 }
+CONTEXT = 1024  # bytes of a sequence at the small scale
 TOLERANCE = 0.1  # nats
 
 
-def one_block_recipe(setting: Setting, **model: Any) -> Recipe:
-    """Return the recipe of the one-block model with changed fields, smaller below the paper's scale."""
+def one_block_recipe(setting: Setting, context: int, **model: Any) -> Recipe:
+    """Return the recipe of the one-block model with changed fields, smaller below the paper's scale.
+
+    Args:
+        context: bytes of a sequence at the small scale. A step has 1,024 bytes.
+    """
     recipe = find_recipe("lm-realnews").with_transformer(**model)
     if setting.scale == "paper":
         return recipe
-    context, steps = setting.scaled(32, 256, None), setting.steps(6, 1200)
+    context, batch_size = setting.scaled((32, 4), (context, 1024 // context), None)
     recipe = recipe.with_transformer(vocab_size=256, max_seq_len=context, embed_dim=128, num_heads=4, mlp_dim=512)
-    return sweep.shortened(recipe, steps, 4, precision="float32", learning_rate=2e-3, final_learning_rate=0.05)
+    rates = {"learning_rate": 2e-3, "final_learning_rate": 0.05}
+    return sweep.shortened(recipe, setting.steps(6, 1200), batch_size, precision="float32", **rates)
 
 
 def variants(setting: Setting) -> dict[str, Recipe]:
@@ -41,10 +47,10 @@ def variants(setting: Setting) -> dict[str, Recipe]:
     recipes = {}
     for name, settings in POSITIONS.items():
         # the paper's b = -10 is somewhat below -log n = -8.3 of its 4096 tokens; scaled here to the shorter contexts
-        bias = settings.get("attention_bias", setting.scaled(-4.0, -7.0, -10.0))
-        recipes[f"sigmoid, {name}"] = one_block_recipe(setting, **{**settings, "attention_bias": bias})
+        bias = settings.get("attention_bias", setting.scaled(-4.0, -8.5, -10.0))
+        recipes[f"sigmoid, {name}"] = one_block_recipe(setting, CONTEXT, **{**settings, "attention_bias": bias})
         if name != "RoPE, b":
-            recipes[f"softmax, {name}"] = one_block_recipe(setting, position=settings["position"]).softmax()
+            recipes[f"softmax, {name}"] = one_block_recipe(setting, CONTEXT, position=settings["position"]).softmax()
     return recipes
 
 
@@ -103,8 +109,8 @@ EXPERIMENTS = (
         judge_positions,
         {"smoke": 0.2, "small": 8.0, "paper": None},
         "1 GPU of 80 GB",
-        "width 128 instead of 3072, 256 bytes instead of 4096 tokens, 1,200 steps instead of 65,536, b = -7 instead of "
-        "-10",
+        "width 128 instead of 3072, 1,024 bytes instead of 4096 tokens, 1,200 steps instead of 65,536, b = -8.5 "
+        "instead of -10",
         LANGUAGE,
     ),
 )
