@@ -158,7 +158,7 @@ EXPERIMENTS = (
         "Sect. 4: partial results over disjoint keys add",
         measure_dropped_keys,
         judge_dropped_keys,
-        {"smoke": 0.2, "small": 5.0, "paper": None},
+        {"smoke": 0.2, "small": 15.0, "paper": None},
         "1 GPU",
         "2 layers of 64, 256 bytes, 1,200 steps",
         takes=(*TRAINING, "data"),

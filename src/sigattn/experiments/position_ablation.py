@@ -107,7 +107,7 @@ EXPERIMENTS = (
         'Figs. 3-6, Sect. "Ablations"',
         compare_positions,
         judge_positions,
-        {"smoke": 0.2, "small": 8.0, "paper": None},
+        {"smoke": 0.2, "small": 12.0, "paper": None},
         "1 GPU of 80 GB",
         "width 128 instead of 3072, 1,024 bytes instead of 4096 tokens, 1,200 steps instead of 65,536, b = -8.5 "
         "instead of -10",
