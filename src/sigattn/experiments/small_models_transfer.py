@@ -1,4 +1,4 @@
-"""The settings that ``small-models`` chose, on texts, a size and sums that had no part in the choice.
+"""The settings that ``small-models`` chose, on texts, a larger model and sums that had no part in the choice.
 
     sigattn reproduce small-models-transfer --seeds 10 --data tinyshakespeare.txt
 
