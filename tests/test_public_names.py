@@ -59,6 +59,8 @@ SHOWN = {
         "num_kv_heads=2", "causal=True", "(attention_bias): ConstantBias(-1)",
     ],
     "Alibi(2, 'split')": ["num_heads=2", "'split'", "steepness=4"],
+    "AlibiLinearBias(3)": ["AlibiLinearBias(num_heads=3)"],
+    "AlibiQuadraticBias(2, 4, 3)": ["num_heads=2", "head_dim=4", "query_dim=3"],
     "Block(a, MLP(8, 16), 8, norm_placement='hybrid')": ["norm_placement='hybrid'"],
     "Cape(8, max_scale=3.0)": ["8, step=0.03", "max_scale=3"],
     "ConformerBlock(a, 8, 16, init_values=0.5)": ["(scales)", "init_values=0.5"],
@@ -79,8 +81,8 @@ SHOWN = {
     "VisibleKeysLinearBias(3)": ["num_heads=3"],
 }  # fmt: skip
 WITHOUT_SETTINGS = {  # no settings, or all of them are shown by submodules, or by the class of PyTorch
-    "AttentionBias", "BatchLengthBias", "ConvolutionModule", "LayerNorm", "MaskedBatchNorm", "NoBias", "RMSNorm",
-    "SampleLengthBias", "SigmoidMultiheadAttention", "SwiGLU",
+    "AlibiKeysBias", "AttentionBias", "BatchLengthBias", "ConvolutionModule", "LayerNorm", "MaskedBatchNorm", "NoBias",
+    "RMSNorm", "SampleLengthBias", "SigmoidMultiheadAttention", "SwiGLU",
 }  # fmt: skip
 
 

@@ -147,6 +147,7 @@ MODELS = [
     {"position": "rope", "num_kv_heads": 2},
     {"position": "alibi", "learn_bias": "head", "temperature": 0.3},
     {"position": "sincos", "attention_bias": "log_visible", "norm_placement": "hybrid"},
+    {"position": "alibi", "attention_bias": "log_alibi", "learn_bias": "quadratic"},
     {"position": "rope", "attention_bias": "log_batch", "length_power": 0.5},
 ]
 

@@ -20,6 +20,7 @@ SMALL = {"vocab_size": 30, "max_seq_len": 64, "num_layers": 2, "embed_dim": 32, 
 MODELS = [
     {"position": "alibi", "num_kv_heads": 2},
     {"tie_embeddings": False, "attention_bias": "log_visible"},
+    {"position": "alibi", "attention_bias": "log_alibi"},
     {"position": "sincos"},
 ]
 

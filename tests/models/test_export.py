@@ -19,6 +19,7 @@ LANGUAGE = {"vocab_size": 50, "max_seq_len": 64, "num_layers": 2, "embed_dim": 3
     [
         {"position": "alibi"},
         {"attention_bias": "log_visible", "norm_placement": "hybrid"},
+        {"position": "alibi", "attention_bias": "log_alibi"},
         {"attention_bias": "log_batch", "num_layers": 1},
     ],
     ids=str,

@@ -17,6 +17,7 @@ MODELS = [
     {"position": "alibi", "num_kv_heads": 2},
     {"position": "sincos"},
     {"position": "rope", "attention_bias": "log_visible", "norm_placement": "hybrid"},
+    {"position": "alibi", "attention_bias": "log_alibi", "learn_bias": "quadratic"},
     {"position": "alibi", "learn_bias": "head", "temperature": 0.5},
     {"position": "rope", "activation": "softmax", "num_kv_heads": 1},
     {"position": "alibi", "activation": "relu2", "length_power": 1.0},

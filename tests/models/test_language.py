@@ -187,9 +187,10 @@ class TestDocuments:
         for ours, theirs in zip(gradients, torch.autograd.grad(alone, list(model.parameters())), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
-    def test_a_bias_of_rotated_queries(self):
+    @pytest.mark.parametrize(("position", "rule"), [("rope", "log_visible"), ("alibi", "log_alibi")])
+    def test_a_bias_of_queries_and_their_document(self, position, rule):
         torch.manual_seed(0)
-        settings = {"attention_bias": "log_visible", "learn_bias": "quadratic"}
+        settings = {"position": position, "attention_bias": rule, "learn_bias": "quadratic"}
         model = LanguageModel(LanguageModelConfig(**SMALL, **settings)).double()
         for block in model.blocks:
             for parameter in block.attention.attention_bias.query_term.parameters():

@@ -364,6 +364,7 @@ def test_cached_generation_is_what_the_whole_sequence_gives():
         {"position": "alibi"},
         {"position": "sincos"},
         {"attention_bias": "log_visible"},
+        {"position": "alibi", "attention_bias": "log_alibi"},
         {"tie_embeddings": False},
     ):
         model = LanguageModel(replace(LANGUAGE, **options)).eval()

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from sigattn.nn.attention import Attention
-from sigattn.nn.bias import QueryBias, SampleLengthBias, VisibleKeysBias
+from sigattn.nn.bias import AlibiKeysBias, QueryBias, SampleLengthBias, VisibleKeysBias
 from sigattn.nn.bias_rules import make_bias
 from sigattn.nn.functional import ELEMENTWISE
 from sigattn.nn.kv_cache import KVCache
@@ -201,6 +201,7 @@ class TestCache:
     def test_token_by_token_is_all_at_once(self, activation, position, window):
         encoding = {None: None, "rope": RotaryEmbedding(4), "alibi": Alibi(4)}[position]
         bias = VisibleKeysBias(window) if activation == "sigmoid" else None
+        bias = AlibiKeysBias() if bias is not None and position == "alibi" else bias
         options = {"num_kv_heads": 2, "window": window, "length_power": 0.5 if activation == "relu" else 0.0}
         layer = Attention(16, 4, activation=activation, attention_bias=bias, position=encoding, **options).eval()
         x = torch.randn(2, 9, 16)

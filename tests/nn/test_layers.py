@@ -7,6 +7,7 @@ import torch
 
 from sigattn.nn.attention import Attention
 from sigattn.nn.bias import (
+    AlibiKeysBias,
     AttentionBias,
     BatchLengthBias,
     ConstantBias,
@@ -120,6 +121,8 @@ def test_heads_must_divide():
         Attention(8, 4, activation="sigmoid", attention_bias=VisibleKeysBias(), causal=False)
     with pytest.raises(ValueError, match=r"VisibleKeysBias\(3\) with window=3, got VisibleKeysBias\(window=None\)"):
         Attention(8, 4, activation="sigmoid", attention_bias=VisibleKeysBias(), window=3)
+    with pytest.raises(ValueError, match=r"AlibiKeysBias counts keys by ALiBi's weights and needs position=Alibi\(4\)"):
+        Attention(8, 4, activation="sigmoid", attention_bias=AlibiKeysBias())
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sigattn.nn import LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, sigmoidify
+from sigattn.nn import AlibiKeysBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, sigmoidify
 from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced
 
 
@@ -172,7 +172,7 @@ class TestLayersThatCallTheFunction:
         torch.testing.assert_close(torch.compile(net, backend="aot_eager")(x), net(x))
 
     def test_biases_that_need_more(self):
-        for bias in (SampleLengthBias(), VisibleKeysBias(), QueryBias()):
+        for bias in (SampleLengthBias(), VisibleKeysBias(), QueryBias(), AlibiKeysBias()):
             with pytest.raises(ValueError, match="use another bias"):
                 sigmoidify(Net(FusedAttention()), bias=bias)
 

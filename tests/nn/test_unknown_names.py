@@ -42,7 +42,7 @@ CASES = {
     "m.generate([torch.arange(5)], True)": "generate: max_new_tokens must be an integer, got True",
     "m.generate([torch.arange(5)], 1, stop_tokens=10)": "stop_tokens must be a sequence of tokens, such as [0], got 10",
     'convert(m, [torch.zeros(1, 4).long()], loss="ce")': "convert: loss must be a function of model and batch",
-    'make_bias("log_n", num_heads=2)': "one of ('log_context', 'log_batch', 'log_sample', 'log_visible'), got 'log_n'",
+    'make_bias("log_n", num_heads=2)': "'log_batch', 'log_sample', 'log_visible', 'log_alibi'), got 'log_n'",
     'make_bias(0.0, learn="token", num_heads=2)': "'head', 'query', 'quadratic'), got 'token'",
     'Block(a, MLP(8, 8), 8, norm_placement="both")': "('pre', 'post', 'hybrid', 'hybrid_attention'), got 'both'",
     'make_feed_forward("glu", 8, 8)': "one of gelu, relu, swish, got 'glu'",

@@ -318,6 +318,7 @@ def test_losses_of_the_whole_batch_cannot_be_accumulated(tmp_path, text):
         (LanguageModelling(), {}, {"compile": True}, "compile=True: set compile=False"),
         (LanguageModelling(), {}, {"statistics_every": 5}, "statistics_every=5: set statistics_every=0"),
         (LanguageModelling(), {"attention_bias": "log_visible"}, {"context_strategy": "reduce"}, "differs between"),
+        (LanguageModelling(), {"attention_bias": "log_alibi"}, {"context_strategy": "reduce"}, "differs between"),
     ],
     ids=str,
 )

@@ -28,11 +28,12 @@ class TransformerConfig:
         num_heads: number of query heads, a divisor of embed_dim.
         mlp_dim: number of hidden features of the feed-forward layers; None for the default of ``effective_mlp_dim``.
         activation: "sigmoid", "softmax", or another of ``sigattn.nn.attention``.
-        attention_bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible"
-            (``sigattn.nn.bias_rules``). None for the model's usual rule with "sigmoid", and for no bias otherwise.
+        attention_bias: b: a number, or a rule: "log_context", "log_batch", "log_sample", "log_visible",
+            "log_alibi" (``sigattn.nn.bias_rules``). None for the model's usual rule with "sigmoid", and for no bias
+            otherwise.
         learn_bias: parameters of a learned b, with ``attention_bias`` as initial value: "no", "layer" (one per layer),
-            "head" (one per head; two with "log_visible"), "query" (added to Q) or, with "log_visible",
-            "quadratic" (``QuadraticBias``, of models converted from softmax, and for small ones).
+            "head" (one per head; two with "log_visible" and "log_alibi"), "query" (added to Q) or, with "log_visible"
+            and "log_alibi", "quadratic" (``QuadraticBias``, of models converted from softmax, and for small ones).
         temperature: initial value of a learned temperature t, σ(e^t S + b); None for no temperature.
         length_power: α of the factor n^(-α) of the attention's output.
         qk_norm: "rms", "layer" or "none".

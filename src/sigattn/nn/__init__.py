@@ -3,6 +3,7 @@
 from sigattn.nn.attention import Attention
 from sigattn.nn.batch_norm import MaskedBatchNorm
 from sigattn.nn.bias import (
+    AlibiKeysBias,
     AttentionBias,
     BatchLengthBias,
     ConstantBias,
@@ -21,7 +22,7 @@ from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced, sigmoidify
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
 from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import MLP, SwiGLU
-from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import AlibiLinearBias, AlibiQuadraticBias, QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
 from sigattn.nn.guide import Recommendation, recommend
 from sigattn.nn.initialization import initialize, mup_simple
@@ -34,6 +35,9 @@ from sigattn.nn.residual_branch import DropPath, LayerScale
 __all__ = [
     "MLP",
     "Alibi",
+    "AlibiKeysBias",
+    "AlibiLinearBias",
+    "AlibiQuadraticBias",
     "Attention",
     "AttentionBias",
     "BatchLengthBias",

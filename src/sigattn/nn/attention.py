@@ -202,6 +202,11 @@ class Attention(nn.Module):
                 f"VisibleKeysBias counts the keys of a window of its own: pass VisibleKeysBias({self.window}) with "
                 f"window={self.window}, got {self.attention_bias!r}"
             )
+        if self.attention_bias is not None and self.attention_bias.needs_alibi and not isinstance(self.position, Alibi):
+            raise ValueError(
+                f"{type(self.attention_bias).__name__} counts keys by ALiBi's weights and needs position=Alibi("
+                f"{self.num_heads}), got position={self.position!r}"
+            )
         if name != "performer" and performer_features is not None:
             raise ValueError(f"performer_features needs activation='performer', got {name!r}")
         if name == "performer" and (self.window is not None or isinstance(self.position, Alibi) or self.dropout):
@@ -367,7 +372,10 @@ class Attention(nn.Module):
             return log_length_bias(n.clamp(min=1))
         visible = None
         if rule.needs_visible:
-            visible = functional.num_visible_keys(num_queries, num_keys, spec, device).clamp(min=1)
+            if rule.needs_alibi:
+                visible = functional.sum_alibi_weights(num_queries, num_keys, spec, device)
+            else:
+                visible = functional.num_visible_keys(num_queries, num_keys, spec, device).clamp(min=1)
             visible = visible if shard is None else visible[:, :, shard.positions(device)]
         bias: float | Tensor = rule(
             num_queries,

@@ -9,6 +9,7 @@ tensor that broadcasts to (B, Hq, N, 1).
     BatchLengthBias()           -log of the number of keys, the longest sequence of the batch: an alternative for speech
     SampleLengthBias()          -log of each sample's own length, which must be given: the paper's speech models
     VisibleKeysBias()           -log of the number of keys that each query sees, under a causal mask
+    AlibiKeysBias()             with ALiBi, the same with each key counted by ALiBi's weight, exp(-slope · distance)
     LearnableBias(initial, …)   a parameter, one for the layer or one per head
     QueryBias(initial)          a parameter added to Q instead of to the logits
 
@@ -38,6 +39,7 @@ class AttentionBias(nn.Module):
         needs_lengths: True if each sample's length must be given.
         needs_causal: True if the bias is defined under a causal mask only.
         needs_visible: True if the number of keys that each query sees must be given.
+        needs_alibi: True if that number must be the sum of ALiBi's weights exp(-slope · distance) over these keys.
         needs_query: True if the queries must be given.
         cache_safe: True if a query gets the same bias when the keys before it come from a cache.
         full_precision: True if FSDP must not gather the parameters in bfloat16: a bias that is rounded near -7.6
@@ -47,6 +49,7 @@ class AttentionBias(nn.Module):
     needs_lengths = False
     needs_causal = False
     needs_visible = False
+    needs_alibi = False
     needs_query = False
     cache_safe = True
     full_precision = True
@@ -70,7 +73,7 @@ class AttentionBias(nn.Module):
             key_lengths: (B,), number of keys of each sample.
             device: of the result, if it is a tensor.
             visible: number of keys that each query sees, at least 1, (B or 1, Hq or 1, N or 1, 1) floating point; for
-                biases with needs_visible.
+                biases with needs_visible. With needs_alibi, the sum of ALiBi's weights of these keys, above 0.
             query: (B, Hq, N, D), as multiplied with the keys (after norms and positions, before scale); for biases
                 with needs_query. Under context parallelism N is the number of this process's queries.
         """
@@ -188,6 +191,28 @@ class VisibleKeysBias(AttentionBias):
         if self.window is not None:
             visible = visible.clamp(max=self.window + 1)
         return log_length_bias(visible).unsqueeze(-1)
+
+
+class AlibiKeysBias(AttentionBias):
+    """Bias of -log of the sum of ALiBi's weights, exp(-slope · distance), over the keys that a query sees.
+
+    It makes the sum of a row's sigmoid weights about 1 in every head where products of queries and keys are small, as
+    softmax does. With -log n, or -log of the visible keys, the heads with steep slopes have a sum far below 1: of 256
+    keys with a slope of 1/4, the sum is 4.5 / 256. The layer must have ``Alibi``.
+    """
+
+    needs_visible = True
+    needs_alibi = True
+
+    def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
+        """Return the bias, (B or 1, Hq, N, 1) in float32.
+
+        Raises:
+            ValueError: if visible is None.
+        """
+        if visible is None:
+            raise ValueError("AlibiKeysBias depends on the weights of the keys that each query sees: pass visible")
+        return log_length_bias(visible)
 
 
 class LearnableBias(AttentionBias):

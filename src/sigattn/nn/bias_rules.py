@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from sigattn.nn.bias import (
+    AlibiKeysBias,
     AttentionBias,
     BatchLengthBias,
     ConstantBias,
@@ -14,10 +15,10 @@ from sigattn.nn.bias import (
     SampleLengthBias,
     VisibleKeysBias,
 )
-from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import AlibiLinearBias, AlibiQuadraticBias, QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops.problem import log_length_bias
 
-Rule = Literal["log_context", "log_batch", "log_sample", "log_visible"]
+Rule = Literal["log_context", "log_batch", "log_sample", "log_visible", "log_alibi"]
 Learn = Literal["no", "layer", "head", "query", "quadratic"]
 
 
@@ -34,10 +35,11 @@ def make_bias(
 
     Args:
         rule: a number, or "log_context" (-log of ``max_seq_len``), "log_batch" (of the keys of a call), "log_sample"
-            (of each sample's own length) or "log_visible" (of the keys a query sees, under a causal mask).
+            (of each sample's own length), "log_visible" (of the keys a query sees, under a causal mask) or "log_alibi"
+            (of these keys, each counted by ALiBi's weight, exp(-slope · distance); causal or not).
         learn: "no", or, for a rule that is a number or "log_context": "layer" (one parameter), "head" (one per head) or
             "query" (one added to Q). For "log_visible" also "head": a ``VisibleKeysLinearBias``, whose keys need not be
-            causal; and "quadratic": a ``QuadraticBias``.
+            causal; and "quadratic": a ``QuadraticBias``. For "log_alibi" "head" and "quadratic", too.
         max_seq_len: length of the longest sequence, needed for "log_context".
         num_heads: number of query heads.
         head_dim: number of features of a head, needed for "quadratic".
@@ -50,22 +52,23 @@ def make_bias(
         if max_seq_len is None:
             raise ValueError('bias="log_context" needs a longest sequence, which this model does not have')
         rule = log_length_bias(max_seq_len)
-    if rule == "log_visible" and learn == "head":
-        return VisibleKeysLinearBias(num_heads)
-    if rule == "log_visible" and learn == "quadratic":
+    if rule in ("log_visible", "log_alibi") and learn == "head":
+        return (VisibleKeysLinearBias if rule == "log_visible" else AlibiLinearBias)(num_heads)
+    if rule in ("log_visible", "log_alibi") and learn == "quadratic":
         if head_dim is None:
             raise ValueError('learn="quadratic" needs head_dim, the number of features of a head; got None')
-        return QuadraticBias(num_heads, head_dim, head_dim)
+        return (QuadraticBias if rule == "log_visible" else AlibiQuadraticBias)(num_heads, head_dim, head_dim)
     if isinstance(rule, str):
         if learn != "no":
             raise ValueError(
-                'a learned bias needs bias to be a number or "log_context", or "log_visible" with learn="head" or '
-                f'"quadratic", got {rule!r} with learn={learn!r}'
+                'a learned bias needs bias to be a number or "log_context", or "log_visible" or "log_alibi" with '
+                f'learn="head" or "quadratic", got {rule!r} with learn={learn!r}'
             )
         rules: dict[str, Callable[[], AttentionBias]] = {
             "log_batch": BatchLengthBias,
             "log_sample": SampleLengthBias,
             "log_visible": lambda: VisibleKeysBias(window),
+            "log_alibi": AlibiKeysBias,
         }
         if rule not in rules:
             raise ValueError(f"bias must be a number or one of {get_args(Rule)}, got {rule!r}")

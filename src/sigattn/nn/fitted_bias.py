@@ -194,5 +194,18 @@ class QuadraticBias(VisibleKeysLinearBias):
         return scaled
 
 
-# the kinds that configurations name; each keeps its arguments, JSON values, as attributes of the same names
+class AlibiLinearBias(VisibleKeysLinearBias):
+    """``VisibleKeysLinearBias`` where each key is counted by ALiBi's weight: it starts as ``AlibiKeysBias``."""
+
+    needs_alibi = True
+
+
+class AlibiQuadraticBias(QuadraticBias):
+    """``QuadraticBias`` where each key is counted by ALiBi's weight: it starts as ``AlibiKeysBias``."""
+
+    needs_alibi = True
+
+
+# the kinds of converted models, which configurations name; each keeps its arguments, JSON values, as attributes of the
+# same names
 FITTED: dict[str, type[AttentionBias]] = {kind.__name__: kind for kind in (VisibleKeysLinearBias, QuadraticBias)}

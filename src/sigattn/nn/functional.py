@@ -100,13 +100,43 @@ def statistics(
 
 def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.device) -> Tensor:
     """Count the keys that each query sees, the n of n^(-α) in App. G.1: (1 or B, 1, N, 1), float32."""
-    if spec.documents is not None:
-        seen = spec.documents.positions + 1  # (B, N)
-        seen = seen if spec.window is None else seen.clamp(max=spec.window + 1)
-        return seen[:, None, :, None].float()
     if not spec.causal and spec.window is None and spec.key_lengths is None and spec.left_padding is None:
         return torch.full((1, 1, 1, 1), keys, dtype=torch.float32, device=device).expand(1, 1, queries, 1)
+    _, first, last = _visible_range(queries, keys, spec, device)
+    return (last - first + 1).clamp(min=0)[:, None, :, None].float()
+
+
+def sum_alibi_weights(queries: int, keys: int, spec: MaskSpec, device: torch.device) -> Tensor:
+    """Sum ALiBi's weights exp(-slope · distance) over the keys that each query sees: (1 or B, Hq, N, 1), float32.
+
+    It is softmax's denominator where all products of queries and keys are 0; positive, also for a query without keys.
+    """
+    slopes = two_sided_slopes(spec.alibi_slopes)
+    assert slopes is not None
+    before, after = slopes.to(device, torch.float32).unbind(-1)  # (1, Hq)
+    i, first, last = _visible_range(queries, keys, spec, device)
+    earlier = _geometric_sum(before, i - torch.minimum(last, i), i - first)
+    later = _geometric_sum(after, torch.maximum(first, i + 1) - i, last - i)
+    return (earlier + later).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _geometric_sum(slopes: Tensor, nearest: Tensor, farthest: Tensor) -> Tensor:
+    """Sum exp(-slope · d) over d = nearest … farthest: slopes (1, Hq), distances (1 or B, N) → (1 or B, Hq, N, 1)."""
+    m, start, count = slopes[:, :, None], nearest[:, None], (farthest - nearest + 1).clamp(min=0)[:, None]
+    ratio = torch.where(m == 0, count, torch.expm1(-m * count) / torch.expm1(-torch.where(m == 0, 1, m)))
+    return (torch.exp(-m * start) * ratio).unsqueeze(-1)
+
+
+def _visible_range(queries: int, keys: int, spec: MaskSpec, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each query's position, and the first and the last key that it sees (first > last for none).
+
+    They are (1 or B, N) each, and count positions from the row's start, which documents do not change.
+    """
     i = torch.arange(spec.query_offset, spec.query_offset + queries, device=device)
+    if spec.documents is not None:
+        before = spec.documents.positions  # (B, N): keys of the document before a query
+        before = before if spec.window is None else before.clamp(max=spec.window)
+        return i[None], i - before, i[None]
     window = keys + queries if spec.window is None else spec.window
     first = (i - window).clamp(min=0)  # (N,)
     if spec.left_padding is not None:
@@ -116,7 +146,7 @@ def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.devi
         last = last.clamp(max=keys - 1)[None]  # (1, N)
     else:
         last = torch.minimum(last, spec.key_lengths.to(device)[:, None] - 1)  # (B, N)
-    return (last - first + 1).clamp(min=0)[:, None, :, None].float()
+    return i[None], first if first.dim() == 2 else first[None], last
 
 
 def _sigmoid(_: str, query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Tensor:

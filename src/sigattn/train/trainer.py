@@ -332,8 +332,8 @@ def _check_context(task: Task, model: Any, config: TrainConfig) -> None:
     ):
         if value:
             raise SettingsError(f"context_parallel does not support {name}={value}: set {name}={type(value)()}")
-    if config.context_strategy == "reduce" and model.attention_bias == "log_visible":
+    if config.context_strategy == "reduce" and model.attention_bias in ("log_visible", "log_alibi"):
         raise SettingsError(
-            'context_strategy="reduce" does not support attention_bias="log_visible", which differs between queries: '
-            'set context_strategy to "ring" or "gather"'
+            f'context_strategy="reduce" does not support attention_bias="{model.attention_bias}", which differs '
+            'between queries: set context_strategy to "ring" or "gather"'
         )

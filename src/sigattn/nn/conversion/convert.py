@@ -223,15 +223,17 @@ def convert_layers(
             ``sigmoidify``.
 
     Raises:
-        ValueError: if the bias needs lengths or causality, which a layer's own calls do not give, or as
+        ValueError: if the bias needs lengths, causality or ALiBi, which a layer's own calls do not give, or as
             ``refuse_wrapped``.
     """
     refuse_wrapped(findings)
     for name, _, call, _, _ in findings:
-        if bias is not None and (bias.needs_causal or (bias.needs_lengths and call != MHA_NAME)):
+        if bias is None:
+            continue
+        if bias.needs_causal or bias.needs_alibi or (bias.needs_lengths and call != MHA_NAME):
             raise ValueError(
-                f"sigmoidify: {type(bias).__name__} needs lengths or causality, which {name!r} does not give; use "
-                "another bias (None is -log of the number of visible keys of each sample)"
+                f"sigmoidify: {type(bias).__name__} needs lengths, causality or ALiBi, which {name!r} does not give; "
+                "use another bias (None is -log of the number of visible keys of each sample)"
             )
     biases = {f.name: copy.deepcopy(bias) for f in findings}  # learned for each layer
     replace_layers(model, findings, staying, biases)

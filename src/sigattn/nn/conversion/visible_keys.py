@@ -65,7 +65,10 @@ def evaluate_bias(
 
     Raises:
         ValueError: if the bias needs the queries or their visible keys, and query is nested or has no four dimensions.
+        TypeError: for a bias with needs_alibi: the mask does not say which part of it is ALiBi's.
     """
+    if bias.needs_alibi:
+        raise TypeError(f"{type(bias).__name__} is for sigattn.nn.Attention with Alibi only, not for other layers")
     num_queries = query.shape[-2]
     if not (bias.needs_visible or bias.needs_query):
         return bias(num_queries, num_keys, key_lengths=key_lengths, device=query.device)
