@@ -1,10 +1,11 @@
-"""Beyond the paper: a bias fixed at the training length, compared with -log of the visible keys, in causal models.
+"""Beyond the paper: a bias fixed at the training length, or of the visible keys, in causal models with ALiBi.
 
     sigattn reproduce bias-rules --scale small
 
-Under a causal mask query i has i + 1 visible keys, but the paper's b is -log n for all queries. The alternative is -log
-of the number of visible keys, which makes the mass of every row about 1. Beyond the training length, the first rule
-keeps the bias of training, and the second continues to decrease.
+Under a causal mask query i has i + 1 visible keys, but the paper's b is -log n for all queries. One alternative is -log
+of the number of visible keys, which makes the mass of every row about 1 without ALiBi. Beyond the training length, the
+first rule keeps the bias of training, and the second continues to decrease. With ALiBi distant keys hardly count: the
+third rule is -log of the sum of ALiBi's weights, which makes the mass of every row about 1, and has a limit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ import torch
 
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.experiments import drawing, intervals, sweep
-from sigattn.experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.experiments.experiment import (
+    TRAINING,
+    Experiment,
+    Finding,
+    Result,
+    Row,
+    Scale,
+    Setting,
+    count_seeds_by,
+    select,
+)
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.registry import find_recipe
@@ -28,8 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {"activation": "softmax"},
     "sigmoid, b = -log of the training length": {},
     "sigmoid, b = -log of the visible keys": {"attention_bias": "log_visible"},
+    "sigmoid, b = -log of the sum of ALiBi's weights": {"attention_bias": "log_alibi"},
 }
-SOFTMAX, FIXED, VISIBLE = VARIANTS
+SOFTMAX, FIXED, VISIBLE, ALIBI = VARIANTS
 
 
 def compare_bias_rules(setting: Setting) -> Result:
@@ -44,6 +56,7 @@ def compare_bias_rules(setting: Setting) -> Result:
         lengths = [context // 4, *lengths, 4 * context, 8 * context]
     data = []
     for name, runs in outcomes.items():
+        data += [row for row in setting.stored.rows if row["variant"] == name]
         for run in runs:
             model = run.load_model()
             for length in lengths:
@@ -70,9 +83,12 @@ def judge_bias_rules(data: Sequence[Row], _: Scale) -> list[Finding]:
     context, longest = lengths[len(lengths) // 4], lengths[-1]  # the smallest scale has no length below the context
     values = {(name, n): select(data, "bits", variant=name, length=n) for name in VARIANTS for n in lengths}
     at_training, at_longest = (intervals.welch(values[FIXED, n], values[VISIBLE, n]) for n in (context, longest))
-    both = {name: (values[name, context], values[name, longest]) for name in VARIANTS}  # of the same models
+    both = {n: (values[n, context], values[n, longest]) for n in VARIANTS}  # of the same models
     growth = {name: [b - a for a, b in zip(*bits, strict=True)] for name, bits in both.items()}
     more = intervals.welch(growth[SOFTMAX], growth[FIXED])
+    more_alibi = intervals.welch(growth[SOFTMAX], growth[ALIBI])
+    gain = intervals.welch(values[ALIBI, context], values[FIXED, context])
+    times = longest // context
     return [
         Finding(
             "At the training length both rules are equally good.",
@@ -80,7 +96,7 @@ def judge_bias_rules(data: Sequence[Row], _: Scale) -> list[Finding]:
             f"bits, visible keys less fixed: {at_training}, tolerance 0.05",
         ),
         Finding(
-            f"At {longest // context} times the training length the fixed bias is as good as -log of the visible keys.",
+            f"At {times} times the training length the fixed bias is as good as -log of the visible keys.",
             at_longest.verdict_equal(0.05),
             f"bits, visible keys less fixed: {at_longest}, tolerance 0.05",
         ),
@@ -90,6 +106,16 @@ def judge_bias_rules(data: Sequence[Row], _: Scale) -> list[Finding]:
             f"bits more from {context} to {longest} tokens, sigmoid less softmax: {more}, tolerance 0.1 ("
             + ", ".join(f"{name}: {intervals.paired(*bits)}" for name, bits in both.items())
             + ")",
+        ),
+        Finding(
+            "With -log of the sum of ALiBi's weights, sigmoid extrapolates to longer texts as softmax does.",
+            more_alibi.verdict_equal(0.1),
+            f"bits more from {context} to {longest} tokens, sigmoid less softmax: {more_alibi}, tolerance 0.1",
+        ),
+        Finding(
+            "At the training length -log of the sum of ALiBi's weights is better than the fixed bias.",
+            gain.verdict_positive(0.02),
+            f"bits less: {gain}, tolerance 0.02",
         ),
     ]
 
@@ -118,5 +144,6 @@ EXPERIMENTS = (
         "2 layers of 64, trained on 128 bytes, 1,200 steps",
         takes=(*TRAINING, "data"),
         kind="beyond",
+        count_seeds=count_seeds_by("variant"),
     ),
 )

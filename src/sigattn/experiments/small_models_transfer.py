@@ -1,12 +1,16 @@
-"""The settings that ``small-models`` chose, on texts, a larger model and sums that had no part in the choice.
+"""The settings of ``recommend(small=True)`` on texts, larger models and sums.
 
     sigattn reproduce small-models-transfer --seeds 10 --data tinyshakespeare.txt
 
-Each task trains softmax, and sigmoid with the bias of ``recommend(small=True)``.
+Each task trains softmax, and sigmoid with the bias of ``recommend(small=True)``, a function of the query. In language,
+where positions are ALiBi's, it starts at -log of the sum of ALiBi's weights of the visible keys. Some tasks also train
+the bias that starts at -log of their number: ``small-models`` chose it, and it was the recommendation until the model
+of 4 layers of 128 showed it behind softmax.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +31,7 @@ from sigattn.experiments.experiment import (
     Setting,
     select,
 )
+from sigattn.models.language import LanguageModelConfig
 from sigattn.nn.guide import recommend
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
@@ -36,13 +41,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SOFTMAX, SMALL = "softmax", "sigmoid, recommend(small=True)"
-VARIANTS = (SOFTMAX, SMALL)
-SOURCE_CODE, GIVEN_TEXT, LARGER = "source code", "the given text", "documentation, 4 layers of 128"
+VISIBLE = "sigmoid, b of the query from -log of the visible keys"
+VARIANTS = (SOFTMAX, SMALL, VISIBLE)
+SOURCE_CODE, GIVEN_TEXT, DOCUMENTATION = "source code", "the given text", "documentation"
+LARGER, LARGER_GIVEN = "documentation, 4 layers of 128", "the given text, 4 layers of 128"
 
 
 @dataclass(frozen=True)
 class NewTask:
-    """Task that had no part in choosing the settings. Its metric is better the lower it is.
+    """Task of the comparison. Its metric is better the lower it is.
 
     Attributes:
         recipe: name of the recipe. changes: changed fields of the model, for softmax and sigmoid alike.
@@ -52,6 +59,7 @@ class NewTask:
         guess: the metric of a model that diverged.
         terms: of k-summation; 0 for other problems. The error of a model that always predicts 0 is ``terms``, and the
             metric is divided by it.
+        variants: those that are trained.
     """
 
     recipe: str
@@ -64,15 +72,20 @@ class NewTask:
     learned: float
     guess: float
     terms: int = 0
+    variants: tuple[str, ...] = (SOFTMAX, SMALL)
 
 
 _TEXT = NewTask("lm-1b-2k-tiny", {"max_seq_len": 256}, 1200, 16, "bits", "bits per byte", 0.02, 4.0, 8.0)
-_LARGER = replace(_TEXT, changes={**_TEXT.changes, "num_layers": 4, "embed_dim": 128}, batch_size=4)
+_LARGER = replace(
+    _TEXT, changes={**_TEXT.changes, "num_layers": 4, "embed_dim": 128}, batch_size=4
+)  # small-models: 2, 64
 _SUM = NewTask("k-summation", {"seq_len": 16}, 1600, 64, "loss", "part of the variance", 0.05, 0.5, 1.0, 1)
 TASKS = {
-    SOURCE_CODE: _TEXT,
-    GIVEN_TEXT: _TEXT,
-    LARGER: _LARGER,  # the size of small-models is 2 layers of 64
+    SOURCE_CODE: replace(_TEXT, variants=VARIANTS),
+    GIVEN_TEXT: replace(_TEXT, variants=VARIANTS),
+    LARGER: replace(_LARGER, variants=VARIANTS),
+    LARGER_GIVEN: _LARGER,
+    DOCUMENTATION: _TEXT,
     "k-summation, k = 1": _SUM,
     "k-summation, k = 4": replace(_SUM, terms=4),
 }
@@ -91,10 +104,11 @@ def measure_new_tasks(setting: Setting) -> Result:
             "small-models-transfer needs a text other than CPython's documentation: name it with --data"
         )
     names = setting.scaled((SOURCE_CODE, "k-summation, k = 1"), tuple(TASKS), None)
-    setting.check_variants(_run_name(name, variant) for name in names for variant in VARIANTS)
+    setting.check_variants(_run_name(name, variant) for name in names for variant in TASKS[name].variants)
     data = [row for name in names for row in _train(setting, name)]
     columns = ("variant", *(f"{name}: {TASKS[name].label}" for name in names))
-    rows = [(v, *(intervals.mean_std(select(data, "value", task=n, variant=v)) for n in names)) for v in VARIANTS]
+    found = [(v, [select(data, "value", task=n, variant=v) for n in names]) for v in VARIANTS]
+    rows = [(v, *(intervals.mean_std(values) if values else "" for values in by_task)) for v, by_task in found]
     return Result(columns, rows, data, _draw(data))
 
 
@@ -103,19 +117,25 @@ def _run_name(task: str, variant: str) -> str:
 
 
 def _train(setting: Setting, name: str) -> list[Row]:
-    """Train both variants of a task; return the held-out metric of each seed, after the stored ones."""
+    """Train the variants of a task; return the held-out metric of each seed, after the stored ones."""
     task = TASKS[name]
     recipe = sweep.shortened(recipe_of(task), setting.steps(4, task.steps), setting.scaled(4, task.batch_size, None))
-    recipes = {_run_name(name, SOFTMAX): recipe.softmax(), _run_name(name, SMALL): with_small_advice(recipe)}
-    text = {SOURCE_CODE: Path(modules.__file__).parent, GIVEN_TEXT: setting.data}.get(name)
+    made = {
+        SOFTMAX: recipe.softmax(),
+        SMALL: with_small_advice(recipe),
+        VISIBLE: recipe.with_transformer(attention_bias="log_visible", learn_bias="quadratic"),
+    }
+    recipes = {_run_name(name, variant): made[variant] for variant in task.variants}
+    given = {GIVEN_TEXT: setting.data, LARGER_GIVEN: setting.data}
+    text = Path(modules.__file__).parent if name == SOURCE_CODE else given.get(name)
     more = {run: number for run, number in setting.more_seeds.items() if run in recipes}
     own = replace(setting, data=text, more_seeds=more, fingerprints={})
     outcomes = sweep.train_variants(own, recipes, may_diverge=True)
     for source, fingerprint in own.fingerprints.items():
-        described = {SOURCE_CODE: "torch/nn/modules, as bytes", GIVEN_TEXT: source, LARGER: source}.get(name, name)
+        described = "torch/nn/modules, as bytes" if name == SOURCE_CODE else name if task.terms else source
         setting.fingerprints[described] = fingerprint
     rows = []
-    for variant in VARIANTS:
+    for variant in task.variants:
         rows += [row for row in setting.stored.rows if (row["task"], row["variant"]) == (name, variant)]
         for outcome in outcomes[_run_name(name, variant)]:
             value = task.guess if outcome.diverged else outcome.final[task.metric] / max(task.terms, 1)
@@ -130,8 +150,8 @@ def recipe_of(task: NewTask) -> Recipe:
 
 
 def with_small_advice(recipe: Recipe) -> Recipe:
-    """Return the recipe with the bias that ``recommend(small=True)`` has for every domain."""
-    advice = recommend("language", small=True)
+    """Return the recipe with the bias that ``recommend(small=True)`` has for its positions; sums have vision's."""
+    advice = recommend("language" if isinstance(recipe.model, LanguageModelConfig) else "vision", small=True)
     return recipe.with_transformer(attention_bias=advice.attention_bias, learn_bias=advice.learn_bias)
 
 
@@ -142,11 +162,11 @@ def count_seeds(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def judge(data: Sequence[Row], _: Scale) -> list[Finding]:
-    """Compare the recommended sigmoid attention with softmax on each task."""
+    """Compare the recommended sigmoid attention with softmax on each task, and both starts of the bias."""
     findings = []
     for name in dict.fromkeys(row["task"] for row in data):
         task = TASKS[name]
-        soft, own = (select(data, "value", task=name, variant=variant) for variant in VARIANTS)
+        soft, own = (select(data, "value", task=name, variant=variant) for variant in (SOFTMAX, SMALL))
         behind = intervals.welch(soft, own)
         learned = statistics.mean(soft) < task.learned
         findings.append(
@@ -157,24 +177,38 @@ def judge(data: Sequence[Row], _: Scale) -> list[Finding]:
                 + ("" if learned else "; softmax has not learned the task"),
             )
         )
+    own, visible = (select(data, "value", task=LARGER, variant=variant) for variant in (SMALL, VISIBLE))
+    if own and visible:
+        gain, tolerance = intervals.welch(own, visible), TASKS[LARGER].tolerance
+        findings.append(
+            Finding(
+                f"With ALiBi the sum of its weights is a better start than the number of visible keys: {LARGER}.",
+                gain.verdict_positive(tolerance),
+                f"{TASKS[LARGER].label} less: {gain}, tolerance {tolerance:g}",
+            )
+        )
     return findings
 
 
 def _draw(data: Sequence[Row]) -> Figure:
     names = list(dict.fromkeys(row["task"] for row in data))
-    figure, axes = drawing.axes_grid(len(names), width=3.4, height=1.8)
-    for axis, name in zip(axes, names, strict=True):
-        drawing.plot_seeds(axis, {variant: select(data, "value", task=name, variant=variant) for variant in VARIANTS})
+    columns = min(len(names), 4)
+    figure, axes = drawing.axes_grid(columns, math.ceil(len(names) / columns), width=3.4, height=2.0)
+    for i, (axis, name) in enumerate(zip(axes, names, strict=False)):
+        found = {variant: select(data, "value", task=name, variant=variant) for variant in VARIANTS}
+        drawing.plot_seeds(axis, {variant: values or [math.nan] for variant, values in found.items()})
         axis.set(title=name, xlabel=TASKS[name].label)
-        axis.tick_params(labelleft=axis is axes[0])
+        axis.tick_params(labelleft=i % columns == 0)
         axis.locator_params(axis="x", nbins=4)
+    for axis in axes[len(names) :]:
+        axis.set_visible(False)
     return figure
 
 
 EXPERIMENTS = (
     Experiment(
         "small-models-transfer",
-        "Beyond the paper: the settings for small models, on tasks that had no part in choosing them",
+        "Beyond the paper: the settings for small models, on further texts, sizes and sums",
         "App. Practitioner's Guide",
         measure_new_tasks,
         judge,

@@ -127,8 +127,9 @@ def _small(domain: str, objective: str) -> Recommendation:
             f"{objective!r}: pass small=False for the paper's advice"
         )
     position, layer_scale, recipe = _SMALL[domain]
+    bias = "log_alibi" if position == "alibi" else "log_visible"
     return Recommendation(
-        position, True, layer_scale, "log_visible", "pre",
+        position, True, layer_scale, bias, "pre",
         "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
         "with softmax in language, vision and speech (sigattn reproduce small-models), and on two other texts and sums "
         "(small-models-transfer), but 0.06 bits behind it in a language model of 4 layers of 128; on a CPU a step "
