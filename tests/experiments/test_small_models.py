@@ -51,11 +51,12 @@ def test_what_it_cannot_do(scale, seeds, message, tmp_path):
 
 @pytest.mark.parametrize("domain", ["vision", "speech", "language"])
 def test_recommendation(domain):
-    """The settings are those of the chosen variant of the experiment, and its recipe takes them."""
+    """The settings are those of the chosen variant, with ALiBi's weights in language, and its recipe takes them."""
     r = recommend(domain, small=True)
     task = small_models.TASKS[domain]
     settings = {"attention_bias": r.attention_bias, "learn_bias": r.learn_bias}
-    assert (r.recipe, settings) == (task.recipe, small_models.PER_QUERY)
+    chosen = small_models.PER_QUERY | ({"attention_bias": "log_alibi"} if domain == "language" else {})
+    assert (r.recipe, settings) == (task.recipe, chosen)
     t = find_recipe(r.recipe).with_transformer(**task.changes, **settings).transformer
     assert (t.position, t.qk_norm != "none", t.init_values is not None, t.norm_placement) == (
         r.position, r.qk_norm, r.layer_scale, r.norm_placement

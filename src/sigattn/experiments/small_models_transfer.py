@@ -197,7 +197,8 @@ def _draw(data: Sequence[Row]) -> Figure:
     for i, (axis, name) in enumerate(zip(axes, names, strict=False)):
         found = {variant: select(data, "value", task=name, variant=variant) for variant in VARIANTS}
         drawing.plot_seeds(axis, {variant: values or [math.nan] for variant, values in found.items()})
-        axis.set(title=name, xlabel=TASKS[name].label)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel(TASKS[name].label)
         axis.tick_params(labelleft=i % columns == 0)
         axis.locator_params(axis="x", nbins=4)
     for axis in axes[len(names) :]:

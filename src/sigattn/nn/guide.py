@@ -58,8 +58,8 @@ def recommend(
         objective: for vision "supervised", "byol", "simclr" or "mae"; for speech "ctc"; for language "next-token".
             None for the first of the domain.
         sequence_length: length of the longest sequence; needed for language, where the advice changes at 2048.
-        small: True for models of about 10⁵ parameters, by the experiment "small-models" of this library (of "vision" it
-            has the objective "supervised" only); the guide is for 10⁸ to 10⁹.
+        small: True for models of 10⁵ to 10⁶ parameters, by the experiments "small-models" and "small-models-transfer"
+            of this library (of "vision" they have the objective "supervised" only); the guide is for 10⁸ to 10⁹.
 
     Raises:
         ValueError: for a case that the guide, or the experiment, does not contain.
@@ -131,9 +131,10 @@ def _small(domain: str, objective: str) -> Recommendation:
     return Recommendation(
         position, True, layer_scale, bias, "pre",
         "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
-        "with softmax in language, vision and speech (sigattn reproduce small-models), and on two other texts and sums "
-        "(small-models-transfer), but 0.06 bits behind it in a language model of 4 layers of 128; on a CPU a step "
-        "takes up to 15 % longer (docs/measurements.md)",
+        "with softmax in language, vision and speech (sigattn reproduce small-models), and on further texts, sizes and "
+        "sums (small-models-transfer); with ALiBi the bias starts at -log of the sum of its weights, because -log of "
+        "the visible keys was 0.05 bits behind that in a model of 4 layers of 128; on a CPU a step takes up to 15 % "
+        "longer (docs/measurements.md)",
         recipe,
         "quadratic",
     )  # fmt: skip
