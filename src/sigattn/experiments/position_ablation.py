@@ -112,5 +112,6 @@ EXPERIMENTS = (
         "width 128 instead of 3072, 1,024 bytes instead of 4096 tokens, 1,200 steps instead of 65,536, b = -8.5 "
         "instead of -10",
         LANGUAGE,
+        unequal_seeds=True,
     ),
 )
