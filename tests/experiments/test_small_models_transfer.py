@@ -4,7 +4,7 @@ import pytest
 
 from sigattn.experiments import small_models_transfer
 from sigattn.experiments.experiment import ExperimentError, Setting
-from sigattn.experiments.small_models_transfer import SMALL, SOFTMAX, SOURCE_CODE, TASKS
+from sigattn.experiments.small_models_transfer import LARGER, SMALL, SOFTMAX, SOURCE_CODE, TASKS, VISIBLE
 
 SUM = "k-summation, k = 4"
 
@@ -25,6 +25,14 @@ def test_verdicts():
     assert [f.verdict for f in small_models_transfer.judge(data, "small")] == ["agrees", "differs"]
     data = rows(**{SOURCE_CODE: (4.5, 1.9), SUM: (0.6, 0.1)})
     assert [f.verdict for f in small_models_transfer.judge(data, "small")] == ["not shown", "not shown"]
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(1.9, "agrees"), (1.8, "differs"), (1.7, "differs")])
+def test_starts_of_the_bias(value, verdict):
+    """The sum of ALiBi's weights is the better start only if the number of visible keys has more bits."""
+    data = rows(**{LARGER: (1.8, 1.8)})
+    data += [{"task": LARGER, "variant": VISIBLE, "seed": seed, "value": value + 1e-4 * seed} for seed in range(3)]
+    assert small_models_transfer.judge(data, "small")[-1].verdict == verdict
 
 
 @pytest.mark.parametrize("name", TASKS)

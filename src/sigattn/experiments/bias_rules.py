@@ -83,20 +83,19 @@ def judge_bias_rules(data: Sequence[Row], _: Scale) -> list[Finding]:
     context, longest = lengths[len(lengths) // 4], lengths[-1]  # the smallest scale has no length below the context
     values = {(name, n): select(data, "bits", variant=name, length=n) for name in VARIANTS for n in lengths}
     at_training, at_longest = (intervals.welch(values[FIXED, n], values[VISIBLE, n]) for n in (context, longest))
-    both = {n: (values[n, context], values[n, longest]) for n in VARIANTS}  # of the same models
+    both = {name: (values[name, context], values[name, longest]) for name in VARIANTS}  # of the same models
     growth = {name: [b - a for a, b in zip(*bits, strict=True)] for name, bits in both.items()}
     more = intervals.welch(growth[SOFTMAX], growth[FIXED])
     more_alibi = intervals.welch(growth[SOFTMAX], growth[ALIBI])
     gain = intervals.welch(values[ALIBI, context], values[FIXED, context])
-    times = longest // context
     return [
         Finding(
-            "At the training length both rules are equally good.",
+            "At the training length -log of the visible keys is as good as the fixed bias.",
             at_training.verdict_equal(0.05),
             f"bits, visible keys less fixed: {at_training}, tolerance 0.05",
         ),
         Finding(
-            f"At {times} times the training length the fixed bias is as good as -log of the visible keys.",
+            f"At {longest // context} times the training length the fixed bias is as good as -log of the visible keys.",
             at_longest.verdict_equal(0.05),
             f"bits, visible keys less fixed: {at_longest}, tolerance 0.05",
         ),
