@@ -209,6 +209,22 @@ def test_large_weights_are_counted_where_kinds_can_differ(sigmoid, verdict):
     assert k_summation.judge_weights_over_training(data, "small")[0].verdict == verdict
 
 
+def test_k_summation_counts_the_lowest_loss_of_twenty_evaluations(tmp_path, monkeypatch):
+    """A loss that rises again before the last step, as at a constant learning rate, does not count."""
+    recipes = {}
+
+    def train(_, variants):
+        recipes.update(variants)
+        rows = [{"step": 1, "validation_loss": x} for x in (0.9, 0.1, 0.8)] + [{"step": 2, "loss": 0.01}]
+        outcome = sweep.Outcome(0, rows, {"loss": 0.8}, False, tmp_path)
+        return {name: [outcome] for name in variants}
+
+    monkeypatch.setattr(sweep, "train_variants", train)
+    result = k_summation.measure_loss_over_k(Setting("small", 1, tmp_path))
+    assert {recipe.training.max_steps // recipe.training.validate_every for recipe in recipes.values()} == {20}
+    assert {(row["losses"][0], row["last"][0]) for row in result.data} == {(0.1, 0.8)}
+
+
 def test_claims_about_models_that_have_not_learned_are_not_shown():
     claims = [Claim("x is worse.", "x", "higher", "y", 1.0), Claim("z is worse.", "z", "higher", "y", 1.0)]
     values = {"x": [99.0, 100.0, 100.0], "y": [5.0, 5.1, 4.9], "z": [50.0, 51.0, 52.0]}
