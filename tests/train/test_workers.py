@@ -48,11 +48,12 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
 from functools import partial
 from sigattn.train.workers import run_in_workers
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
     print("started", flush=True)
     list(run_in_workers({i: partial(time.sleep, 60) for i in range(4)}, 2))
 """
