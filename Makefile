@@ -3,7 +3,7 @@
 # make test-minimum   runs the operator's tests with the oldest PyTorch and Triton that are supported
 # make sweep  every architecture of transformers and timm, every shape that PyTorch accepts: about an hour
 # make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch; the unmutated code alone takes minutes
-# make train-all SPEECH=FSDD   sigmoid compared with softmax on every task, three seeds: under an hour
+# make train-all SPEECH=FSDD   sigmoid compared with softmax on every task, five seeds: about an hour
 # make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
 # make docs   builds the documentation site into site/
 # make figures   draws the figures and tables of the documentation from benchmarks/results

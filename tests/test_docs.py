@@ -107,5 +107,23 @@ def test_quality_in_the_readme_is_that_of_the_committed_runs(row):
     for activation in ("softmax", "sigmoid"):
         values = [factor * r["value"] for r in runs if (r["entry"], r["activation"]) == (entry, activation)]
         cells.append(f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}{unit}")
-    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {row}"))
-    assert line.endswith(f"| {cells[0]} | {cells[1]} |")
+    assert _line_of_the_readme(row).endswith(f"| {cells[0]} | {cells[1]} |")
+    assert f"({len(values)} seeds)" in _line_of_the_readme(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "architecture"),
+    [("language model with ALiBi", "ALiBi"), ("Llama of transformers", "Llama"), ("nanoGPT's GPT-2", "GPT-2")],
+)
+def test_architectures_in_the_readme_are_those_of_causal_bias(row, architecture):
+    lines = (ROOT / "docs" / "results" / "causal-bias" / "data.jsonl").read_text().splitlines()
+    data = [json.loads(line) for line in lines]
+    cells = []
+    for rule in ("softmax at 128", "-log n at 128"):
+        values = [r["bits"] for r in data if (r["architecture"], r["rule"]) == (architecture, rule)]
+        cells.append(f"{mean(values):.3f} ± {stdev(values):.3f}")
+    assert _line_of_the_readme(row).endswith(f"({len(values)} seeds) | {cells[0]} | {cells[1]} |")
+
+
+def _line_of_the_readme(start: str) -> str:
+    return next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {start}"))

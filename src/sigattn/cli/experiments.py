@@ -162,7 +162,7 @@ def measure_norms(options: attention_norms.AttentionNormsConfig) -> None:
 
 
 def compare_all(options: compare.ComparisonConfig) -> None:
-    """Compare sigmoid with softmax on every task, three seeds each (under an hour on 2 cores), in one table."""
+    """Compare sigmoid with softmax on every task, five seeds each (about an hour on 2 cores), in one table."""
     print(compare.compare_activations(options, lambda line: print(line, flush=True)))
 
 

@@ -1,8 +1,8 @@
-"""Comparison of sigmoid and softmax attention on the tiny form of every task, three seeds each, in one table.
+"""Comparison of sigmoid and softmax attention on the tiny form of every task, five seeds each, in one table.
 
     sigattn compare --speech FSDD.tar.gz        (or: make train-all SPEECH=FSDD.tar.gz)
 
-Hardware: 2 CPU cores. Time: under an hour. Expected: each pair within the noise of its seeds, or explained in
+Hardware: 2 CPU cores. Time: about an hour. Expected: each pair within the noise of its seeds, or explained in
 docs/results.md. The speech rows need the Free Spoken Digit Dataset (a folder, or its .tar.gz) and are left out without
 it. Finished runs are not repeated, so that the command can be stopped and started again.
 """
@@ -85,7 +85,7 @@ class ComparisonConfig:
 
     folder: Path = Path("runs/compare")
     speech: Path | None = None
-    seeds: int = 3
+    seeds: int = 5
     steps: int | None = None
     workers: int = 2
     only: str = ""
