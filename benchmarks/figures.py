@@ -130,7 +130,7 @@ def draw_quality(runs: list[Row]) -> Figure:
     axes.legend(fontsize=8)
     axes.set_yticks(range(len(entries)), entries)
     axes.invert_yaxis()
-    axes.set_xlabel("sigmoid better than softmax by, % of softmax's value")
+    axes.set_xlabel("sigmoid better, % of softmax's value")
     return figure
 
 
