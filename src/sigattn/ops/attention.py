@@ -283,7 +283,7 @@ def _on_nested(
     packed = nested.pack(query, key, value)
     operands = dict(zip(("query", "key", "value"), packed[:3], strict=True))
     validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, **operands)
-    batch, heads = len(query), query.shape[1]
+    batch, heads = query.shape[:2]
     if bias is not None:
         validation.bias(_NAME, bias, packed.query, (batch, heads, 1, 1))
     if alibi_slopes is not None:

@@ -62,7 +62,7 @@ def check_cache_bounds(
 
 
 def _check(p: KVCacheProblem) -> None:
-    check_cache_bounds(_NAME, p.seqlens, p.left_padding, p.block_table, len(p.key), p.capacity)
+    check_cache_bounds(_NAME, p.seqlens, p.left_padding, p.block_table, p.key.shape[0], p.capacity)
 
 
 KV_CACHE: Operator[KVCacheProblem] = Operator(
@@ -99,7 +99,7 @@ def _append(
     batch, new = key.shape[:2]
     page = key_cache.shape[1]
     capacity = page * (1 if table is None else table.shape[1])
-    check_cache_bounds(_NAME, starts + new, starts if len(starts) else None, table, len(key_cache), capacity)
+    check_cache_bounds(_NAME, starts + new, starts if starts.shape[0] else None, table, key_cache.shape[0], capacity)
     if table is None and starts.device.type == "cpu" and batch * new:
         for b, start in enumerate(starts.tolist()):
             key_cache[b, start : start + new] = key[b]
@@ -202,7 +202,7 @@ def sigmoid_kvcache_attention(
         query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
     names = ("query", "key_cache", "value_cache", "key", "value", "block_table")
     validation.cache(_NAME, names, query, key_cache, value_cache, key, value, block_table, enable_gqa=enable_gqa)
-    (batch, n, heads, _), pages = query.shape, len(key_cache)
+    (batch, n, heads, _), pages = query.shape, key_cache.shape[0]
     validation.bias(_NAME, bias, query, (batch, heads, n, 1), advice=_BIAS_ADVICE)
     if attn_mask is not None:
         validation.mask(_NAME, attn_mask, query, (batch, heads, n, None), "(B, Hq, N, K)")
@@ -252,10 +252,10 @@ def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, defa
         length = default
         if lengths is not None:
             length = validation.position(caller, f"{name}, if not a tensor,", lengths)
-        return torch.full((len(query),), length, dtype=torch.int32, device=query.device)  # type: ignore[arg-type]
+        return torch.full((query.shape[0],), length, dtype=torch.int32, device=query.device)  # type: ignore[arg-type]
     if lengths.dim() == 0:
-        lengths = lengths.expand(len(query))
-    validation.integers(caller, name, lengths, (len(query),), "(B,)", query.device)
+        lengths = lengths.expand(query.shape[0])
+    validation.integers(caller, name, lengths, (query.shape[0],), "(B,)", query.device)
     return as_index(lengths)
 
 

@@ -69,7 +69,7 @@ def check(query: Any, key: Any, value: Any) -> None:
             "nested query, key and value must be (B, H, ragged length, D): make (B, ragged length, H, D) and transpose"
         )
         validation.wrong(_NAME, ValueError, f"{message} dimensions 1 and 2", **given)
-    if not (len(query) == len(key) == len(value)):
+    if not (query.shape[0] == key.shape[0] == value.shape[0]):
         validation.wrong(_NAME, ValueError, "query, key and value must have the same batch size (dimension 0)", **given)
     if key.shape[2] != value.shape[2]:
         message = "key and value must have the same lengths: make them with the same offsets tensor"

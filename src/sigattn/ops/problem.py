@@ -179,7 +179,7 @@ class VarlenProblem(NamedTuple):
     @property
     def sequences(self) -> int:
         """Number of sequences, B."""
-        return len(self.cu_seqlens_q) - 1
+        return self.cu_seqlens_q.shape[0] - 1
 
     @property
     def scale_value(self) -> float:
@@ -222,7 +222,7 @@ class VarlenProblem(NamedTuple):
     @staticmethod
     def of_sequence(t: Tensor, index: int) -> Tensor:  # (B or 1, …) → (1, …), a view
         """Return the part of a tensor that applies to a sequence."""
-        return t if len(t) == 1 else t[index : index + 1]
+        return t if t.shape[0] == 1 else t[index : index + 1]
 
     @classmethod
     def mask_of_sequence(cls, mask: Tensor, index: int, n: int, m: int) -> Tensor:  # (1, Hq or 1, n or 1, m or 1)

@@ -170,8 +170,8 @@ def cache(
             message = f"{k} and {v} must have the cache's heads and head_dim"
             wrong(caller, ValueError, message, **{k: key, v: value}, **caches)
     if table is not None:
-        integers(caller, t, table, (len(query), None), "(B, pages of each sample)", query.device)
-    elif len(key_cache) != len(query):
+        integers(caller, t, table, (query.shape[0], None), "(B, pages of each sample)", query.device)
+    elif key_cache.shape[0] != query.shape[0]:
         message = f"the cache must have {q}'s batch size; for pages pass {t}"
         wrong(caller, ValueError, message, **{q: query}, **caches)
 
@@ -312,9 +312,10 @@ def sequence_offsets(caller: str, query: Tensor, **cu_seqlens: Any) -> None:
     """Raise unless each tensor is (B + 1,) integers on the query's device, with the same B."""
     for name, t in cu_seqlens.items():
         integers(caller, name, t, (None,), "(B + 1,): 0, then the end of each sequence", query.device)
-        if not len(t):
+        if not t.shape[0]:
             wrong(caller, ValueError, f"{name} must be (B + 1,): 0, then the end of each sequence", **{name: t})
-    if len({len(t) for t in cu_seqlens.values()}) > 1:
+    first, *others = (t.shape[0] for t in cu_seqlens.values())
+    if any(size != first for size in others):  # a set would make a graph of torch.compile for each size
         wrong(caller, ValueError, "there must be as many sequences of queries as of keys", **cu_seqlens)
 
 

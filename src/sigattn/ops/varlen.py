@@ -31,8 +31,8 @@ def check_sequences(problem: VarlenProblem) -> None:
             f"whose last two are {longest}; got {tuple(p.attn_mask.shape)}"
         )
     for side, starts, total, most in (
-        ("q", p.cu_seqlens_q, len(p.query), p.max_seqlen_q),
-        ("k", p.cu_seqlens_k, len(p.key), p.max_seqlen_k),
+        ("q", p.cu_seqlens_q, p.query.shape[0], p.max_seqlen_q),
+        ("k", p.cu_seqlens_k, p.key.shape[0], p.max_seqlen_k),
     ):
         if starts.device.type != "cpu":
             continue
@@ -131,7 +131,7 @@ def sigmoid_varlen_attention(
     validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, query=query, key=key, value=value)
     validation.sequence_offsets(_NAME, query, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k)
     max_q, max_k = validation.count(_NAME, "max_q", max_q), validation.count(_NAME, "max_k", max_k)
-    batch, heads = len(cu_seq_q) - 1, query.shape[1]
+    batch, heads = cu_seq_q.shape[0] - 1, query.shape[1]
     if bias is not None:
         validation.bias(_NAME, bias, query, (batch, heads, 1, 1), advice=_BIAS_ADVICE)
     if attn_mask is not None:
