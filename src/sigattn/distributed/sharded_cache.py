@@ -71,7 +71,7 @@ def sharded_cache_attention(
     validation.refuse_gradients(_NAME, q, k_cache, v_cache, k, v)
     capacity, rank, new = k_cache.shape[1], mesh.get_local_rank(), 0 if k is None else k.shape[1]
     for seqlens in (cache_seqlens, cache_seqlens + new):
-        check_cache_bounds(_NAME, seqlens, None, None, len(k_cache), capacity * mesh.size())
+        check_cache_bounds(_NAME, seqlens, None, None, k_cache.shape[0], capacity * mesh.size())
     start = rank * capacity
     if k is not None and v is not None:
         for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
@@ -98,7 +98,7 @@ def sharded_cache_attention(
 
 def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Tensor) -> None:
     """Write k and v (B, Hkv, ·) at each sample's position if this process holds it, without synchronising."""
-    sample, slot = torch.arange(len(k), device=k.device), position.clamp(0, k_cache.shape[1] - 1)
+    sample, slot = torch.arange(k.shape[0], device=k.device), position.clamp(0, k_cache.shape[1] - 1)
     is_local = (position == slot)[:, None, None]
     for cache, t in ((k_cache, k), (v_cache, v)):
         cache[sample, slot] = torch.where(is_local, t, cache[sample, slot])

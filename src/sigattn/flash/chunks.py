@@ -19,7 +19,7 @@ def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int],
     """Return the masks (B, 1, max_seqlen_q, max_seqlen_k) of packed sequences, counted from the first of each."""
     query_positions, key_positions = (torch.arange(size, device=cu_seqlens_q.device) for size in longest)
     shift = cu_seqlens_k.diff().long() - cu_seqlens_q.diff().long()
-    return _same_chunk(query_positions + shift[:, None], key_positions.expand(len(shift), -1), chunk).unsqueeze(1)
+    return _same_chunk(query_positions + shift[:, None], key_positions.expand(shift.shape[0], -1), chunk).unsqueeze(1)
 
 
 def cached(lengths: Tensor, first: Tensor | None, ends: Tensor, n: int, capacity: int, chunk: int) -> Tensor:

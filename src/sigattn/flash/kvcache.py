@@ -139,7 +139,7 @@ class Packing(NamedTuple):
             raise ValueError(f"{_NAME}: cu_seqlens_q needs max_seqlen_q, the length of the longest sequence")
         longest = validation.count(_NAME, "max_seqlen_q", self.max_seqlen_q)
         reads_values = counts.device.type == "cpu" and not torch.compiler.is_compiling()
-        if reads_values and len(counts) and counts.max() > longest:
+        if reads_values and counts.shape[0] and counts.max() > longest:
             message = f"max_seqlen_q is {longest}, but cu_seqlens_q has a sequence of {int(counts.max())}"
             raise ValueError(f"{_NAME}: {message}")
         return longest
@@ -190,16 +190,16 @@ def attend(
     for argument, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary.seqlens)):
         if t is not None:
             validation.integers(_NAME, argument, t, (batch,), "(B,)", q.device)
-    if any(tokens is not None and len(tokens.counts) != batch for tokens in (of_q, of_k)):
+    if any(tokens is not None and tokens.counts.shape[0] != batch for tokens in (of_q, of_k)):
         message = f"cu_seqlens_q and cu_seqlens_k_new must have as many sequences as there are samples ({batch})"
         raise ValueError(f"{_NAME}: {message}")
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     lengths = lengths_of_samples(_NAME, "cache_seqlens", cache_seqlens, q, capacity if k is None else None)
     stops = lengths
     if k is not None:
-        check_cache_bounds(_NAME, lengths, None, None, len(k_cache), capacity)
+        check_cache_bounds(_NAME, lengths, None, None, k_cache.shape[0], capacity)
         stops = lengths + (k.shape[1] if of_k is None else of_k.counts)
-    check_cache_bounds(_NAME, stops, cache_leftpad, table, len(k_cache), capacity, "cache_leftpad")
+    check_cache_bounds(_NAME, stops, cache_leftpad, table, k_cache.shape[0], capacity, "cache_leftpad")
     if rotary.cos is not None or rotary.sin is not None:
         same = not given.causal and options["window"] in (None, (-1, -1)) and not attention_chunk
         q, k = rotary.rotate(q, k, lengths, of_q, of_k, same=same)

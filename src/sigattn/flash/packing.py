@@ -34,15 +34,15 @@ class Tokens(NamedTuple):
 
     def padded(self, packed: Tensor, longest: int) -> Tensor:  # (B, longest, H, E)
         """Return packed tokens as a padded batch; the values of padding are arbitrary."""
-        if not len(packed):
-            return packed.new_zeros(len(self.counts), longest, *packed.shape[1:])
+        if not packed.shape[0]:
+            return packed.new_zeros(self.counts.shape[0], longest, *packed.shape[1:])
         rows = self.starts[:-1, None] + torch.arange(longest, device=packed.device)
-        return packed[rows.clamp(max=len(packed) - 1)]
+        return packed[rows.clamp(max=packed.shape[0] - 1)]
 
     def packed(self, padded: Tensor) -> Tensor:  # (total, H, E)
         """Return a padded batch as packed tokens, 0 beyond the last sequence."""
         if not padded.shape[0] * padded.shape[1]:
-            return padded.new_zeros(len(self.sample), *padded.shape[2:])
+            return padded.new_zeros(self.sample.shape[0], *padded.shape[2:])
         rows = padded[self.sample, self.offset.clamp(max=padded.shape[1] - 1)]
         exists = self.offset < self.counts[self.sample]
         return torch.where(exists[:, None, None], rows, 0)
@@ -67,12 +67,12 @@ def tokens(caller: str, name: str, t: Any, which: str, cu_seqlens: Any, *, whole
     starts = cu_seqlens.long()
     if starts.device.type == "cpu" and not torch.compiler.is_compiling():
         last = int(starts[-1])
-        if starts[0] != 0 or (starts.diff() < 0).any() or last > len(t) or (whole and last != len(t)):
+        if starts[0] != 0 or (starts.diff() < 0).any() or last > t.shape[0] or (whole and last != t.shape[0]):
             ends = "end at" if whole else "end at most at"
             raise ValueError(
-                f"{caller}: {which} must begin at 0, never decrease and {ends} {len(t)}; got {starts.tolist()}"
+                f"{caller}: {which} must begin at 0, never decrease and {ends} {t.shape[0]}; got {starts.tolist()}"
             )
-    _, sample, offset = _locate(starts, len(t))
+    _, sample, offset = _locate(starts, t.shape[0])
     return Tokens(sample, offset, starts.diff(), starts)
 
 
@@ -80,8 +80,8 @@ def _locate(starts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:  # eac
     """Return whether each row belongs to a sequence, its sequence (else the last), and its index in that."""
     rows = torch.arange(total, device=starts.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
-    known = sequence.clamp(max=max(len(starts) - 2, 0))
-    return sequence < len(starts) - 1, known, rows - starts[known]
+    known = sequence.clamp(max=max(starts.shape[0] - 2, 0))
+    return sequence < starts.shape[0] - 1, known, rows - starts[known]
 
 
 def check_used(caller: str, name: str, used: Any, cu_seqlens: Tensor) -> None:
@@ -90,7 +90,7 @@ def check_used(caller: str, name: str, used: Any, cu_seqlens: Tensor) -> None:
     Raises:
         ValueError, TypeError: if it does not fit; on a CPU also for values that are too large or negative.
     """
-    batch = len(cu_seqlens) - 1
+    batch = cu_seqlens.shape[0] - 1
     if used is None:
         return
     validation.integers(caller, name, used, (batch,), "(B,)", cu_seqlens.device)
@@ -110,7 +110,7 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
     """
     starts = cu_seqlens.long()
     lengths = torch.minimum(used.long(), starts.diff()).clamp(min=0)
-    if len(lengths) == 0:
+    if lengths.shape[0] == 0:
         return torch.arange(total, device=starts.device), starts
     exists, sequence, offset = _locate(starts, total)
     is_used = exists & (offset < lengths[sequence])
@@ -130,8 +130,8 @@ def check_pages(caller: str, q: Any, k: Any, v: Any, table: Any, lengths: Tensor
         ValueError, TypeError: naming the argument that does not fit; on a CPU also for pages that do not exist, or too
             few pages.
     """
-    flash_validation.pages(caller, q, k, v, table, len(lengths))
-    check_cache_bounds(caller, lengths, None, table, len(k), k.shape[1] * table.shape[1])
+    flash_validation.pages(caller, q, k, v, table, lengths.shape[0])
+    check_cache_bounds(caller, lengths, None, table, k.shape[0], k.shape[1] * table.shape[1])
 
 
 def rows_of_pages(cu_seqlens: Tensor, table: Tensor, page_size: int, longest: int) -> Tensor:
@@ -145,7 +145,7 @@ def rows_of_pages(cu_seqlens: Tensor, table: Tensor, page_size: int, longest: in
             B · longest indices, 0 beyond the last sequence.
     """
     starts = cu_seqlens.long()
-    batch = len(table)
+    batch = table.shape[0]
     reads_values = starts.device.type == "cpu" and not torch.compiler.is_compiling()
     total = int(starts[-1]) if reads_values else batch * longest
     if batch == 0 or table.shape[1] == 0:

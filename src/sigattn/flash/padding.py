@@ -42,7 +42,7 @@ def unpad_input(
     kept = valid if unused_mask is None else valid | _mask("unused_mask", unused_mask, hidden_states)
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
-    longest = int(lengths.max()) if len(lengths) else 0
+    longest: Any = lengths.max().item() if lengths.shape[0] else 0
     packed = hidden_states.flatten(0, 1).index_select(0, indices)
     return packed, indices, cumulative(lengths), longest, valid.sum(-1, dtype=torch.int32)
 
@@ -64,8 +64,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """
     batch, seqlen = scalars.integer("pad_input", "batch", batch), scalars.integer("pad_input", "seqlen", seqlen)
     _check_indices("pad_input", hidden_states, indices)
-    if len(indices) != len(hidden_states):
-        _wrong(ValueError, "pad_input", f"indices must be (total,) = ({len(hidden_states)},)", indices)
+    if indices.shape[0] != hidden_states.shape[0]:
+        _wrong(ValueError, "pad_input", f"indices must be (total,) = ({hidden_states.shape[0]},)", indices)
     _check_range("pad_input", indices, batch * seqlen, f"batch * seqlen = {batch} * {seqlen}")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
@@ -79,7 +79,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 (f
         ValueError: an index beyond the rows, on a CPU. (On an accelerator reading the indices would synchronise.)
     """
     _check_indices("index_first_axis", input, indices)
-    _check_range("index_first_axis", indices, len(input), f"input has {len(input)} rows")
+    _check_range("index_first_axis", indices, input.shape[0], f"input has {input.shape[0]} rows")
     return input.index_select(0, indices)
 
 
@@ -105,7 +105,7 @@ def _check_indices(caller: str, rows: Any, indices: Any) -> None:
 
 def _check_range(caller: str, indices: Tensor, stop: int, reason: str) -> None:
     """Raise ValueError unless the indices of a CPU lie in 0 … stop - 1."""
-    if indices.device.type != "cpu" or torch.compiler.is_compiling() or not len(indices):
+    if indices.device.type != "cpu" or torch.compiler.is_compiling() or not indices.shape[0]:
         return
     first, last = (int(t) for t in indices.aminmax())
     if first < 0 or last >= stop:

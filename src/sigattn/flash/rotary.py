@@ -53,7 +53,7 @@ class Rotary(NamedTuple):
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         reads_values = positions.device.type == "cpu" and not torch.compiler.is_compiling()
-        if reads_values and positions.numel() and not 0 <= positions.min() <= positions.max() < len(self.cos):
+        if reads_values and positions.numel() and not 0 <= positions.min() <= positions.max() < self.cos.shape[0]:
             raise ValueError(
                 f"flash_attn_with_kvcache: rotary_cos does not contain the positions {int(positions.min())} … "
                 f"{int(positions.max())}; got {validation.describe(rotary_cos=self.cos)}"

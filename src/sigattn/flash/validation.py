@@ -18,7 +18,7 @@ def cache(caller: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, batch
         wrong(caller, ValueError, "cache_batch_idx and block_table exclude each other: pass one of them",
               cache_batch_idx=batch_idx, block_table=table)  # fmt: skip
     if batch_idx is not None:
-        shape = (len(q),) if isinstance(q, Tensor) and q.dim() else (None,)
+        shape = (q.shape[0],) if isinstance(q, Tensor) and q.dim() else (None,)
         device = q.device if isinstance(q, Tensor) else None
         validation.integers(caller, "cache_batch_idx", batch_idx, shape, "(B,)", device)
         table = batch_idx.unsqueeze(1)

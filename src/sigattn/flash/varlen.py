@@ -167,7 +167,7 @@ def attend(
     validation.operands(_NAME, validation.PACKED, q=q, k=k, v=v)
     validation.sequence_offsets(_NAME, q, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
     max_q, max_k = (validation.count(_NAME, f"max_seqlen_{x}", n) for x, n in zip("qk", longest, strict=True))
-    batch = len(starts_q) - 1
+    batch = starts_q.shape[0] - 1
     options = given.checked(_NAME, q, batch, VARLEN.backends)
     if attn_mask is not None:
         validation.mask(_NAME, attn_mask, q, mask_target(batch, q.shape[1], max_q, max_k), query_name="q")
@@ -177,10 +177,10 @@ def attend(
     packing.check_used(_NAME, "seqused_q", used_q, starts_q)
     packing.check_used(_NAME, "seqused_k", used_k, starts_k)
     if used_q is not None:
-        order, starts_q = packing.used_first(starts_q, used_q, len(q))
+        order, starts_q = packing.used_first(starts_q, used_q, q.shape[0])
         q = q.index_select(0, order)
     if used_k is not None:
-        used_rows, starts_k = packing.used_first(starts_k, used_k, len(k))
+        used_rows, starts_k = packing.used_first(starts_k, used_k, k.shape[0])
         k, v = (t.index_select(0, used_rows) for t in (k, v))
     if attention_chunk:
         attn_mask = chunks.combined(chunks.packed(starts_q, starts_k, (max_q, max_k), attention_chunk), attn_mask)
@@ -198,4 +198,4 @@ def _from_pages(
     longest = validation.count(_NAME, "max_seqlen_k", max_seqlen_k)
     rows = packing.rows_of_pages(cu_seqlens_k, table, k.shape[1], longest)
     k, v = (t.flatten(0, 1).index_select(0, rows) for t in (k, v))
-    return k, v, cu_seqlens_k.clamp(max=len(rows))
+    return k, v, cu_seqlens_k.clamp(max=rows.shape[0])

@@ -98,8 +98,8 @@ class Cape(_Augmented):
             index = index + _uniform(x.shape[:2], self.max_local_shift, x.device)
         time = (self.step * index).unsqueeze(-1)  # (B, length, 1)
         if self.training:
-            time = time + _uniform((len(x), 1, 1), self.max_global_shift, x.device)
-            time = time * _uniform((len(x), 1, 1), math.log(self.max_scale), x.device).exp()
+            time = time + _uniform((x.shape[0], 1, 1), self.max_global_shift, x.device)
+            time = time * _uniform((x.shape[0], 1, 1), math.log(self.max_scale), x.device).exp()
         return x + _waves(time * self.frequencies).to(x.dtype)
 
 
@@ -160,8 +160,8 @@ class ImageCape(_Augmented):
         if self.training:
             distance = torch.tensor([2 / max(n - 1, 1) for n in (self.columns, self.rows)], device=x.device)
             xy = xy + distance * _uniform(xy.shape, self.max_local_shift, x.device)
-            xy = xy + _uniform((len(x), 1, 2), self.max_global_shift, x.device)
-            xy = xy * _uniform((len(x), 1, 1), math.log(self.max_scale), x.device).exp()
+            xy = xy + _uniform((x.shape[0], 1, 2), self.max_global_shift, x.device)
+            xy = xy * _uniform((x.shape[0], 1, 1), math.log(self.max_scale), x.device).exp()
         angles = xy[..., :1] * self.frequencies[0] + xy[..., 1:] * self.frequencies[1]  # autocast would round a product
         return x + _waves(angles).to(x.dtype)
 

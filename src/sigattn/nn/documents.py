@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Documents(NamedTuple):
@@ -29,7 +30,7 @@ class Documents(NamedTuple):
         [[0, 0, 1, 1, 1, 2]]
         """
         is_end = tokens == end_token
-        return cls.from_starts(torch.cat((torch.ones_like(is_end[:, :1]), is_end[:, :-1]), 1))
+        return cls.from_starts(F.pad(is_end, (1, 0), value=True)[:, :-1])
 
     @classmethod
     def from_starts(cls, is_start: Tensor) -> Documents:
@@ -39,7 +40,7 @@ class Documents(NamedTuple):
         return cls(
             ids=is_start.long().cumsum(1) - 1,
             positions=index - torch.where(is_start, index, 0).cummax(1).values,
-            cu_seqlens=torch.cat((starts, starts.new_tensor([is_start.numel()]))).int(),
+            cu_seqlens=torch.cat((starts, starts.new_full((1,), is_start.numel()))).int(),
         )
 
     @property

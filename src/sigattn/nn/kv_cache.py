@@ -39,8 +39,8 @@ class KVCache:
         if stop > self.capacity:
             new = key.shape[2]
             raise ValueError(f"the cache has {self.capacity} positions and holds {self.length}: {new} more do not fit")
-        if self.left_padding is not None and len(self.left_padding) != len(key):
-            raise ValueError(f"the cache is for a batch of {len(self.left_padding)}, got a batch of {len(key)}")
+        if self.left_padding is not None and self.left_padding.shape[0] != key.shape[0]:
+            raise ValueError(f"the cache is for a batch of {self.left_padding.shape[0]}, got a batch of {key.shape[0]}")
         if self.key is None or self.value is None:
             self.key = key.new_empty(*key.shape[:2], self.capacity, key.shape[3])
             self.value = value.new_empty(*value.shape[:2], self.capacity, value.shape[3])

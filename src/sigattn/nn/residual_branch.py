@@ -59,5 +59,5 @@ class DropPath(nn.Module):
         """Return x (B, …) with some samples set to zero while training, and unchanged in evaluation."""
         if not self.training or not self.drop_prob:
             return x
-        keep = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device) >= self.drop_prob
+        keep = torch.rand(x.shape[0], *(1,) * (x.dim() - 1), device=x.device) >= self.drop_prob
         return x * keep / (1 - self.drop_prob)

@@ -119,7 +119,9 @@ class Problem(NamedTuple):
         if self.bias is not None:
             return self.bias if self.bias.dim() else self.bias.item()
         if self.key_lengths is None:
-            return -math.log(max(self.key.shape[-2], 1))
+            if torch.compiler.is_compiling():  # the logarithm of a Python number would fix it in the program
+                return log_length_bias(torch.full((), self.key.shape[-2], device=self.key.device).clamp(min=1))
+            return log_length_bias(max(self.key.shape[-2], 1))
         wide = torch.promote_types(self.query.dtype, torch.float32)  # not always float64, which some devices lack
         lengths = self.key_lengths.to(self.query.device, wide).clamp(min=1)  # the bias of an empty sample is not used
         return log_length_bias(lengths).view(-1, 1, 1, 1)

@@ -40,6 +40,9 @@ def attention(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, H
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:
     """Yield the first row and the end of each block of rows, so that the weights of a block fit ``_BLOCK_BYTES``."""
     batch, heads, n, _ = problem.query.shape
+    if torch.compiler.is_compiling():  # the number of blocks would fix the length in the program
+        yield 0, n
+        return
     step = max(1, _BLOCK_BYTES // 4 // max(1, batch * heads * problem.key.shape[2]))
     for start in range(0, n, step):
         yield start, min(start + step, n)

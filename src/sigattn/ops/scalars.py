@@ -46,7 +46,7 @@ def integer(caller: str, name: str, value: Any) -> int:
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return value  # type: ignore[return-value]  # a symbol stands for a number
     if isinstance(value, Tensor) and value.dim() == 0 and is_integral(value):
-        return int(value.item())
+        return value.item()  # type: ignore[return-value]  # an int, or a symbol while exporting
     if not isinstance(value, (bool, Tensor)) and isinstance(value, numbers.Integral):
         return int(value)
     raise TypeError(f"{caller}: {name} must be an integer, got {describe(value)}")

@@ -286,10 +286,11 @@ def slopes(
         raise TypeError(
             f"{caller}: alibi_slopes must be a floating-point tensor of 16 bits and more, got {scalars.describe(s)}"
         )
-    allowed = [(heads,), (batch, heads)]  # not a set, because sizes may be symbolic
+    allowed = [(heads,), (batch, heads)]
     if two_sided:
         allowed += [(batch, heads, 2), (1, heads, 2)]
-    if tuple(s.shape) not in allowed:
+    # with shapes of as many dimensions only, because comparing symbolic sizes adds a guard
+    if not any(len(shape) == s.dim() and tuple(s.shape) == shape for shape in allowed):
         either = " or (B or 1, Hq, 2; one slope before, one after the query)" if two_sided else ""
         wrong(caller, ValueError, f"alibi_slopes must be (Hq,), (B, Hq){either}", **{query_name: query}, alibi_slopes=s)
     same_device(caller, "alibi_slopes", s, query, query_name)

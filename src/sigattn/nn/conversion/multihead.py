@@ -136,11 +136,11 @@ def multi_head_attention_forward(
     biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     if bias_k is not None and bias_v is not None:
-        k, v = (torch.cat([t, b.expand(len(t), 1, -1)], 1) for t, b in ((k, bias_k), (v, bias_v)))
+        k, v = (torch.cat([t, b.expand(t.shape[0], 1, -1)], 1) for t, b in ((k, bias_k), (v, bias_v)))
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, N or M, D)
     for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         refuse_subclass("multi_head_attention_forward", name, given)
-    _check_masks(attn_mask, key_padding_mask, (len(key), num_heads, q.shape[2], key.shape[1]))
+    _check_masks(attn_mask, key_padding_mask, (key.shape[0], num_heads, q.shape[2], key.shape[1]))
     if isinstance(sigmoid_bias, CallObserver):
         return _observed(sigmoid_bias, q, k, v, arguments)
     mask = _joined(attn_mask, key_padding_mask, q, k.shape[2])
@@ -170,7 +170,8 @@ def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[
     """Raise ValueError for masks that PyTorch refuses, given batch size, heads, queries and keys."""
     batch, heads, n, m = sizes
     allowed = [(n, m), (batch * heads, n, m)]
-    if attn_mask is not None and tuple(attn_mask.shape) not in allowed:
+    # with the shape of as many dimensions only, because comparing symbolic sizes adds a guard
+    if attn_mask is not None and not any(tuple(attn_mask.shape) == s for s in allowed if len(s) == attn_mask.dim()):
         raise ValueError(
             f"multi_head_attention_forward: attn_mask must be (queries, keys) = {allowed[0]} or (batch · heads, "
             f"queries, keys) = {allowed[1]}, got {tuple(attn_mask.shape)}"
@@ -212,9 +213,9 @@ def _bias(sigmoid_bias: AttentionBias | None, q: Tensor, k: Tensor, mask: Tensor
     if sigmoid_bias is None:
         return None if visible is None else log_length_bias(visible)
     if visible is None:
-        lengths = torch.full((len(q),), num_keys, device=q.device)
+        lengths = torch.full((q.shape[0],), num_keys, device=q.device)
     else:
-        lengths = visible.flatten().expand(len(q))
+        lengths = visible.flatten().expand(q.shape[0])
     return evaluate_bias(sigmoid_bias, q, num_keys, mask, key_lengths=lengths)
 
 
@@ -222,7 +223,7 @@ def _joined(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: i
     """Join both masks of ``nn.MultiheadAttention`` (True = hidden, or added) to one of ``sigmoid_attention``."""
     parts = []
     if attn_mask is not None:
-        parts.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (len(q), -1)))
+        parts.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (q.shape[0], -1)))
     if padding is not None:
         parts.append(padding[:, None, None, :])
     parts = [F.pad(p, (0, keys - p.shape[-1])) for p in parts]  # every query sees the learned key
