@@ -54,7 +54,7 @@ CONVERTED += ("t5gemma_converted",)
 MODELS |= {kind: MODELS[kind.removesuffix("_converted")] for kind in CONVERTED}
 NEW_PROCESS = """
 import sys, torch, transformers
-saved = list(zip(sys.argv[1::2], sys.argv[2::2]))
+saved = list(zip(sys.argv[2::2], sys.argv[3::2]))
 for folder, auto in saved:
     try:
         getattr(transformers, auto).from_pretrained(folder)
@@ -63,8 +63,10 @@ for folder, auto in saved:
     else:
         raise SystemExit(f"{folder} was loaded without sigattn")
 
+model, inputs, expected = torch.load(sys.argv[1], weights_only=False)  # imports the integration, which registers
+with torch.no_grad():
+    assert torch.equal(model(**inputs).logits, expected)
 from sigattn.integrations import transformers as sigmoid
-sigmoid.register()
 for folder, auto in saved:
     model = getattr(transformers, auto).from_pretrained(folder).eval()
     inputs = torch.load(folder + "/inputs.pt")
@@ -132,10 +134,18 @@ def folders(tmp_path_factory):
     return root
 
 
-def test_new_process(folders):
-    """Refused by transformers alone; after register() the same outputs, bit for bit."""
+def test_new_process(folders, tmp_path):
+    """Refused by transformers alone; after the import the same outputs, bit for bit. A pickled model imports."""
+    sigmoid.register(-3.0)
+    try:
+        model, inputs = model_of("qwen2"), inputs_of("qwen2")
+    finally:
+        sigmoid.register()
+    with torch.no_grad():
+        torch.save((model, inputs, model(**inputs).logits), tmp_path / "pickled.pt")
     arguments = [a for kind, (auto, *_) in MODELS.items() for a in (str(folders / kind), auto)]
-    result = subprocess.run([sys.executable, "-c", NEW_PROCESS, *arguments], capture_output=True, text=True)
+    command = [sys.executable, "-c", NEW_PROCESS, str(tmp_path / "pickled.pt"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     for kind in MODELS:
         before, again = (torch.load(folders / kind / name) for name in ("before.pt", "again.pt"))

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sigattn.integrations.transformers import interface, learned_bias
 from sigattn.integrations.transformers.check import dispatches
-from sigattn.integrations.transformers.saving import NAME
-from sigattn.integrations.transformers.selection import configurations
+from sigattn.integrations.transformers.saving import NAME, restored
+from sigattn.integrations.transformers.selection import configurations, detach
 from sigattn.nn.bias import AttentionBias
 
 
@@ -54,26 +53,22 @@ def swap(model: nn.Module, biases: Mapping[str, AttentionBias]) -> None:
     if biases.keys() != layers.keys():
         raise ValueError(f"biases must be given for the layers {', '.join(layers)}; got {', '.join(biases) or 'none'}")
     models = roots(model)
-    configs = [config for root in models for config in configurations(root)]
-    before = [(config, config._attn_implementation) for config in configs]
-    try:
-        for name, layer in layers.items():
-            place = next((p.device for p in layer.parameters()), torch.device("cpu"))
-            layer.sigmoid_bias = biases[name].to(place).train(layer.training)
-            for module in biases[name].modules():
-                module._is_hf_initialized = True  # type: ignore[assignment]  # init_weights leaves it as it is
-        for root in models:
-            _refuse_tied(root)
-            for config, record in learned_bias.records(root):
-                config.sigmoid_bias = record
-            root.set_attn_implementation(NAME)
-    except BaseException:
-        for layer in layers.values():
-            layer._modules.pop(learned_bias.ATTRIBUTE, None)
-        for config, implementation in before:
-            vars(config).pop(learned_bias.ATTRIBUTE, None)
-            config._attn_implementation_internal = implementation
-        raise
+    with restored([config for root in models for config in configurations(root)]):
+        try:
+            for name, layer in layers.items():
+                place = next((p.device for p in layer.parameters()), torch.device("cpu"))
+                layer.sigmoid_bias = biases[name].to(place).train(layer.training)
+                for module in biases[name].modules():
+                    module._is_hf_initialized = True  # type: ignore[assignment]  # init_weights leaves it as it is
+            for root in models:
+                _refuse_tied(root)
+                for config, record in learned_bias.records(root):
+                    config.sigmoid_bias = record
+                root.set_attn_implementation(NAME)
+        except BaseException:
+            for layer in layers.values():
+                layer._modules.pop(learned_bias.ATTRIBUTE, None)
+            raise
 
 
 def _refuse_converted(root: PreTrainedModel) -> None:
@@ -112,13 +107,10 @@ def observe(model: nn.Module, observer: interface.Observer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _selected(root: PreTrainedModel) -> Iterator[None]:
-    """Select "sigmoid" for a block, and restore the implementations of all configurations after it."""
-    if NAME not in ALL_ATTENTION_FUNCTIONS:
-        interface.register()
-    before = [(config, config._attn_implementation) for config in configurations(root)]
-    try:
-        root.set_attn_implementation(NAME)
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+    """Select "sigmoid" for a block, and restore the configurations after it."""
+    with restored(configurations(root), always=True):
+        try:
+            root.set_attn_implementation(NAME)
+            yield
+        finally:
+            detach(root)

@@ -14,14 +14,21 @@ from transformers.masking_utils import AttentionMaskInterface
 from sigattn.integrations.transformers.check import active_recorders
 from sigattn.integrations.transformers.learned_bias import ATTRIBUTE
 from sigattn.integrations.transformers.mask import combine, is_plain_causal, same_document, selected_keys, sigmoid_mask
-from sigattn.integrations.transformers.saving import LOG_VISIBLE, NAME, Bias, register_saved, validate_bias
+from sigattn.integrations.transformers.saving import (
+    LOG_VISIBLE,
+    NAME,
+    Bias,
+    default_bias,
+    set_default_bias,
+    validate_bias,
+    wrap_saving,
+)
 from sigattn.integrations.transformers.selection import CONFIGS, wrap_selection
 from sigattn.nn.conversion.visible_keys import evaluate_bias, visible_per_query
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.operands import combine_window
 from sigattn.ops.problem import log_length_bias
 
-_default: Bias = LOG_VISIBLE
 _SUPPORTED = {"cu_seq_lens_q", "cu_seq_lens_k", "indices", "sliding_window"}
 _WITHOUT_EFFECT = {  # keywords that transformers passes to attention and that do not change its result
     "cache_position",
@@ -98,20 +105,22 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def register(bias: Bias = LOG_VISIBLE) -> None:
-    """Register ``attn_implementation="sigmoid"`` with transformers, and save it with the models that use it.
+    """Register ``attn_implementation="sigmoid"`` with transformers, and set the bias of models without one.
+
+    The import of the package registers it, too, with "log_visible".
 
     Args:
-        bias: b if a configuration has no ``sigmoid_bias``: a number, or "log_visible".
+        bias: b of the models that are built from now on and whose configurations have no ``sigmoid_bias``: a number, or
+            "log_visible". Models that exist keep theirs.
 
     Raises:
         ValueError: for another bias.
     """
-    global _default
-    _default = validate_bias(bias)
+    set_default_bias(validate_bias(bias))
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sigmoid_mask)
     wrap_selection()
-    register_saved(_default)
+    wrap_saving()
 
 
 def attention(
@@ -216,9 +225,10 @@ def _bias(module: nn.Module, call: Call) -> float | Tensor | None:
 
 
 def _configured_bias(module: nn.Module) -> Bias | dict[str, Any]:
-    """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the default."""
+    """Return ``sigmoid_bias`` of the innermost configuration around a layer that has one, or the model's default."""
     own: tuple[PretrainedConfig | None, ...] = (getattr(module, "config", None),)
-    for config in getattr(module, CONFIGS, own):
+    configs = getattr(module, CONFIGS, own)
+    for config in configs:
         if (bias := getattr(config, "sigmoid_bias", None)) is not None:
             return bias if isinstance(bias, dict) else validate_bias(bias)
-    return _default
+    return default_bias(configs)

@@ -3,15 +3,17 @@
 transformers does not save ``attn_implementation``, but it uses that key if a ``config.json`` has it. ``to_dict`` is
 therefore extended: a configuration whose implementation is "sigmoid" is saved with ``attn_implementation`` and
 ``sigmoid_bias``, which lists the learned biases of a converted model (``learned_bias.py``). Every architecture and
-every Auto class can load it, and a process that did not call ``register`` gets transformers' own error: 'Specified
-`attn_implementation="sigmoid"` is not supported'.
+every Auto class can load it, and a process that did not import this package gets transformers' own error: 'Specified
+`attn_implementation="sigmoid"` is not supported'. The configuration of a model also keeps the default bias with which
+the model was built, because ``register`` may set another one later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -20,7 +22,9 @@ NAME = "sigmoid"
 LOG_VISIBLE = "log_visible"
 Bias = float | str
 _KEY = "attn_implementation"
-_default_bias: Bias = LOG_VISIBLE
+_OTHER_KEY = "_attn_implementation"  # means the same; for configurations that have a field of their own called _KEY
+_DEFAULT = "_sigmoid_bias_default"  # attribute of a configuration: the default when its model was built
+_default_bias: Bias = LOG_VISIBLE  # of models that are built from now on
 
 
 def validate_bias(bias: Any) -> Bias:
@@ -33,14 +37,41 @@ def validate_bias(bias: Any) -> Bias:
     return bias
 
 
-def register_saved(bias: Bias) -> None:
-    """Extend transformers' configurations and models so that sigmoid attention is saved and loaded again.
-
-    Args:
-        bias: saved for a sigmoid configuration that has no ``sigmoid_bias``.
-    """
+def set_default_bias(bias: Bias) -> None:
+    """Set the bias of models that are built from now on, where no configuration has a ``sigmoid_bias``."""
     global _default_bias
     _default_bias = bias
+
+
+def keep_default_bias(config: PretrainedConfig) -> None:
+    """Give the configuration of a model the present default, unless it has one: later defaults are for other models."""
+    vars(config).setdefault(_DEFAULT, _default_bias)
+
+
+def default_bias(configs: Iterable[Any]) -> Bias:
+    """Return the default of the first configuration that belongs to a model, or the present one."""
+    kept = (getattr(config, _DEFAULT, None) for config in configs)
+    return next((bias for bias in kept if bias is not None), _default_bias)
+
+
+@contextlib.contextmanager
+def restored(configs: Iterable[PretrainedConfig], *, always: bool = False) -> Iterator[None]:
+    """Restore the implementation and the bias of configurations after an exception, or ``always``."""
+    names = ("_attn_implementation_internal", "sigmoid_bias", _DEFAULT)
+    before = [(vars(c), {name: vars(c)[name] for name in names if name in vars(c)}) for c in configs]
+    keep = False
+    try:
+        yield
+        keep = not always
+    finally:
+        for attributes, values in () if keep else before:
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(values)
+
+
+def wrap_saving() -> None:
+    """Wrap transformers' methods so that sigmoid attention is saved and loaded again, once per process."""
     if getattr(PretrainedConfig.to_dict, "sigattn", False):
         return
     PretrainedConfig.to_dict = _recording(PretrainedConfig.to_dict)
@@ -61,23 +92,41 @@ def _recording(own: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str
     @functools.wraps(own)
     def to_dict(self: Any) -> dict[str, Any]:
         output = own(self)
-        output.pop(_KEY, None)
+        output.pop(_DEFAULT, None)
         implementation = _implementation(self)
         if implementation == NAME:
-            if output.get("sigmoid_bias") is None:
-                output["sigmoid_bias"] = _default_bias
-            for key, part in vars(self).items():
-                if isinstance(part, PretrainedConfig) and (other := _implementation(part)) is not None:
-                    output[key].setdefault(_KEY, other)
-                    if getattr(part, "sigmoid_bias", None) is None:  # the value of the whole holds for the part
-                        output[key].pop("sigmoid_bias", None)
+            _record_biases(self, output)
         if implementation is not None and output.get("sigmoid_bias") is not None:
             # a plain string would also apply to the parts of a composite configuration, which have their own entries
-            output[_KEY] = {"": implementation} if self.sub_configs else implementation
+            output[_key(self)] = {"": implementation} if self.sub_configs else implementation
         return output
 
     to_dict.sigattn = True  # type: ignore[attr-defined]
     return to_dict
+
+
+def _record_biases(config: Any, output: dict[str, Any]) -> None:
+    """Write the bias into a configuration's dictionary, and into those of its parts that have another."""
+    chosen, default = output.get("sigmoid_bias") is not None, default_bias([config])
+    if not chosen:
+        output["sigmoid_bias"] = default
+    for key, part in vars(config).items():
+        if isinstance(part, PretrainedConfig) and (other := _implementation(part)) is not None:
+            output[key].setdefault(_key(part), other)
+            if getattr(part, "sigmoid_bias", None) is None and (chosen or getattr(part, _DEFAULT, default) == default):
+                _inherit(part, output[key])
+
+
+def _inherit(config: Any, output: dict[str, Any]) -> None:
+    """Remove the bias from the dictionary of a part, and of its parts, for which the value of the whole holds."""
+    output.pop("sigmoid_bias", None)
+    for key, part in vars(config).items():
+        if isinstance(part, PretrainedConfig) and getattr(part, "sigmoid_bias", None) is None:
+            _inherit(part, output[key])
+
+
+def _key(config: PretrainedConfig) -> str:
+    return _OTHER_KEY if _KEY in vars(config) else _KEY
 
 
 def _selecting(own: Callable[..., str]) -> Callable[..., str]:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers import learned_bias
 from sigattn.integrations.transformers.check import fixed_choices, unsupported_layers
-from sigattn.integrations.transformers.saving import NAME
+from sigattn.integrations.transformers.saving import NAME, keep_default_bias, restored
 from sigattn.nn import fitted_bias
 
 CONFIGS = "_sigattn_configs"  # attribute of a layer: the configurations around it, the innermost first
@@ -70,14 +70,9 @@ def _set_attn_implementation(own: Any) -> Any:
             return
         if attn_implementation == NAME:
             _require_interface(type(self))
-        before = [(config, config._attn_implementation) for config in configurations(self)]
-        try:
+        with restored(configurations(self)):
             own(self, attn_implementation, *args, **kwargs)
             _verify_and_attach(self)
-        except Exception:
-            for config, implementation in before:
-                config._attn_implementation_internal = implementation
-            raise
 
     return wrapped
 
@@ -160,8 +155,35 @@ def _attach(module: nn.Module, configs: tuple[PretrainedConfig, ...]) -> None:
     values may be out of date, so it is left out.
     """
     config = getattr(module, "config", None)
-    if isinstance(config, PretrainedConfig) and not any(type(config) is type(c) for c in configs):
-        configs = (config, *configs)
+    if isinstance(config, PretrainedConfig):
+        keep_default_bias(config)
+        if not any(type(config) is type(c) for c in configs):
+            configs = (config, *configs)
+    if isinstance(module, PreTrainedModel) and _refuse_weights not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
     setattr(module, CONFIGS, configs)
     for child in module.children():
         _attach(child, configs)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove what the choice of "sigmoid" has attached to a model, so that it can be pickled without this package."""
+    for module in model.modules():
+        vars(module).pop(CONFIGS, None)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _refuse_weights:
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+
+def _refuse_weights(model: PreTrainedModel, _args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if a model with sigmoid attention is asked for attention weights: it would return an empty tuple.
+
+    As a hook of the model this function also makes a process that unpickles it import this package.
+    """
+    asked = kwargs.get("output_attentions")
+    asked = getattr(model.config, "output_attentions", False) if asked is None else asked
+    if asked and model.config._attn_implementation == NAME:
+        raise ValueError(
+            f'{type(model).__name__} with attn_implementation="{NAME}": output_attentions: attention weights are never '
+            "formed; pass output_attentions=False"
+        )
