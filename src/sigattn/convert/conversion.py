@@ -95,7 +95,7 @@ def convert(
         names = adapter.layers()
 
         def run(given: Sequence[int], attend: Attend) -> float | None:
-            with adapter.observe(attend):
+            with adapter.observe(torch.no_grad()(attend)):  # threads of the model have gradients enabled
                 return _run(model, batches, given, loss)
 
         def run_held_out(attend: Attend) -> float | None:

@@ -74,6 +74,11 @@ class ModuleAdapter:
             )
         self.own = {n: m for n, m in self.model.named_modules() if isinstance(m, Attention) and _is_normalised(n, m)}
         self.called = [f for f in findings if f.replaceable and f.name not in self.own]
+        if uncalled := [f for f in findings if not f.called]:
+            raise ConversionError(
+                f"convert: the batches do not reach the attention of {listed(uncalled)}, which stays softmax: pass "
+                "batches that come to it"
+            )
         refuse_wrapped(self.called)
         names = {*self.own, *(f.name for f in self.called)}
         if not names:

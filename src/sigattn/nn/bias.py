@@ -107,7 +107,7 @@ class ConstantBias(AttentionBias):
         super().__init__()
         self.value: float = scalars.real(type(self).__name__, "value", value)
 
-    def forward(self, *_: Any, **__: Any) -> float:
+    def forward(self, num_queries: int, num_keys: int, **_: Any) -> float:
         """Return the number."""
         return self.value
 
@@ -239,7 +239,7 @@ class LearnableBias(AttentionBias):
         """Return the settings."""
         return f"initial={self.initial:.4g}, num_parameters={self.value.numel()}"
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
+    def forward(self, num_queries: int, num_keys: int, **_: Any) -> Tensor:
         """Return the parameter, (1,) or (heads, 1, 1)."""
         return self.value
 

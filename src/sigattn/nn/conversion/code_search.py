@@ -22,6 +22,7 @@ from sigattn.nn.conversion.softmax_calls import (
     SDPA_NAME,
     SOFTMAX_MODULES,
     SOFTMAX_NAMES,
+    THREAD_NAMES,
     Finding,
     is_sdpa,
     named_as_attention,
@@ -29,7 +30,8 @@ from sigattn.nn.conversion.softmax_calls import (
 
 _MATRIX_PRODUCT = "@"
 _SOFTMAX = SOFTMAX_NAMES | {"Softmax"}
-_CALLS = {SDPA_NAME, MHA_NAME, *_SOFTMAX, *OPAQUE_NAMES, *PRODUCT_NAMES}
+_ATTENTION = OPAQUE_NAMES | {SDPA_NAME, MHA_NAME}
+_CALLS = {SDPA_NAME, MHA_NAME, *_SOFTMAX, *OPAQUE_NAMES, *PRODUCT_NAMES, *THREAD_NAMES}
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "sigattn"})
 _NOT_RUN = frozenset({"__init__", "__repr__", "__setstate__", "__getstate__", "reset_parameters", "init_weights"})
 _CALLS_OF_ACTIVATION = {"softmax": frozenset({SDPA_NAME}), "performer": frozenset({"softmax", "bmm"})}
@@ -40,7 +42,8 @@ def search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[F
     """Find each softmax that the code of some of a model's layers can compute.
 
     A layer that can reach both ``F.scaled_dot_product_attention`` and a softmax, selected by a flag, counts as
-    replaceable. A softmax is taken for an attention's unless its layer, and the layer around it, multiply no matrices.
+    replaceable, unless it can start threads. A softmax is taken for an attention's unless its layer, and the layer
+    around it, multiply no matrices.
 
     Args:
         model: the whole model. modules: its layers that are searched, by name.
@@ -57,7 +60,9 @@ def _search(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], known: s
             continue  # a path that the layer around it does not take after the conversion (it would raise)
         call = next((c for c in (SDPA_NAME, MHA_NAME) if c in calls), None)
         if call is not None:
-            findings.append(Finding(name, module, call, replaceable=True, attention=True))
+            threads = starts_threads(module)
+            call = f"{call}, perhaps in another thread" if threads else call
+            findings.append(Finding(name, module, call, replaceable=not threads, attention=True))
             continue
         if held := _unregistered_attention(module, known):
             findings.append(Finding(name, module, held, replaceable=False, attention=True))
@@ -130,6 +135,34 @@ def reachable_calls(module: nn.Module) -> frozenset[str]:
         calls |= {MHA_NAME}  # by its base class
     submodules = {n for n, m in module.named_children() if m is not None}
     return calls - submodules  # self.softmax(x) is the submodule's call
+
+
+def starts_threads(module: nn.Module) -> bool:
+    """Return True if the forward of a layer can compute a softmax or attention and run functions in other threads."""
+    return bool(_calls_of_forward(module) & THREAD_NAMES) and forward_attends(module)
+
+
+def forward_attends(module: nn.Module) -> bool:
+    """Return True if the forward of a layer, with the methods that it uses, can compute a softmax or attention."""
+    return bool(_calls_of_forward(module) & (_ATTENTION | _SOFTMAX))
+
+
+def _calls_of_forward(module: nn.Module) -> frozenset[str]:
+    kind: Any = type(module)
+    names, calls = _names_of_class(kind), _calls_of_helper(kind, frozenset({"forward"}), _DEPTH)
+    return calls.union(*(_calls_of_value(v, names, _DEPTH) for v in vars(module).values()))
+
+
+def search_hooks(modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
+    """Find the softmax of the forward hooks of layers, which run outside of forward and cannot be replaced."""
+    findings = []
+    for name, module in modules:
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        calls = frozenset().union(*(_calls_of_value(hook, frozenset(), _DEPTH) for hook in hooks))
+        if found := sorted(calls & _ATTENTION) or sorted(calls & _SOFTMAX):
+            attention = bool(calls & (_ATTENTION | PRODUCT_NAMES)) or named_as_attention(module)
+            findings.append(Finding(name, module, f"{found[0]} in a hook", replaceable=False, attention=attention))
+    return findings
 
 
 def calling_methods(kind: Any) -> list[str]:
@@ -254,7 +287,8 @@ def _calls_of_value(value: Any, names: frozenset[str], depth: int) -> frozenset[
         return frozenset().union(*(_calls_of_value(m, names, depth - 1) for m in members)) if depth else frozenset()
     if is_sdpa(value):
         return frozenset({SDPA_NAME})
-    found = frozenset({getattr(value, "__name__", "")} & _CALLS) if callable(value) else frozenset()
+    found = frozenset(base.__name__ for base in type(value).__mro__) & THREAD_NAMES  # self.pool.map
+    found |= {getattr(value, "__name__", "")} & _CALLS if callable(value) else set()
     if depth == 0:
         return found
     if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, type):

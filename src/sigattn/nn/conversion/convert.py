@@ -24,7 +24,7 @@ from sigattn.nn.conversion import code_search, run_search
 from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
 from sigattn.nn.conversion.observer import CallObserver
 from sigattn.nn.conversion.sigmoid_layer import SigmoidLayer, sigmoid_class
-from sigattn.nn.conversion.softmax_calls import MHA_NAME, SDPA_NAME, Finding, listed
+from sigattn.nn.conversion.softmax_calls import CONTAINERS, MHA_NAME, SDPA_NAME, Finding, listed
 
 CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
 
@@ -47,7 +47,8 @@ class RemainingSoftmax(NamedTuple):
 
     Attributes:
         name: name within the model ("" for the model itself). kind: name of its class. call: the function that
-            computes the softmax. reason: "allowed" (by ``allow_softmax``) or "not attention".
+            computes the softmax. reason: "allowed" (by ``allow_softmax``), "not attention", or "not called": the code
+            of the layer can call the function, but the example, which runs the layer, does not come to it.
     """
 
     name: str
@@ -156,23 +157,24 @@ def _sigmoidify(
 ) -> list[Replaced | RemainingSoftmax]:
     findings = find_softmax(model, example)
     _check_patterns(allow_softmax, findings)
-    staying = [f for f in findings if not f.replaceable or _matches(f.name, allow_softmax)]
-    refused = [f for f in staying if f.attention and not _matches(f.name, allow_softmax)]
+    staying = [f for f in findings if not (f.replaceable and f.called) or _matches(f.name, allow_softmax)]
+    refused = [f for f in staying if f.attention and f.called and not _matches(f.name, allow_softmax)]
     if refused:
         raise ValueError(_refusal(refused, example is None))
     replaced = [f for f in findings if f not in staying]
     if not replaced:
         raise ValueError(_nothing_found(model, staying, example is None))
-    _check_nesting(replaced, [f for f in staying if f.replaceable])
+    _check_nesting(replaced, [f for f in staying if f.replaceable and f.called])
     kinds = [(f, type(f.module).__name__) for f in findings]
-    convert_layers(model, replaced, staying, bias)
+    convert_layers(model, replaced, [f for f in staying if f.called], bias)
     return [_entry(f, kind, f in replaced, allow_softmax) for f, kind in kinds]
 
 
 def _entry(finding: Finding, kind: str, replaced: bool, allow_softmax: Sequence[str]) -> Replaced | RemainingSoftmax:
     if replaced:
         return Replaced(finding.name, kind, finding.call)
-    reason = "allowed" if _matches(finding.name, allow_softmax) else "not attention"
+    reason = "not attention" if finding.called else "not called"
+    reason = "allowed" if _matches(finding.name, allow_softmax) else reason
     return RemainingSoftmax(finding.name, kind, finding.call, reason)
 
 
@@ -185,6 +187,7 @@ def find_softmax(model: nn.Module, example: run_search.Example | None = None) ->
         ValueError: if a traced or exported graph calls an attention function, which cannot be replaced in its code.
     """
     modules = [(n, m) for n, m in model.named_modules() if not isinstance(m, CONVERTED)]
+    order = {m: i for i, (_, m) in enumerate(modules)}
     graphs = code_search.search(model, [(n, m) for n, m in modules if isinstance(m, (GraphModule, ScriptModule))])
     if graphs := [f for f in graphs if f.replaceable]:
         raise ValueError(
@@ -192,19 +195,29 @@ def find_softmax(model: nn.Module, example: run_search.Example | None = None) ->
             "before torch.fx, torch.export or torch.jit traces it"
         )
     if example is None:
-        return code_search.search(model, modules)
+        found = [*code_search.search(model, modules), *code_search.search_hooks(modules)]
+        return sorted(found, key=lambda f: order[f.module])
     result = run_search.search(model, example, CONVERTED)
-    rest = code_search.search(model, [(n, m) for n, m in modules if m not in result.ran])
-    order = {m: i for i, (_, m) in enumerate(modules)}
-    return sorted([*result.findings, *rest], key=lambda f: order[f.module])
+    by_code = [(n, m) for n, m in modules if m not in result.ran or code_search.starts_threads(m)]
+    rest = [*code_search.search(model, by_code), *code_search.search_hooks(by_code)]
+    unexplained = result.ran - {f.module for f in (*result.findings, *rest)}
+    silent = [(n, m) for n, m in modules if m in unexplained and code_search.forward_attends(m)]
+    uncalled = [f._replace(called=False) for f in code_search.search(model, silent) if f.attention]
+    return sorted([*result.findings, *rest, *uncalled], key=lambda f: order[f.module])
 
 
 def refuse_wrapped(findings: Iterable[Finding]) -> None:
-    """Raise for layers whose instance has a ``forward``, which replacing their class would not change.
+    """Raise for layers whose class cannot be replaced, because their instance has a ``forward`` or runs its children.
 
     Raises:
         ValueError: naming the layers.
     """
+    findings = list(findings)
+    if containers := [f for f in findings if isinstance(f.module, CONTAINERS)]:
+        raise ValueError(
+            f"the attention of these layers cannot be replaced: {listed(containers)}. A container would run its bias "
+            "as one of its layers: move the attention into a layer that is none"
+        )
     wrapped = [f for f in findings if "forward" in vars(f.module)]
     if wrapped:
         raise ValueError(
@@ -227,12 +240,13 @@ def convert_layers(
             ``refuse_wrapped``.
     """
     refuse_wrapped(findings)
-    for name, _, call, _, _ in findings:
+    for finding in findings:
         if bias is None:
             continue
-        if bias.needs_causal or bias.needs_alibi or (bias.needs_lengths and call != MHA_NAME):
+        if bias.needs_causal or bias.needs_alibi or (bias.needs_lengths and finding.call != MHA_NAME):
             raise ValueError(
-                f"sigmoidify: {type(bias).__name__} needs lengths, causality or ALiBi, which {name!r} does not give; "
+                f"sigmoidify: {type(bias).__name__} needs lengths, causality or ALiBi, which {finding.name!r} does not "
+                "give; "
                 "use another bias (None is -log of the number of visible keys of each sample)"
             )
     biases = {f.name: copy.deepcopy(bias) for f in findings}  # learned for each layer

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,7 +55,8 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
     """Run a model once, in evaluation mode and without gradient, and record each softmax it computes.
 
     A softmax is taken for an attention's if its weights are multiplied with a matrix that is no parameter, or if the
-    class of its layer has "att" in its name.
+    class of its layer has "att" in its name. Layers that the model calls in threads of its own are observed too, but
+    not functions that it calls there outside of a layer (``code_search`` refuses layers whose code starts threads).
 
     Args:
         model: the model. example: arguments of its forward, or a function that runs it. skipped: layers whose calls do
@@ -67,9 +68,8 @@ def search(model: nn.Module, example: Example, skipped: tuple[type[nn.Module], .
         evaluation_mode(model),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
-        trace.hooks(),
-        _Calls(trace),
-        _Operators(trace),
+        trace.hooks(model),
+        trace.observed(),
     ):
         if callable(example):
             example()
@@ -123,31 +123,65 @@ class _Product(NamedTuple):
     plain: bool
 
 
+class _Thread(threading.local):
+    """State of one thread: the layers whose forward is running, and the modes, which PyTorch has for each thread."""
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        self.modes: contextlib.ExitStack | None = None
+        self.inside_replaceable: bool = False
+
+
 class _Trace:
     """State shared by both modes: the running layers, and the tensors that hold weights of each softmax."""
 
     def __init__(self, names: dict[nn.Module, str], parameters: set[int], skipped: tuple[type[nn.Module], ...]) -> None:
         self.names, self.parameters, self.skipped = names, parameters, skipped
-        self.running: list[nn.Module] = []
+        self.thread = _Thread()
         self.ran: set[nn.Module] = set()
         self.sites: list[_Site] = []
         self.weights: Any = WeakTensorKeyDictionary()  # tensor → its marks: sites and parts of a softmax
         self.exponentials: Any = WeakTensorKeyDictionary()  # exponent → mark of its exponential
         self.constants: Any = WeakTensorKeyDictionary()  # copies of parameters, e.g. under autocast
-        self.inside_replaceable = False
 
     @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Track every module call, scripted ones too; a module made within a forward counts as the running layer."""
+    def observed(self) -> Iterator[None]:
+        """Within the context, the modes are active in this thread."""
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(_Calls(self))
+            modes.enter_context(_Operators(self))
+            self.thread.modes = modes
+            try:
+                yield
+            finally:
+                self.thread.modes = None
 
-        def enter(module: nn.Module, _: Any) -> None:
-            self.running.append(module if module in self.names or not self.running else self.running[-1])
+    @contextlib.contextmanager
+    def hooks(self, model: nn.Module) -> Iterator[None]:
+        """Track the forward of every layer, in every thread; a module made within a forward counts as that layer.
+
+        The hooks are the innermost, so that the layer's other hooks run outside of its forward, as they do after the
+        conversion: their softmax is that of the layer around it.
+        """
+        started = threading.local()  # modes of the threads that the model starts
+
+        def enter(module: nn.Module, *_: Any) -> None:
+            if self.thread.modes is None:
+                started.modes = self.observed()
+                started.modes.__enter__()
+            running = self.thread.running
+            running.append(module if module in self.names or not running else running[-1])
             self.ran.add(module)
 
         def leave(*_: Any) -> None:
-            self.running.pop()
+            self.thread.running.pop()
+            if not self.thread.running and hasattr(started, "modes"):
+                started.modes.__exit__(None, None, None)
+                del started.modes
 
-        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        layers = list(model.modules())
+        handles = [nn.Module.register_forward_pre_hook(m, enter) for m in layers]  # scripted layers refuse m.register…
+        handles += [nn.Module.register_forward_hook(m, leave, prepend=True, always_call=True) for m in layers]
         try:
             yield
         finally:
@@ -155,28 +189,29 @@ class _Trace:
                 handle.remove()
 
     def add(self, call: str, *, replaceable: bool = False, attention: bool = False) -> _Site | None:
-        """Record a softmax of the running layer."""
-        if not self.running or any(isinstance(m, self.skipped) for m in self.running):
+        """Record a softmax of the running layer, or of a hook outside of every layer that can be replaced."""
+        running = [m for m in self.thread.running if not _only_runs_layers(m)]
+        module = self._innermost(running[-1]) if running else _hooked()
+        if module not in self.names or any(isinstance(m, self.skipped) for m in (*running, module)):
             return None
-        module = self._innermost()
-        if isinstance(module, self.skipped):
-            return None
+        if not running:
+            replaceable, call = False, f"{call} in a hook"
         self.ran.add(module)
         site = _Site(module, call, replaceable, attention or named_as_attention(module))
         self.sites.append(site)
         return site
 
-    def _innermost(self) -> nn.Module:
+    def _innermost(self, running: nn.Module) -> nn.Module:
         """Return the running layer, or the one inside it whose method was called directly, which calls no hooks."""
-        inside = set(self.running[-1].modules())
+        inside = set(running.modules())
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
             layer = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if isinstance(layer, nn.Module) and layer in inside and _attends(type(layer), code.co_name):
+            if isinstance(layer, nn.Module) and layer in inside and _attends(type(layer), frame):
                 return layer
             frame = frame.f_back
-        return self.running[-1]
+        return running
 
     def findings(self) -> list[Finding]:
         """Return one finding for each layer and value of ``replaceable``, in the order of the model's layers."""
@@ -193,9 +228,32 @@ class _Trace:
         return tensor in self.constants or _storage(tensor) in self.parameters
 
 
-def _attends(kind: type[nn.Module], method: str) -> bool:
-    """Return True for the forward of a class of layers, and for other methods that call an attention function."""
-    return method == "forward" or method in calling_methods(kind)
+def _attends(kind: type[nn.Module], frame: types.FrameType) -> bool:
+    """Return True for the forward of a class of layers, and for other methods that call an attention function.
+
+    A method that PyTorch calls is a hook: it was bound before the conversion, which therefore does not change it.
+    """
+    method = frame.f_code.co_name
+    if method == "forward":
+        return frame.f_code is not nn.Sequential.forward.__code__
+    return method in calling_methods(kind) and not _calls_hooks(frame.f_back)
+
+
+def _only_runs_layers(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _calls_hooks(frame: types.FrameType | None) -> bool:
+    """Return True for a frame of ``nn.Module.__call__``, which calls hooks and forward."""
+    return frame is not None and frame.f_code.co_filename == torch.nn.modules.module.__file__
+
+
+def _hooked() -> Any:
+    """Return the layer whose hook is running outside of every forward, or None."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not _calls_hooks(frame):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("self")
 
 
 class _Calls(TorchFunctionMode):
@@ -208,14 +266,14 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         trace = self.trace
         call = SDPA_NAME if is_sdpa(func) else MHA_NAME if func is MHA else None
-        if call is None or trace.inside_replaceable:
+        if call is None or trace.thread.inside_replaceable:
             return func(*args, **(kwargs or {}))
         trace.add(call, replaceable=True, attention=True)
-        trace.inside_replaceable = True
+        trace.thread.inside_replaceable = True
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            trace.inside_replaceable = False
+            trace.thread.inside_replaceable = False
 
 
 class _Operators(TorchDispatchMode):
@@ -230,7 +288,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         trace = self.trace
-        if trace.inside_replaceable:
+        if trace.thread.inside_replaceable:
             return result
         name: str = func.name() if callable(getattr(func, "name", None)) else str(func)
         name = name.partition(".")[0]

@@ -42,6 +42,25 @@ OPAQUE_NAMES = frozenset(
 )
 PRODUCT_NAMES = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"})
 
+# ways of running functions in other threads, where the mode of a layer that becomes sigmoid attention is not active
+THREAD_NAMES = frozenset(
+    {
+        "Executor",
+        "Pool",
+        "Thread",
+        "ThreadPool",
+        "ThreadPoolExecutor",
+        "apply_async",
+        "map_async",
+        "parallel_apply",
+        "run_in_executor",
+        "start_new_thread",
+        "starmap_async",
+        "submit",
+        "to_thread",
+    }
+)
+
 _SOFTMAX_OPERATOR = re.compile(r"(?<!log_)softmax")
 _ATTENTION_OPERATOR = re.compile(r"attention|attn|fmha|transformer_encoder_layer")
 
@@ -52,7 +71,8 @@ class Finding(NamedTuple):
     Attributes:
         name: name of the layer within the model. module: the layer. call: name of the function or operator that
             computes the softmax. replaceable: True if sigmoid attention can replace the call. attention: True if the
-            softmax is, or may be, that of an attention.
+            softmax is, or may be, that of an attention. called: False if the run of the example did not come to it,
+            although it ran the layer.
     """
 
     name: str
@@ -60,6 +80,7 @@ class Finding(NamedTuple):
     call: str
     replaceable: bool
     attention: bool
+    called: bool = True
 
 
 def listed(findings: Iterable[Finding]) -> str:
