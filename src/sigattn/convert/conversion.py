@@ -81,6 +81,7 @@ def convert(
     """
     start = time.perf_counter()
     _check_types(model, batches, loss)
+    _refuse_adapters(model)
     refine_steps = validation.count("convert", "refine_steps", refine_steps)
     if bias not in FITTED.values():
         raise ValueError(f"convert: bias must be {' or '.join(FITTED)}, a class of sigattn.nn, got {bias!r}")
@@ -149,6 +150,18 @@ def _check_types(model: object, batches: object, loss: object) -> None:
         )
     if loss is not None and not callable(loss):
         raise TypeError(f"convert: loss must be a function of model and batch, or None, got {loss!r}")
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Raise for adapters of peft: they are saved without their model, and would be loaded on one with softmax."""
+    for name, module in model.named_modules():
+        if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
+            where = f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
+            raise ConversionError(
+                f"convert: {type(model).__name__} has an adapter of peft ({where}), which is saved without the "
+                "converted attention: convert the base model, save it, and add the adapter to it; or convert "
+                "model.merge_and_unload()"
+            )
 
 
 def _answer_by(biases: Mapping[str, AttentionBias]) -> Attend:
