@@ -8,6 +8,8 @@ peft = pytest.importorskip("peft")
 
 from sigattn.convert import ConversionError, convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
+from sigattn.integrations.transformers.model import export  # noqa: E402
+from sigattn.models import LanguageModel, LanguageModelConfig  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -32,6 +34,22 @@ def test_a_model_with_an_adapter_is_refused_until_it_is_merged():
     with pytest.raises(ConversionError, match="it is a PeftModelForCausalLM"):
         convert(prompt, batches, refine_steps=0)
     assert len(convert(adapted.merge_and_unload(), batches, refine_steps=0).layers) == 2
+
+
+def test_trainable_tokens_of_an_exported_tied_model_are_merged(tmp_path):
+    """The output, whose weights are the embedding's, has the trained tokens before and after."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "max_seq_len": 32, "num_layers": 1, "embed_dim": 32, "num_heads": 4}
+    export(LanguageModel(LanguageModelConfig(**sizes)), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = peft.TrainableTokensConfig(task_type="CAUSAL_LM", target_modules=["embedding"], token_indices=[5, 6])
+    adapted, ids = peft.get_peft_model(model, tokens), torch.tensor([[5, 6, 7, 5, 6]])
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    (delta,) = (p for p in adapted.parameters() if p.requires_grad)
+    with torch.no_grad():
+        delta += delta.grad.sign()
+    before = adapted.eval()(input_ids=ids).logits
+    torch.testing.assert_close(adapted.merge_and_unload()(input_ids=ids).logits, before)
 
 
 def test_an_adapter_of_a_converted_model_is_trained_and_loaded(tmp_path):

@@ -91,10 +91,34 @@ def test_a_vocabulary_that_grows(tied, tmp_path):
     wrapped.resize_token_embeddings(33)
     assert wrapped(ids).logits.shape == (2, 7, 33)
     torch.testing.assert_close(wrapped(ids).logits[..., :30], expected)
-    assert model.config.vocab_size == 33
+    assert wrapped.config.vocab_size == wrapped.model.config.vocab_size == 33
+    assert torch.equal(model(ids), expected)
+    assert len(model.embedding.weight) == model.config.vocab_size == 30
     wrapped.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(ids).logits, wrapped(ids).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_weights_are_those_of_the_configuration(tied, tmp_path):
+    """Also in a folder of an earlier version, whose configuration denied that they are tied; and they can be untied."""
+    model, ids = model_of({"tie_embeddings": tied}), torch.randint(1, 30, (2, 7))
+    keys = list(model.state_dict())
+    model_integration.export(model, tmp_path)
+    assert list(model.state_dict()) == keys
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config["tie_word_embeddings"] is tied
+    path.write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) is tied
+    torch.testing.assert_close(loaded(ids).logits, model(ids))
+    untied = AutoModelForCausalLM.from_pretrained(tmp_path, tie_word_embeddings=False)
+    assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
+    assert 0 < untied.get_output_embeddings().weight.std() < 1  # initialised, where the checkpoint has none
+    untied.save_pretrained(tmp_path / "untied")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "untied")
+    torch.testing.assert_close(again(ids).logits, untied(ids).logits)
 
 
 def test_spread_over_devices(tmp_path):
@@ -141,6 +165,15 @@ def test_refused():
     for options in ({"output_hidden_states": True}, {"inputs_embeds": torch.zeros(1, 5, 32)}, {"unknown": 1}):
         with pytest.raises(ValueError, match=f"does not support {next(iter(options))}"):
             wrapped(ids, **options)
+    with pytest.raises(ValueError, match="does not support inputs_embeds"):
+        wrapped(inputs_embeds=torch.zeros(1, 5, 32))
+    with pytest.raises(ValueError, match="needs input_ids"):
+        wrapped(attention_mask=padded)
+    wrapped.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="does not support output_hidden_states"):
+        wrapped(ids)
+    wrapped(ids, output_hidden_states=False)
+    wrapped.config.output_hidden_states = False
     loss, logits = wrapped(ids, labels=ids, return_dict=False, output_attentions=False, inputs_embeds=None)
     assert torch.equal(logits, wrapped(ids).logits)
     assert torch.equal(loss, wrapped(ids, labels=ids).loss)

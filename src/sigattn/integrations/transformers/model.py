@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,12 @@ class SigattnConfig(PretrainedConfig):
         self.num_key_value_heads: int = own.num_kv_heads or own.num_heads
         self.head_dim: int = own.head_dim
         self.max_position_embeddings: int = own.max_seq_len
-        kwargs.setdefault("tie_word_embeddings", False)  # LanguageModel ties its weights itself
-        super().__init__(**kwargs)
+        super().__init__(**{**kwargs, "tie_word_embeddings": own.tie_embeddings})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "tie_word_embeddings":  # also set by from_pretrained's argument, and by peft when it unties
+            self.model["tie_embeddings"] = bool(value)
 
     @property
     def language_model(self) -> LanguageModelConfig:
@@ -55,25 +60,40 @@ class SigattnConfig(PretrainedConfig):
 
 
 class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
-    """``LanguageModel`` with transformers' interface."""
+    """``LanguageModel`` with transformers' interface.
+
+    The output is a module also where its weights are tied, as in transformers' models, so that peft can adapt both.
+    """
 
     config_class = SigattnConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _can_compile_fullgraph = False
+    _tied_weights_keys = {"model.output.weight": "model.embedding.weight"}  # noqa: RUF012 (transformers' attribute)
     _no_split_modules = ["Block"]  # noqa: RUF012 (transformers' attribute, for device_map="auto")
 
     def __init__(self, config: SigattnConfig) -> None:
         super().__init__(config)
         self.model: LanguageModel = LanguageModel(config.language_model)
+        if self.model.output is None:
+            self.model.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Compute buffers that are not saved (frequencies, slopes); constructors have initialised the parameters."""
+        """Compute buffers that are not saved (frequencies, slopes), and parameters that a checkpoint lacks.
+
+        Without a checkpoint, constructors have initialised the parameters.
+        """
         reset = getattr(module, "reset_parameters", None)
-        if reset is not None and module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
-            reset()
+        if reset is None:
+            return
+        if list(module.parameters(recurse=False)):
+            missing = any(getattr(p, "_is_hf_initialized", False) for p in self.parameters())
+        else:
+            missing = bool(module._non_persistent_buffers_set)
+        if missing:
+            reset()  # with torch.nn.init, whose functions transformers lets skip loaded parameters
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
@@ -84,7 +104,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the output layer, or None if its weights are tied to the embedding."""
+        """Return the output layer."""
         return self.model.output
 
     def set_output_embeddings(self, value: Any) -> None:
@@ -92,7 +112,11 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.output = value
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Change the size of the vocabulary, as transformers describes, also in the model's own configuration."""
+        """Change the size of the vocabulary, as transformers describes, also in the model's own configuration.
+
+        A model that ``wrap`` was given keeps its own: transformers would change the shared layers in place.
+        """
+        self.model.embedding, self.model.output = copy.deepcopy((self.model.embedding, self.model.output))
         embedding: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
         self.config.model["vocab_size"] = embedding.num_embeddings
         self.model.config = self.config.language_model
@@ -121,7 +145,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -137,8 +161,11 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: for a mask that hides tokens between others; left padding in training with gradient; positions
                 other than those of the documents, or of the cache and the padding; or options that are not supported.
         """
-        if unsupported := [n for n, v in kwargs.items() if v is not None and v is not False and n not in _PASSED]:
+        asked = {name: getattr(self.config, name) for name in ("output_hidden_states", "output_attentions")} | kwargs
+        if unsupported := [n for n, v in asked.items() if v is not None and v is not False and n not in _PASSED]:
             raise ValueError(f"SigattnForCausalLM does not support {', '.join(unsupported)}: leave them out")
+        if input_ids is None:
+            raise ValueError("SigattnForCausalLM needs input_ids: the tokens, (B, N)")
         use_cache = use_cache if use_cache is not None else past_key_values is not None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
@@ -234,9 +261,11 @@ AutoModelForCausalLM.register(SigattnConfig, SigattnForCausalLM, exist_ok=True)
 
 
 def wrap(model: LanguageModel) -> SigattnForCausalLM:
-    """Return a language model with transformers' interface, which shares its weights."""
+    """Return a language model with transformers' interface, which shares its layers and weights."""
     wrapped = SigattnForCausalLM(SigattnConfig(dataclasses.asdict(model.config)))
-    wrapped.model = model
+    for name, layer in model.named_children():
+        setattr(wrapped.model, name, layer)
+    wrapped.tie_weights()
     return wrapped
 
 
