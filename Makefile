@@ -5,6 +5,8 @@
 # make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch; the unmutated code alone takes minutes
 # make train-all SPEECH=FSDD   sigmoid compared with softmax on every task, five seeds: about an hour
 # make test-kernels   the long sweep over the GPU kernels, interpreted: an hour
+# make experiments   lists the paper's experiments; make experiment NAME=k-summation runs one
+# make benchmark NAME=cpu   runs a benchmark
 # make docs   builds the documentation site into site/
 # make figures   draws the figures and tables of the documentation from benchmarks/results
 # Each makes .venv first (test-minimum .venv-minimum), where it is missing.
@@ -16,7 +18,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # and must be kept then, also where the environment forbids it: the tests start a hundred processes
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-minimum torchvision-apart demo test test-minimum test-kernels sweep mutation train-all lint format docs figures clean
+.PHONY: setup setup-minimum torchvision-apart demo test test-minimum test-kernels sweep mutation train-all experiments experiment benchmark lint format docs figures clean
 
 setup: .venv/installed
 
@@ -57,11 +59,11 @@ test-minimum: setup-minimum
 	    -k "not (real_tiles or hopper or different_calls or tma_is_used or masked_weights or bad_input or borders \
 	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or block_mask)) \
 	    or (match_the_formula and (batched or few)))" \
-	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/bench/test_static.py::test_every_option_compiles
+	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/benchmarks/test_static.py::test_every_option_compiles
 
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto --dist worksteal -k "triton or static or kernels" \
-	    tests/ops tests/test_flash.py tests/bench
+	    tests/ops tests/test_flash.py tests/benchmarks
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto --dist worksteal tests/ops/compiled
 
 sweep: setup
@@ -75,7 +77,16 @@ mutation: setup
 	$(BIN)/python tests/mutation/run.py $(or $(N),40)
 
 train-all: setup
-	$(BIN)/sigattn compare $(if $(SPEECH),--speech $(SPEECH))
+	$(BIN)/python -m experiments compare $(if $(SPEECH),--speech $(SPEECH))
+
+experiments: setup
+	$(BIN)/python -m experiments --list
+
+experiment: setup
+	$(BIN)/python -m experiments $(NAME)
+
+benchmark: setup
+	$(BIN)/python -m benchmarks $(NAME)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -92,7 +103,7 @@ docs: setup
 	$(BIN)/python -m sphinx -W -b html docs site
 
 figures: setup
-	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python -m benchmarks.figures
 
 clean:
 	rm -rf .venv .venv-minimum runs site docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

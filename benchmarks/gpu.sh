@@ -20,8 +20,8 @@
 #                                                      lengths
 #
 # --wheels: folder with wheels of further baselines (triton-sigmoid, flash-attn, …). --steps: these steps only, in their
-# order in gpu.py. With TRITON_INTERPRET=1 and no GPU, everything runs at tiny sizes as a rehearsal.
+# order in gpu_steps.py. With TRITON_INTERPRET=1 and no GPU, everything runs at tiny sizes as a rehearsal.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-export PYTHONPATH="$(dirname "$here")/src:$(dirname "$here"):$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-exec "${PYTHON:-python3}" "$here/gpu.py" "$@"
+export PYTHONPATH="$(dirname "$here")/src:$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+exec "${PYTHON:-python3}" -m benchmarks.gpu_runner "$@"

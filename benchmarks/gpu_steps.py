@@ -33,7 +33,7 @@ class Step:
     Attributes:
         name: name of the step, its log and its results.
         seconds: time limit in one call.
-        benchmark: module, configuration class and function in ``sigattn.bench``.
+        benchmark: module, configuration class and function in ``benchmarks``.
         settings: settings of the configuration.
         tiny: settings that are replaced in a rehearsal.
         columns: columns of the rows in the summary; "*" for all.
@@ -58,11 +58,38 @@ class Step:
         return (0, *((1, 5) if self.pytest else ()), *((_SANITIZER_FOUND,) if self.under == _SANITIZER else ()))
 
 
-_TIMES = ("n", "head_dim", "causal", "pass", "implementation", "batch_size", "ms", "graph_ms", "tflops")
+_TIMES: tuple[str, ...] = (
+    "n",
+    "head_dim",
+    "causal",
+    "pass",
+    "implementation",
+    "batch_size",
+    "ms",
+    "graph_ms",
+    "tflops",
+)
 _TIMES += ("fastest_softmax_time_over_this", "error", "gradient_error")
-_TUNE = ("kernel", "n", "head_dim", "causal", "config", "ms", "current_time_over_this", "faster", "error")
+_TUNE: tuple[str, ...] = (
+    "kernel",
+    "n",
+    "head_dim",
+    "causal",
+    "config",
+    "ms",
+    "current_time_over_this",
+    "faster",
+    "error",
+)
 _TUNE += ("rejected",)
-_DECODE = ("context_length", "batch_size", "layout", "implementation", "median_ms", "gigabytes_per_second")
+_DECODE: tuple[str, ...] = (
+    "context_length",
+    "batch_size",
+    "layout",
+    "implementation",
+    "median_ms",
+    "gigabytes_per_second",
+)
 _DECODE += ("copy_time_over_this",)
 _KERNELS = ("kernels", "KernelBenchmark", "benchmark_kernels")
 _TUNING = ("tune", "TuneBenchmark", "tune_kernels")
@@ -86,7 +113,7 @@ _NCU = (
 )  # fmt: skip
 
 # fmt: off
-STEPS = (
+STEPS: tuple[Step, ...] = (
     Step("machine", 20),
     Step("sweep", 110, pytest=("tests/ops/test_kernel_sweep.py",)),
     Step("kernels", 110, _KERNELS, {**_MAIN, "baselines": _EAGER}, _TINY_KERNELS, _TIMES),
@@ -134,7 +161,7 @@ def measure(step: Step, folder: Path) -> None:
         measure_machine(folder)
         return
     module_name, class_name, function = step.benchmark or ("", "", "")
-    module = importlib.import_module(f"sigattn.bench.{module_name}")
+    module = importlib.import_module(f"benchmarks.{module_name}")
     settings = {**step.settings, **(step.tiny if TINY else {})}
     results = folder / (f"{step.name}.json" if module_name in ("overhead", "decode") else step.name)
     config = getattr(module, class_name)(results=results, resume=True, **settings)
@@ -146,8 +173,8 @@ def measure_machine(folder: Path) -> None:
     import torch
     import triton
 
-    from sigattn.bench import gpu, provenance
-    from sigattn.bench.timing import time_calls
+    from benchmarks import gpu, provenance
+    from benchmarks.timing import time_calls
 
     found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda, "gpu": "none"}
     size = 64 if TINY else 8192
@@ -171,9 +198,17 @@ def command(step: Step, folder: Path) -> list[str]:
     """Return the command line of a step."""
     under = [*step.under, "--log-file", str(folder / f"{step.name}.csv")] if step.under == _NCU else [*step.under]
     if not step.pytest:
-        program = str(Path(__file__).with_name("gpu.py"))
-        return [*under, sys.executable, program, str(folder), "--only-measure", step.name]
-    options = ["-v", "-p", "no:cacheprovider", "-p", "outcomes", "-o", "filterwarnings=default", "--tb=short"]
+        return [*under, sys.executable, "-m", "benchmarks.gpu_runner", str(folder), "--only-measure", step.name]
+    options = [
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "benchmarks.outcomes",
+        "-o",
+        "filterwarnings=default",
+        "--tb=short",
+    ]
     if not (TINY or step.under) and importlib.util.find_spec("xdist"):
         options += ["-p", "xdist.plugin", "-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"]
     if importlib.util.find_spec("pytest_timeout"):  # a kernel that never ends fails only its test

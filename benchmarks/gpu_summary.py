@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import outcomes
-from gpu_steps import Step
+from benchmarks import outcomes
+from benchmarks.gpu_steps import Step
 
 
 def summary(folder: Path, steps: Sequence[Step]) -> str:

@@ -2,7 +2,7 @@
 
 To know whether to pass it on a processor where it is not the default.
 
-python benchmarks/llvm_backend.py [LENGTH …]        (needs llvmlite; results: runs/bench/llvm.json)
+python -m benchmarks.llvm_backend [LENGTH …]        (needs llvmlite; results: runs/benchmarks/llvm.json)
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import sigattn
-from sigattn.bench import baselines, provenance
-from sigattn.bench.baselines import (
+from benchmarks import baselines, provenance
+from benchmarks.baselines import (
     BACKWARD,
     COMPILED_NAIVE,
     CPU_IMPLEMENTATIONS,
@@ -28,8 +28,8 @@ from sigattn.bench.baselines import (
     TRAINING,
     Implementation,
 )
-from sigattn.bench.inputs import Options, random_inputs
-from sigattn.bench.timing import time_calls
+from benchmarks.inputs import Options, random_inputs
+from benchmarks.timing import time_calls
 from sigattn.ops.llvm import launch
 
 LENGTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096)
@@ -85,7 +85,7 @@ def main() -> None:
     rows = [row for case in cases for row in measure(*case)]
     config = {"lengths": lengths, "rounds": ROUNDS, "threads": 2}
     result = {**provenance.describe("llvm", config), "compile_seconds": seconds, "rows": rows}
-    provenance.write(Path("runs/bench/llvm.json"), result)
+    provenance.write(Path("runs/benchmarks/llvm.json"), result)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ SIGATTN_OUTCOMES: file of the lines. SIGATTN_OUTCOMES_BEFORE: such a file of ear
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,15 @@ _faulted = False
 _is_worker = False
 
 
-def pytest_configure(config):
+def pytest_configure(config: pytest.Config) -> None:
     """Record if this process is a worker of xdist."""
     global _is_worker
     _is_worker = hasattr(config, "workerinput")
 
 
-def read(path):
+def read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the outcomes in a file by test, without an incomplete last line."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
@@ -33,7 +34,7 @@ def read(path):
     return found
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that an earlier run finished."""
     before = read(Path(os.environ["SIGATTN_OUTCOMES_BEFORE"]))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in before])
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_logreport(report):
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write the outcome, with the error of a failure, unless this is a worker of xdist."""
     global _faulted
     text = "" if report.passed else str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
@@ -55,14 +56,14 @@ def pytest_runtest_logreport(report):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_logfinish():
+def pytest_runtest_logfinish() -> None:
     """End a process whose CUDA context is lost: every later test in it would fail as well."""
     if _faulted and _is_worker:
         os._exit(1)  # xdist starts a new one
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
-    """Without xdist, end the run after a fault; gpu.py starts it again."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Without xdist, end the run after a fault; gpu_runner.py starts it again."""
     if _faulted and nextitem is not None:
         item.session.shouldstop = "a kernel faulted: the process is restarted"

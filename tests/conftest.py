@@ -39,7 +39,7 @@ assert "sigattn" not in sys.modules, "sigattn must be imported through the hook"
 if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):  # a GPU machine may lack them
     from jaxtyping import install_import_hook
 
-    _hook = install_import_hook(sorted(_modules - LEFT_OUT), "beartype.beartype")
+    _hook = install_import_hook(["experiments", "benchmarks", *sorted(_modules - LEFT_OUT)], "beartype.beartype")
 
 import torch  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The command line: demo, info, bench, and errors of one line."""
+"""The command line: demo, info, and errors of one line."""
 
 import json
 import re
@@ -18,10 +18,10 @@ SMALL = [
 ]  # fmt: skip
 
 
-def failure(arguments, capsys):
+def failure(arguments, capsys, main=cli.main):
     """Exit code and what was said; it must be one line."""
     with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
+        main(arguments)
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     assert said.err.count("\n") == 1, said.err
@@ -135,26 +135,15 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"sigattn {sigattn.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [("bench", "sigattn bench NAME --help"), ("bench cpu", " options "), ("demo", " training options ")],
-)
-def test_help(command, expected, capsys):
+def test_help(capsys):
     with pytest.raises(SystemExit):
-        cli.main([*command.split(), "--help"])
+        cli.main(["demo", "--help"])
     said = capsys.readouterr().out
-    assert expected in said
+    assert " training options " in said
     assert not re.search("(options|config)[. ](training )?options", said)  # the name of a parameter
 
 
-def test_bench_cpu(tmp_path, capsys):
-    cli.main(["bench", "cpu", "--lengths", "16", "--num-heads", "1", "--rounds", "1", "--no-compiled", "--no-memory",
-              "--results", str(tmp_path / "r.json")])  # fmt: skip
-    assert "n = 16" in capsys.readouterr().out
-    assert (tmp_path / "r.json").exists()
-
-
-@pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--max-steps", "many"], ["bench"]])
+@pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--max-steps", "many"]])
 def test_invalid_command_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

@@ -5,14 +5,12 @@ import json
 import signal
 import types
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 from PIL import Image
 
 from sigattn import cli
-from sigattn.experiments import compare
 from sigattn.models.saving import load
 from sigattn.models.vision import ViT, ViTConfig
 from sigattn.recipes.registry import RECIPES, find_recipe
@@ -206,8 +204,6 @@ class TestTrain:
             (["tokenizer", "--data", "hf:", "--save", "new.json"], 1, "names no data set: write hf:NAME"),
             (["tokenizer", "--data", "TEXT", "--save", "FOLDER"], 2, "name a file to write, got the folder"),
             (["theory", "--report", "FOLDER"], 2, "name a file to write, got the folder"),
-            (["bench", "cpu", "--results", "FOLDER"], 2, "name a file to write, got the folder"),
-            (["bench", "steps", "--results", "TEXT/steps.json"], 1, "text.txt: is a file, so that"),
             (["train", "vit-supervised", "--tiny", "--folder", "TEXT"], 1, "name a folder to write into, got the file"),
         ],
     )
@@ -237,29 +233,6 @@ class TestTrain:
             (["train", "lm-1b-2k"], 2, "(--tokenizer, --data, --model.vocab-size)"),
             (["train", "vit-mae", "--tiny", "--tokenizer", "x"], 2, "takes no tokenizer"),
             (["train", "k-summation", "--tiny", "--workers", "7"], 2, "workers=7 is for folders of images"),
-            (["reproduce", "tones", "--scale", "paper", "--longer", "3"], 2, "longer=3 is for the scales"),
-            (["reproduce", "--all", "--more-seeds", "mlp", "5"], 2, "name it in place of --all"),
-            (
-                ["reproduce", "--all", "--extend", "docs/results"],
-                2,
-                "--extend is for one experiment: name it",
-            ),
-            (
-                ["reproduce", "flops", "--seeds", "5"],
-                2,
-                "flops takes no --seeds: leave it out; it takes none of its kind",
-            ),
-            (
-                ["reproduce", "vision-ablations", "--data", ".", "--speech", ".", "--longer", "2"],
-                2,
-                "vision-ablations takes no --data, --speech: leave it out; it takes --seeds, --workers, --longer",
-            ),
-            (["reproduce", "conversion", "--extend", "."], 2, "--extend is not for conversion, whose table needs all"),
-            (["reproduce", "pair-repeat", "--extend", "no"], 1, "no has no page of pair-repeat to extend"),
-            (["reproduce", "conversion", "--more-seeds", "mlp", "5"], 2, "not for conversion, whose variants"),
-            (["reproduce", "pair-repeat", "--more-seeds", "mlp", "3"], 2, "'mlp' 3 adds none to --seeds 3"),
-            (["reproduce", "pair-repeat", "--more-seeds", "mlp", "4", "mlp", "5"], 2, "names 'mlp' more than once"),
-            (["reproduce", "pair-repeat", "--more-seeds", "rnn", "5"], 2, "names 'rnn', which"),
             (["train", "lm-1b-2k", "--tiny", "--training.max-steps", "0"], 2, "max_steps must be at least 1"),
             (
                 ["train", "lm-1b-2k", "--tiny", "--model.num-heads", "5"],
@@ -307,54 +280,6 @@ def test_recipes_are_listed_and_printed(capsys):
     assert "H100 hours" in one
     assert "word error rate" in one.replace("\n", " ")
     assert "encoder.embed_dim" in said(capsys, "recipes", "vit-mae-tiny-softmax")
-
-
-def test_norms_are_the_paper_s_in_kind(capsys):
-    """App. ASR: without a bias CAPE > RoPE > ALiBi ≫ softmax; with b = -log n near softmax."""
-    out = said(capsys, "norms", "--num-layers", "2", "--embed-dim", "256", "--seconds", "6")
-    rows = {
-        line.split()[0]: line.split()[1:]
-        for line in out.splitlines()
-        if line.split()[:1] in (["cape"], ["rope"], ["alibi"])
-    }
-    norms = {p: [float(c.replace(",", "")) for c in cells] for p, cells in rows.items()}
-    without = {p: v[1] for p, v in norms.items()}
-    assert without["cape"] > without["rope"] > without["alibi"]
-    for softmax, bare, biased in norms.values():
-        assert bare > 20 * softmax
-        assert softmax / 8 < biased < 8 * softmax
-
-
-class TestCompare:
-    @pytest.mark.usefixtures("in_this_process")
-    def test_the_table(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(compare, "ENTRIES", [e for e in compare.ENTRIES if "SimCLR" in e.title])
-        quick = replace(compare.ComparisonConfig(), folder=tmp_path, seeds=2, steps=2, workers=1)
-        table = compare.compare_activations(quick, print)
-        assert "4 of 4" in capsys.readouterr().out
-        assert "| digits, SimCLR and linear probe: top-1 |" in table
-        assert len(json.loads((tmp_path / "results.json").read_text())) == 4
-        assert compare.compare_activations(quick, print) == table  # nothing is done twice
-        assert capsys.readouterr().out == ""
-        assert "2 seeds, 2 steps. Data: scikit-learn's handwritten digits (" in table
-        longer = compare.compare_activations(replace(quick, steps=3, seeds=1), print)
-        assert "2 of 2" in capsys.readouterr().out  # what was done with other settings is done again
-        assert {r["steps"] for r in json.loads((tmp_path / "results.json").read_text())} == {3}
-        assert "1 seeds, 3 steps" in longer
-        monkeypatch.setattr(compare.Digits, "fingerprint", "other data")
-        compare.compare_activations(replace(quick, steps=3, seeds=1), print)
-        assert "2 of 2" in capsys.readouterr().out
-
-    def test_differences_have_welch_s_interval(self):
-        text = compare.describe_difference([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])
-        assert text == "+1 ± 2.3"  # t(4) = 2.78, standard error 0.816
-        assert compare.describe_difference([1.0, 1.1, 1.2], [5.0, 5.1, 5.2]).endswith("*")
-        assert compare.describe_difference([1.0], [2.0]) == "+1"
-        assert compare.describe_difference([1.0, 1.0], [2.0, 2.0]) == "+1"
-
-    def test_recordings_are_left_out_without_their_folder(self):
-        assert any(e.needs == "speech" for e in compare.ENTRIES)
-        assert torch.tensor([len(compare.ENTRIES)]) == 9
 
 
 def test_evaluate_speech_by_split_on_librispeech_and_by_duration_on_tedlium(tmp_path, capsys):

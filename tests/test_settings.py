@@ -9,9 +9,10 @@ import typing
 import pytest
 import torch
 
-from sigattn.cli import COMMANDS, main
-from sigattn.cli.bench import BENCHMARKS
-from sigattn.experiments.compare import ComparisonConfig
+from benchmarks.__main__ import BENCHMARKS
+from experiments import __main__ as experiments
+from experiments.compare import ComparisonConfig
+from sigattn.cli import COMMANDS
 from sigattn.models.generation import SamplingConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.saving import build
@@ -21,6 +22,7 @@ from sigattn.tasks.language import LanguageModelling
 from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError, check_at_least
 
+EVERY_COMMAND = (*COMMANDS.values(), *BENCHMARKS.values(), *experiments.COMMANDS.values(), experiments.run_experiment)
 ACCEPTED = {  # what 0 and -1 mean where they are accepted; infinity and NaN mean nothing anywhere
     "AttentionNormsConfig.seed": {0},
     "BYOL.momentum": {0},  # the teacher is the student
@@ -63,7 +65,7 @@ EVERY_TRANSFORMER = {
 def configurations():
     """Every dataclass that a command, a benchmark or a recipe hands to the command line."""
     found = {SamplingConfig}
-    for command in (*COMMANDS.values(), *BENCHMARKS.values()):
+    for command in EVERY_COMMAND:
         found.update(t for t in typing.get_type_hints(command).values() if dataclasses.is_dataclass(t))
     for make in RECIPES.values():
         for recipe in (make(), make().tiny()):
@@ -175,7 +177,7 @@ def test_every_setting_has_a_help_text(kind):
     assert {field.name for field in dataclasses.fields(kind)} <= known
 
 
-@pytest.mark.parametrize("command", [*COMMANDS.values(), *BENCHMARKS.values()], ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", EVERY_COMMAND, ids=lambda command: command.__name__)
 def test_every_argument_of_a_command_has_a_help_text(command):
     hints = {name: hint for name, hint in typing.get_type_hints(command).items() if name != "return"}
     assert {name for name, hint in hints.items() if not dataclasses.is_dataclass(hint)} <= documented(command)
@@ -184,14 +186,8 @@ def test_every_argument_of_a_command_has_a_help_text(command):
 def test_help_shows_these_texts(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        main(["compare", "--help"])
+        experiments.main(["compare", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     for name in ("speech", "seeds", "steps", "workers", "only"):
         (text,) = re.findall(rf"^ {{4}}{name}: (.*)$", inspect.getdoc(ComparisonConfig), re.MULTILINE)
         assert text in said
-
-
-@pytest.mark.parametrize("command", BENCHMARKS.values(), ids=lambda command: command.__name__)
-def test_benchmarks_do_not_overwrite_the_committed_results(command):
-    (kind,) = (hint for hint in typing.get_type_hints(command).values() if dataclasses.is_dataclass(hint))
-    assert kind().results.is_relative_to("runs/bench")

@@ -11,8 +11,8 @@ from sigattn.data.dataset import DataError
 from sigattn.data.documents import hub_documents, iter_documents
 from sigattn.data.stream import StreamedText
 from sigattn.data.tokens import END, pack_corpus, train_tokenizer
-from sigattn.experiments import datasets
 from sigattn.optional import MissingPackageError
+from sigattn.recipes import datasets
 from sigattn.recipes.registry import find_recipe
 
 pytest.importorskip("datasets")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sigattn.experiments import conversion, conversion_models
+from experiments import conversion, conversion_models
 
 
 def test_trainer_trains_as_the_loop_does():

@@ -2,7 +2,6 @@
 
 import html
 import html.parser
-import importlib
 import json
 import math
 import re
@@ -18,9 +17,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sigattn import cli
-from sigattn.data.dataset import DataError
-from sigattn.experiments import (
+from experiments import (
     ablation,
     cache,
     datasets,
@@ -33,10 +30,11 @@ from sigattn.experiments import (
     sigma_accuracy,
     sweep,
 )
-from sigattn.experiments.ablation import Claim
-from sigattn.experiments.experiment import OPTIONS, SCALES, Experiment, ExperimentError, Result, Setting, Stored
-from sigattn.experiments.intervals import Difference
-from sigattn.experiments.registry import EXPERIMENTS, find_experiment
+from experiments.ablation import Claim
+from experiments.experiment import OPTIONS, SCALES, Experiment, ExperimentError, Result, Setting, Stored
+from experiments.intervals import Difference
+from experiments.registry import EXPERIMENTS, find_experiment
+from sigattn.data.dataset import DataError
 from sigattn.train import checkpoint
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
@@ -384,7 +382,7 @@ def test_longer_training(tmp_path):
     setting = Setting("small", 5, tmp_path, longer=4)
     page = pages.write_page(tmp_path, experiment, setting, experiment_result(), ABOUT)
     assert page.extent == "Scale: small, 4 times its training, seeds: 5."
-    assert page.command == "sigattn reproduce one --scale small --seeds 5 --longer 4"
+    assert page.command == "python -m experiments one --scale small --seeds 5 --longer 4"
 
 
 class TestMoreSeeds:
@@ -632,37 +630,3 @@ def test_keep_mask_selects_the_largest_contributions():
         [[False, True, True, False], [True, False, False, False]]
     ]
     assert dropped_keys.keep_mask(contribution, visible, 1.0).equal(visible)
-
-
-class TestCommand:
-    def test_list(self, capsys):
-        cli.main(["reproduce", "--list"])
-        said = capsys.readouterr().out
-        assert all(f"{name}: {e.title}\n    {e.source}\n" in said for name, e in EXPERIMENTS.items())
-        assert "None" not in said
-
-    def test_one(self, capsys, tmp_path):
-        cli.main(["reproduce", "flops", "--scale", "smoke", "--folder", str(tmp_path)])
-        said = capsys.readouterr().out
-        assert "agrees" in said
-        assert (tmp_path / "smoke" / "flops" / "page.md").exists()
-        assert (tmp_path / "smoke" / "index.html").exists()
-
-    def test_all_skips_experiments_that_cannot_run(self, capsys, tmp_path, monkeypatch):
-        command = importlib.import_module("sigattn.cli.experiments")
-        monkeypatch.setattr(command, "EXPERIMENTS", {name: find_experiment(name) for name in ("speech-bias", "flops")})
-        cli.main(["reproduce", "--all", "--scale", "small", "--folder", str(tmp_path)])
-        said = capsys.readouterr().out
-        assert "left out: this experiment needs recordings" in said
-        assert (tmp_path / "small" / "flops" / "page.md").exists()
-
-    @pytest.mark.parametrize("arguments", [["nosuch"], ["flops", "--seeds", "0"]])
-    def test_mistakes(self, arguments, capsys):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["reproduce", *arguments])
-        assert stop.value.code == 2
-        assert "sigattn: " in capsys.readouterr().err
-
-    def test_unknown_name(self):
-        with pytest.raises(ExperimentError, match="no experiment is called 'x'"):
-            find_experiment("x")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sigattn.experiments import language_ablations, speech_tables, vision_ablations
-from sigattn.experiments.experiment import ExperimentError, Setting
-from sigattn.experiments.registry import EXPERIMENTS
+from experiments import language_ablations, speech_tables, vision_ablations
+from experiments.experiment import ExperimentError, Setting
+from experiments.registry import EXPERIMENTS
 from sigattn.models.language import LanguageModel
 from sigattn.models.speech import SpeechModel
 from sigattn.recipes.registry import find_recipe

@@ -2,9 +2,9 @@
 
 import pytest
 
-from sigattn.experiments import small_models
-from sigattn.experiments.experiment import ExperimentError, Setting
-from sigattn.experiments.small_models import ADVICE, CANDIDATES, CHOOSING, JUDGING, SOFTMAX
+from experiments import small_models
+from experiments.experiment import ExperimentError, Setting
+from experiments.small_models import ADVICE, CANDIDATES, CHOOSING, JUDGING, SOFTMAX
 from sigattn.nn import recommend
 from sigattn.recipes import find_recipe
 

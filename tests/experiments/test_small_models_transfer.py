@@ -2,9 +2,9 @@
 
 import pytest
 
-from sigattn.experiments import small_models_transfer
-from sigattn.experiments.experiment import ExperimentError, Setting
-from sigattn.experiments.small_models_transfer import LARGER, SMALL, SOFTMAX, SOURCE_CODE, TASKS, VISIBLE
+from experiments import small_models_transfer
+from experiments.experiment import ExperimentError, Setting
+from experiments.small_models_transfer import LARGER, SMALL, SOFTMAX, SOURCE_CODE, TASKS, VISIBLE
 
 SUM = "k-summation, k = 4"
 

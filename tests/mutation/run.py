@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-COPIED = ("src", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "Makefile")
+COPIED = ("src", "tests", "benchmarks", "experiments", "docs", "pyproject.toml", "README.md", "Makefile")
 OPERATOR, CHECKPOINT = Path("src/sigattn/ops"), Path("src/sigattn/train/checkpoint.py")
 TIMEOUT = 900.0
 CONFIG = f"""

@@ -30,7 +30,7 @@ from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as drivers
 
-from sigattn.bench import machine_code
+from benchmarks import machine_code
 from sigattn.ops import triton as backend
 from sigattn.ops.hopper import launch as launch_hopper
 from sigattn.ops.triton import kernel_args, launch_cache

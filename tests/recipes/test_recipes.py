@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from sigattn.experiments.datasets import load_dataset
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.saving import build, load, save
@@ -14,6 +13,7 @@ from sigattn.models.sequence import SequenceModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import ViTConfig
 from sigattn.nn.guide import recommend
+from sigattn.recipes.datasets import load_dataset
 from sigattn.recipes.registry import GUIDE, RECIPES, RecipeError, find_recipe
 from sigattn.tasks.byol import BYOL
 from sigattn.tasks.simclr import SimCLR

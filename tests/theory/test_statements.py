@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from sigattn import cli
-from sigattn.experiments import theory_report
+from sigattn.cli import theory
 from sigattn.theory import regularity, statements
 from tests.ops.cases import COMPILER_NOISE
 
@@ -38,7 +38,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         statements.Statement("1 < 2", "App. A", 3, statements.HOLDS, ""),
         statements.Statement("x [sic]", "App. C", 4, statements.CORRECTED, "y"),
     ]
-    monkeypatch.setattr(theory_report, "check_all", lambda limit, longest: iter(made[: longest - 2]))
+    monkeypatch.setattr(theory, "check_all", lambda limit, longest: iter(made[: longest - 2]))
     cli.main(["theory", "--limit", "60", "--longest", "4", "--report", str(tmp_path / "new/t.html"), "--trials", "1"])
     printed = capsys.readouterr().out
     assert "2 statements: 1 holds, 1 holds corrected" in printed

@@ -11,12 +11,12 @@ import torch
 import tyro
 from rich.console import Console
 
+from sigattn.cli import conversion_page
 from sigattn.cli.progress import TrainingProgress
 from sigattn.cli.runs import read_run, write_run
 from sigattn.convert import ConversionReport, convert
 from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.distributed.process_mesh import init_process_mesh
-from sigattn.experiments import conversion_page, datasets
 from sigattn.models import saving
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
@@ -24,6 +24,7 @@ from sigattn.models.speech import SpeechModelConfig
 from sigattn.models.vision import ViTConfig
 from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.fitted_bias import FITTED
+from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
 from sigattn.tasks import Distillation, Task

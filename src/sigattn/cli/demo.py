@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from sigattn.bench.tables import print_table
 from sigattn.cli.progress import TrainingProgress
-from sigattn.experiments import demo, report
+from sigattn.demo import report
+from sigattn.demo import training as demo
+from sigattn.tables import print_table
 
 
 def train_demo(options: demo.DemoConfig) -> None:

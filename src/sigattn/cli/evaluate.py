@@ -10,15 +10,15 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from sigattn.bench.tables import print_table
 from sigattn.cli.runs import TOKENIZER, load_language_model, read_run
 from sigattn.data.dataset import DataError
 from sigattn.data.digits import Digits
 from sigattn.data.images import ImageFolder
 from sigattn.data.tokens import END
-from sigattn.experiments import datasets
 from sigattn.models import saving
 from sigattn.models.vision import ViT
+from sigattn.recipes import datasets
+from sigattn.tables import print_table
 from sigattn.train import loop
 from sigattn.train.probe import extract_features, fine_tune, linear_probe
 from sigattn.validation import SettingsError, check_at_least, check_seed

@@ -1,4 +1,4 @@
-"""Parsing of a command's arguments without running the command."""
+"""Parsing of a command's arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import inspect
 import io
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
 import tyro
@@ -37,7 +37,24 @@ def parse(parser: Callable[[], Parsed]) -> Parsed:
     return parser()  # parse again to print the output that was suppressed in the first call
 
 
-def bind(command: Callable[..., object]) -> Callable[..., Any]:
+def run_command(
+    commands: Mapping[str, Callable[..., object]] | Callable[..., object],
+    arguments: Sequence[str],
+    program: str,
+    description: str | None = None,
+) -> None:
+    """Parse the arguments of a program that is one command or has several by name, and run the command."""
+    settings: dict[str, Any] = {"prog": program, "description": description, "args": arguments}
+    settings["config"] = (tyro.conf.OmitArgPrefixes,)
+    if callable(commands):
+        call = parse(lambda: tyro.cli(_bind(commands), **settings))
+    else:
+        bound = {name: _bind(command) for name, command in commands.items()}
+        call = parse(lambda: tyro.extras.subcommand_cli_from_dict(bound, **settings))
+    call()
+
+
+def _bind(command: Callable[..., object]) -> Callable[..., Any]:
     """Return a function with the command's signature that returns the command bound to its arguments.
 
     Parameters that are configurations lose their names, which --help would show in the titles of groups of options.

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from sigattn.bench.tables import print_table
 from sigattn.recipes.registry import RECIPES, find_recipe
+from sigattn.tables import print_table
 
 
 def list_recipes(name: Annotated[str | None, tyro.conf.Positional] = None, /) -> None:

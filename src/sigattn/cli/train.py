@@ -16,7 +16,7 @@ from sigattn.cli.parsing import parse
 from sigattn.cli.progress import TrainingProgress
 from sigattn.cli.runs import write_run
 from sigattn.distributed.process_mesh import init_process_mesh, shutdown
-from sigattn.experiments import datasets
+from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import RECIPES, find_recipe
 from sigattn.train import loop, metrics

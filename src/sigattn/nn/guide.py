@@ -131,8 +131,8 @@ def _small(domain: str, objective: str) -> Recommendation:
     return Recommendation(
         position, True, layer_scale, bias, "pre",
         "a bias that is learned as a function of the query, and an output scale (QuadraticBias), were at least level "
-        "with softmax in language, vision and speech (sigattn reproduce small-models), and on further texts, sizes and "
-        "sums (small-models-transfer); with ALiBi the bias starts at -log of the sum of its weights, because -log of "
+        "with softmax in language, vision and speech (experiment small-models), and on further texts, sizes and sums "
+        "(small-models-transfer); with ALiBi the bias starts at -log of the sum of its weights, because -log of "
         "the visible keys was 0.05 bits behind that in a model of 4 layers of 128; on a CPU a step takes up to 15 % "
         "longer (docs/measurements.md)",
         recipe,

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from sigattn.bench import machine_code
+from benchmarks import machine_code
 from tests.ops import calls, standin_driver
 from tests.ops.calls import Call
 

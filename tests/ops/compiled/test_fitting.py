@@ -148,7 +148,7 @@ def test_a_device_that_no_tile_fits_is_named():
 
 
 def test_a_candidate_that_is_measured_is_not_replaced(monkeypatch):
-    """``bench tune`` disables smaller tiles: a candidate that does not fit must not be measured."""
+    """``python -m benchmarks tune`` disables smaller tiles: a candidate that does not fit must not be measured."""
     monkeypatch.setattr(tuning, "SHRINK_TILES", False)
     with standin_driver.gpu(90, compiles=False, needed=needed, shared=1000), pytest.raises(OutOfResources):
         launch.forward(problem())

@@ -1,9 +1,9 @@
-"""Candidates of ``sigattn bench tune``, launched over the stand-in driver without compilation."""
+"""Candidates of ``python -m benchmarks tune``, launched over the stand-in driver without compilation."""
 
 import pytest
 import torch
 
-from sigattn.bench import gpu, tune
+from benchmarks import gpu, tune
 from sigattn.ops.triton import tuning
 from tests.ops import standin_driver
 

@@ -1,8 +1,8 @@
 """Tile shapes of the kernels, per architecture, head size and dtype. There is no autotuning at run time.
 
 ``benchmarks/gpu.sh`` measures the candidates of ``candidates`` on a GPU; its results go into these tables by hand. None
-of them has been measured on a GPU yet: they were chosen from what the compiler reports (``sigattn bench static``): no
-spills in the loop over tiles without a mask, tensor cores fed from shared memory, and on Hopper the shortest time by
+of them has been measured on a GPU yet: they were chosen from the compiler's reports (``python -m benchmarks static``):
+no spills in the loop over tiles without a mask, tensor cores fed from shared memory, and on Hopper the shortest time by
 the model there.
 """
 
@@ -80,7 +80,7 @@ def _table(rows: str, sigmoid: str = "accurate") -> dict[tuple[str, int], Config
 # 16-bit dtypes on Hopper (227 KiB of shared memory). wgmma needs 64 rows of a tile for each four warps; at 256 the dkdv
 # kernel has registers for that only if it computes dK or dV, not both. The paired form of σ takes two instructions a
 # score less if numbers stay in their threads, as with wgmma they do. Two programs fit a multiprocessor wherever the
-# model of time (bench/hopper_model.py, not measured) prefers that: σ of one then overlaps with products of the other.
+# model of time (benchmarks/hopper_model.py, not measured) prefers that: σ of one overlaps with products of the other.
 _HOPPER = _table(
     """
     fwd  128x64/8/3  128x64/8/3  128x64/8/3  128x32/8/3  128x64/8/2
@@ -191,7 +191,7 @@ def decode_config(head_dim: int, itemsize: int, rows: int) -> Config:
 
 
 # Tile shapes to measure on a Hopper GPU, with the paired form of σ. They were chosen by what the compiler makes of them
-# (``sigattn bench static``): asynchronous products, no spills in plain calls (all shapes of FUSED at 128 spill), and
+# (``python -m benchmarks static``): asynchronous products, no spills in plain calls (all of FUSED at 128 spill), and
 # either several programs on a multiprocessor or few instructions per score. FUSED has at least 64 queries
 # (``supports_atomic_dq``).
 _CANDIDATES: dict[tuple[str, int], str] = {

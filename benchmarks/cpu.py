@@ -1,0 +1,147 @@
+"""``python -m benchmarks cpu``: the operator compared with its baselines on a CPU.
+
+Baselines are softmax by PyTorch's ``scaled_dot_product_attention`` and sigmoid attention as a plain formula, eager and
+compiled. Each is checked against float64 before it is timed. Use the ratios: absolute times vary with the load of the
+machine, a ratio is the median over rounds in which all ran in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import baselines, memory, provenance
+from benchmarks.baselines import (
+    BACKWARD,
+    COMPILED_NAIVE,
+    CPU_IMPLEMENTATIONS,
+    FORWARD,
+    NAIVE,
+    SDPA,
+    TRAINING,
+    Implementation,
+)
+from benchmarks.inputs import DTYPES, random_inputs
+from benchmarks.tables import print_rows
+from benchmarks.timing import time_calls
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_not_negative, check_output_file
+
+_COLUMNS = {
+    "pass": ("pass", ""),
+    "dtype": ("dtype", ""),
+    "mask": ("causal", ""),
+    "": ("implementation", ""),
+    "ms": ("median_ms", ".3f"),
+    "× softmax": ("softmax_time_over_this", ".2f"),
+    "× naive": ("naive_time_over_this", ".2f"),
+    "error": ("relative_error", ".1e"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuBenchmark:
+    """Configuration of the CPU benchmark.
+
+    Attributes:
+        lengths: numbers of tokens n.
+        num_heads: heads of the one sequence.
+        head_dim: features of a head.
+        dtypes: "float32", "bfloat16".
+        threads: PyTorch's threads.
+        rounds: how often each implementation is timed (a third as often beyond 4096 tokens).
+        compiled: also time the compiled plain formula.
+        memory: also measure peak memory, at 4096 tokens and, with one head, 65,536.
+        max_naive_gib: omit the plain formula where its matrices would take more.
+        results: where to write the results (JSON).
+    """
+
+    lengths: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    num_heads: int = 8
+    head_dim: int = 64
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    threads: int = 2
+    rounds: int = 9
+    compiled: bool = True
+    memory: bool = True
+    max_naive_gib: float = 3.0
+    results: Path = Path("runs/benchmarks/cpu.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "lengths", "num_heads", "head_dim", "threads", "rounds")
+        check_not_negative(self, "max_naive_gib")
+        check_among(("float32", "bfloat16"), self, "dtypes")
+        check_not_empty(self, "lengths", "dtypes")
+        check_output_file(self.results)
+
+
+def benchmark_cpu(config: CpuBenchmark) -> dict[str, Any]:
+    """Compare sigattn with softmax SDPA and with naive and compiled naive sigmoid on the CPU: time, error, memory.
+
+    Returns:
+        The content of the results file.
+
+    Raises:
+        WrongResultError: if an implementation is wrong.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    rows = []
+    try:
+        for n in config.lengths:
+            found = [
+                row for dtype in config.dtypes for causal in (False, True) for row in measure(config, n, dtype, causal)
+            ]
+            print_rows(f"n = {n}", found, _COLUMNS)
+            rows += found
+    finally:
+        torch.set_num_threads(threads)
+    used = memory.measure_all(config.num_heads, config.head_dim, config.threads) if config.memory else []
+    if used:
+        print_rows("peak memory of forward and backward, beyond inputs and outputs", used, memory.COLUMNS)
+    report = {**provenance.describe("cpu", asdict(config)), "rows": rows, "memory": used}
+    provenance.write(config.results, report)
+    print(f"results: {config.results}")
+    return report
+
+
+def implementations(config: CpuBenchmark, n: int) -> dict[str, Implementation]:
+    """Return the implementations that are timed at a length."""
+    naive_gib = 4 * 4 * config.num_heads * n * n / 2**30  # logits, weights and two gradients in float32
+    omitted = {NAIVE, COMPILED_NAIVE} if naive_gib > config.max_naive_gib else set()
+    if not config.compiled:
+        omitted.add(COMPILED_NAIVE)
+    return {name: found for name, found in CPU_IMPLEMENTATIONS.items() if name not in omitted}
+
+
+def measure(config: CpuBenchmark, n: int, dtype: str, causal: bool) -> list[dict[str, Any]]:
+    """Time all implementations on one problem; return a row for each implementation and pass."""
+    baselines.reset_compiled()  # each problem is compiled for its own sizes, as a user's would be
+    shape = (1, config.num_heads, n, config.head_dim)
+    inputs = random_inputs(*shape, DTYPES[dtype], torch.device("cpu"), causal=causal, contiguous=True)
+    passes: dict[str, dict[str, Callable[[], object]]] = {FORWARD: {}, BACKWARD: {}, TRAINING: {}}
+    errors = {}
+    for name, implementation in implementations(config, n).items():
+        calls, errors[name] = baselines.checked_passes(implementation, inputs)
+        for direction in passes:
+            passes[direction][name] = calls[direction]
+    rounds = config.rounds if n <= 4096 else max(3, config.rounds // 3)
+    return [
+        {
+            "n": n,
+            "dtype": dtype,
+            "causal": causal,
+            "pass": direction,
+            "implementation": name,
+            "median_ms": seconds * 1e3,
+            "softmax_time_over_this": ratios[SDPA],
+            "naive_time_over_this": ratios.get(NAIVE),
+            "compiled_time_over_this": ratios.get(COMPILED_NAIVE),
+            "relative_error": errors[name][direction != FORWARD],
+        }
+        for direction, calls in passes.items()
+        for name, seconds, ratios in time_calls(calls, rounds)
+    ]

@@ -1,0 +1,94 @@
+"""Peak memory of attention, forward and backward, beyond inputs and outputs; each case runs in its own subprocess."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.baselines import CPU_IMPLEMENTATIONS, OURS, SDPA
+from benchmarks.inputs import DTYPES, Options
+from sigattn import sigmoid_attention
+from sigattn.nn.fitted_bias import QuadraticBias
+
+COLUMNS = {
+    "n": ("n", ","),
+    "heads": ("heads", "d"),
+    "dtype": ("dtype", ""),
+    "mask": ("causal", ""),
+    "": ("implementation", ""),
+    "MiB": ("extra_mib", ".1f"),
+}
+CONVERTED = "sigattn, converted"
+_BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
+
+
+def measure_all(num_heads: int, head_dim: int, threads: int) -> list[dict[str, Any]]:
+    """Measure softmax, our sigmoid attention and that of a converted model at 4096 tokens and, with a head, 65,536."""
+    return [
+        measure_in_subprocess(name, n, h, head_dim, dtype, causal, threads)
+        for n, h in ((4096, num_heads), (65_536, 1))
+        for dtype in ("float32", "bfloat16")
+        for causal in (False, True)
+        for name in (SDPA, OURS, CONVERTED)
+    ]
+
+
+def measure_in_subprocess(*case: Any) -> dict[str, Any]:
+    """Run ``print_peak`` in a new process; return the row that it prints."""
+    code = f"from benchmarks import memory; memory.print_peak(*{case!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    row: dict[str, Any] = json.loads(done.stdout)
+    return row
+
+
+def print_peak(name: str, n: int, heads: int, head_dim: int, dtype: str, causal: bool, threads: int) -> None:
+    """Measure an implementation in this process and print a row as JSON."""
+    torch.set_num_threads(threads)
+
+    def extra_bytes(length: int) -> int:
+        """Run forward and backward; return the increase of the process's peak memory, less the outputs."""
+        # in the dtype itself: memory of a conversion would be reused, and missing in the increase of the peak
+        q, k, v, grad_out = (torch.randn(1, heads, length, head_dim, dtype=DTYPES[dtype]) for _ in range(4))
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
+        before = _peak_bytes()
+        out = (_converted if name == CONVERTED else CPU_IMPLEMENTATIONS[name].call)(
+            q, k, v, Options(-math.log(length), causal)
+        )
+        gradients = torch.autograd.grad(out, (q, k, v), grad_out)
+        return max(0, _peak_bytes() - before - sum(t.nbytes for t in (out, *gradients)))
+
+    extra_bytes(1024)  # threads, compiled kernels and what else the first call sets up
+    row = {"implementation": name, "n": n, "heads": heads, "dtype": dtype, "causal": causal}
+    print(json.dumps(row | {"extra_mib": extra_bytes(n) / 2**20}))
+
+
+def _converted(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    """Return attention with the bias and the output scale of a converted model."""
+    _, heads, n, head_dim = query.shape
+    bias = QuadraticBias(heads, head_dim, head_dim)
+    visible = torch.arange(1, n + 1).unsqueeze(1) if options.causal else torch.tensor(n)
+    b = bias(n, n, visible=visible, query=query)
+    return bias.scaled(sigmoid_attention(query, key, value, is_causal=options.causal, bias=b))
+
+
+def _peak_bytes() -> int:
+    """Return the peak memory of this process.
+
+    On Linux from /proc, because getrusage starts at the parent's peak there, and a small child of a large parent would
+    seem to need nothing.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS

@@ -1,0 +1,266 @@
+"""``python -m benchmarks static``: compile the GPU kernels and analyse their machine code, without a GPU.
+
+For the default configurations of each architecture it reports registers, spills, shared memory, the instructions per
+score of each unit in the innermost loop and, by a model of Hopper, the cycles that each unit takes per score.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine_code, provenance, static_hopper
+from benchmarks.compiled_kernel import PARTS, CompiledKernel, summarize
+from benchmarks.tables import mask_name
+from sigattn.ops.triton import tma, tuning
+from sigattn.ops.triton.args import Alibi, Bias, Blocks, Mask, Options, Scales, Sequences, Strides
+from sigattn.tables import print_table
+from sigattn.validation import check_among, check_at_least, check_not_empty, check_output_file
+
+DECODED_ROWS = 4  # query heads that share a key head, with one query each
+_CYCLES = ("special", "issue", "tensor", "time")
+ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticBenchmark:
+    """Configuration of the static analysis.
+
+    Attributes:
+        architectures: compute capabilities, 90 for sm_90.
+        head_dims: D = Dv.
+        dtypes: "bfloat16", "float16", "float32".
+        variants: for sm_90 in bfloat16, also compile what is not the default: the other forms of σ, dQ added
+            atomically, and every candidate of the Hopper kernels.
+        results: where to write the results (JSON); None writes none.
+    """
+
+    architectures: tuple[int, ...] = (80, 90, 100)
+    head_dims: tuple[int, ...] = (64, 128)
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    variants: bool = False
+    results: Path | None = Path("runs/benchmarks/static.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(70, self, "architectures")
+        check_at_least(1, self, "head_dims")
+        check_among(("bfloat16", "float16", "float32"), self, "dtypes")
+        check_not_empty(self, "architectures", "head_dims", "dtypes")
+        check_output_file(self.results)
+
+
+def benchmark_static(config: StaticBenchmark) -> list[dict[str, Any]]:
+    """Compile the GPU kernels without a GPU, and report registers, spills and instructions per score.
+
+    Returns:
+        The rows.
+
+    Raises:
+        BenchmarkError: in Triton's interpreter, without Triton, or for an architecture that its ptxas does not know.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise provenance.BenchmarkError("this benchmark compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
+    if importlib.util.find_spec("triton") is None:
+        raise provenance.BenchmarkError("this benchmark needs Triton: pip install triton")
+    kernels = [
+        compile_kernel(kernel, architecture, dtype, d, causal)
+        for architecture in config.architectures
+        for dtype in config.dtypes
+        for d in config.head_dims
+        for kernel in kernels_of(architecture, d, dtype)
+        for causal in (False, True)
+    ]
+    if 90 in config.architectures and "bfloat16" in config.dtypes:
+        kernels += static_hopper.compile_all(
+            (d for d in config.head_dims if d in tuning.HOPPER_CONFIGS[tuning.FWD]), candidates=config.variants
+        )
+        if config.variants:
+            kernels += [variant for d in config.head_dims for variant in _variants(d)]
+    rows = [kernel.to_row() for kernel in kernels]
+    for architecture in config.architectures:
+        print_architecture(kernels, architecture)
+    if config.results is not None:
+        provenance.write(config.results, {**provenance.describe("static", asdict(config)), "rows": rows})
+        print(f"results: {config.results}")
+    return rows
+
+
+def kernels_of(architecture: int, head_dim: int, dtype: str) -> list[str]:
+    """Return the names of the kernels that a plain call may launch."""
+    split_dkdv = tuning.kernel_config(tuning.DKDV, architecture, head_dim, 4 if dtype == "float32" else 2).split_dkdv
+    return [tuning.FWD, *(PARTS if split_dkdv else [tuning.DKDV]), tuning.DQ, tuning.DECODE]
+
+
+def _variants(head_dim: int) -> Iterator[CompiledKernel]:
+    """Compile what is not the default, for sm_90 in bfloat16 (docs/speed.md)."""
+    for kernel in (k for k in kernels_of(90, head_dim, "bfloat16") if k != tuning.DECODE):
+        default = tuning.kernel_config(tuning.DKDV if kernel in PARTS else kernel, 90, head_dim, 2)
+        for form in ("accurate", "paired", "exact", "fast"):
+            if form != default.sigmoid:
+                variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, default._replace(sigmoid=form))
+                yield replace(variant, kernel=f"{kernel}, {form}")
+        if kernel not in PARTS:
+            yield from _with_tma(kernel, kernel, head_dim)
+    if head_dim <= 128:
+        yield from _with_tma(tuning.FUSED, tuning.DKDV, head_dim, ATOMIC_DQ=True)
+
+
+def _with_tma(name: str, kernel: str, head_dim: int, **constants: Any) -> Iterator[CompiledKernel]:
+    """Compile the first two candidates of ``python -m benchmarks tune`` that use TMA."""
+    for config in [c for c in tuning.candidates(name, head_dim) if c.tma and c.sigmoid == "paired"][:2]:
+        variant = compile_kernel(kernel, 90, "bfloat16", head_dim, False, config, **constants)
+        yield replace(variant, kernel=f"{name}, TMA")
+
+
+def compile_kernel(
+    kernel: str,
+    architecture: int,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    config: tuning.Config | None = None,
+    **changes: Any,
+) -> CompiledKernel:
+    """Compile one kernel as ``launch`` would start it for a plain call, and read its machine code.
+
+    config: tile shape; None for that of the tables.
+    changes: options and arguments that differ from those of a plain call.
+    """
+    from triton.compiler import ASTSource
+    from triton.runtime.errors import PTXASError
+
+    from sigattn.ops.triton.backward import bwd_dkdv_kernel, bwd_dq_kernel
+    from sigattn.ops.triton.decode import decode_kernel
+    from sigattn.ops.triton.forward import fwd_kernel
+
+    functions = {tuning.FWD: fwd_kernel, tuning.DKDV: bwd_dkdv_kernel, tuning.DQ: bwd_dq_kernel}
+    changes = {**PARTS.get(kernel, {}), **changes}
+    name, kernel = kernel, tuning.DKDV if kernel in PARTS else kernel
+    function = {**functions, tuning.DECODE: decode_kernel}[kernel]
+    itemsize = 4 if dtype == "float32" else 2
+    if kernel == tuning.DECODE:
+        config = config or tuning.decode_config(head_dim, itemsize, DECODED_ROWS)
+        changes = {"GROUP": DECODED_ROWS, **changes}
+    elif config is None:
+        config = tuning.kernel_config(kernel, architecture, head_dim, itemsize)
+    options = Options(
+        D=head_dim,
+        DV=head_dim,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        SHIFT="number" if dtype == "float16" else "none",
+        SIGMOID="exact" if dtype == "float32" else config.sigmoid,
+        HAS_RIGHT=causal,
+        TMA=config.tma,
+        WGMMA=architecture == 90,
+    )._replace(**{key: value for key, value in changes.items() if key.isupper()})
+    own = 16 // itemsize  # entries of 16 bytes
+    if "UNIT" not in changes and options.D % 16 and options.D % own == options.DV % own == 0:
+        options = options._replace(UNIT=own)
+    given = {**_arguments(ELEMENT[dtype], options), **changes}
+    signature, constexprs, attributes = _signature([(p.name, given[p.name]) for p in function.params])
+    try:
+        compiled, log = machine_code.compile_with_log(
+            ASTSource(function, signature, constexprs, attributes),
+            architecture,
+            {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
+        )
+    except PTXASError as error:
+        if "is not defined for option 'gpu-name'" not in str(error):
+            raise
+        raise provenance.BenchmarkError(f"Triton's ptxas does not support architecture sm_{architecture}") from error
+    scores = config.block_m * config.block_n / (32 * config.warps)
+    described = {"kernel": name, "dtype": dtype, "head_dim": head_dim, "causal": causal}
+    return summarize(compiled, log, scores, architecture, config, **described)
+
+
+def _arguments(element: str, options: Options) -> dict[str, Any]:
+    """Return the types of a call's arguments: dense rows, everything aligned to 16 bytes.
+
+    A type is a string, with ":16" for a multiple of 16; other values are compile-time constants.
+    """
+    tensor, number = f"*{element}:16", "i32"
+    even = "i32:16"
+    head = even if options.D % 16 == 0 else number
+    strides = Strides(even, head, even, 1)  # type: ignore[arg-type]
+    names = ("query", "key", "value", "grad_out")
+    loaded = dict.fromkeys(names, tensor)
+    if options.TMA:
+        sizes = tma.tile_sizes(options)
+        loaded = {name: f"tensordesc<{element}[1, 1, {rows}, {width}]>" for name, (rows, width) in sizes.items()}
+    pointer = {"none": None, "bool": "*u8", "added": "*fp32"}[options.MASK]
+    bias = "*fp32" if options.BIAS in ("scalar", "tensor") else None
+    shift = "*fp32" if options.SHIFT in ("scalar", "tensor") else None
+    mask = (number, number, number, 1)
+    integers = "bias_b bias_h bias_n threshold len_q len_k heads query_offset left right table_b mask_keys n kv_heads "
+    integers += "pages page_size table_width splits o_split"
+    gradients = ("out", "grad_key", "grad_value", "grad_query")
+    cache = {"seqlens": True, "query_ends": options.QUERY_ENDS, "left_padding": options.LEFT_PADDING}
+    return {
+        **loaded,
+        **dict.fromkeys(gradients, tensor),
+        **{f"{name}_strides": strides for name in ("q", "k", "v", "o", "gq", "gk", "gv")},
+        **dict.fromkeys(integers.split(), number),
+        **{name: "*i32" if given else None for name, given in {**cache, "block_table": options.TABLE}.items()},
+        "bias": Bias(bias, "fp32", number, shift, "fp32"),  # type: ignore[arg-type]
+        "mask": None if pointer is None else Mask(pointer, *mask),  # type: ignore[arg-type]
+        "alibi": Alibi("*fp32", number, number, 1) if options.SLOPES else None,  # type: ignore[arg-type]
+        "blocks": Blocks("*i32", number, number, number, "*u8") if options.BLOCK_Q else None,  # type: ignore[arg-type]
+        "sequences": Sequences("*i32" if options.LENGTHS else None, *(("*i32" if options.VARLEN else None,) * 2)),
+        "seed": "*i64" if options.DROPOUT else None,
+        "scales": Scales("fp32", "fp32", "fp32", "fp32"),  # type: ignore[arg-type]
+        "grad_bias": None,
+        "grad_slopes": None,
+        "grad_mask": Mask("*fp32", *mask) if options.NEED_MASK != "none" else None,  # type: ignore[arg-type]
+        "OPT": options,
+    }
+
+
+def _signature(arguments: list[tuple[str, Any]]) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """Return what ``ASTSource`` takes: types by name, and constants and attributes by path."""
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def type_of(path: tuple[int, ...], x: Any) -> Any:
+        if isinstance(x, tuple) and not isinstance(x, Options):
+            return type(x)(*(type_of((*path, at), field) for at, field in enumerate(x)))
+        if not isinstance(x, str):
+            constants[path] = x
+            return "constexpr"
+        name, aligned, _ = x.partition(":16")
+        if aligned:
+            attributes[path] = [["tt.divisibility", 16]]
+        return name
+
+    return {name: type_of((at,), x) for at, (name, x) in enumerate(arguments)}, constants, attributes
+
+
+def print_architecture(kernels: list[CompiledKernel], architecture: int) -> None:
+    """Print a table of one architecture's kernels, with instructions and cycles per score in the first loop."""
+    columns = ("kernel", "D", "mask", "tile", "regs", "spills", "KiB", "per SM", "MUFU", "FMA", "all", *_CYCLES)
+    rows = []
+    for r in (r for r in kernels if r.architecture == architecture):
+        loop = r.loops[0]
+        cycles = r.cycles(loop)
+        rows.append(
+            (
+                r.kernel if r.dtype == "bfloat16" else f"{r.kernel} {r.dtype}",
+                str(r.head_dim),
+                mask_name(r.causal),
+                f"{r.config.block_m}×{r.config.block_n}",
+                str(r.registers),
+                f"{r.spills} ({loop.spills})" if loop.spills else str(r.spills),
+                str(r.shared // 1024),
+                "serial" if r.advisories else str(r.programs or "?"),
+                f"{loop.special:.2f}",
+                f"{loop.fma:.1f}",
+                f"{loop.all:.1f}",
+                *(f"{cycles[unit]:.3f}" if unit in cycles else "" for unit in _CYCLES),
+            )
+        )
+    title = f"sm_{architecture}: instructions per score in the loop without masks, and their cycles on Hopper"
+    print_table(columns, rows, title=title, right=columns[3:], min_width=126)  # it has no columns to spare

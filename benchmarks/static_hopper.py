@@ -1,0 +1,121 @@
+"""Compilation of the Hopper kernels, for ``python -m benchmarks static`` and the tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from benchmarks import machine_code
+from benchmarks.compiled_kernel import CompiledKernel, summarize
+from sigattn.ops.hopper import launch as launch_hopper
+from sigattn.ops.triton import tuning
+
+ROWS = 64  # of a group of four warps
+_OWN = {
+    tuning.FWD: ("query", "out"),
+    tuning.DKDV: ("key", "value", "grad_key", "grad_value"),
+    tuning.DQ: ("query", "grad_out", "grad_query"),
+    tuning.FUSED: ("key", "value", "grad_key", "grad_value"),
+}
+_WALKED = {"query", "key", "value", "grad_out"}
+
+
+def compile_all(head_dims: Iterable[int], *, candidates: bool = False) -> list[CompiledKernel]:
+    """Compile every kernel of the tables, full and causal; or every candidate for them."""
+    return [
+        compile_kernel(kernel, d, causal, config)
+        for d in head_dims
+        for kernel in tuning.HOPPER_CONFIGS
+        for config in (tuning.hopper_candidates(kernel, d) if candidates else [tuning.HOPPER_CONFIGS[kernel][d]])
+        if config.persistent  # the others are the same code
+        for causal in (False, True)
+    ]
+
+
+def compile_kernel(kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig) -> CompiledKernel:
+    """Compile one kernel as ``launch_hopper`` would start it, in bfloat16, and read its machine code.
+
+    Raises:
+        RuntimeError: if the tensor cores or TMA may read shared memory written by warps without a fence and a barrier
+            in between.
+    """
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from sigattn.ops.hopper.backward import hopper_bwd_dkdv_kernel, hopper_bwd_dq_kernel
+    from sigattn.ops.hopper.backward_fused import hopper_bwd_fused_kernel
+    from sigattn.ops.hopper.forward import hopper_fwd_kernel
+
+    functions: dict[str, Any] = {
+        tuning.FWD: hopper_fwd_kernel,
+        tuning.DKDV: hopper_bwd_dkdv_kernel,
+        tuning.DQ: hopper_bwd_dq_kernel,
+        tuning.FUSED: hopper_bwd_fused_kernel,
+    }
+    signature, constants = _signature(functions[kernel], kernel, head_dim, causal, config)
+    source = GluonASTSource(functions[kernel], signature, constants)
+    compiled, log = machine_code.compile_with_log(source, 90, {"num_warps": 4, "enable_fp_fusion": True})
+    if line := missing_fence(compiled.asm["ptx"]):
+        raise RuntimeError(f"{kernel}, D = {head_dim}, {config}: no fence and barrier before {line}")
+    scores = ROWS * config.block / 128
+    shape = (ROWS, config.block) if kernel not in (tuning.DKDV, tuning.FUSED) else (config.block, ROWS)
+    tile = tuning.Config(*shape, 12, config.stages, config.sigmoid)
+    name = f"{kernel}, Gluon" + (", prefetch" if kernel == tuning.FWD and config.prefetch else "")
+    described = {"kernel": name, "dtype": "bfloat16", "head_dim": head_dim, "causal": causal}
+    found = summarize(compiled, log, scores, 90, tile, **described)
+    # tiles inside the border skip the branch of the loop that applies the mask: two instructions per score
+    loops = [replace(x, alu=x.alu - x.selects, all=x.all - x.selects, selects=0.0) for x in found.loops]
+    return replace(found, loops=tuple(loops))
+
+
+def _signature(
+    function: Any, kernel: str, head_dim: int, causal: bool, config: tuning.HopperConfig
+) -> tuple[dict[str, Any], dict[tuple[int, ...], Any]]:
+    from triton.experimental.gluon import language as gl
+
+    from sigattn.ops.hopper.common import Options, Scales
+
+    options = Options(
+        head_dim,
+        config.block,
+        config.stages,
+        CAUSAL=causal,
+        SIGMOID=config.sigmoid,
+        PREFETCH=config.prefetch and kernel == tuning.FWD,
+    )
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    for at, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], constants[(at,)] = "constexpr", options
+        elif kernel == tuning.FUSED and name == "grad_query":
+            signature[name] = "*fp32"
+        elif name in _OWN[kernel] or name in _WALKED:
+            rows = ROWS if name in _OWN[kernel] else config.block
+            swizzle = launch_hopper.swizzle(kernel, name, head_dim)
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
+            signature[name] = f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout!r}>"
+        else:
+            signature[name] = Scales(*["fp32"] * 6) if name == "scales" else "i32"  # type: ignore[arg-type]
+    return signature, constants
+
+
+def missing_fence(ptx: str) -> str:
+    """Return the first line that passes shared memory on before all warps that wrote it are done; "" if none does.
+
+    Each warp must fence its own writes for the asynchronous units, then all must meet at a barrier, then one thread may
+    signal.
+    """
+    fenced = synchronized = True
+    for line in ptx.splitlines():
+        if "stmatrix" in line:
+            fenced = synchronized = False
+        elif "fence.proxy.async" in line:
+            fenced = True
+        elif fenced and re.search(r"\b(bar|barrier)\.sync", line):
+            synchronized = True
+        elif not synchronized and re.search(r"mbarrier\.arrive|cp\.async\.bulk|wgmma\.mma_async", line):
+            return line.strip()
+    return ""

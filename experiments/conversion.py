@@ -1,0 +1,365 @@
+"""Beyond the paper: conversion of trained softmax models to sigmoid attention (``sigattn.convert``).
+
+    python -m experiments conversion --data tinyshakespeare.txt
+
+Models are trained with softmax: language models of bytes with RoPE, with ALiBi, with RoPE for a quarter of the steps
+and with RoPE but without QK-norm for four times the steps, whose attention is the most peaked; a Llama of
+transformers, by its Trainer; a ViT on handwritten digits; a speech model on spoken digits. Each is then trained
+further, by up to 30 % of its steps, with a warm-up and a decay for each number of steps: with softmax, and as a sigmoid
+model from four starts: b = -log n; the fitted bias and output scale of ``convert``; the same with distillation, in
+which half of the loss is the divergence of the outputs from those of the softmax model that was converted; and that
+with the error of the attention layers' outputs added.
+
+Expected: without calibration the converted model starts with a ruined loss; with it within a few percent of softmax.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments import cache, intervals, sweep
+from experiments import conversion_models as models
+from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
+from sigattn.convert import ConversionReport, convert
+from sigattn.data.dataset import Data
+from sigattn.demo import drawing
+from sigattn.nn import functional
+from sigattn.nn.attention import Attention
+from sigattn.ops import reference
+from sigattn.optional import require
+from sigattn.recipes import datasets
+from sigattn.recipes.recipe import Recipe
+from sigattn.tasks.distillation import distillation_loss
+from sigattn.train import workers
+
+SOFTMAX, LENGTH, FITTED, DISTILLED = "softmax", "sigmoid, -log n", "sigmoid, fitted", "sigmoid, fitted and distilled"
+BY_LAYERS = "sigmoid, fitted and distilled by layers"
+STARTS = (SOFTMAX, LENGTH, FITTED, DISTILLED, BY_LAYERS)
+FRACTIONS = (0.0, 0.01, 0.03, 0.1, 0.3)  # of the steps of the softmax model
+BATCHES = 8  # of a conversion
+MAP = 48  # positions in the maps of the attention
+
+
+def train_and_convert(recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
+    """Train a softmax model; return the held-out losses of every start by step, and measurements of the conversion."""
+    data = datasets.load_dataset(recipe, data_path)
+    torch.manual_seed(recipe.training.seed)
+    model = models.build(recipe)
+    steps, rate = recipe.training.max_steps, recipe.training.learning_rate
+    _train(model, recipe, data, range(steps), functools.partial(_one_cycle, rate, steps))
+    starts = {SOFTMAX: model, LENGTH: models.with_log_n(model), FITTED: copy.deepcopy(model)}
+    batches = [_batch(recipe, data, -1 - i) for i in range(BATCHES)]
+    report = convert(starts[FITTED], batches, loss=recipe.task.loss)
+    starts[DISTILLED] = starts[FITTED]
+    if any(isinstance(m, Attention) for m in model.modules()):  # the layers of other libraries are not compared
+        starts[BY_LAYERS] = starts[FITTED]
+    maps = [_attention_map(starts[kind], batches[0]) for kind in (SOFTMAX, FITTED)]
+    twin = copy.deepcopy(model).eval()
+    losses: dict[str, list[tuple[int, float]]] = {}
+    for name, start in starts.items():
+        losses[name] = [(0, _evaluate(start, recipe, data))]
+        for fraction in FRACTIONS[1:]:
+            count = max(1, round(fraction * steps))
+            further = copy.deepcopy(start)
+            rate_of = functools.partial(_one_cycle, rate / 4, count, first=steps)
+            teacher = twin if name in (DISTILLED, BY_LAYERS) else None
+            _train(further, recipe, data, range(steps, steps + count), rate_of, teacher, by_layers=name == BY_LAYERS)
+            losses[name].append((count, _evaluate(further, recipe, data)))
+    return {"losses": losses, "layers": _layers(report), "maps": maps}
+
+
+def _train(
+    model: nn.Module,
+    recipe: Recipe,
+    data: Data,
+    steps: range,
+    rate_of: Callable[[int], float],
+    twin: nn.Module | None = None,
+    *,
+    by_layers: bool = False,
+) -> None:
+    """Train a model by AdamW, the Llama by Trainer.
+
+    Args:
+        twin: half of the loss is then the divergence of the outputs from its outputs.
+        by_layers: add the error of the attention layers' outputs to that divergence.
+    """
+    training = recipe.training
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": training.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas)
+
+    def loss_of(batch: Any) -> Tensor:
+        if twin is None:
+            return recipe.task.loss(model, batch)
+        return distillation_loss(recipe.task, model, batch, twin, 1.0, float(by_layers)) / 2
+
+    model.train()
+    batches = (_batch(recipe, data, step) for step in steps)
+    engine = models.train_by_trainer if isinstance(model, models.Llama) else _loop
+    engine(model, loss_of, batches, optimizer, [rate_of(step) for step in steps])
+    model.eval()
+
+
+def _loop(
+    model: nn.Module,
+    loss: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    rates: list[float],
+) -> None:
+    """Train a model with clipped gradients; arguments as of ``train_by_trainer``."""
+    for batch, rate in zip(batches, rates, strict=True):
+        optimizer.zero_grad()
+        loss(batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+
+
+def _one_cycle(rate: float, steps: int, step: int, first: int = 0) -> float:
+    """Return the learning rate: a warm-up over a tenth of the steps from ``first`` on, a linear decay to a tenth."""
+    warmup, step = max(1, steps // 10), step - first
+    return rate * min((step + 1) / warmup, 0.1 + 0.9 * (steps - step) / max(1, steps - warmup))
+
+
+def _batch(recipe: Recipe, data: Data, step: int) -> Any:
+    """Return the training batch of a step; negative steps are other batches than those of the training."""
+    step = step if step >= 0 else 10 * recipe.training.max_steps - step
+    return data.batch(step, recipe.training.batch_size, recipe.training.seed)
+
+
+def _inputs(batch: Any) -> tuple[Tensor, ...]:
+    return tuple(batch[:2]) if len(batch) == 4 else tuple(batch[:1])  # speech: frames and lengths
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, recipe: Recipe, data: Data) -> float:
+    model.eval()
+    return recipe.task.evaluate(model, data.validation(recipe.training.eval_batch_size))["loss"]
+
+
+def _layers(report: ConversionReport) -> list[dict[str, Any]]:
+    return [
+        {"r2": [head.r2 for head in layer.heads], "error": layer.error, "error_log_n": layer.error_log_n}
+        for layer in report.layers
+    ]
+
+
+@torch.no_grad()
+def _attention_map(model: nn.Module, batch: Any) -> list[list[float]]:
+    """Return the weights of the first sample and head in this library's last layer, times the scale of the output."""
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
+    if not layers:  # of another library
+        return []
+    layer = layers[-1]
+    found: list[Tensor] = []
+
+    def record(activation: Any, query: Tensor, key: Tensor, value: Tensor, spec: Any) -> Tensor:
+        out = functional.attend(activation, query, key, value, spec)
+        weights = reference.attention_weights(functional.make_problem(query, key, value, spec), activation)
+        scale = None if layer.attention_bias is None else layer.attention_bias.output_scale(out)
+        found.append((weights if scale is None else weights * scale)[0, 0, :MAP, :MAP])
+        return out
+
+    layer.attention_fn = record
+    try:
+        model(*_inputs(batch))
+    finally:
+        layer.attention_fn = functional.attend
+    return [[round(float(w), 4) for w in row] for row in found[0]]
+
+
+def _job(path: Path, settings: dict[str, Any], recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
+    found: dict[str, Any] = cache.memoize(path, settings, lambda: train_and_convert(recipe, data_path))
+    return found
+
+
+def _job_alone(*call: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return _job(*call)
+
+
+def compare_starts(setting: Setting) -> Result:
+    """Train and convert every family with every seed, and train on from every start.
+
+    Raises:
+        MissingPackageError: without transformers.
+    """
+    names = setting.scaled(("RoPE", models.LLAMA), models.FAMILIES, models.FAMILIES)
+    require("transformers", "Llama models", "'sigattn[transformers]'")
+    recordings = sweep.recordings_path(setting) if "speech" in names else None
+    calls = {}
+    for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
+        for family in names:
+            recipe = models.recipe_of(family, setting).with_training(seed=seed)
+            data_path = setting.data if family in models.LANGUAGE else recordings if family == "speech" else None
+            fingerprint = datasets.load_dataset(recipe, data_path).fingerprint
+            setting.fingerprints[family] = fingerprint
+            settings = {"recipe": repr(recipe), "data": fingerprint, "fractions": FRACTIONS, "batches": BATCHES}
+            if family == models.LLAMA:
+                settings["engine"] = "Trainer"
+            calls[family, seed] = (setting.folder / "runs" / f"{family}_{seed}.json", settings, recipe, data_path)
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    if setting.scale == "smoke":  # starting two further processes takes longer than the training
+        found = {job: _job(*call) for job, call in calls.items()}
+    else:
+        alone = {job: functools.partial(_job_alone, *call) for job, call in calls.items()}
+        for job, found[job] in workers.run_in_workers(alone, setting.workers):
+            first = {name: losses[0][1] for name, losses in found[job]["losses"].items()}
+            setting.log(f"{job[0]}, seed {job[1]}: " + ", ".join(f"{n} {v:.3f}" for n, v in first.items()))
+    data = [
+        {"family": family, "seed": seed, "start": start, "fraction": fraction, "steps": step, "loss": loss}
+        for (family, seed), value in sorted(found.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
+        for start in value["losses"]
+        for fraction, (step, loss) in zip(FRACTIONS, value["losses"][start], strict=True)
+    ]
+    for row in data:  # the fit of each layer
+        if row["start"] == FITTED and not row["fraction"]:
+            row["layers"] = found[row["family"], row["seed"]]["layers"]
+    return Result(("model", "start", *(f"after {f:.0%}" for f in FRACTIONS)), _rows(data), data, _figure(data, found))
+
+
+def _rows(data: Sequence[Row]) -> list[tuple[str, ...]]:
+    families = dict.fromkeys(row["family"] for row in data)
+    return [
+        (f, s, *(intervals.mean_std(select(data, "loss", family=f, start=s, fraction=x)) for x in FRACTIONS))
+        for f in families
+        for s in STARTS
+        if select(data, "loss", family=f, start=s)
+    ]
+
+
+def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -> Any:
+    """Draw the losses over the steps of each family, then the fit of each, and maps of the first."""
+    families = list(dict.fromkeys(row["family"] for row in data))
+    figure, axes = drawing.axes_grid(4, math.ceil(len(families) / 4) + 1, width=3.4, height=3.0)
+    colours = drawing.variant_colours(STARTS)
+    for axis, family in zip(axes, families, strict=False):
+        for start, colour in colours.items():
+            steps = sorted({row["steps"] for row in data if row["family"] == family})
+            losses = [select(data, "loss", family=family, start=start, steps=s) for s in steps]
+            if any(losses):
+                drawing.plot_band(axis, steps, losses, start, colour)
+        axis.set(title=family, xlabel="further steps", ylabel="held-out loss", yscale="log")
+    free = axes[len(families) : -4]
+    for axis in free:
+        axis.set_axis_off()
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawing.band_legend(free[0] if free else axes[0], handles=handles, labels=labels)
+    for position, family in enumerate(families):
+        layers = [layer for job in found if job[0] == family for layer in found[job]["layers"]]
+        for key, label in (("error_log_n", LENGTH), ("error", FITTED)):
+            errors = [layer[key] for layer in layers]
+            name = label if position == 0 else None
+            axes[-4].plot([position] * len(errors), errors, "o", ms=3, color=colours[label], label=name)
+        values = [r2 for layer in layers for r2 in layer["r2"] if r2 is not None and not math.isnan(r2)]
+        axes[-3].plot([position] * len(values), values, "o", ms=3, color=drawing.COLOUR_OF["sigmoid"])
+    axes[-4].set(title="error of each layer's output", ylabel="relative error", yscale="log")
+    axes[-4].legend()
+    axes[-3].set(title="fit of each head", ylabel="R² of -log Σ exp")
+    for axis in axes[-4:-2]:
+        axis.set_xticks(range(len(families)), families, rotation=45, ha="right")
+    first = families[0]
+    maps = found[first, min(seed for family, seed in found if family == first)]["maps"]
+    for axis, weights, title in zip(axes[-2:], maps, ("softmax", "converted"), strict=True):
+        axis.imshow(torch.tensor(weights).clamp(min=1e-3).log10().tolist(), vmin=-3, vmax=0, cmap="viridis")
+        axis.grid(visible=False)
+        axis.set(title=f"{first}, last layer: {title}", xlabel="key", ylabel="query")
+    return figure
+
+
+def judge_starts(data: Sequence[Row], _: Scale) -> list[Finding]:
+    """Compare the starts at once and after further training, by the relative difference of held-out losses per seed."""
+    families = list(dict.fromkeys(row["family"] for row in data))
+    language = [f for f in families if f in models.LANGUAGE]
+
+    def excess(family: str, start: str, fraction: float, other: str = SOFTMAX) -> intervals.Difference:
+        one, two = (select(data, "loss", family=family, start=s, fraction=fraction) for s in (start, other))
+        relative = [a / b - 1 for a, b in zip(one, two, strict=True)]
+        return intervals.welch([0.0] * len(relative), relative)
+
+    def noise(family: str, fraction: float) -> float:
+        losses = select(data, "loss", family=family, start=SOFTMAX, fraction=fraction)
+        return statistics.stdev(losses) / statistics.mean(losses) if len(losses) > 1 else 0.0
+
+    def finding(claim: str, start: str, fraction: float, of: Sequence[str], tolerance: float | None) -> Finding:
+        found = {f: excess(f, start, fraction) for f in of if select(data, "loss", family=f, start=start)}
+        verdicts: list[intervals.Verdict] = [
+            d.verdict_not_above(noise(f, fraction) if tolerance is None else tolerance) for f, d in found.items()
+        ]
+        more = "tolerance: softmax's standard deviation" if tolerance is None else f"tolerance {tolerance:g}"
+        return Finding(claim, intervals.verdict_all(verdicts), _evidence(found, verdicts, more))
+
+    middle, last = FRACTIONS[-2:]
+
+    def lower(claim: str, fraction: float, start: str = FITTED, other: str = LENGTH) -> Finding:
+        found = {f: -excess(f, start, fraction, other) for f in families if select(data, "loss", family=f, start=start)}
+        verdicts: list[intervals.Verdict] = [d.verdict_positive() for d in found.values()]
+        return Finding(claim, intervals.verdict_all(verdicts), _evidence(found, verdicts))
+
+    starts = (
+        ("the fitted model", FITTED),
+        ("the fitted and distilled model", DISTILLED),
+        ("the model that is distilled by layers, too,", BY_LAYERS),
+    )
+    zero_shot = "A fitted language model is at most 5 % worse than softmax without any training."
+    equal = [
+        (
+            f"After {fraction:.0%} of the steps, {name} is within {words} of softmax trained on equally.",
+            start,
+            fraction,
+            t,
+        )
+        for fraction, words, t in ((middle, "1 %", 0.01), (last, "the seeds' noise", None))
+        for name, start in starts
+    ]
+    return [
+        finding(zero_shot, FITTED, 0.0, language, 0.05),
+        *(finding(claim, start, fraction, families, t) for claim, start, fraction, t in equal),
+        lower("The fit lowers the loss of the converted model below that of b = -log n.", 0.0),
+        lower(f"After {last:.0%} of the steps it still does.", last),
+        lower(
+            f"After {middle:.0%} of the steps, distillation by layers, too, has a lower loss than without.",
+            middle,
+            BY_LAYERS,
+            DISTILLED,
+        ),
+    ]
+
+
+def _evidence(
+    differences: dict[str, intervals.Difference], verdicts: Sequence[intervals.Verdict], more: str = ""
+) -> str:
+    """State each model's difference, with its own verdict: that of the finding is the least favourable one."""
+    told = ", ".join(f"{f} {d} ({v})" for (f, d), v in zip(differences.items(), verdicts, strict=True))
+    mean = statistics.mean(d.delta for d in differences.values())
+    return "; ".join(filter(None, (f"relative difference of the losses: {told}; mean {mean:+.3g}", more)))
+
+
+EXPERIMENTS = (
+    Experiment(
+        "conversion",
+        "Beyond the paper: softmax models converted to sigmoid attention, and trained further",
+        "Sect. 3, softmax as a sigmoid with b = -log of the denominator",
+        compare_starts,
+        judge_starts,
+        {"smoke": 0.2, "small": 40.0, "paper": None},
+        "1 GPU",
+        "language models of 3 layers of 96, 128 bytes; ViT and speech model of 2 layers of 64; 150 to 3,000 steps",
+        takes=(*TRAINING, "data", "speech"),
+        kind="beyond",
+    ),
+)

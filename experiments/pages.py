@@ -1,0 +1,287 @@
+"""Pages of results: one Markdown page and figure for each experiment, and one HTML index of them all."""
+
+from __future__ import annotations
+
+import html
+import json
+import shlex
+import shutil
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from experiments.experiment import Experiment, ExperimentError, Kind, Result, Scale, Setting, Stored
+from experiments.intervals import VERDICTS
+from experiments.registry import EXPERIMENTS, find_experiment
+from sigattn.data.dataset import DataError
+from sigattn.demo import report
+
+INTRODUCTION = (
+    "Intervals are 95 % (Welch; in conversion and sigma-accuracy paired by seed). "
+    'Equality "agrees" if the whole interval lies within the tolerance, and "differs" if '
+    'it lies outside; an interval within the tolerance that excludes 0 "differs, but by less than matters". '
+    '"depends": on a choice that the paper does not state. "not shown": this scale and these seeds do not decide.'
+)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Content of a page, stored in page.json.
+
+    Attributes:
+        name, title, source: see ``Experiment``. scale, seeds: see ``Setting``. findings: claim, verdict and evidence.
+        columns, rows: the table. differs: difference of this scale from the paper's. has_figure: if it has a figure.
+        data: names and hashes of the training data. command: the command that writes the page.
+        kind: see ``Experiment``. longer, more_seeds, identities: see ``Setting``.
+        extends: origins of the pages whose results are among the data, the earliest first (``read_stored``).
+        figure_seeds: seeds of the runs that the figure shows, as a sentence, if they are not all.
+    """
+
+    name: str
+    title: str
+    source: str
+    scale: str
+    seeds: int
+    differs: str
+    columns: list[str]
+    rows: list[list[str]]
+    findings: list[dict[str, str]]
+    has_figure: bool
+    provenance: dict[str, Any]
+    data: list[str] = field(default_factory=list)
+    command: str = ""
+    kind: Kind = "paper"
+    longer: int = 1
+    more_seeds: dict[str, int] = field(default_factory=dict)
+    identities: dict[str, str] = field(default_factory=dict)
+    extends: list[dict[str, Any]] = field(default_factory=list)
+    figure_seeds: str = ""
+
+    @property
+    def extent(self) -> str:
+        """Scale and seeds as a sentence."""
+        longer = "" if self.longer == 1 else f", {self.longer} times its training"
+        return f"Scale: {self.scale}{longer}, seeds: {self.numbers_of_seeds}."
+
+    @property
+    def numbers_of_seeds(self) -> str:
+        """Number of seeds, and those of variants with more, as text."""
+        by_number: dict[int, list[str]] = {}
+        for name, number in self.more_seeds.items():
+            by_number.setdefault(number, []).append(name)
+        more = "".join(f"; {number} of {' and of '.join(names)}" for number, names in sorted(by_number.items()))
+        return f"{self.seeds}{more}"
+
+
+def write_page(
+    folder: Path, experiment: Experiment, setting: Setting, result: Result, provenance: dict[str, Any]
+) -> Page:
+    """Write data.jsonl, page.json, figure.svg, figure.png and page.md into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) for row in result.data]
+    kept = setting.stored.figure if result.figure is None else None
+    (folder / "data.jsonl").write_text("".join(line + "\n" for line in lines))
+    written = Page(
+        experiment.name,
+        experiment.title,
+        experiment.source,
+        setting.scale,
+        setting.seeds,
+        experiment.differs if setting.scale != "paper" else "",
+        list(result.columns),
+        [list(row) for row in result.rows],
+        _judge(experiment, lines, setting.scale),
+        result.figure is not None or kept is not None,
+        provenance,
+        [f"{name} ({fingerprint})" for name, fingerprint in sorted(setting.fingerprints.items())],
+        _command(experiment, setting),
+        experiment.kind,
+        setting.longer,
+        setting.more_seeds,
+        setting.identities,
+        list(setting.stored.origins),
+        setting.stored.figure_seeds if kept else "",
+    )
+    if kept is not None and kept.resolve() != (folder / "figure.svg").resolve():
+        shutil.copyfile(kept, folder / "figure.svg")
+    if result.figure is not None:
+        result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
+        result.figure.savefig(folder / "figure.png", dpi=110)
+    _store(folder, written)
+    return written
+
+
+def _store(folder: Path, page: Page) -> None:
+    (folder / "page.json").write_text(json.dumps(asdict(page), indent=1) + "\n")
+    (folder / "page.md").write_text(page_markdown(page))
+
+
+def read_stored(folder: Path, experiment: Experiment, scale: Scale, longer: int) -> Stored:
+    """Return the results of an experiment's page in a folder, to add seeds to them.
+
+    Raises:
+        DataError: if the folder has no such page, or its page does not name the settings and data of its runs.
+        ExperimentError: if tables of the experiment do not follow from data alone, or the page is of another scale or
+            length of training.
+    """
+    if experiment.count_seeds is None:
+        takers = ", ".join(e.name for e in EXPERIMENTS.values() if e.count_seeds)
+        raise ExperimentError(
+            f"--extend is not for {experiment.name}, whose table needs all its runs: leave it out; it is for {takers}"
+        )
+    own = folder / experiment.name
+    if not (own / "page.json").exists():
+        raise DataError(f"{folder} has no page of {experiment.name} to extend: leave out --extend, or name its folder")
+    page = Page(**json.loads((own / "page.json").read_text()))
+    if (page.scale, page.longer) != (scale, longer):
+        raise ExperimentError(
+            f"the page in {own} is of scale {page.scale!r} and longer={page.longer}, not {scale!r} and {longer}: name "
+            "the same, or leave out --extend"
+        )
+    if not page.identities:
+        raise DataError(f"the page in {own} does not name the settings of its runs: leave out --extend")
+    rows = [json.loads(line) for line in (own / "data.jsonl").read_text().splitlines()]
+    origins = [*page.extends, page.provenance]
+    figure = own / "figure.svg" if (own / "figure.svg").exists() else None
+    shown = page.figure_seeds or f"The figure shows fewer seeds: {page.numbers_of_seeds}."
+    return Stored(rows, experiment.count_seeds(rows), page.identities, origins, figure, shown)
+
+
+def _judge(experiment: Experiment, lines: Iterable[str], scale: str) -> list[dict[str, str]]:
+    """Return the findings for rows of data.jsonl."""
+    return [asdict(f) for f in experiment.judge([json.loads(line) for line in lines], cast(Scale, scale))]
+
+
+def judge_again(folder: Path) -> list[Page]:
+    """Judge the data of every page in a folder by the rules of this version, and rewrite pages and index.
+
+    Titles and sources are also those of this version. Figures and tables stay as measured.
+
+    Raises:
+        DataError: if the folder holds no pages.
+    """
+    stored = read_pages(folder)
+    if not stored:
+        missing = f"{folder} holds no page (NAME/page.json)" if folder.is_dir() else f"no such folder: {folder}"
+        raise DataError(f"{missing}; name a folder of pages, for example runs/experiments/small")
+    for written in stored:
+        experiment, own = find_experiment(written.name), folder / written.name
+        findings = _judge(experiment, (own / "data.jsonl").read_text().splitlines(), written.scale)
+        judged = replace(written, title=experiment.title, source=experiment.source, findings=findings)
+        _store(own, replace(judged, kind=experiment.kind))
+    pages = read_pages(folder)
+    write_index(folder, pages)
+    return pages
+
+
+def read_pages(folder: Path) -> list[Page]:
+    """Return the pages of all experiments in a folder, sorted by name."""
+    return [Page(**json.loads(path.read_text())) for path in sorted(folder.glob("*/page.json"))]
+
+
+def page_markdown(w: Page) -> str:
+    """Return a page as Markdown."""
+    lines = [f"# {w.title}", "", f"{w.source}. {w.extent}", ""]
+    if w.differs:
+        lines += [f"Differs from the paper's set-up: {w.differs}.", ""]
+    lines += [f"- **{f['verdict']}**: {f['claim']} ({f['evidence']})" for f in w.findings]
+    if w.has_figure:
+        lines += ["", f"![{w.title}](figure.svg)"]
+        lines += ["", w.figure_seeds] if w.figure_seeds else []
+    lines += ["", report.markdown_table(w.columns, w.rows)]
+    if w.data:
+        lines += ["", "Data: " + "; ".join(w.data) + "."]
+    about = w.provenance
+    command = w.command or f"python -m experiments {w.name} --scale {w.scale} --seeds {w.seeds}"
+    lines += ["", f"`{command}`, {_origin(about)}."]
+    if w.extends:
+        lines += ["", f"The first seeds are those of {'; of '.join(map(_origin, w.extends))}."]
+    return "\n".join(lines) + "\n"
+
+
+def _origin(about: dict[str, Any]) -> str:
+    """Return date, commit and device of a page's provenance as text."""
+    return f"{about['date']}, commit {about['commit'][:12]}, {about['device']}, torch {about['versions']['torch']}"
+
+
+def _command(experiment: Experiment, setting: Setting) -> str:
+    """Return the command that writes a page."""
+    parts = ["python", "-m", "experiments", experiment.name, "--scale", setting.scale, "--seeds", str(setting.seeds)]
+    if setting.longer != 1:
+        parts += ["--longer", str(setting.longer)]
+    if setting.more_seeds:
+        parts += ["--more-seeds", *(str(part) for pair in setting.more_seeds.items() for part in pair)]
+    for name in ("data", "tokenizer", "speech"):
+        if (path := getattr(setting, name)) is not None:
+            parts += [f"--{name}", str(path)]
+    return shlex.join(parts)
+
+
+KINDS: dict[Kind, str] = {
+    "paper": "The paper's claims",
+    "beyond": "Claims beyond the paper",
+    "timing": "Timings of this machine",
+}
+
+
+def count_verdicts(written: Sequence[Page]) -> str:
+    """Return the number of findings of each kind and verdict, as text."""
+    counts = Counter((w.kind, f["verdict"]) for w in written for f in w.findings)
+    parts = []
+    for kind, title in KINDS.items():
+        found = [f"{counts[kind, verdict]} {verdict}" for verdict in VERDICTS if counts[kind, verdict]]
+        if found:
+            parts.append(f"{title}: {'; '.join(found)}.")
+    return " ".join(parts)
+
+
+def findings_table(written: Sequence[Page]) -> str:
+    """Return the findings of all pages as Markdown, in the order of the experiments, by kind."""
+    by_name = {w.name: w for w in written}
+    ordered = [by_name[name] for name in EXPERIMENTS if name in by_name]
+    parts = ["# Results", "", count_verdicts(written), "", INTRODUCTION]
+    for kind, title in KINDS.items():
+        rows = [
+            (
+                f"[{w.title}]({w.name}/page.md)",
+                w.source,
+                "<br>".join(f"**{f['verdict']}**: {f['claim']}" for f in w.findings),
+            )
+            for w in ordered
+            if w.kind == kind
+        ]
+        if rows:
+            parts += ["", f"## {title}", "", report.markdown_table(("experiment", "in the paper", "findings"), rows)]
+    return "\n".join(parts) + "\n"
+
+
+def write_index(folder: Path, written: Sequence[Page]) -> Path:
+    """Write index.html with all results and figures (text is escaped), and README.md with all findings."""
+    parts = []
+    for w in written:
+        findings = "".join(
+            f"<li><b>{_text(f['verdict'])}</b>: {_text(f['claim'])} <i>{_text(f['evidence'])}</i></li>"
+            for f in w.findings
+        )
+        source = _text(f"{urllib.parse.quote(str(w.name), safe='')}/figure.svg")
+        figure = f'<img src="{source}" alt="{_text(w.title)}" width="100%">' if w.has_figure else ""
+        figure += f"<p>{_text(w.figure_seeds)}</p>" if w.figure_seeds else ""
+        data = f"<p>Data: {_text('; '.join(w.data))}.</p>" if w.data else ""
+        differs = f"<p>Differs from the paper's set-up: {_text(w.differs)}.</p>" if w.differs else ""
+        parts.append(
+            f"<h2>{_text(w.title)}</h2><p>{_text(w.source)}. {_text(w.extent)}</p>"
+            f"{data}{differs}<ul>{findings}</ul>{figure}{report.html_table(w.columns, w.rows)}"
+        )
+    path = folder / "index.html"
+    (folder / "README.md").write_text(findings_table(written))
+    introduction = f"Experiments of Ramapuram et al. (ICLR 2025), reproduced. {count_verdicts(written)} {INTRODUCTION}"
+    path.write_text(report.page("Sigmoid attention: the paper's experiments", introduction, "".join(parts)))
+    return path
+
+
+def _text(value: object) -> str:
+    """Return a value as escaped HTML text that is also safe in quoted attributes."""
+    return html.escape(str(value), quote=True)

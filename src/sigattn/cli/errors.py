@@ -1,0 +1,65 @@
+"""Exit codes and messages of the errors of a command.
+
+Exit codes: 2 for wrong arguments, 1 for files, data or machines that cannot be used, 130 after Ctrl-C and, in training,
+143 after SIGTERM. The message of these errors is one line; any other exception is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sigattn.convert import ConversionError
+from sigattn.data.dataset import DataError
+from sigattn.files import FileFormatError
+from sigattn.models.saving import ModelError
+from sigattn.optional import MissingPackageError
+from sigattn.recipes.registry import RecipeError
+from sigattn.train.checkpoint import CheckpointError
+from sigattn.train.folder_lock import FolderInUseError
+from sigattn.train.trainer import Interrupted, NonFiniteLossError
+from sigattn.validation import SettingsError
+
+USAGE_ERRORS: tuple[type[Exception], ...] = (SettingsError, RecipeError)
+DATA_ERRORS: tuple[type[Exception], ...] = (
+    ConversionError,
+    DataError,
+    CheckpointError,
+    FolderInUseError,
+    ModelError,
+    NonFiniteLossError,
+    FileFormatError,
+    MissingPackageError,
+    OSError,
+)
+
+
+@contextmanager
+def exit_on_errors(
+    program: str, usage: tuple[type[Exception], ...] = (), data: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Exit with a code and one line for the errors of a command, which ``usage`` and ``data`` extend."""
+    usage = (*USAGE_ERRORS, *usage)
+    try:
+        yield
+    except BrokenPipeError:  # the reader of the output has exited, for example head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (*usage, *DATA_ERRORS, *data) as error:
+        print(f"{program}: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, usage) else 1)
+    except Interrupted as stop:
+        print(f"\n{stop}\nTo resume: the same command with --resume")
+        sys.exit(128 + stop.signal)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    message = " ".join(str(error).split()) or type(error).__name__
+    flags = [f"--{name.replace('_', '-')}" for name in error.settings] if isinstance(error, SettingsError) else []
+    return f"{message} ({', '.join(flags)})" if flags else message

@@ -1,0 +1,28 @@
+"""Tables of text on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    right: Collection[str] = (),
+    min_width: int = 0,
+) -> None:
+    """Print a table of text. The columns ``right`` are aligned on the right; ``min_width`` is that of the console."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=min_width > 0)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.width = max(console.width, min_width)
+    console.print(table)

@@ -1,0 +1,296 @@
+"""The GPU benchmarks at tiny sizes with interpreted kernels."""
+
+import functools
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import (
+    accuracy,
+    baselines,
+    gpu_steps,
+    hybridnorm,
+    kernels,
+    overhead,
+    subprocesses,
+    timing,
+    training,
+    tune,
+)
+from benchmarks.baselines import IMPLEMENTATIONS, NAIVE, OURS, SDPA, Implementation
+from benchmarks.inputs import Options, random_inputs
+from benchmarks.provenance import BenchmarkError
+from sigattn.ops.triton import tuning
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh is the test on a GPU")
+
+
+def test_kernels(tmp_path):
+    config = kernels.KernelBenchmark(
+        lengths=(16, 32),
+        num_heads=2,
+        head_dims=(16,),
+        batch_size=1,
+        dtype="float32",
+        rounds=1,
+        round_seconds=0.0,
+        precompile=False,
+        results=tmp_path,
+    )
+    report = kernels.benchmark_kernels(config)
+    assert json.loads((tmp_path / "kernels.json").read_text())["rows"] == json.loads(json.dumps(report["rows"]))
+    assert {(r["n"], r["causal"], r["alibi"], r["pass"]) for r in report["rows"] if r["implementation"] == OURS} == {
+        (n, causal, alibi, direction)
+        for n in (16, 32)
+        for causal, alibi in itertools.product((False, True), (False, True))
+        for direction in ("forward", "backward", "training")
+    }
+    assert all(r["error"] < 1e-5 and r["gradient_error"] < 1e-5 for r in report["rows"])
+    assert any("it needs a GPU" in reason for reason in report["absent"].values())
+    assert {r["over"] for r in report["average_speed_up"]} == {SDPA}
+    assert "interpreted" in report["device"]
+    assert {p.name for p in tmp_path.glob("*.png")} == {"d16.png", "d16_alibi.png"}
+
+
+def test_kernels_stop_in_time(tmp_path):
+    report = kernels.benchmark_kernels(
+        kernels.KernelBenchmark(max_seconds=1e-9, profile=False, precompile=False, results=tmp_path)
+    )
+    assert not report["rows"]
+    assert len(report["left_out_for_time"]) == 11 * (4 + 2)
+
+
+def test_an_implementation_that_fails_in_its_subprocess_is_not_timed(monkeypatch, tmp_path):
+    config = kernels.KernelBenchmark(
+        lengths=(16,), num_heads=1, head_dims=(16,), batch_size=1, dtype="float32", rounds=1, round_seconds=0.0,
+        alibi=False, profile=False, baselines=(NAIVE, SDPA), results=tmp_path,
+    )  # fmt: skip
+
+    def failures(function, groups, **_):
+        assert function == "benchmarks.kernels:try_once"
+        kernels.try_once(groups[NAIVE, 16, True, False, 0][0])
+        return {key: {0: "no end after 30 s"} if key[0] == SDPA else {} for key in groups}
+
+    monkeypatch.setattr(subprocesses, "find_failures", failures)
+    report = kernels.benchmark_kernels(config)
+    assert {r["implementation"] for r in report["rows"]} == {OURS, NAIVE}
+    assert set(report["absent"].values()) == {"no end after 30 s"}
+
+
+def test_lengths_alternate():
+    """A run that is interrupted after a few settings has measured every length and every kind of problem."""
+    config = kernels.KernelBenchmark()
+    found = [s for s in kernels.settings(config) if not s.alibi]
+    assert len(set(found)) == len(found) == 11 * 4
+    for start in range(len(found) - 11):
+        assert {s.n for s in found[start : start + 11]} == set(config.lengths)
+        assert len({(s.head_dim, s.causal) for s in found[start : start + 4]}) == 4
+    assert len(set(kernels._interleave(range(4), range(6)))) == 24
+
+
+def test_an_eager_call_does_not_count_as_compiled(monkeypatch):
+    """After too many recompilations, or with torch.compile disabled."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    call = baselines.compiled(lambda x: x + 1)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        baselines.reset_compiled()
+        for n in (1, 2):
+            torch.testing.assert_close(call(torch.zeros(n)), torch.ones(n))
+        with pytest.raises((BenchmarkError, torch._dynamo.exc.FailOnRecompileLimitHit)):
+            call(torch.zeros(3))
+        baselines.reset_compiled()
+        torch.testing.assert_close(call(torch.zeros(9)), torch.ones(9))
+    baselines.reset_compiled()
+    # not by monkeypatch, which would delete the setting afterwards and break every later compilation
+    with torch._dynamo.config.patch(disable=True), pytest.raises(BenchmarkError, match="eagerly"):
+        call(torch.zeros(9))
+
+
+def test_a_wrong_implementation_is_not_timed(monkeypatch):
+    def wrong(q, k, v, o):
+        return IMPLEMENTATIONS[OURS].call(q, k, v, o) * 1.1
+
+    def broken(q, k, v, o):
+        raise RuntimeError("no kernel image")
+
+    def nan_in_one_gradient(q, k, v, o):
+        k = k * 1
+        if k.requires_grad:
+            k.register_hook(lambda grad: grad * math.nan)
+        return IMPLEMENTATIONS[OURS].call(q, k, v, o)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "NaN", Implementation(False, nan_in_one_gradient, cpu=True))
+    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", Implementation(False, wrong, cpu=True))
+    monkeypatch.setitem(IMPLEMENTATIONS, "broken", Implementation(False, broken, cpu=True))
+    absent = {}
+    config = kernels.KernelBenchmark(num_heads=1, batch_size=1, dtype="float32", rounds=1, round_seconds=0.0)
+    rows = kernels.measure(config, kernels.Setting(16, 16, False, False), absent)
+    assert {"wrong", "broken", "NaN"}.isdisjoint(r["implementation"] for r in rows)
+    reasons = {name.split(",")[0]: reason for name, reason in absent.items()}
+    assert "WrongResultError" in reasons["wrong"]
+    assert "WrongResultError" in reasons["NaN"]
+    assert "no kernel image" in reasons["broken"]
+
+
+def test_accuracy_of_float16_at_65536_keys(tmp_path, monkeypatch):
+    """With b = -log n, weights of 1/n stay as exact as the dtype's own rounding (2^-11 and 2^-8)."""
+    # the interpreter's time is that of the tiles, whatever their size
+    monkeypatch.setattr(tuning, "kernel_config", lambda *_: tuning.Config(16, 2048, 4, 1))
+    rows = []
+    for dtype, lengths in (("float16", (64, 65536)), ("bfloat16", (64, 8192))):
+        config = accuracy.AccuracyBenchmark(
+            lengths=lengths, queries=16, head_dim=16, all_queries=False, dtypes=(dtype,), results=tmp_path
+        )
+        rows += [r for r in accuracy.benchmark_accuracy(config)["rows"] if r["implementation"] == OURS]
+    assert len(rows) == 4
+    for r in rows:
+        rounding = {"float16": 2**-11, "bfloat16": 2**-8}[r["dtype"]]
+        assert r["weights_max"] < 2.2 * rounding, r  # of the weight, and of the output
+        assert r["weights_mean"] < rounding, r
+        assert r["output"] < rounding, r
+    assert (tmp_path / "accuracy.png").exists()
+
+
+def test_hybridnorm(tmp_path):
+    config = hybridnorm.HybridNormBenchmark(
+        lengths=(16, 32), num_heads=2, head_dim=16, dtype="float32", rounds=1, round_seconds=0.0, results=tmp_path
+    )
+    report = hybridnorm.benchmark_hybridnorm(config)
+    assert {(c["causal"], c["norm"]) for c in report["crossings"]} == {
+        (c, n) for c in (False, True) for n in ("affine", "no affine")
+    }
+
+
+def test_crossing_is_the_last_one():
+    assert hybridnorm.crossing_length([(64, 0.9), (128, 1.1), (256, 0.8), (512, 0.7)]) == 256
+    assert hybridnorm.crossing_length([(64, 0.9), (128, 1.1)]) is None
+
+    def row(n, ratio):
+        return {"n": n, "causal": False, "implementation": "affine", "softmax_time_over_this": {"x": ratio}}
+
+    rows = [row(64, 1.2), row(128, 0.9), row(256, 1.25), row(512, 2.0)]
+    found = hybridnorm.crossing(rows, False, "affine")["over"]["x"]
+    assert found["from"] == 256
+    assert found["percent"] == pytest.approx(100 * (0.2 + 0.5) / 2)
+    assert hybridnorm.crossing([row(64, 0.9)], False, "affine")["over"]["x"] == {"from": None, "percent": None}
+    without = {**row(128, 0.9), "softmax_time_over_this": {}}  # that softmax ran out of memory
+    assert hybridnorm.crossing([row(64, 2.0), without], False, "affine")["over"]["x"]["from"] == 64
+
+
+def test_a_fault_of_the_gpu_is_no_reason_to_leave_out_what_follows(monkeypatch):
+    def fault(*_):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(baselines, "checked_passes", lambda *_, **__: fault())
+    inputs = random_inputs(1, 1, 8, 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        baselines.available_passes(baselines.IMPLEMENTATIONS, inputs, {})
+
+
+def test_overhead(tmp_path):
+    config = overhead.OverheadBenchmark(
+        n=20, num_heads=1, head_dim=16, batch_sizes=(1,), dtype="float32", rounds=1, round_seconds=0.0,
+        results=tmp_path / "overhead.json",
+    )  # fmt: skip
+    report = overhead.benchmark_overhead(config)
+    ours = {(r["implementation"], r["pass"]) for r in report["rows"]}
+    assert {
+        (name, direction) for name in (OURS, overhead.THROUGH_TRITON) for direction in ("forward", "training")
+    } <= ours
+    assert tuning.DIRECT_LAUNCH
+    assert json.loads((tmp_path / "overhead.json").read_text())["rows"] == report["rows"]
+    for row in report["host_times"]:  # a call from the cache does less
+        assert 0 < row["cached_microseconds"] < min(row["first_microseconds"], row["uncached_microseconds"])
+
+
+def test_times_of_graphs_are_used_where_both_have_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "capture_graph", lambda call: call)
+    config = kernels.KernelBenchmark(
+        lengths=(16,), num_heads=1, head_dims=(16,), batch_size=1, dtype="float32", rounds=1, round_seconds=0.0,
+        alibi=False, precompile=False, results=tmp_path,
+    )  # fmt: skip
+    for row in kernels.benchmark_kernels(config)["rows"]:
+        assert (row["graph_ms"] is None) == (row["pass"] == "backward")
+    assert kernels._time_ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": 2.0}) == 4.0
+    assert kernels._time_ratio({"ms": 3.0, "graph_ms": 8.0}, {"ms": 1.0, "graph_ms": None}) == 3.0
+
+
+def test_tune(tmp_path, monkeypatch):
+    """The candidates for full attention are tried in subprocesses; those for causal attention are timed at once."""
+    find_failures = subprocesses.find_failures
+
+    def failures_without_mask(function, tasks, **options):
+        return {case: {} for case in tasks} if next(iter(tasks)).causal else find_failures(function, tasks, **options)
+
+    monkeypatch.setattr(subprocesses, "find_failures", failures_without_mask)
+    config = tune.TuneBenchmark(
+        lengths=(32,), num_heads=1, head_dims=(16,), max_flops=1.0, max_candidates=1, rounds=1, round_seconds=0.0,
+        results=tmp_path,
+    )  # fmt: skip
+    rows = tune.tune_kernels(config)["rows"]
+    assert {r["kernel"] for r in rows} == {tuning.FWD, tuning.DKDV, tuning.DQ, tuning.FUSED}
+    assert all("ms" in r for r in rows), rows
+
+
+def test_training(tmp_path):
+    quick = {"kappas": (1,), "seconds": 60.0, "max_steps": 2, "batch_size": 1, "upscale": 1, "num_layers": 1}
+    training.benchmark_training(training.TrainingBenchmark(results=tmp_path, **quick))
+    runs = json.loads((tmp_path / "training.json").read_text())["rows"]
+    assert [(r["model"].partition(",")[0], r["activation"]) for r in runs] == [
+        (model, activation) for model in ("language", "ViT-S") for activation in ("sigmoid", "softmax")
+    ]
+    assert all(r["steps"] == 2 and r["tokens_or_images_per_second"] > 0 for r in runs)
+
+
+def test_without_a_gpu_and_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(BenchmarkError, match="needs a GPU"):
+        kernels.benchmark_kernels(kernels.KernelBenchmark())
+
+
+def test_every_step_of_the_script_can_be_configured(tmp_path):
+    """Names and values of its settings are valid, also in a rehearsal, and its tests exist."""
+    root = Path(__file__).parents[2]
+    steps = gpu_steps.STEPS
+    assert len({step.name for step in steps}) == len(steps)
+    on_a_gpu = re.compile(r"skipif\(not torch.cuda.is_available\(\).*\n(?:@.*\n)*def (\w+)")
+    for step in steps:
+        for path in (x for x in step.pytest if x.endswith(".py")):
+            chosen = step.pytest[-1].split(" or ") if step.name == "tests" else [""]
+            for test in on_a_gpu.findall((root / path).read_text()):
+                assert any(word in f"{path}::{test}" for word in chosen), test
+        if step.benchmark:
+            module, kind, function = step.benchmark
+            found = importlib.import_module(f"benchmarks.{module}")
+            assert callable(getattr(found, function))
+            for settings in (step.settings, step.settings | step.tiny):
+                getattr(found, kind)(results=tmp_path / "results", resume=True, **settings)
+
+
+def test_the_script_runs_a_step_once(tmp_path):
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHON": os.sys.executable}
+    command = [root / "benchmarks/gpu.sh", tmp_path / "out", "--steps", "decode", "--seconds", "300"]
+    for began in (True, False):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("== decode: done" in done.stdout) == began
+        assert "decode: context_length | batch_size" in done.stdout  # the summary
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.tar.gz", "summary.txt"]
+
+
+def test_implementations_agree():
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    for slopes in (None, torch.tensor([0.25, 0.5])):
+        options = Options(-1.0, True, slopes)
+        torch.testing.assert_close(
+            IMPLEMENTATIONS[OURS].call(q, k, v, options), IMPLEMENTATIONS[NAIVE].call(q, k, v, options)
+        )
