@@ -55,7 +55,9 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_named_files_and_tests_exist(page):
     text = page.read_text()
-    for path in re.findall(r"`((?:src|tests|docs|benchmarks|ops|recipes)/[\w./-]+\.(?:py|md|json|svg))`", text):
+    for path in re.findall(
+        r"`((?:src|tests|docs|benchmarks|experiments|ops|recipes)/[\w./-]+\.(?:py|md|json|svg))`", text
+    ):
         assert (ROOT / path).exists() or (ROOT / "src/sigattn" / path).exists(), f"{page.name}: {path}"
     tests = "\n".join(f.read_text() for f in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):

@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 NAME = re.compile(r"(?<![\w./-])sigattn(?:\.[A-Za-z]\w*)+")
 IMPORT = re.compile(r"from (sigattn[\w.]*) import (\w+(?:, \w+)*)")
-PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *SOURCE.rglob("*.py")]
+CODE = [f for folder in ("src", "experiments", "benchmarks") for f in (ROOT / folder).rglob("*.py")]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *CODE]
 HISTORY = {"log.md", "CHANGELOG.md"}  # they may name what is gone
 FILES = {"toml", "json", "md", "py"}  # sigattn.toml is a file
 
