@@ -63,12 +63,12 @@ def draw_operator() -> Figure:
     return figure
 
 
-def connect(axes: Any, start: tuple[float, float], end: tuple[float, float], **arrow: Any) -> None:
+def connect(axes: Any, start: tuple[int | float, float], end: tuple[int | float, float], **arrow: Any) -> None:
     """Draw a line between two boxes."""
     axes.annotate("", end, start, arrowprops={"lw": 1.0, "shrinkA": 11, "shrinkB": 11, **arrow})
 
 
-def box(axes: Any, at: tuple[float, float], text: str, colour: str) -> None:
+def box(axes: Any, at: tuple[int | float, float], text: str, colour: str) -> None:
     """Draw a text in a box."""
     frame = {"boxstyle": "round,pad=0.3", "fc": "white", "ec": colour}
     axes.text(*at, text, ha="center", va="center", fontsize=12, bbox=frame)

@@ -20,7 +20,6 @@ import torch
 import sigattn
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
-CODE = (Path(sigattn.__file__).resolve().parent, ROOT / "experiments", ROOT / "benchmarks")
 
 
 class BenchmarkError(RuntimeError):
@@ -56,9 +55,13 @@ def describe(benchmark: str, config: Any, *, gpu: bool = False) -> dict[str, Any
     }
 
 
+def _code() -> tuple[Path, ...]:
+    return Path(sigattn.__file__).resolve().parent, ROOT / "experiments", ROOT / "benchmarks"
+
+
 def commit() -> str:
     """Return the commit of the running code, with "+" if its files were changed; "unknown" outside a checkout."""
-    status = ["status", "--porcelain", "--", *(f":(glob){folder}/**/*.py" for folder in CODE)]
+    status = ["status", "--porcelain", "--", *(f":(glob){folder}/**/*.py" for folder in _code())]
     try:
         head, changed = (
             subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -72,7 +75,7 @@ def commit() -> str:
 def source_digest() -> str:
     """Return a digest of the running code's files, which identifies the version outside a checkout too."""
     digest = hashlib.sha256()
-    for folder in CODE:
+    for folder in _code():
         for path in sorted(folder.rglob("*.py")):
             digest.update(str(path.relative_to(folder.parent)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -21,7 +21,6 @@ STEP = """
 import os, signal, sys, time, types
 from pathlib import Path
 sys.modules |= {name: types.ModuleType(name) for name in ("torch", "sigattn")}
-sys.modules["sigattn"].__path__ = [SRC]
 from benchmarks.results_file import ResultsFile
 folder, measured, behaviour = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 if behaviour == "ignores SIGINT":
@@ -57,7 +56,7 @@ sys.exit(gpu.main())
 def runner(tmp_path):
     """Start gpu_runner.py with steps of the given behaviours; options go to it."""
     step, script = tmp_path / "step.py", tmp_path / "runner.py"
-    step.write_text(STEP.replace("SRC", repr(str(ROOT / "src/sigattn"))))
+    step.write_text(STEP)
     script.write_text(RUNNER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
 
