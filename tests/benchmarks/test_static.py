@@ -302,5 +302,5 @@ def test_an_unknown_architecture_is_named():
     command = [sys.executable, "-m", "benchmarks", "static", "--architectures", "71", "--head-dims", "64"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "sigattn: Triton's ptxas does not support architecture sm_71"
+    assert done.stderr.splitlines()[-1] == "benchmarks: Triton's ptxas does not support architecture sm_71"
     assert "Traceback" not in done.stderr
