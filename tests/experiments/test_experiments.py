@@ -20,7 +20,6 @@ import torch
 from experiments import (
     ablation,
     cache,
-    datasets,
     dropped_keys,
     intervals,
     k_summation,
@@ -35,6 +34,7 @@ from experiments.experiment import OPTIONS, SCALES, Experiment, ExperimentError,
 from experiments.intervals import Difference
 from experiments.registry import EXPERIMENTS, find_experiment
 from sigattn.data.dataset import DataError
+from sigattn.recipes import datasets
 from sigattn.train import checkpoint
 
 ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions": {"torch": "2"}}
