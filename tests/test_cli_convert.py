@@ -106,6 +106,14 @@ def test_what_it_refuses(tmp_path, capsys):
     assert "learning_rate must be a finite number above 0" in message
 
 
+def test_a_folder_of_transformers_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    code, message = failure(["convert", str(tmp_path)], capsys)
+    assert code == 1
+    assert "holds a model of transformers (model_type 'llama')" in message
+    assert "load it in Python with transformers; sigattn.convert converts it there" in message
+
+
 @pytest.mark.parametrize("option", [["--distil", "1"], ["--learning-rate", "5"], ["--resume"]], ids="".join)
 def test_options_of_the_fine_tuning_need_steps(tmp_path, capsys, option):
     code, message = failure(["convert", str(tmp_path), *option], capsys)

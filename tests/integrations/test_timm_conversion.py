@@ -6,7 +6,8 @@ import torch
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
 
-from sigattn.convert import convert, restore  # noqa: E402
+from sigattn.convert import ConversionError, convert, restore  # noqa: E402
+from sigattn.nn import VisibleKeysLinearBias  # noqa: E402
 
 pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
 SMALL = {"num_classes": 5, "img_size": 32, "embed_dim": 32}
@@ -37,3 +38,18 @@ def test_vision_transformers(name):
     new = MODELS[name]().eval()
     restore(new, model.state_dict())
     torch.testing.assert_close(new(images[0]), after)
+
+
+def test_xcit_is_converted_for_every_size_of_image():
+    """Its queries are channels: a bias with a coefficient for each feature would be tied to the number of positions."""
+
+    def make():
+        return timm.create_model("xcit_nano_12_p16_224", depth=1, embed_dim=32, num_heads=2, num_classes=5).eval()
+
+    model, images = make(), torch.randn(3, 2, 3, 64, 64)
+    with pytest.raises(ConversionError, match=r"'blocks\.0\.attn' \(XCA.*pass bias=VisibleKeysLinearBias"):
+        convert(model, list(images))
+    convert(model, list(images), bias=VisibleKeysLinearBias)
+    new, larger = make(), torch.randn(2, 3, 96, 96)
+    restore(new, model.state_dict())
+    torch.testing.assert_close(new(larger), model(larger))

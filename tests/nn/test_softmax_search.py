@@ -303,7 +303,24 @@ class TalkingHeads(Mixer):
         return self.heads(weights).permute(0, 3, 1, 2) @ v
 
 
+class Product(nn.Module):
+    def forward(self, x, y):
+        return torch.matmul(x, y)
+
+
+class ModulesOnly(Mixer):
+    """As SqueezeBERT: softmax and products are layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.softmax, self.product = nn.Softmax(-1), Product()
+
+    def mix(self, q, k, v):
+        return self.product(self.softmax(self.product(q, k.mT) * 8**-0.5), v)
+
+
 REFUSED = [
+    ModulesOnly,
     *(TorchSoftmax, MethodSoftmax, FunctionalSoftmax, LowLevelSoftmax, OperatorSoftmax, NamedSoftmax),
     *(InheritedSoftmax, SuperSoftmax, ModuleSoftmax, FunctionSoftmax, DecoratedSoftmax, StoredSoftmax),
     *(ProcessorSoftmax, TableSoftmax),
@@ -797,3 +814,28 @@ def test_a_performer_is_refused_with_an_example(x):
     for example in (None, (x,)):
         with pytest.raises(ValueError, match=r"cannot be replaced: 'layers\.1"):
             sigmoidify(Net(Fused(), layer), example)
+
+
+def test_methods_of_a_base_class_without_a_forward_count_where_they_are_used():
+    """Such as those with which transformers loads models, which name kernels of attention."""
+
+    class Loading(nn.Module):
+        def choose(self):
+            return flex_attention
+
+        def attend(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    class Model(Loading):
+        def __init__(self):
+            super().__init__()
+            self.layer = Fused()
+
+        def forward(self, x):
+            return self.layer(x)
+
+    class Layer(Loading):
+        def forward(self, x):
+            return self.attend(x)
+
+    assert [r.name for r in sigmoidify(nn.Sequential(Model(), Layer()))] == ["0.layer", "1"]

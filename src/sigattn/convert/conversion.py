@@ -92,8 +92,11 @@ def convert(
     held_out = every[-max(1, len(batches) // 4) :]
     fitted_on = every[: len(batches) - len(held_out)] or held_out
     with _evaluation(model):
-        adapter = _adapter(model, lambda: _run(model, batches, fitted_on[:1], loss))
+        run_first = functools.partial(_run, model, batches, fitted_on[:1], loss)
+        adapter = _adapter(model, run_first)
         names = adapter.layers()
+        if bias is QuadraticBias and isinstance(adapter, ModuleAdapter):
+            adapter.refuse_channel_attention(run_first)
 
         def run(given: Sequence[int], attend: Attend) -> float | None:
             with adapter.observe(torch.no_grad()(attend)):  # threads of the model have gradients enabled

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily
 
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
+from sigattn.convert.channel_attention import channel_attention
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.config import TransformerConfig
 from sigattn.models.transformer import Transformer
@@ -86,6 +87,20 @@ class ModuleAdapter:
         layers = {name: m for name, m in self.model.named_modules() if name in names}
         refuse_offloaded(layers)
         return list(layers)
+
+    def refuse_channel_attention(self, run: Callable[[], object]) -> None:
+        """Raise ConversionError for layers whose features are positions, because a bias would be tied to their number.
+
+        Args:
+            run: runs the model on a batch.
+        """
+        with enable_fused_attention(self.model, restore=True):
+            refused = channel_attention(self.model, run, self.called)
+        if refused:
+            raise ConversionError(
+                f"convert: the features of the queries of {listed(refused)} are positions (attention over channels). A "
+                "bias with a coefficient for each would fit inputs of one size only: pass bias=VisibleKeysLinearBias"
+            )
 
     @contextlib.contextmanager
     def observe(self, attend: Attend) -> Iterator[None]:

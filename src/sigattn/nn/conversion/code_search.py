@@ -102,14 +102,19 @@ def _reaches_sdpa(model: nn.Module, name: str) -> bool:
 
 
 def _multiplies(model: nn.Module, name: str, calls: frozenset[str]) -> bool:
-    """Return True if a layer, or the nearest layer around it that is no container, multiplies matrices."""
+    """Return True if a layer, or the nearest layer around it that is no container, multiplies matrices.
+
+    Those around an ``nn.Softmax`` may multiply them in a layer beside it.
+    """
+    module = model.get_submodule(name)
     while not calls & PRODUCT_NAMES:
         if not name:
             return False
         name = name.rpartition(".")[0]
         around = model.get_submodule(name)
         if not isinstance(around, CONTAINERS):
-            return bool(reachable_calls(around) & PRODUCT_NAMES)
+            siblings = around.children() if isinstance(module, SOFTMAX_MODULES) else ()
+            return any(reachable_calls(m) & PRODUCT_NAMES for m in (around, *siblings))
     return True
 
 
@@ -217,9 +222,12 @@ def _calls_of_helper(kind: Any, names: frozenset[str], depth: int) -> frozenset[
 def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
     """Yield names and methods of a class as the class finds them, those which it inherits included.
 
-    A method that is overridden counts where the one that overrides it calls ``super``.
+    A method that is overridden counts where the one that overrides it calls ``super``. A base class without a forward,
+    such as the one with which transformers loads and saves models, counts with the methods that the others use.
     """
     hidden: set[str] = set()
+    methods: list[tuple[str, types.FunctionType]] = []
+    helpers: list[tuple[str, types.FunctionType]] = []
     for base in kind.__mro__:
         if not _followed(base.__module__):
             hidden |= vars(base).keys()
@@ -231,8 +239,15 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
                 continue
             if not any("super" in f.__code__.co_names for f in functions):
                 overridden.add(name)
-            yield from ((name, f) for f in functions)
+            is_layer = base is kind or getattr(base, "forward", nn.Module.forward) is not nn.Module.forward
+            (methods if is_layer else helpers).extend((name, f) for f in functions)
         hidden |= overridden
+    names = set().union(*(_names_in(f.__code__)[0] for _, f in methods))
+    while used := [m for m in helpers if m[0] in names]:
+        helpers = [m for m in helpers if m not in used]
+        names = names.union(*(_names_in(f.__code__)[0] for _, f in used))
+        methods += used
+    yield from methods
 
 
 def _functions_in(attribute: Any) -> Iterator[types.FunctionType]:
