@@ -71,9 +71,9 @@ WRONG = {
     "beyond": (
         lambda: pad_input(X, torch.tensor([0, 8]), 1, 8),
         ValueError,
-        r"pad_input: .* 0 … 7 .*1 \* 8\), got 0 … 8",
+        r"pad_input: .* 0 … 7, for 8 batch \* seqlen positions, got 0 … 8",
     ),
-    "row beyond": (lambda: index_first_axis(X, torch.tensor([0, 99])), ValueError, r"0 … 1 \(input has 2 rows\), got"),
+    "row beyond": (lambda: index_first_axis(X, torch.tensor([0, 99])), ValueError, r"0 … 1, for 2 rows of input, got"),
     "bool indices": (lambda: index_first_axis(X, torch.tensor([True])), TypeError, "indices must be"),
 }
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.export import Dim
 
 pytest.importorskip("onnxscript")
@@ -11,6 +12,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from sigattn import sigmoid_attention  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
+from sigattn.nn import sigmoidify  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
@@ -41,6 +43,31 @@ def test_language_model():
     )
     model = LanguageModel(config).eval()
     assert_equal_in_onnx(model, lambda b, n: {"tokens": torch.randint(50, (b, n))})
+
+
+class Multihead(nn.Module):
+    """``nn.MultiheadAttention`` and PyTorch's transformer, both of the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        layer = nn.TransformerDecoderLayer(32, 4, 48, batch_first=True, dropout=0.0)
+        self.decoder = nn.TransformerDecoder(layer, 1)
+
+    def forward(self, x, padding):
+        attended, weights = self.attention(x, x, x, padding)
+        decoded = self.decoder(attended, x, memory_key_padding_mask=padding)
+        return torch.cat([decoded, weights.sum(-1, keepdim=True)], -1)
+
+
+def test_converted_multihead_attention_and_transformer():
+    model = Multihead().eval()
+    sigmoidify(model)
+
+    def inputs_of(b, n):
+        return {"x": torch.randn(b, n, 32), "padding": torch.arange(n).expand(b, n) > n // 2}
+
+    assert_equal_in_onnx(model, inputs_of)
 
 
 def test_llama():

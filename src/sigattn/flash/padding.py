@@ -66,7 +66,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     _check_indices("pad_input", hidden_states, indices)
     if indices.shape[0] != hidden_states.shape[0]:
         _wrong(ValueError, "pad_input", f"indices must be (total,) = ({hidden_states.shape[0]},)", indices)
-    _check_range("pad_input", indices, batch * seqlen, f"batch * seqlen = {batch} * {seqlen}")
+    _check_range("pad_input", indices, batch * seqlen, "batch * seqlen positions")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
 
@@ -79,7 +79,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 (f
         ValueError: an index beyond the rows, on a CPU. (On an accelerator reading the indices would synchronise.)
     """
     _check_indices("index_first_axis", input, indices)
-    _check_range("index_first_axis", indices, input.shape[0], f"input has {input.shape[0]} rows")
+    _check_range("index_first_axis", indices, input.shape[0], "rows of input")
     return input.index_select(0, indices)
 
 
@@ -103,13 +103,13 @@ def _check_indices(caller: str, rows: Any, indices: Any) -> None:
         _wrong(TypeError, caller, "indices must be a one-dimensional tensor of int32 or int64", indices)
 
 
-def _check_range(caller: str, indices: Tensor, stop: int, reason: str) -> None:
+def _check_range(caller: str, indices: Tensor, stop: int, kind: str) -> None:
     """Raise ValueError unless the indices of a CPU lie in 0 … stop - 1."""
     if indices.device.type != "cpu" or torch.compiler.is_compiling() or not indices.shape[0]:
         return
     first, last = (int(t) for t in indices.aminmax())
     if first < 0 or last >= stop:
-        raise ValueError(f"{caller}: indices must lie in 0 … {stop - 1} ({reason}), got {first} … {last}")
+        raise ValueError(f"{caller}: indices must lie in 0 … {stop - 1}, for {stop} {kind}, got {first} … {last}")
 
 
 def _wrong(error: type[Exception], caller: str, what: str, given: Any) -> NoReturn:

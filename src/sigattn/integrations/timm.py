@@ -29,7 +29,7 @@ from sigattn.nn.conversion.softmax_calls import listed
 from sigattn.nn.conversion.visible_keys import visible_per_query
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.operands import combine_window
-from sigattn.ops.problem import log_length_bias
+from sigattn.ops.problem import log_length_bias, log_size_bias
 from sigattn.optional import explain_import_errors
 
 with explain_import_errors("timm"):
@@ -160,6 +160,6 @@ def _log_visible(query: Tensor, mask: Tensor | None, is_causal: bool) -> float |
     """Return -log of the number of visible keys: a number, or (B or 1, H or 1, N or 1, 1)."""
     length = query.shape[2]
     if mask is None and not is_causal:
-        return log_length_bias(length)
+        return log_size_bias(length, query.device)
     window = combine_window(None, is_causal)
     return log_length_bias(visible_per_query(mask, length, length, window, query.device))

@@ -130,19 +130,17 @@ class ViT(Transformer):
             ValueError: for images of another size.
         """
         c = self.config
-        expected = (c.channels, c.image_size, c.image_size)
-        if images.shape[1:] != expected and not (
-            c.dynamic_img_size
-            and images.shape[1] == c.channels
-            and not any(side % c.patch_size for side in images.shape[2:])
-        ):
+        sides = images.shape[2:]
+        fits = not any(s % c.patch_size for s in sides) if c.dynamic_img_size else sides == (c.image_size,) * 2
+        if images.shape[1] != c.channels or not fits:
             raise ValueError(
-                f"images must be (batch, {', '.join(map(str, expected))}), got {tuple(images.shape)}; with "
-                f"dynamic_img_size=True height and width may be other multiples of patch_size={c.patch_size}"
+                f"images must be (batch, {c.channels}, {c.image_size}, {c.image_size}), got {tuple(images.shape)}; "
+                f"with dynamic_img_size=True height and width may be other multiples of patch_size={c.patch_size}"
             )
         x = residual_stream(self.patch_embed(images))  # (B, embed_dim, rows, columns)
         x, rows, columns = x.flatten(2).mT, x.shape[2], x.shape[3]
-        if (rows, columns) == (c.grid_size, c.grid_size):
+        # an exported program takes all sizes alike: a comparison would restrict it to other sizes, or to this one
+        if not c.dynamic_img_size or (not torch.compiler.is_exporting() and rows == columns == c.grid_size):
             result: Tensor = self.position(x)
             return result
         return _resized(self.position, c, x, rows, columns)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.ops import scalars
-from sigattn.ops.problem import log_length_bias
+from sigattn.ops.problem import log_length_bias, log_size_bias
 
 
 class AttentionBias(nn.Module):
@@ -141,9 +141,7 @@ class BatchLengthBias(AttentionBias):
 
     def forward(self, num_queries: int, num_keys: int, *, device: torch.device, **_: Any) -> float | Tensor:
         """Return -log of the number of keys, a 0-d tensor while compiling."""
-        if torch.compiler.is_compiling():  # the logarithm of a Python number would fix it in the program
-            return log_length_bias(torch.full((), num_keys, device=device).clamp(min=1))
-        return log_length_bias(max(num_keys, 1))
+        return log_size_bias(num_keys, device)
 
 
 class SampleLengthBias(AttentionBias):

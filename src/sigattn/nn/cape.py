@@ -143,8 +143,9 @@ class ImageCape(_Augmented):
         device = self.frequencies.device
         k = torch.arange(self.frequencies.shape[1], device=device, dtype=torch.float32)
         self.frequencies.copy_(10.0 ** (k / len(k)) * torch.stack([k.cos(), k.sin()]) * math.pi)
+        # not linspace, because rows and columns may be symbols of an exported program
         sides = [
-            torch.linspace(-1, 1, n, device=device, dtype=torch.float32) if n > 1 else torch.zeros(1, device=device)
+            (2 * torch.arange(n, device=device, dtype=torch.float32) - (n - 1)) / max(n - 1, 1)
             for n in (self.rows, self.columns)
         ]
         y, x = torch.meshgrid(*sides, indexing="ij")

@@ -7,6 +7,8 @@ in time linear in the length. The paper compares it with sigmoid attention in Fi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -104,21 +106,41 @@ def _random_rotation(dim: int) -> Tensor:
 def _causal(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor) -> Tensor:
     """Return Σ_{j ≤ i} e^(s_j - m_i) (q_i · k_j) v_j for s = ``log_scale``, (B, H, 1, M), and m_i = max_{j ≤ i} s_j.
 
-    Chunk by chunk; a matrix holds the sum over the earlier chunks, divided by e^s of their largest s. With one maximum
-    for all queries, the sums of those whose keys all lie far below it would underflow to 0.
+    Chunk by chunk; an exported program has one chunk, because their number would fix the length in it.
     """
-    state = k.new_zeros((*k.shape[:2], k.shape[-1], v.shape[-1]))  # (B, H, F, Dv + 1)
-    largest = k.new_full((*k.shape[:2], 1, 1), torch.finfo(k.dtype).min)  # of the earlier chunks
+    sums = _EarlierKeys(
+        k.new_zeros((*k.shape[:2], k.shape[-1], v.shape[-1])),
+        k.new_full((*k.shape[:2], 1, 1), torch.finfo(k.dtype).min),
+    )
+    if torch.compiler.is_exporting():
+        return _attend_chunk(sums, q, k, v, log_scale)[0]
     out = []
     for start in range(0, q.shape[2], CHUNK):
         chunk = slice(start, start + CHUNK)
-        queries, keys, values, scales = q[:, :, chunk], k[:, :, chunk], v[:, :, chunk], log_scale[..., chunk]
-        hidden = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        seen = torch.cat([largest, scales], -1).masked_fill(F.pad(hidden, (1, 0)), -torch.inf)
-        factors = (seen - seen.amax(-1, keepdim=True)).exp()  # (B, H, chunk, 1 + chunk), first that of the state
-        weights = queries @ keys.mT * factors[..., 1:]
-        out.append(weights @ values + queries @ state * factors[..., :1])
-        new = torch.cat([largest, scales], -1).amax(-1, keepdim=True)
-        state = state * (largest - new).exp() + (keys * (scales - new).exp().mT).mT @ values
-        largest = new
+        part, sums = _attend_chunk(sums, q[:, :, chunk], k[:, :, chunk], v[:, :, chunk], log_scale[..., chunk])
+        out.append(part)
     return torch.cat(out, 2) if out else v.new_zeros(q.shape[:3] + v.shape[-1:])
+
+
+class _EarlierKeys(NamedTuple):
+    """Sum Σ_j e^(s_j - m) k_j v_jᵀ over the keys of the earlier chunks, (B, H, F, Dv + 1), and their largest s, m.
+
+    With one m for all queries, the sums of those whose keys all lie far below it would underflow to 0.
+    """
+
+    sum: Tensor
+    largest: Tensor  # (B, H, 1, 1)
+
+
+def _attend_chunk(
+    earlier: _EarlierKeys, q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor
+) -> tuple[Tensor, _EarlierKeys]:
+    """Return the output of a chunk's queries, and the sum over its keys and the earlier ones."""
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scales = torch.cat([earlier.largest, log_scale], -1)
+    seen = scales.masked_fill(F.pad(hidden, (1, 0)), -torch.inf)
+    factors = (seen - seen.amax(-1, keepdim=True)).exp()  # (B, H, chunk, 1 + chunk), first that of the earlier keys
+    out = (q @ k.mT * factors[..., 1:]) @ v + q @ earlier.sum * factors[..., :1]
+    largest = scales.amax(-1, keepdim=True)
+    total = earlier.sum * (earlier.largest - largest).exp() + (k * (log_scale - largest).exp().mT).mT @ v
+    return out, _EarlierKeys(total, largest)

@@ -49,6 +49,17 @@ def log_length_bias(n: int | Tensor) -> float | Tensor:
     return -math.log(n)
 
 
+def log_size_bias(n: int, device: torch.device) -> float | Tensor:
+    """Return ``log_length_bias`` of a size of a tensor, 0 of size 0.
+
+    While compiling and exporting it is a 0-d tensor on ``device``: the logarithm of a Python number would fix the size
+    in the program.
+    """
+    if torch.compiler.is_compiling():
+        return log_length_bias(torch.full((), n, device=device).clamp(min=1))
+    return log_length_bias(max(n, 1))
+
+
 def scale_or_default(scale: float | None, head_dim: int) -> float:
     """Return the factor of Q Kᵀ: D^-1/2 (1 if D = 0) for a scale of None."""
     return scale if scale is not None else max(head_dim, 1) ** -0.5
@@ -119,9 +130,7 @@ class Problem(NamedTuple):
         if self.bias is not None:
             return self.bias if self.bias.dim() else self.bias.item()
         if self.key_lengths is None:
-            if torch.compiler.is_compiling():  # the logarithm of a Python number would fix it in the program
-                return log_length_bias(torch.full((), self.key.shape[-2], device=self.key.device).clamp(min=1))
-            return log_length_bias(max(self.key.shape[-2], 1))
+            return log_size_bias(self.key.shape[-2], self.key.device)
         wide = torch.promote_types(self.query.dtype, torch.float32)  # not always float64, which some devices lack
         lengths = self.key_lengths.to(self.query.device, wide).clamp(min=1)  # the bias of an empty sample is not used
         return log_length_bias(lengths).view(-1, 1, 1, 1)

@@ -22,7 +22,7 @@ from sigattn.nn.conversion.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX
 from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
-from sigattn.ops.problem import log_length_bias
+from sigattn.ops.problem import log_length_bias, log_size_bias
 
 
 class SigmoidLayer(nn.Module):
@@ -151,6 +151,8 @@ class _SigmoidMode(TorchFunctionMode):
         if isinstance(func, HigherOrderOperator):  # of torch.compile, which traces its functions outside of this mode
             self.calls += func is torch.ops.higher_order.tag_activation_checkpoint
             args = [self._within(a) if callable(a) else a for a in args]
+        if func is Tensor.unflatten:  # torch.compile does not trace the method within a mode, because it calls super()
+            func = torch.unflatten
         return func(*args, **kwargs)
 
     def _within(self, function: Any) -> Any:
@@ -232,10 +234,8 @@ def sigmoid_sdpa(
             )
     elif attn_mask is not None:
         bias = log_length_bias(count_visible_keys(attn_mask, num_keys, has_heads=query.dim() > 3))
-    elif (
-        is_causal and not query.is_nested and 0 < num_queries < num_keys
-    ):  # no query sees the keys beyond the last query
-        bias = log_length_bias(num_queries)
+    elif is_causal and not query.is_nested:  # no query sees the keys beyond the last query
+        bias = log_size_bias(torch.sym_min(num_queries, num_keys), query.device)
     out = sigmoid_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias=bias, window=window
     )
