@@ -67,7 +67,7 @@ def _why(row: dict[str, Any]) -> str:
 
 def _reason(message: str) -> str:
     """Return the reason of a refusal in a few words."""
-    if layers := re.search(r"silently use softmax: (.*?)\. Build the model", message):
+    if layers := re.search(r"silently use softmax: (.*?)\. (?:Build|Its)", message):
         return f"softmax in {', '.join(dict.fromkeys(re.findall(r'[(](.*?)[)]', layers[1])))}"
     if table := re.search(r"chooses its attention from (\w+)", message):
         return f"attention chosen from {table[1]}"

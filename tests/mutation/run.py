@@ -7,7 +7,7 @@ each one of ``src/sigattn/train/checkpoint.py``, and runs the tests of the mutat
 checkout, up to the first failure. So the score is a lower bound: other tests may catch what these let pass. Mutants in
 type annotations are left out, because nothing evaluates those. Survivors are printed as diffs. The copy and the results
 are kept in ``runs/mutation``: a run that was stopped is resumed, and a larger N extends the sample. ``--fresh`` starts
-again from the present sources.
+again from the present sources. ``--file`` draws from one file, which may be another of those that have tests below.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import itertools
 import os
 import random
 import shlex
@@ -28,10 +29,10 @@ ROOT = Path(__file__).parent.parent.parent
 COPIED = ("src", "tests", "benchmarks", "experiments", "docs", "pyproject.toml", "README.md", "Makefile")
 OPERATOR, CHECKPOINT = Path("src/sigattn/ops"), Path("src/sigattn/train/checkpoint.py")
 TIMEOUT = 900.0
-CONFIG = f"""
+CONFIG = """
 [cosmic-ray]
-module-path = ["{OPERATOR}", "{CHECKPOINT}"]
-timeout = {TIMEOUT}
+module-path = {paths}
+timeout = {timeout}
 excluded-modules = ["src/sigattn/ops/triton/*.py", "src/sigattn/ops/hopper/*.py"]
 test-command = ""
 [cosmic-ray.distributor]
@@ -50,6 +51,7 @@ LIKELY = {
     "custom_ops": "test_pytorch test_backends test_correctness",
     "decode": "tests/test_flash_kvcache.py test_correctness",
     "dropout": "test_dropout",
+    "fit": "tests/convert/test_fit.py tests/convert/test_quadratic_bias.py",
     "flops": "test_pytorch",
     "gradients": "test_correctness test_autograd",
     "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",
@@ -100,14 +102,14 @@ def annotations(path: Path) -> set[int]:
     return lines
 
 
-def copy_checkout(folder: Path) -> None:
-    """Copy what the tests need, and list all mutants."""
+def copy_checkout(folder: Path, paths: list[str]) -> None:
+    """Copy what the tests need, and list all mutants of some paths."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for part in COPIED:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
         copy(ROOT / part, folder / part)
-    (folder / "config.toml").write_text(CONFIG)
+    (folder / "config.toml").write_text(CONFIG.format(paths=paths, timeout=TIMEOUT))
     subprocess.run(
         [sys.executable, "-m", "cosmic_ray.cli", "init", "config.toml", "new.sqlite"], cwd=folder, check=True
     )
@@ -130,9 +132,8 @@ def sample(items: list, seed: int) -> Iterator:
     for item in useful:
         kinds[item.mutations[0].module_path != CHECKPOINT].append(item)
     operator, checkpoint = iter(kinds[True]), iter(kinds[False])
-    while True:
-        for kind in (operator, operator, operator, operator, checkpoint):
-            yield next(kind)
+    while drawn := [*itertools.islice(operator, 4), *itertools.islice(checkpoint, 1)]:
+        yield from drawn
 
 
 def report(results: list[tuple]) -> None:
@@ -156,15 +157,18 @@ def main() -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutation")
+    parser.add_argument("--file", type=Path, help="a file of src, from the root of the checkout")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results and copy the sources again")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
+    modules = [CHECKPOINT, *(OPERATOR / f"{name}.py" for name in LIKELY)]
+    if arguments.file:
+        modules, folder = [arguments.file], folder / arguments.file.stem
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments.fresh or not (folder / "session.sqlite").exists():
-        copy_checkout(folder)
+        copy_checkout(folder, [str(arguments.file)] if arguments.file else [str(OPERATOR), str(CHECKPOINT)])
     os.chdir(folder)
     if not (folder / "passes").exists():  # or every mutant would count as caught
-        modules = [CHECKPOINT, *(OPERATOR / f"{name}.py" for name in LIKELY)]
         subprocess.run(shlex.split(command([name for m in modules for name in tests_of(m)])), check=True)
         (folder / "passes").touch()
     with use_db(folder / "session.sqlite") as database:

@@ -489,7 +489,7 @@ class Pool(nn.Module):
             value=x,
             embed_dim_to_check=8,
             num_heads=2,
-            in_proj_weight=None,
+            in_proj_weight=torch.empty(0),  # as in WavLM
             in_proj_bias=torch.cat([self.q.bias, self.k.bias, self.v.bias]),
             bias_k=None,
             bias_v=None,

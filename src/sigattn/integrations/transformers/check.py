@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.saving import NAME
+from sigattn.nn.conversion.convert import CONVERTED
 from sigattn.nn.evaluation import evaluation_mode
 
 _SOFTMAX = {"softmax", "_softmax", "Softmax", "flex_attention"}
@@ -33,13 +34,13 @@ _NO_ATTENTION = {  # "attention" in their names, but their softmax is none
 _known_names: dict[type[nn.Module], set[str]] = {}
 
 
-def unsupported_layers(model: nn.Module) -> list[str]:
-    """Return the attention of ``model`` that stays softmax although "sigmoid" was chosen, by name.
+def unsupported_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the attention layers of ``model`` that stay softmax although "sigmoid" was chosen, by name and reason.
 
     A part of the model with another explicitly chosen implementation (``attn_implementation`` as a dictionary) is left
     out.
     """
-    return list(_unsupported_layers(model, "", None, set()))
+    return dict(_unsupported_layers(model, "", None, set()))
 
 
 def fixed_choices(model_class: type[PreTrainedModel]) -> str | None:
@@ -50,21 +51,46 @@ def fixed_choices(model_class: type[PreTrainedModel]) -> str | None:
     return None
 
 
-def _unsupported_layers(module: nn.Module, path: str, implementation: str | None, chosen: set[int]) -> Iterator[str]:
+def advice(model_class: type[PreTrainedModel], layers: Mapping[str, nn.Module]) -> str:
+    """Return what can be done with a model whose attention "sigmoid" does not reach, a sentence for a message.
+
+    Args:
+        model_class: class of the model. layers: the attention layers that are not reached, by name; empty for all.
+    """
+    stuck = [name for name, layer in layers.items() if not (_calls_pytorch(type(layer)) or dispatches(layer))]
+    if layers and not stuck and not any(map(dispatches, layers.values())):
+        converted = ", ".join(f"sigattn.nn.sigmoidify(model.get_submodule({name!r}))" for name in layers)
+        return f'Build the model without it, and call {converted} and model.set_attn_implementation("{NAME}")'
+    kinds = [k for k in vars(sys.modules[model_class.__module__]).values() if isinstance(k, type)]
+    if not (model_class._supports_sdpa or any(issubclass(k, nn.Module) and _calls_pytorch(k) for k in kinds)):
+        return "Its layers compute their softmax themselves, where nothing can replace it: use another model"
+    allowed = f", allow_softmax={stuck}" if stuck else ""
+    return (
+        f"Build the model without it, and call sigattn.nn.sigmoidify(model, example{allowed}) with arguments of its "
+        "forward, which names the layers that it cannot convert"
+    )
+
+
+def _calls_pytorch(kind: type[nn.Module]) -> bool:
+    """Return True if a class of layers calls PyTorch's attention functions, which ``sigmoidify`` replaces."""
+    return issubclass(kind, nn.MultiheadAttention) or bool(_names(kind) & _ATTENTION)
+
+
+def _unsupported_layers(
+    module: nn.Module, path: str, implementation: str | None, chosen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
     """Walk through ``module``; ``chosen`` holds the ids of the configurations whose implementation the user can set."""
-    kind = type(module).__name__
-    label = f"{path} ({kind})" if path else kind
     config = getattr(module, "config", None)
     own = config._attn_implementation if isinstance(config, PretrainedConfig) else None
     if isinstance(module, PreTrainedModel):
         chosen = chosen | sub_configs(module.config)
         if own != NAME and implementation == NAME and id(config) not in chosen and _has_attention(module):
-            yield f"{label} uses {own!r}"
+            yield path, module
         implementation = own
     elif implementation == NAME and own not in (None, NAME) and id(config) not in chosen and dispatches(module):
-        yield f"{label} uses {own!r}"
+        yield path, module
     if implementation == NAME and computes_softmax(module):
-        yield label
+        yield path, module
     for name, child in module.named_children():
         yield from _unsupported_layers(child, f"{path}.{name}" if path else name, implementation, chosen)
 
@@ -84,6 +110,8 @@ def _has_attention(model: nn.Module) -> bool:
 
 def computes_softmax(layer: nn.Module) -> bool:
     """Return True if ``layer`` is an attention layer that computes its softmax itself."""
+    if isinstance(layer, CONVERTED):
+        return False
     if type(layer).forward is nn.MultiheadAttention.forward:
         return True
     names = _names(type(layer))

@@ -7,13 +7,14 @@ and only logs a warning in ``set_attn_implementation``. Here the choice raises a
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers import learned_bias
-from sigattn.integrations.transformers.check import fixed_choices, unsupported_layers
+from sigattn.integrations.transformers.check import advice, fixed_choices, sub_configs, unsupported_layers
 from sigattn.integrations.transformers.saving import NAME, keep_default_bias, restored
 from sigattn.nn import fitted_bias
 
@@ -126,8 +127,8 @@ def _require_interface(model_class: type[PreTrainedModel]) -> None:
     else:
         return
     raise ValueError(
-        f'{model_class.__name__} {reason}: attn_implementation="{NAME}" would be ignored and softmax used. Build the '
-        "model without it, and convert it with sigattn.nn.sigmoidify, or use another model"
+        f'{model_class.__name__} {reason}: attn_implementation="{NAME}" would be ignored and softmax used. '
+        f"{advice(model_class, {})}"
     )
 
 
@@ -138,14 +139,24 @@ def _verify_and_attach(model: PreTrainedModel) -> None:
         ValueError: naming the layers that would stay softmax.
     """
     if stay := unsupported_layers(model):
+        shown = ", ".join(f"{name} ({type(layer).__name__})" for name, layer in [*stay.items()][:4])
         more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
         raise ValueError(
             f'attn_implementation="{NAME}" does not reach all attention of {type(model).__name__}. These layers would '
-            f"silently use softmax: {', '.join(stay[:4])}{more}. Build the model without it, convert these "
-            f'layers with sigattn.nn.sigmoidify and call set_attn_implementation("{NAME}"); or choose '
-            'implementations by part (attn_implementation={"": ..., "<sub-configuration>": ...})'
+            f"silently use softmax: {shown}{more}. {advice(type(model), stay)}"
+            + (_CHOOSE_PARTS if _in_parts(model, stay) else "")
         )
     _attach(model, ())
+
+
+_CHOOSE_PARTS = '; or choose implementations by part (attn_implementation={"": ..., "<sub-configuration>": ...})'
+
+
+def _in_parts(model: PreTrainedModel, names: Iterable[str]) -> bool:
+    """Return True if all of these layers belong to parts of a composite model whose implementation can be chosen."""
+    parts = sub_configs(model.config)
+    chosen = [n for n, m in model.named_modules() if n and id(getattr(m, "config", None)) in parts]
+    return all(any(name.startswith(f"{part}.") for part in chosen) for name in names)
 
 
 def _attach(module: nn.Module, configs: tuple[PretrainedConfig, ...]) -> None:

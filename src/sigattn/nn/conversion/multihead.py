@@ -113,7 +113,7 @@ def multi_head_attention_forward(
     """Compute ``F.multi_head_attention_forward`` with sigmoid attention.
 
     Inputs are (N, B, E) and (M, B, E), or (N, E) and (M, E), as in PyTorch. The separate projections are used if
-    ``in_proj_weight`` is None. A ``sigmoid_bias`` of None is -log of each sample's visible keys.
+    ``in_proj_weight`` is None, too. A ``sigmoid_bias`` of None is -log of each sample's visible keys.
 
     Raises:
         ValueError: for ``static_k`` and ``static_v``, inputs of another embed_dim than ``embed_dim_to_check``, masks of
@@ -132,7 +132,7 @@ def multi_head_attention_forward(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, N or M, E)
     separate: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
-    weights = separate if in_proj_weight is None else in_proj_weight.chunk(3)
+    weights = separate if use_separate_proj_weight or in_proj_weight is None else in_proj_weight.chunk(3)
     biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     if bias_k is not None and bias_v is not None:
@@ -190,7 +190,8 @@ def _observed(observer: CallObserver, q: Tensor, k: Tensor, v: Tensor, arguments
     padding = arguments["key_padding_mask"]
     padding = padding.unsqueeze(0) if padding is not None and padding.dim() == 1 else padding
     mask = _joined(arguments["attn_mask"], padding, q, k.shape[2])
-    softmax = {**arguments, "use_separate_proj_weight": arguments["in_proj_weight"] is None}
+    separate = arguments["use_separate_proj_weight"] or arguments["in_proj_weight"] is None
+    softmax = {**arguments, "use_separate_proj_weight": separate}
     return observer.answer(
         q,
         k,
