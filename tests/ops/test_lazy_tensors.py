@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from sigattn import sigmoid_attention, sigmoid_kvcache_attention, sigmoid_varlen_attention
-from sigattn.ops.rows import scale_rows
 from tests.ops.cases import ON_CPU
 
 NAMES = ("query", "key", "value", "bias", "attn_mask", "alibi_slopes", "grad_out")
@@ -48,7 +47,7 @@ def test_a_gradient_without_memory(backend):
     assert not grad.any()
 
 
-def test_packed_and_cached_keys_and_rows():
+def test_packed_and_cached_keys():
     rows, starts = torch.randn(40, 2, 16), torch.tensor([0, 40])
     out = [sigmoid_varlen_attention(t, rows, rows, starts, starts, 40, 40) for t in (negated(rows), rows)]
     torch.testing.assert_close(*out)
@@ -56,9 +55,3 @@ def test_packed_and_cached_keys_and_rows():
     out = [sigmoid_kvcache_attention(t, cache, negated(cache), bias=-1.0) for t in (negated(query), query)]
     torch.testing.assert_close(*out)
     torch.testing.assert_close(out[0], sigmoid_kvcache_attention(query, cache, cache, bias=-1.0))
-    gain, power, direction = torch.randn(2), torch.randn(2), torch.randn(32)
-    heads = rows.transpose(0, 1)[None]
-    with torch.no_grad():
-        scaled = [scale_rows(t, gain, power, negated(direction))[0] for t in (negated(heads), heads)]
-        torch.testing.assert_close(*scaled)
-        torch.testing.assert_close(scaled[0], scale_rows(heads, gain, power, direction)[0])

@@ -15,10 +15,9 @@ from torch import Tensor
 from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
+from sigattn.nn.fitted_bias import MAX_DIRECTIONS, QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops.autocast import without_autocast
 from sigattn.ops.problem import Problem
-from sigattn.ops.row_constants import MAX_DIRECTIONS
 
 MARGIN = 2.0  # without one p = 1 becomes 0.5, with 2 it becomes 0.88; beyond 2 losses hardly fall (docs/log.md)
 _PRIOR = 1e-6  # weight of a slope of -1, which decides where every row sees the same number of keys

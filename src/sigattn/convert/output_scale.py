@@ -21,9 +21,8 @@ from sigattn.convert.fit import MARGIN, check_finite
 from sigattn.convert.measure import evaluate_rows
 from sigattn.convert.row_statistics import row_outputs, row_statistics
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.fitted_bias import QuadraticBias
+from sigattn.nn.fitted_bias import EPS, QuadraticBias
 from sigattn.ops.autocast import without_autocast
-from sigattn.ops.row_constants import EPS
 
 _MAX_LOG_TARGET = math.log(10)  # of the factor beyond e^MARGIN
 _RIDGE = 1e-3  # of the features' mean square

@@ -9,19 +9,23 @@ form, with free coefficients.
 
 Where b misses this by δ, the weights and the output are too large by about e^δ. ``RowScale`` has the factor e^m, and
 corrects each row from its norm and direction: a large norm is partly a sign of a large δ. The attention's kernels are
-unchanged; ``sigattn.ops.rows`` computes both.
+unchanged.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.ops.row_constants import MAX_DIRECTIONS
-from sigattn.ops.rows import quadratic_form, scale_rows
+from sigattn.ops.autocast import without_autocast
+
+EPS = 1e-6  # added to the norm of an output's row
+MAX_LOG_SCALE = 5.0  # bound of |log scale|, e⁵ ≈ 150
+MAX_DIRECTIONS = 8  # of a quadratic form; with 24 converted models are hardly better (docs/log.md), and slower
 
 
 class VisibleKeysLinearBias(AttentionBias):
@@ -94,7 +98,14 @@ class RowScale(nn.Module):
 
     def forward(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scaled rows, (B, Hq, N, Dv), and their factors, (B, Hq, N, 1), the latter in float32 or better."""
-        return scale_rows(output, self.gain, self.power, self.direction)
+        _check("RowScale: output", output, self.num_heads, self.head_dim)
+        wide, gain, power, direction = _to_float32(output, self.gain, self.power, self.direction)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) + EPS
+        # not a product of matrices, which for one column takes longer
+        cosine = (wide * direction.view(self.num_heads, 1, -1)).sum(-1, keepdim=True) / norm
+        exponent = gain.view(-1, 1, 1) + power.view(-1, 1, 1) * norm.log() + cosine
+        factor = exponent.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
+        return (wide * factor).to(output.dtype), factor
 
 
 class QueryTerm(nn.Module):
@@ -140,8 +151,16 @@ class QueryTerm(nn.Module):
 
     def forward(self, query: Tensor) -> Tensor:
         """Return the term of each query, (B, Hq, N, 1), in float32 or better, for queries (B, Hq, N, query_dim)."""
-        limits = self.lower, self.upper
-        return quadratic_form(query, self.linear, self.directions, self.curvature, *limits)
+        _check("QueryTerm: query", query, self.num_heads, self.query_dim)
+        heads, width = self.num_heads, self.query_dim
+        forms = torch.cat([self.directions.view(heads, width, -1).mT, self.linear.view(heads, 1, width)], 1)
+        # products with so few columns are slower on a CPU than transposed ones, (B, H, R + 1, N), of dense queries
+        query, forms, curvature = _to_float32(query.contiguous(), forms, self.curvature)
+        with without_autocast(query.device.type):
+            projections = forms @ query.mT
+            squares = curvature.view(heads, 1, -1) @ projections[:, :, :-1].square()
+            term = (projections[:, :, -1:] + squares).mT
+        return term.clamp(self.lower.view(-1, 1, 1), self.upper.view(-1, 1, 1))
 
 
 class QuadraticBias(VisibleKeysLinearBias):
@@ -204,6 +223,19 @@ class AlibiQuadraticBias(QuadraticBias):
     """``QuadraticBias`` where each key is counted by ALiBi's weight: it starts as ``AlibiKeysBias``."""
 
     needs_alibi = True
+
+
+def _check(name: str, rows: Tensor, num_heads: int, width: int) -> None:
+    """Raise ValueError unless rows are (B, num_heads, N, width); one head would be broadcast."""
+    if rows.dim() != 4 or rows.shape[1] != num_heads or rows.shape[3] != width:
+        expected = f"(batch, {num_heads}, length, {width})"
+        raise ValueError(f"{name} must be {expected}, as the parameters, got {tuple(rows.shape)}")
+
+
+def _to_float32(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in their common dtype, or in float32 if that is less precise."""
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    return tuple(t.to(dtype) for t in tensors)
 
 
 # the kinds of converted models, which configurations name; each keeps its arguments, JSON values, as attributes of the
