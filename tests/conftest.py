@@ -98,7 +98,7 @@ def without_llvmlite(monkeypatch):
     """As where llvmlite is not installed: the default on a CPU is then "blocked"."""
     from sigattn.ops import llvm
 
-    monkeypatch.setattr(llvm, "_INSTALLED", False)
+    monkeypatch.setattr(llvm, "machine_unavailable", lambda: "it is not installed")
 
 
 @pytest.fixture(autouse=True)

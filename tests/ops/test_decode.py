@@ -11,9 +11,7 @@ from sigattn.ops.cpu import decode
 
 KERNELS = pytest.param(
     "kernels",
-    marks=pytest.mark.skipif(
-        not (llvm._INSTALLED and llvm._HAS_THREADS), reason="needs llvmlite, and OpenMP under Linux"
-    ),
+    marks=pytest.mark.skipif(llvm.machine_unavailable() is not None, reason="needs backend llvm"),
 )
 DTYPES = [torch.float32, torch.bfloat16]
 

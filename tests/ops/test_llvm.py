@@ -10,6 +10,7 @@ from sigattn import sigmoid_attention
 from sigattn.ops import attention, llvm
 from sigattn.ops.attention import DENSE
 from sigattn.ops.cpu import saved_weights
+from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from tests.ops import test_correctness
 from tests.ops.cases import Case, cases
@@ -17,13 +18,15 @@ from tests.ops.cases import Case, cases
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.skipif(not llvm._HAS_THREADS, reason="needs OpenMP under Linux")
 
-from sigattn.ops.llvm import arguments, launch  # noqa: E402 -- needs llvmlite
-from sigattn.ops.llvm.microtiles import Registers  # noqa: E402
+from sigattn.ops.llvm import launch, plan  # noqa: E402 -- needs llvmlite
+from sigattn.ops.llvm.processor import AVX2, AVX512, NEON, Processor, host_processor  # noqa: E402
 
-# vectors of 512, 256 and 128 bits, as LLVM makes them on any processor
-REGISTERS = {"avx512": Registers(16, 6, 4), "avx2": Registers(8, 6, 2), "neon": Registers(4, 6, 4)}
-if torch.cpu.get_capabilities().get("avx512_bf16"):
-    REGISTERS["avx512_bf16"] = Registers(16, 6, 4, has_dot=True)
+# processors whose instructions this one has
+PROCESSORS = {"this one": host_processor()}
+if torch.cpu.get_capabilities()["architecture"] == "x86_64":
+    PROCESSORS |= {"avx2": Processor(AVX2, "haswell"), "vectors of 128 bits": Processor(NEON, "haswell")}
+    if torch.cpu.get_capabilities()["avx512_bw"]:
+        PROCESSORS["avx512 without bfloat16"] = Processor(AVX512, "skylake-avx512")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -45,13 +48,18 @@ def check(case, backend, repeats=0):
     test_correctness.check(case, backend, repeats, frozen=("attn_mask",))
 
 
-@pytest.mark.parametrize("registers", REGISTERS)
+@pytest.fixture
+def compile_for(monkeypatch):
+    """Return a function that lets calls compile the kernels for another processor."""
+    return lambda name: monkeypatch.setattr(launch, "host_processor", lambda: PROCESSORS[name])
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases())
-def test_output_and_gradients_match_the_formula(registers, case):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "registers", lambda: REGISTERS[registers])
-        check(served(case), "llvm")
+def test_output_and_gradients_match_the_formula(compile_for, processor, case):
+    compile_for(processor)
+    check(served(case), "llvm")
 
 
 def test_the_gradient_of_a_mask_is_not_lost():
@@ -69,13 +77,12 @@ def saving(measured, monkeypatch):
     monkeypatch.setattr(saved_weights, "MOST_OF_LLVM", 10**6)
 
 
-@pytest.mark.parametrize("registers", REGISTERS)
+@pytest.mark.parametrize("processor", PROCESSORS)
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases())
-def test_saved_weights_give_the_gradients_of_the_formula(saving, registers, case):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "registers", lambda: REGISTERS[registers])
-        check(served(case), None)
+def test_saved_weights_give_the_gradients_of_the_formula(saving, compile_for, processor, case):
+    compile_for(processor)
+    check(served(case), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,8 +138,8 @@ def test_sizes_that_cross_the_tiles(causal, window, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype, monkeypatch):
-    monkeypatch.setattr(arguments, "_ONE_THREAD", 0)
-    arguments.layout.cache_clear()
+    monkeypatch.setattr(plan, "_ONE_THREAD", 0)
+    plan.make_plan.cache_clear()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -141,6 +148,29 @@ def test_keys_are_divided_if_there_are_more_threads_than_heads(threads, dtype, m
         check(case, "llvm", repeats=1)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_one_head_are_divided_into_two_parts(dtype):
+    """The fewest parts whose gradients of the queries are added."""
+    keys = host_processor().registers.tile + 1
+    check(
+        Case((1, 1, 1, 300, keys, 64, 64), dtype, False, None, None, None, None, None, False, "contiguous", 5), "llvm"
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [-5, 10**12])
+def test_lengths_outside_of_the_keys_are_limited(length, dtype):
+    """The op refuses them, but their memory may be shared with NumPy and change after that."""
+    q = torch.randn(1, 1, 40, 16, dtype=dtype)
+    results = []
+    for n in (length, min(max(length, 0), 40)):
+        problem = Problem(q, q, q, torch.tensor(-1.0, dtype=torch.float64), key_lengths=torch.tensor([n]))
+        gradients = llvm.backward(problem, q, NeedsGrad(True, True, True, False, False, False))
+        results.append([llvm.forward(problem), *gradients[:3]])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,7 +185,7 @@ def test_every_number_is_written(nan_filled_memory, saving, causal, backend, dty
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_in_many_tensors(causal, dtype, nan_filled_memory, monkeypatch):
     """As that of long sequences, which is more than one tensor is used for."""
-    monkeypatch.setattr(arguments, "_ONE_TENSOR", 0)
+    monkeypatch.setattr(plan, "_ONE_ALLOCATION", 0)
     case = Case((2, 2, 2, 67, 271, 8, 12), dtype, causal, None, None, None, None, None, True, "contiguous", 3)
     check(case, "llvm")
 
@@ -180,10 +210,10 @@ def test_rows_at_any_address(dtype):
         assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("registers", REGISTERS)
+@pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_of_any_size(dtype, registers, monkeypatch):
-    monkeypatch.setattr(launch, "registers", lambda: REGISTERS[registers])
+def test_logits_of_any_size(dtype, processor, compile_for):
+    compile_for(processor)
     logits = [-torch.inf, -200.0, -88.0, -87.5, -80.0, -1.0, 0.0, 1.0, 30.0, 200.0, torch.inf, torch.nan]
     payload = torch.tensor([0x7FC10000], dtype=torch.int32).view(torch.float32)  # also a NaN
     q = torch.cat([torch.tensor(logits), payload]).to(dtype).view(1, 1, -1, 1)
@@ -191,6 +221,27 @@ def test_logits_of_any_size(dtype, registers, monkeypatch):
     out = sigmoid_attention(q, one, one, scale=1.0, bias=0.0, backend="llvm")
     rtol = 1e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 2 + 2**-13
     torch.testing.assert_close(out, q.double().sigmoid().to(dtype), rtol=rtol, atol=2e-38, equal_nan=True)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+class TestRoundingToBfloat16:
+    """By an instruction, or by operations on integers where the processor lacks it."""
+
+    def test_sums_are_rounded_to_the_nearest_and_ties_to_even(self, processor, compile_for):
+        compile_for(processor)
+        high = torch.tensor([1.0, 1.0078125, 1.0, 1.0, -1.0078125, 1.9921875, 3.3895e38, torch.inf])
+        low = torch.tensor([1 / 256, 1 / 256, 1 / 256 + 1 / 32768, 1 / 512, -1 / 256, 1 / 256, 1e36, 1.0])
+        values = torch.stack([high, low]).bfloat16()
+        q, k = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16)
+        out = sigmoid_attention(q, k, values.view(1, 1, 2, -1), bias=200.0, backend="llvm")  # weights of 1
+        assert torch.equal(out.flatten(), values.float().sum(0).bfloat16())
+
+    def test_a_nan_remains_one_whatever_its_bits(self, processor, compile_for):
+        """Adding half of the last bit would make -0 of the first, and dropping the last bits inf of the second."""
+        compile_for(processor)
+        nan = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+        one = torch.ones(1, 1, 3, 1, dtype=torch.bfloat16)
+        assert sigmoid_attention(one, one, one, bias=nan.view(3, 1), backend="llvm").isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -315,6 +366,6 @@ def test_keys_are_divided_where_threads_would_wait(key_heads, threads, parts):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert arguments.number_of_parts(key_heads, 20, torch.get_num_threads()) == parts
+        assert plan.number_of_splits(key_heads, 20, torch.get_num_threads()) == parts
     finally:
         torch.set_num_threads(before)

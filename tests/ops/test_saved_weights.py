@@ -14,8 +14,7 @@ from tests.ops.cases import HAS_LLVM
 @pytest.fixture(autouse=True)
 def default(request, monkeypatch):
     """Make "blocked" the default backend, or the one of the parameter."""
-    is_blocked = getattr(request, "param", "blocked") == "blocked"
-    monkeypatch.setattr(llvm, "_INSTALLED" if is_blocked else "_MEASURED", not is_blocked)
+    monkeypatch.setattr(llvm, "_MEASURED", getattr(request, "param", "blocked") == "llvm")
 
 
 BOTH = pytest.mark.parametrize("default", ["blocked", *(["llvm"] if HAS_LLVM else [])], indirect=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import functools
+import re
 import sys
 from collections.abc import Sequence
 
@@ -13,11 +14,10 @@ from torch import Tensor
 from sigattn.ops.gradients import Gradients, NeedsGrad
 from sigattn.ops.problem import Problem
 
-_INSTALLED = importlib.util.find_spec("llvmlite") is not None
+_MINIMUM = (0, 45)  # of llvmlite, as in pyproject.toml; before, its pointers have the types of what they point to
 _PROCESSOR = torch.cpu.get_capabilities()
 # AMD's processors with AVX512-BF16, Zen 4 and Zen 5: faster than PyTorch (docs/log.md)
 _MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16"))
-_ROW_MULTIPLE = 16  # features that are whole vectors of AVX-512 in float32
 _NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
@@ -48,22 +48,13 @@ def is_long_enough(query: Tensor, value: Tensor, *, is_plain: bool = False) -> b
     return query.dtype is torch.bfloat16 and bool(m >= (4 * fewest if is_plain else fewest))
 
 
-def has_row_kernels(rows: Tensor) -> bool:
-    """Return True if the kernels of ``row_kernels`` support the rows of a tensor and were measured as faster."""
-    if not (_MEASURED and _INSTALLED and _HAS_THREADS) or rows.device.type != "cpu" or rows.dim() != 4:
-        return False
-    return rows.dtype in (torch.float32, torch.bfloat16) and not rows.shape[3] % _ROW_MULTIPLE and rows.numel() > 0
-
-
 def unavailable(problem: Problem) -> str | None:
     """Return why the kernels do not support a problem, or None."""
     p = problem
     if p.query.device.type != "cpu":
         return f"it is for CPUs, not for {p.query.device.type}"
-    if not _HAS_THREADS:
-        return "it needs Linux, and a PyTorch that uses OpenMP"
-    if not _INSTALLED:
-        return "it needs llvmlite, which is not installed (pip install 'sigattn[cpu]')"
+    if (reason := machine_unavailable()) is not None:
+        return reason
     if p.query.dtype not in (torch.float32, torch.bfloat16):
         return f"it is for float32 and bfloat16, not for {str(p.query.dtype).removeprefix('torch.')}"
     if p.attn_mask is not None and p.attn_mask.requires_grad:
@@ -74,11 +65,50 @@ def unavailable(problem: Problem) -> str | None:
     return f"it does not support {' and '.join(name for name, value in given.items() if value is not None)}"
 
 
+def machine_unavailable() -> str | None:
+    """Return why no problem is supported on this machine, or None. The first call imports llvmlite."""
+    return _machine_unavailable()
+
+
+# as torch.compiler.assume_constant_result does, which imports the compiler; dynamo does not trace imports
+machine_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _machine_unavailable() -> str | None:
+    if not _HAS_THREADS:
+        return "it needs Linux, and a PyTorch that uses OpenMP"
+    try:
+        import llvmlite
+
+        version = llvmlite.__version__
+        if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < _MINIMUM:
+            minimum = ".".join(map(str, _MINIMUM))
+            return f"it needs llvmlite {minimum} or later, not {version} (pip install --upgrade 'sigattn[cpu]')"
+        from llvmlite import binding, ir  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "llvmlite":
+            return "it needs llvmlite, which is not installed (pip install 'sigattn[cpu]')"
+        return _not_imported(error)
+    except Exception as error:  # an OSError if the process may not have enough memory for LLVM
+        return _not_imported(error)
+    from sigattn.ops.llvm.processor import host_processor
+
+    return None if host_processor() is not None else "it needs AVX2 and FMA, or a 64-bit ARM processor"
+
+
+def _not_imported(error: Exception) -> str:
+    return f"llvmlite cannot be imported: {type(error).__name__}: {error}"
+
+
 def forward(problem: Problem, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)
     """Return the output of sigmoid attention; append the weights to ``saved``, for ``backward``."""
     from sigattn.ops.llvm import calls
 
-    return calls.forward(problem, saved)
+    out, weights = calls.forward(problem, saved is not None)
+    if saved is not None:
+        saved.append(weights)
+    return out
 
 
 def backward(
@@ -93,4 +123,4 @@ def backward(
 
     if needs_grad.attn_mask:
         raise RuntimeError(f"sigmoid_attention: backend 'llvm': {_NO_GRADIENT_OF_MASK}")
-    return calls.backward(problem, grad_out, needs_grad, saved)
+    return calls.backward(problem, grad_out, saved[0] if saved else grad_out.new_empty(0), needs_grad)

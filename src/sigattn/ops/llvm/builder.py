@@ -1,37 +1,25 @@
-"""Builder of LLVM's intermediate representation for loops over vectors of float32, and the logistic function.
+"""Numbers and vectors with operators, loops and conditions, over LLVM's intermediate representation.
 
-Indices and sizes are 64-bit integers: Python's where they are known when a kernel is made, else values of LLVM. A pair
-of bfloat16 has 32 bits, and is held as one float32 wherever it is only moved.
+    with b.loop(0, n, b.lanes) as i:
+        (out + i).store(b.fma((x + i).load_vector(), scale, (y + i).load_vector()))
+
+A number of Python is a constant. A pair of bfloat16 has 32 bits, and is held as one float32 wherever it is only moved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 from llvmlite import ir
 
-FLOAT = ir.FloatType()
-INT8 = ir.IntType(8)
-INT16 = ir.IntType(16)
-INT32 = ir.IntType(32)
-INT64 = ir.IntType(64)
-POINTER = ir.PointerType()
-VOID = ir.VoidType()
+from sigattn.ops.llvm.processor import Registers
 
-_LARGEST = 87.0  # exp(x) of float32 is neither infinite nor subnormal for |x| up to this
-LOG2_E = 1.44269504088896341
-_LOG_2 = (0.693145751953125, 1.428606765330187045e-6)  # in two parts, of which the first has few bits
-_LOG = (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
-    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)  # fmt: skip
-_SQRT_HALF = 0x3F3504F3  # bits of √½
-_SHIFT = 1.5 * 2**23 + 127  # the last bits of x + _SHIFT are 127 plus the integer nearest to x
-_EXP2 = (0.009570101276, 0.055917859077, 0.240247443318, 0.693121790886, 0.999999284744)  # 2^x, |x| up to 1/2
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+FLOAT, POINTER, VOID = ir.FloatType(), ir.PointerType(), ir.VoidType()
+INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_SIZES = {FLOAT: 4, INT8: 1, INT16: 2, INT32: 4, INT64: 8}  # in bytes
 
 
 class _BFloat16(ir.Type):
@@ -47,328 +35,355 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
-def int64(value: Any) -> Any:
-    """Return a 64-bit integer of LLVM."""
-    return ir.Constant(INT64, value) if isinstance(value, int) else value
+def _binary(of_integers: str, of_floats: str) -> Any:
+    """Return a method that emits an instruction with two operands of one type."""
+    return lambda self, other: self._emit(of_integers, of_floats, self, other)
 
 
-def function(module: ir.Module, name: str, arguments: Sequence[Any], lanes: int) -> tuple[Builder, Sequence[Any]]:
-    """Add a function without a result to a module; return a builder at its beginning, and its arguments."""
-    made = ir.Function(module, ir.FunctionType(VOID, arguments), name)
-    made.attributes.add("nounwind")
-    return Builder(made, lanes), made.args
+def _reflected(of_integers: str, of_floats: str) -> Any:
+    """Return the method of an operator whose left operand is a number of Python."""
+    return lambda self, other: self._emit(of_integers, of_floats, other, self)
 
 
-def kernel(
-    module: ir.Module,
-    name: str,
-    lanes: int,
-    fields: Mapping[str, Any],
-    emit: Callable[[Builder, SimpleNamespace, Any, list[Any]], None],
-    scratch: Sequence[int] = (),
-) -> None:
-    """Add a kernel to a module, which takes tasks from a counter until none is left.
+def _comparison(predicate: str) -> Any:
+    return lambda self, other: self._compare(predicate, other)
+
+
+class Value:
+    """Integer, float32, condition, or vector of these.
+
+    Integers are signed; ``//`` truncates towards 0. Comparisons with a NaN are False, ``!=`` True.
 
     Args:
-        lanes: number of float32 in a vector.
-        fields: types of its arguments, 64 bits each, by name; the first two are "counter" and "tasks".
-        emit: emits a task, given a builder, the arguments by name, the task's number and scratch memory.
-        scratch: sizes of the scratch memory, in float32.
+        b: builder that emits what the operators compute. raw: value of llvmlite.
     """
-    b, (data,) = function(module, name, (POINTER,), lanes)
 
-    def argument(index: int, kind: Any) -> Any:
-        return b.load(b.gep(data, [int64(index)], source_etype=INT64), typ=kind)
+    def __init__(self, b: Builder, raw: Any) -> None:
+        self.b, self.raw = b, raw
 
-    items = [(index, field, kind) for index, (field, kind) in enumerate(fields.items()) if field != "counter"]
-    call = SimpleNamespace(**{field: argument(index, kind) for index, field, kind in items})
-    memory = [b.scratch(size) for size in scratch]
-    head, inside, after = (b.append_basic_block() for _ in range(3))
-    b.branch(head)
-    b.position_at_end(head)
-    task = b.atomic_rmw("add", data, int64(1), "monotonic")
-    b.cbranch(b.less(task, call.tasks), inside, after)
-    b.position_at_end(inside)
-    emit(b, call, task, memory)
-    b.branch(head)
-    b.position_at_end(after)
-    b.ret_void()
+    def _raw(self, other: Any) -> Any:
+        return other.raw if isinstance(other, Value) else constant(other, self.raw.type)
+
+    @property
+    def _is_float(self) -> bool:
+        return getattr(self.raw.type, "element", self.raw.type) == FLOAT
+
+    def _emit(self, of_integers: str, of_floats: str, left: Any, right: Any) -> Value:
+        if of_integers == "add" and isinstance(right, int) and right == 0:
+            return self
+        emit = getattr(self.b.ir, of_floats if self._is_float else of_integers)
+        return Value(self.b, emit(self._raw(left), self._raw(right)))
+
+    def _compare(self, predicate: str, other: Any) -> Value:
+        if not self._is_float:
+            compare = self.b.ir.icmp_signed
+        else:
+            compare = self.b.ir.fcmp_unordered if predicate == "!=" else self.b.ir.fcmp_ordered
+        return Value(self.b, compare(predicate, self.raw, self._raw(other)))
+
+    __add__, __radd__ = _binary("add", "fadd"), _binary("add", "fadd")
+    __sub__, __rsub__ = _binary("sub", "fsub"), _reflected("sub", "fsub")
+    __mul__, __rmul__ = _binary("mul", "fmul"), _binary("mul", "fmul")
+    __truediv__, __rtruediv__ = _binary("", "fdiv"), _reflected("", "fdiv")
+    __floordiv__, __mod__ = _binary("sdiv", ""), _binary("srem", "")
+    __and__, __or__, __xor__ = _binary("and_", ""), _binary("or_", ""), _binary("xor", "")
+    __lshift__, __rshift__ = _binary("shl", ""), _binary("ashr", "")
+    __lt__, __le__, __gt__, __ge__ = (_comparison(p) for p in ("<", "<=", ">", ">="))
+    __eq__, __ne__ = _comparison("=="), _comparison("!=")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __neg__(self) -> Value:
+        return Value(self.b, self.b.ir.fneg(self.raw))
+
+    def __invert__(self) -> Value:
+        return Value(self.b, self.b.ir.not_(self.raw))
+
+    def logical_shift_right(self, bits: int) -> Value:
+        """Shift right, with zeros from the left."""
+        return self._emit("lshr", "", self, bits)
+
+    def bitcast(self, kind: Any) -> Value:
+        """Return the same bits as another type."""
+        return Value(self.b, self.b.ir.bitcast(self.raw, kind))
+
+    def to_float(self) -> Value:
+        """Convert an integer, or a vector of them, to float32."""
+        kind = ir.VectorType(FLOAT, self.raw.type.count) if isinstance(self.raw.type, ir.VectorType) else FLOAT
+        return Value(self.b, self.b.ir.sitofp(self.raw, kind))
+
+    def to_int32(self) -> Value:
+        """Convert a 64-bit integer, or a vector of float32, to 32 bits; values outside are not defined."""
+        if self._is_float:
+            return Value(self.b, self.b.ir.fptosi(self.raw, self.b.int32s))
+        return Value(self.b, self.b.ir.trunc(self.raw, INT32))
 
 
-class Builder(ir.IRBuilder):
-    """Builder within one function.
+class Pointer:
+    """Address of elements of one type.
 
     Args:
-        function: the function, without a block.
-        lanes: number of float32 in a vector.
+        b: builder. raw: pointer of llvmlite. element: type of the elements, in which offsets are counted.
     """
 
-    def __init__(self, function: ir.Function, lanes: int) -> None:
-        super().__init__(function.append_basic_block())
-        self.lanes = lanes
-        self.vector = ir.VectorType(FLOAT, lanes)
-        self.indices = ir.VectorType(INT32, lanes)
-        self.halves = ir.VectorType(INT16, lanes)
+    def __init__(self, b: Builder, raw: Any, element: Any) -> None:
+        self.b, self.raw, self.element = b, raw, element
 
-    # integers
+    def __add__(self, offset: Value | int) -> Pointer:
+        raw = self.b.ir.gep(self.raw, [raw_index(offset)], source_etype=self.element)
+        return Pointer(self.b, raw, self.element)
 
-    def plus(self, *terms: Any) -> Any:
-        """Return a sum of integers."""
-        known = sum(term for term in terms if isinstance(term, int))
-        total = None
-        for term in terms:
-            if not isinstance(term, int):
-                total = term if total is None else self.add(total, term)
-        if total is None:
-            return known
-        return self.add(total, int64(known)) if known else total
+    def of(self, element: Any) -> Pointer:
+        """Return the same address, of elements of another type."""
+        return Pointer(self.b, self.raw, element)
 
-    def times(self, a: Any, b: Any) -> Any:
-        """Return a product of integers."""
-        return a * b if isinstance(a, int) and isinstance(b, int) else self.mul(int64(a), int64(b))
+    def load(self) -> Value:
+        """Read the element."""
+        return Value(self.b, self.b.ir.load(self.raw, typ=self.element))
 
-    def minus(self, a: Any, b: Any) -> Any:
-        """Return a difference of integers."""
-        return a - b if isinstance(a, int) and isinstance(b, int) else self.sub(int64(a), int64(b))
+    def load_vector(self) -> Value:
+        """Read as many elements as a vector of float32 has."""
+        kind = ir.VectorType(self.element, self.b.lanes)
+        return Value(self.b, self.b.ir.load(self.raw, align=_SIZES[self.element], typ=kind))
 
-    def less(self, a: Any, b: Any) -> Any:
-        """Return a < b."""
-        return self.icmp_signed("<", int64(a), int64(b))
+    def store(self, value: Value) -> None:
+        """Write an element, or a vector of them."""
+        self.b.ir.store(value.raw, self.raw, align=_SIZES[self.element])
 
-    def equal(self, a: Any, b: Any) -> Any:
-        """Return a = b."""
-        return self.icmp_signed("==", int64(a), int64(b))
 
-    def least(self, a: Any, b: Any) -> Any:
+class Matrix:
+    """Rows of elements: ``matrix[i]`` is the address of row i, ``matrix[i:]`` the matrix that begins with it.
+
+    Args:
+        data: address of the first row. stride: elements from a row to the next.
+    """
+
+    def __init__(self, data: Pointer, stride: Value | int) -> None:
+        self.data, self.stride = data, stride
+
+    @overload
+    def __getitem__(self, row: Value | int) -> Pointer: ...
+    @overload
+    def __getitem__(self, row: slice) -> Matrix: ...
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return Matrix(self.data + row.start * self.stride, self.stride)
+        return self.data + row * self.stride
+
+
+def constant(number: int | float, kind: Any) -> Any:
+    """Return a number of Python as a constant of llvmlite, in each element of a vector."""
+    if isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, [constant(number, kind.element)] * kind.count)
+    return ir.Constant(kind, struct.unpack("f", struct.pack("f", number))[0] if kind == FLOAT else number)
+
+
+def raw_index(index: Value | int) -> Any:
+    """Return an index as a value of llvmlite."""
+    return index.raw if isinstance(index, Value) else constant(index, INT64)
+
+
+class Builder:
+    """Builder of one function.
+
+    Args:
+        function: function of llvmlite, without a block. registers: of the processor.
+    """
+
+    def __init__(self, function: Any, registers: Registers) -> None:
+        self.ir = ir.IRBuilder(function.append_basic_block())
+        self.lanes, self.has_bf16 = registers.lanes, registers.has_bf16
+        self.floats, self.int32s, self.int16s = (ir.VectorType(kind, self.lanes) for kind in (FLOAT, INT32, INT16))
+
+    # loops and conditions
+
+    @contextlib.contextmanager
+    def loop(
+        self, start: Value | int, stop: Value | int, step: int = 1, carried: list[Value] | None = None
+    ) -> Iterator[Value]:
+        """Emit a loop; yield its index.
+
+        Args:
+            carried: values that the loop changes. Its body replaces the elements of the list, which are the last values
+                after the loop.
+        """
+        before, values = self.ir.block, carried if carried is not None else []
+        head, body, after = (self.ir.append_basic_block() for _ in range(3))
+        self.ir.branch(head)
+        self.ir.position_at_end(head)
+        index = Value(self, self.ir.phi(INT64))
+        index.raw.add_incoming(raw_index(start), before)
+        phis = [Value(self, self.ir.phi(value.raw.type)) for value in values]
+        for phi, value in zip(phis, values, strict=True):
+            phi.raw.add_incoming(value.raw, before)
+        self.ir.cbranch((index < stop).raw, body, after)
+        self.ir.position_at_end(body)
+        values[:] = phis
+        yield index
+        index.raw.add_incoming((index + step).raw, self.ir.block)
+        for phi, value in zip(phis, values, strict=True):
+            phi.raw.add_incoming(value.raw, self.ir.block)
+        self.ir.branch(head)
+        self.ir.position_at_end(after)
+        values[:] = phis
+
+    @contextlib.contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """Emit a block that is executed if a condition is true."""
+        body, after = self.ir.append_basic_block(), self.ir.append_basic_block()
+        self.ir.cbranch(condition.raw, body, after)
+        self.ir.position_at_end(body)
+        yield
+        self.ir.branch(after)
+        self.ir.position_at_end(after)
+
+    def groups(self, count: Value, size: int) -> Iterator[tuple[Value, int]]:
+        """Yield first index and size of groups of ``count`` things, at most ``size`` each.
+
+        The body of the ``for`` statement is emitted for each size, which is thus a constant: in a loop over the groups
+        of the largest size, and in a branch of a switch for each other.
+        """
+        full = self.round_down(count, size)
+        with self.loop(0, full, size) as first:
+            yield first, size
+        after = self.ir.append_basic_block()
+        switch = self.ir.switch((count - full).raw, after)
+        for rest in range(1, size):
+            block = self.ir.append_basic_block()
+            switch.add_case(constant(rest, INT64), block)
+            self.ir.position_at_end(block)
+            yield full, rest
+            self.ir.branch(after)
+        self.ir.position_at_end(after)
+
+    # indices
+
+    def minimum(self, a: Value | int, b: Value | int) -> Value:
         """Return the smaller of two integers."""
-        return self.select(self.less(a, b), int64(a), int64(b))
+        return self.select(self._index(a) < b, a, b)
 
-    def most(self, a: Any, b: Any) -> Any:
+    def maximum(self, a: Value | int, b: Value | int) -> Value:
         """Return the larger of two integers."""
-        return self.select(self.less(a, b), int64(b), int64(a))
+        return self.select(self._index(a) < b, b, a)
 
-    def round_down(self, a: Any, multiple: int) -> Any:
+    def round_down(self, a: Value, multiple: int) -> Value:
         """Return the largest multiple of a number up to a, which is not negative."""
-        return self.minus(a, self.srem(int64(a), int64(multiple)))
+        return a - a % multiple
+
+    def _index(self, index: Value | int) -> Value:
+        return index if isinstance(index, Value) else Value(self, constant(index, INT64))
 
     # memory
 
-    def at(self, pointer: Any, *offsets: Any) -> Any:
-        """Return the address of a float32 at the sum of some offsets."""
-        return self.gep(pointer, [int64(self.plus(*offsets))], source_etype=FLOAT)
-
-    def byte_at(self, pointer: Any, *offsets: Any) -> Any:
-        """Return the address at the sum of some offsets in bytes."""
-        return self.gep(pointer, [int64(self.plus(*offsets))], source_etype=INT8)
-
-    def scratch(self, size: int) -> Any:
-        """Return the address of new memory for some float32."""
-        memory = self.alloca(FLOAT, size)
+    def scratch(self, size: int) -> Pointer:
+        """Return new memory for some float32."""
+        memory = self.ir.alloca(FLOAT, size)
         memory.type = POINTER  # llvmlite's is that of a number, at which no vector can be stored
-        return memory
-
-    def read(self, pointer: Any) -> Any:
-        """Read a float32."""
-        return self.load(pointer, typ=FLOAT)
-
-    def read_vector(self, pointer: Any) -> Any:
-        """Read a vector at any address of a float32."""
-        return self.load(pointer, align=4, typ=self.vector)
-
-    def write_vector(self, vector: Any, pointer: Any) -> None:
-        """Write a vector at any address of a float32."""
-        self.store(vector, pointer, align=4)
-
-    def prefetch(self, pointer: Any, *, to_write: bool = False) -> None:
-        """Fetch a line into the nearest cache; the address may be invalid."""
-        purpose, keep, data = (ir.Constant(INT32, number) for number in (int(to_write), 3, 1))
-        self.intrinsic("llvm.prefetch.p0", pointer, purpose, keep, data, result=VOID)
+        return Pointer(self, memory, FLOAT)
 
     # vectors
 
-    def constant(self, number: float) -> Any:
+    def vector(self, number: float) -> Value:
         """Return a vector of one number, rounded to float32."""
-        rounded = struct.unpack("f", struct.pack("f", number))[0]
-        return ir.Constant(self.vector, [ir.Constant(FLOAT, rounded)] * self.lanes)
+        return Value(self, constant(number, self.floats))
 
-    def index(self, number: int) -> Any:
-        """Return a vector of one 32-bit integer."""
-        return ir.Constant(self.indices, [ir.Constant(INT32, number)] * self.lanes)
+    def lane_indices(self) -> Value:
+        """Return the vector 0, 1, … of 32-bit integers."""
+        return Value(self, ir.Constant(self.int32s, [constant(i, INT32) for i in range(self.lanes)]))
 
-    def splat(self, value: Any) -> Any:
+    def splat(self, value: Value) -> Value:
         """Return a vector of one value."""
-        kind = ir.VectorType(value.type, self.lanes)
-        undefined = ir.Constant(kind, ir.Undefined)
-        first = self.insert_element(undefined, value, ir.Constant(INT32, 0))
-        return self.shuffle_vector(first, undefined, ir.Constant(self.indices, [ir.Constant(INT32, 0)] * self.lanes))
+        undefined = ir.Constant(ir.VectorType(value.raw.type, self.lanes), ir.Undefined)
+        first = self.ir.insert_element(undefined, value.raw, constant(0, INT32))
+        return Value(self, self.ir.shuffle_vector(first, undefined, constant(0, self.int32s)))
 
-    def lane_indices(self) -> Any:
-        """Return the vector 0, 1, …"""
-        return ir.Constant(self.indices, [ir.Constant(INT32, i) for i in range(self.lanes)])
+    def select(self, condition: Value, a: Value | int, b: Value | int) -> Value:
+        """Return a where a condition is true, else b; integers of Python are indices."""
+        return Value(self, self.ir.select(condition.raw, raw_index(a), raw_index(b)))
 
-    def intrinsic(self, name: str, *arguments: Any, result: Any = None, fastmath: Sequence[str] = ()) -> Any:
-        """Call an intrinsic function, such as "llvm.fma.v16f32", whose result is a vector or of the type given."""
-        kind = ir.FunctionType(result or self.vector, [a.type for a in arguments])
-        made = self.module.globals.get(name) or ir.Function(self.module, kind, name)
-        return self.call(made, arguments, fastmath=fastmath)
+    def select_pointer(self, condition: Value, a: Pointer, b: Pointer) -> Pointer:
+        """Return a if a condition is true, else b."""
+        return Pointer(self, self.ir.select(condition.raw, a.raw, b.raw), a.element)
 
-    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+    def intrinsic(self, name: str, *arguments: Value, kind: Any = None, fastmath: Sequence[str] = ()) -> Value:
+        """Call an intrinsic function, such as "llvm.fma.v16f32"; its result is of a type, or a vector of float32."""
+        signature = ir.FunctionType(kind or self.floats, [a.raw.type for a in arguments])
+        function = self.ir.module.globals.get(name) or ir.Function(self.ir.module, signature, name)
+        return Value(self, self.ir.call(function, [a.raw for a in arguments], fastmath=fastmath))
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
         """Return a · b + c, rounded once."""
         return self.intrinsic(f"llvm.fma.v{self.lanes}f32", a, b, c)
 
-    def dot(self, a: Any, b: Any, c: Any, has_instruction: bool) -> Any:
-        """Return a₀ · b₀ + a₁ · b₁ + c for vectors of pairs of bfloat16, by one instruction of AVX512-BF16 or more."""
-        if has_instruction:
-            pairs = ir.VectorType(_BFloat16(), 2 * self.lanes)
-            name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
-            return self.intrinsic(name, c, self.bitcast(a, pairs), self.bitcast(b, pairs))
-        a, b = self.bitcast(a, self.indices), self.bitcast(b, self.indices)
-        first = [self.bitcast(self.shl(x, self.index(16)), self.vector) for x in (a, b)]
-        second = [self.bitcast(self.and_(x, self.index(-1 << 16)), self.vector) for x in (a, b)]
-        return self.multiply_add(second[0], second[1], self.multiply_add(first[0], first[1], c))
+    def divide(self, a: Value, b: Value) -> Value:
+        """Return a / b; the last bits depend on the processor's approximation of a reciprocal."""
+        return Value(self, self.ir.fdiv(a.raw, b.raw, flags=("arcp", "afn", "reassoc", "contract")))
 
-    def read_halves(self, pointer: Any) -> Any:
-        """Read as many bfloat16 as a vector has float32, as integers of 16 bits."""
-        return self.load(pointer, align=4, typ=self.halves)
+    def estimate_reciprocal(self, x: Value) -> Value:
+        """Return 1 / x, relative error up to 2^-14: by an instruction of AVX-512, elsewhere exact."""
+        if self.lanes < 16:
+            return 1.0 / x
+        all_lanes = Value(self, constant(-1, INT16))
+        return self.intrinsic("llvm.x86.avx512.rcp14.ps.512", x, self.vector(0.0), all_lanes)
 
-    def write_halves(self, vector: Any, pointer: Any, *offsets: Any) -> None:
-        """Write a vector rounded to bfloat16, at the sum of some offsets, counted in bfloat16."""
-        self.store(self.rounded(vector), self.gep(pointer, [int64(self.plus(*offsets))], source_etype=INT16), align=2)
+    def nearest_integer(self, x: Value) -> Value:
+        """Return the nearest integer, as float32."""
+        return self.intrinsic(f"llvm.rint.v{self.lanes}f32", x)
 
-    def widened(self, halves: Any) -> Any:
-        """Return a vector of bfloat16, given as integers of 16 bits, as float32."""
-        return self.bitcast(self.shl(self.zext(halves, self.indices), self.index(16)), self.vector)
+    def sum(self, vector: Value) -> Value:
+        """Return the sum of a vector's numbers, in any order."""
+        zero = Value(self, constant(-0.0, FLOAT))
+        return self.intrinsic(
+            f"llvm.vector.reduce.fadd.v{self.lanes}f32", zero, vector, kind=FLOAT, fastmath=("reassoc",)
+        )
 
-    def rounded(self, vector: Any) -> Any:
-        """Return a vector rounded to bfloat16, as integers of 16 bits."""
-        return self.bitcast(self.fptrunc(vector, ir.VectorType(_BFloat16(), self.lanes)), self.halves)
+    def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
+        """Return some numbers of two vectors; those of the second are numbered from ``self.lanes`` on."""
+        order = ir.Constant(ir.VectorType(INT32, len(lanes)), [constant(lane, INT32) for lane in lanes])
+        return Value(self, self.ir.shuffle_vector(a.raw, b.raw, order))
 
-    def paired(self, a: Any, b: Any) -> Any:
-        """Return the vector of pairs a[0], b[0]; a[1], b[1]; … of two vectors of 16-bit integers."""
-        order = [lane + which for lane in range(self.lanes) for which in (0, self.lanes)]
-        kind = ir.VectorType(INT32, len(order))
-        pairs = self.shuffle_vector(a, b, ir.Constant(kind, [ir.Constant(INT32, i) for i in order]))
-        return self.bitcast(pairs, self.vector)
+    def interleave(self, a: Value, b: Value, start: int, stop: int) -> Value:
+        """Return a[start], b[start], a[start + 1], …"""
+        return self.shuffle(a, b, [lane for i in range(start, stop) for lane in (i, i + self.lanes)])
 
-    def transposed(self, rows: list[Any]) -> list[Any]:
+    def transpose(self, rows: list[Value]) -> list[Value]:
         """Return the columns of a square of vectors, by log2(lanes) times interleaving its halves."""
         half = self.lanes // 2
         for _ in range(half.bit_length()):
             pairs = list(zip(rows[:half], rows[half:], strict=True))
-            rows = [self._interleaved(*pair, first) for pair in pairs for first in (0, half)]
+            rows = [self.interleave(*pair, start, start + half) for pair in pairs for start in (0, half)]
         return rows
 
-    def _interleaved(self, a: Any, b: Any, first: int) -> Any:
-        """Return a[first], b[first], a[first + 1], …"""
-        order = [lane + which for lane in range(first, first + self.lanes // 2) for which in (0, self.lanes)]
-        return self.shuffle_vector(a, b, ir.Constant(self.indices, [ir.Constant(INT32, i) for i in order]))
+    # bfloat16, as integers of 16 bits
 
-    def sum_of(self, vector: Any) -> Any:
-        """Return the sum of a vector's numbers, in any order."""
-        name = f"llvm.vector.reduce.fadd.v{self.lanes}f32"
-        return self.intrinsic(name, ir.Constant(FLOAT, -0.0), vector, result=FLOAT, fastmath=("reassoc",))
+    def dot(self, a: Value, b: Value, c: Value) -> Value:
+        """Return a₀ · b₀ + a₁ · b₁ + c for vectors of pairs of bfloat16, by one instruction of AVX512-BF16 or more."""
+        if self.has_bf16:
+            pairs = ir.VectorType(_BFloat16(), 2 * self.lanes)
+            name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
+            return self.intrinsic(name, c, a.bitcast(pairs), b.bitcast(pairs))
+        a, b = a.bitcast(self.int32s), b.bitcast(self.int32s)
+        low_a, low_b = ((x << 16).bitcast(self.floats) for x in (a, b))
+        high_a, high_b = ((x & (-1 << 16)).bitcast(self.floats) for x in (a, b))
+        return self.fma(high_a, high_b, self.fma(low_a, low_b, c))
 
-    def sigmoid(self, x: Any) -> Any:
-        """Return σ(x) = 1 / (1 + exp(-x)), relative error a few units of the last place; 0 below -87, NaN for NaN."""
-        y, largest = self.fneg(x), self.constant(_LARGEST)
-        small = self.fcmp_ordered(">", y, largest)
-        y = self.select(small, largest, y)
-        y = self.select(self.fcmp_ordered("<", y, self.constant(-_LARGEST)), self.constant(-_LARGEST), y)
-        one = self.constant(1.0)
-        weight = self.fdiv(one, self.fadd(one, self.exp(y)), flags=("arcp", "afn", "reassoc", "contract"))
-        return self.select(small, self.constant(0.0), weight)
+    def widen(self, halves: Value) -> Value:
+        """Return a vector of bfloat16 as float32."""
+        return (Value(self, self.ir.zext(halves.raw, self.int32s)) << 16).bitcast(self.floats)
 
-    def coarse_sigmoid(self, y: Any, has_estimate: bool) -> Any:
-        """Return 1 / (1 + 2^y), relative error up to 2^-13: a small part of that of rounding it to bfloat16.
+    def round(self, vector: Value) -> Value:
+        """Return a vector rounded to the nearest bfloat16, ties to even; a NaN remains one.
 
-        Args:
-            has_estimate: whether to estimate the reciprocal by an instruction of AVX-512.
+        Without an instruction of AVX512-BF16, LLVM would call a library function for each number.
         """
-        for predicate, limit in ((">", 128.0), ("<", -126.0)):  # 2^128 is infinite; NaN remains
-            y = self.select(self.fcmp_ordered(predicate, y, self.constant(limit)), self.constant(limit), y)
-        shifted = self.fadd(y, self.constant(_SHIFT))
-        fraction = self.fsub(y, self.fsub(shifted, self.constant(_SHIFT)))
-        p = self.constant(_EXP2[0])
-        for coefficient in _EXP2[1:]:
-            p = self.multiply_add(p, fraction, self.constant(coefficient))
-        power = self.bitcast(self.shl(self.bitcast(shifted, self.indices), self.index(23)), self.vector)
-        divisor = self.multiply_add(p, power, self.constant(1.0))
-        if not has_estimate:
-            return self.fdiv(self.constant(1.0), divisor)
-        name = "llvm.x86.avx512.rcp14.ps.512"  # relative error up to 2^-14
-        all_lanes = ir.Constant(INT16, -1)
-        return self.intrinsic(name, divisor, self.constant(0.0), all_lanes)
+        if self.has_bf16:
+            kind = ir.VectorType(_BFloat16(), self.lanes)
+            return Value(self, self.ir.fptrunc(vector.raw, kind)).bitcast(self.int16s)
+        bits = vector.bitcast(self.int32s)
+        high = bits.logical_shift_right(16)
+        nearest = (bits + (0x7FFF + (high & 1))).logical_shift_right(16)
+        halves = self.select(vector != vector, high | 0x40, nearest)  # the sum could make inf or -0 of a NaN
+        return Value(self, self.ir.trunc(halves.raw, self.int16s))
 
-    def log(self, x: Any) -> Any:
-        """Return the logarithm of positive normal numbers: a multiple of log 2 plus a polynomial (Cephes)."""
-        bits = self.bitcast(x, self.indices)
-        exponent = self.ashr(self.sub(bits, self.index(_SQRT_HALF)), self.index(23))
-        mantissa = self.bitcast(self.sub(bits, self.shl(exponent, self.index(23))), self.vector)  # √½ … √2
-        n, f = self.sitofp(exponent, self.vector), self.fsub(mantissa, self.constant(1.0))
-        p = self.constant(_LOG[0])
-        for coefficient in _LOG[1:]:
-            p = self.multiply_add(p, f, self.constant(coefficient))
-        square = self.fmul(f, f)
-        y = self.multiply_add(n, self.constant(_LOG_2[1]), self.fmul(self.fmul(square, f), p))
-        y = self.multiply_add(square, self.constant(-0.5), y)
-        return self.multiply_add(n, self.constant(_LOG_2[0]), self.fadd(f, y))
-
-    def exp(self, x: Any) -> Any:
-        """Return e to the power of x for |x| up to ``_LARGEST``: 2^n times a polynomial (Cephes)."""
-        n = self.intrinsic(f"llvm.rint.v{self.lanes}f32", self.fmul(x, self.constant(LOG2_E)))
-        r = x
-        for part in _LOG_2:
-            r = self.multiply_add(n, self.constant(-part), r)
-        p = self.constant(_EXP[0])
-        for coefficient in _EXP[1:]:
-            p = self.multiply_add(p, r, self.constant(coefficient))
-        p = self.multiply_add(p, self.fmul(r, r), self.fadd(r, self.constant(1.0)))
-        exponent = self.add(self.fptosi(n, self.indices), self.splat(ir.Constant(INT32, 127)))
-        power = self.bitcast(self.shl(exponent, self.splat(ir.Constant(INT32, 23))), self.vector)
-        return self.fmul(p, power)
-
-    # control flow
-
-    def loop(self, start: Any, stop: Any, step: int, body: Callable[..., Any], values: Sequence[Any] = ()) -> list[Any]:
-        """Emit ``for i in range(start, stop, step): values = body(i, *values)``; return the last values."""
-        before = self.block
-        head, inside, after = (self.append_basic_block() for _ in range(3))
-        self.branch(head)
-        self.position_at_end(head)
-        index = self.phi(INT64)
-        index.add_incoming(int64(start), before)
-        current = [self.phi(value.type) for value in values]
-        for phi, value in zip(current, values, strict=True):
-            phi.add_incoming(value, before)
-        self.cbranch(self.less(index, stop), inside, after)
-        self.position_at_end(inside)
-        new = body(index, *current) or ()
-        index.add_incoming(self.plus(index, step), self.block)
-        for phi, value in zip(current, new, strict=True):
-            phi.add_incoming(value, self.block)
-        self.branch(head)
-        self.position_at_end(after)
-        return current
-
-    def when(self, condition: Any, body: Callable[[], None]) -> None:
-        """Emit ``if condition: body()``."""
-        inside, after = self.append_basic_block(), self.append_basic_block()
-        self.cbranch(condition, inside, after)
-        self.position_at_end(inside)
-        body()
-        self.branch(after)
-        self.position_at_end(after)
-
-    def in_groups(self, count: Any, most: int, body: Callable[[Any, int], None]) -> None:
-        """Emit ``body(first, size)`` for groups of ``most`` of count things, then for the rest; size is a constant."""
-        full = self.round_down(count, most)
-        self.loop(0, full, most, lambda first: body(first, most))
-        after = self.append_basic_block()
-        choice = self.switch(int64(self.minus(count, full)), after)
-        for size in range(1, most):
-            block = self.append_basic_block()
-            choice.add_case(int64(size), block)
-            self.position_at_end(block)
-            body(full, size)
-            self.branch(after)
-        self.position_at_end(after)
+    def pair(self, a: Value, b: Value) -> Value:
+        """Return the vector of pairs a[0], b[0]; a[1], b[1]; … of two vectors of bfloat16."""
+        return self.interleave(a, b, 0, self.lanes).bitcast(self.floats)

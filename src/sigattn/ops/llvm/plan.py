@@ -1,0 +1,119 @@
+"""Launch plan of a call: what its shapes determine, computed once for each."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sigattn.ops.llvm.arguments import ANYWHERE, KernelArguments
+from sigattn.ops.llvm.launch import Kernels
+from sigattn.ops.problem import UNLIMITED
+
+_LINE = 64  # bytes of a cache line, and of the widest vector
+# Up to this size in bytes, all memory of a call is one allocation (saves 2 µs for each other one). Larger memory is
+# allocated in pieces: glibc would return one big block to the system after every call.
+_ONE_ALLOCATION = 4 << 20
+# multiplications of a product below which one thread is faster than waking another, which may wait for a core
+_ONE_THREAD = 1 << 18
+
+
+class Memory:
+    """Memory of a call.
+
+    Args:
+        sizes: bytes for each field of the arguments that points to memory.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = {name: round_up(size, _LINE) for name, size in sizes.items()}
+        self.total = sum(self.sizes.values())
+
+    def allocate(self, args: KernelArguments, like: Tensor) -> list[Tensor]:
+        """Set the fields to uninitialised memory on a tensor's device; return the tensors that own it."""
+        if self.total > _ONE_ALLOCATION:
+            tensors = [like.new_empty(size, dtype=torch.uint8) for size in self.sizes.values()]
+            for name, tensor in zip(self.sizes, tensors, strict=True):
+                setattr(args, name, tensor.data_ptr())
+            return tensors
+        memory = like.new_empty(self.total, dtype=torch.uint8)
+        address = memory.data_ptr()
+        for name, size in self.sizes.items():
+            setattr(args, name, address)
+            address += size
+        return [memory]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the shapes of a call, its scale and its window determine.
+
+    Attributes:
+        args: the kernels' arguments without addresses.
+        forward, backward: memory of the passes.
+        splits: parts of a head's keys in the backward pass.
+        threads: number of threads.
+    """
+
+    args: KernelArguments
+    forward: Memory
+    backward: Memory
+    splits: int
+    threads: int
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(
+    kernels: Kernels,
+    threads: int,
+    query: tuple[int, ...],
+    value: tuple[int, ...],
+    scale: float,
+    left: int,
+    right: int,
+    query_offset: int,
+) -> Plan:
+    """Return the plan of a call, given the number of PyTorch's threads and the shapes of query and value."""
+    (batch, heads, n, d), (_, kv_heads, m, dv) = query, value
+    per_word, tile = kernels.per_word, kernels.registers.tile
+    if batch * heads * n * m * max(d, dv) < _ONE_THREAD:
+        threads = 1
+    splits = number_of_splits(batch * kv_heads, -(-m // tile), threads)
+    head_dim, value_dim = (round_up(size, kernels.multiple) for size in (d, dv))
+    args = KernelArguments(scale=scale, heads=heads, heads_per_kv=heads // kv_heads, n=n, m=m, splits=splits)
+    args.head_dim, args.value_dim, args.query_offset = head_dim, value_dim, query_offset
+    args.left, args.right = (ANYWHERE if side == UNLIMITED else side for side in (left, right))
+
+    itemsize, tiles = 4 // per_word, batch * kv_heads * round_up(m, tile)
+    packed_keys, packed_values = tiles * head_dim * itemsize, tiles * value_dim * itemsize
+    forward, backward = {"packed_keys": packed_keys}, {"packed_keys": packed_keys, "packed_values": packed_values}
+    if per_word == 2:
+        queries, pairs = batch * heads * n, batch * heads * round_up(n, 2)
+        keys, key_pairs = batch * kv_heads * m, batch * kv_heads * round_up(m, 2)
+        forward |= {"value_pairs": key_pairs * value_dim * 2, "out_sums": queries * value_dim * 4}
+        backward |= {"query_pairs": pairs * head_dim * 2, "grad_out_pairs": pairs * value_dim * 2}
+        backward |= {"key_pairs": key_pairs * head_dim * 2, "grad_key_sums": keys * head_dim * 4}
+        backward |= {"grad_value_sums": keys * value_dim * 4}
+        if splits == 1:
+            backward |= {"grad_query_sums": queries * head_dim * 4}
+    return Plan(args, Memory(**forward), Memory(**backward), splits, threads)
+
+
+def number_of_splits(kv_heads: int, tiles: int, threads: int) -> int:
+    """Return into how many parts the keys of each head are split, so that threads finish at about the same time.
+
+    There are no more than needed, because each split has its own gradient of the queries, which are then added.
+
+    Args:
+        kv_heads: number of key heads of all samples. tiles: number of tiles of a head's keys.
+    """
+    if kv_heads % threads == 0 or kv_heads >= 4 * threads:
+        return 1
+    return max(1, min(-(-4 * threads // kv_heads), max(threads // kv_heads, 8), tiles))
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below a size."""
+    return -(-size // multiple) * multiple

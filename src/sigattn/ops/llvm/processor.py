@@ -1,0 +1,74 @@
+"""Processors for which the kernels of backend "llvm" are compiled, and their vector registers."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from typing import NamedTuple
+
+from llvmlite import binding
+
+
+class Registers(NamedTuple):
+    """Vector registers of a processor, and the microtile that they hold.
+
+    Attributes:
+        lanes: numbers of float32 in a vector.
+        rows: rows of a microtile, even.
+        columns: vectors in a row of a microtile.
+        has_bf16: True if instructions multiply, add and round bfloat16 (AVX512-BF16).
+    """
+
+    lanes: int
+    rows: int
+    columns: int
+    has_bf16: bool = False
+
+    @property
+    def tile(self) -> int:
+        """Columns of a microtile."""
+        return self.lanes * self.columns
+
+
+AVX512_BF16 = Registers(lanes=16, rows=6, columns=4, has_bf16=True)  # 32 registers
+AVX512 = Registers(lanes=16, rows=6, columns=4)
+AVX2 = Registers(lanes=8, rows=6, columns=2)  # 16 registers
+NEON = Registers(lanes=4, rows=6, columns=4)  # 32 registers
+
+
+class Processor(NamedTuple):
+    """Processor to compile for.
+
+    Attributes:
+        registers: its vector registers.
+        name: LLVM's name of it, such as "znver4".
+        features: LLVM's features that it has more or less than others of that name, such as "+avx512bf16,-sse4a".
+        triple: architecture and operating system, such as "aarch64-unknown-linux-gnu".
+    """
+
+    registers: Registers
+    name: str
+    features: str = ""
+    triple: str = binding.get_default_triple()
+
+    def target_machine(self) -> binding.TargetMachine:
+        """Return LLVM's description of the processor, a new one, because a JIT owns its own."""
+        target = binding.Target.from_triple(self.triple)
+        return target.create_target_machine(cpu=self.name, features=self.features, opt=3, jit=True)
+
+
+@functools.cache
+def host_processor() -> Processor | None:
+    """Return the processor of this machine, or None if the kernels do not support it."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = binding.get_host_cpu_features()
+    if features.get("avx512f"):
+        registers = AVX512_BF16 if features.get("avx512bf16") else AVX512
+    elif features.get("avx2") and features.get("fma"):
+        registers = AVX2
+    elif platform.machine() in ("aarch64", "arm64"):
+        registers = NEON
+    else:
+        return None
+    return Processor(registers, binding.get_host_cpu_name(), features.flatten())
