@@ -11,6 +11,7 @@ import pytest
 import sigattn
 from sigattn import cli
 from sigattn.tasks.language import LanguageModelling
+from sigattn.train.metrics import read_metrics
 
 SMALL = [
     "--max-seq-len", "32", "--num-layers", "1", "--embed-dim", "16", "--num-heads", "2",
@@ -77,10 +78,10 @@ def test_demo_resumes(tmp_path, capsys, monkeypatch):
     for name in ("softmax", "sigmoid-log-n", "sigmoid-no-bias"):
         rows = [
             [
-                {k: v for k, v in json.loads(line).items() if k != "samples_per_second"}
-                for line in path.read_text().splitlines()
+                {k: v for k, v in row.items() if k != "samples_per_second"}
+                for row in read_metrics(path / name / "metrics.jsonl")
             ]
-            for path in (folder / name / "metrics.jsonl", whole / name / "metrics.jsonl")
+            for path in (folder, whole)
         ]
         assert rows[0] == rows[1]
 

@@ -1,5 +1,6 @@
 """``sigattn convert``: from a softmax run to a converted, fine-tuned run that the other commands use."""
 
+import argparse
 import json
 import signal
 
@@ -8,6 +9,7 @@ import torch
 
 from sigattn import cli
 from sigattn.cli.progress import TrainingProgress
+from sigattn.cli.runs import read_run, write_run
 from sigattn.models import LanguageModel, LanguageModelConfig, saving
 from sigattn.train import metrics
 from tests.test_cli import failure
@@ -20,9 +22,9 @@ QUICK += ["--model.max-seq-len", "32", "--training.eval-batch-size", "8"]
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "softmax"
     cli.main(["train", "lm-1b-2k", "--tiny", "--softmax", "--folder", str(folder), *QUICK])
-    about = json.loads((folder / "run.json").read_text())
-    about["training"]["tensor_parallel"] = 2  # as if trained on two processes
-    (folder / "run.json").write_text(json.dumps(about))
+    recipe, _, _ = read_run(folder)
+    recipe = recipe.with_training(tensor_parallel=2)  # as if trained on two processes
+    write_run(folder, recipe, "lm-1b-2k-tiny-softmax", argparse.Namespace(data=None, tokenizer=None))
     return folder
 
 

@@ -147,7 +147,7 @@ class TestTrain:
         self.check_ecosystem(tmp_path, run, capsys, monkeypatch)
         (tmp_path / "run" / "tokenizer.json").write_text("{}")
         _, message = failure(["generate", run], capsys)
-        assert "run/tokenizer.json, is missing or has changed" in message
+        assert "run/tokenizer.json has changed since it was written" in message
 
     def test_a_packed_file_of_an_earlier_version(self, tmp_path, capsys):
         """It names no tokenizer, without which tokens would be decoded as bytes."""

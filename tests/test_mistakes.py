@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from sigattn import cli
-from sigattn.cli.runs import write_run
+from sigattn.cli.runs import read_run, write_run
 from sigattn.data.dataset import DataError
 from sigattn.data.tokens import load_packed
 from sigattn.models import saving
@@ -121,8 +122,8 @@ def test_generating(arguments, message, run, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "run.json was written by another version of sigattn (format None; this version reads 1)"),
-        ('{"format": 1}', "run.json lacks data, model, recipe, task, tokenizer, training"),
+        ("{}", "run.json was written by another version of sigattn (format None; this version reads 2)"),
+        ('{"format": 2}', "run.json lacks data, model, recipe, task, tokenizer, training"),
         ("[]", "run.json must hold a JSON object, got list"),
         ("not JSON", "run.json is no JSON"),
         ("\xff", "run.json is no JSON"),
@@ -163,8 +164,9 @@ def test_run_json(content, message, run, capsys):
             '{"model": "language", "config": {"width": 8}}',
             "has no width: these settings were written by",
         ),
-        ("config.json", '{"model": "language", "config": {}}', "Error(s) in loading state_dict"),
-        ("model.safetensors", "no tensors at all", "SafetensorError"),
+        ("config.json", '{"model": "language", "config": {}}', "config.json has changed since it was written"),
+        ("model.safetensors", "no tensors at all", "model.safetensors has changed since it was written"),
+        ("SHA256SUMS", None, "model has no SHA256SUMS: the file was deleted, or another version"),
         ("model.safetensors", None, "No such file"),
     ],
 )
@@ -172,6 +174,29 @@ def test_model_folder(file, content, message, run, capsys):
     path = run / "model" / file
     path.unlink() if content is None else path.write_text(content)
     mistake(["generate", run], DATA, message, capsys)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_every_flipped_bit_of_a_run_is_reported_or_harmless(run):
+    recipe, weights = read_run(run), saving.load(run / "model").state_dict()
+    chance, harmless = random.Random(0), 0
+    files = [run / "run.json", run / "SHA256SUMS", *(run / "model").iterdir()]
+    assert len(files) == 5
+    for file in files:
+        content = file.read_bytes()
+        for position in chance.sample(range(len(content)), 40):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << chance.randrange(8)
+            file.write_bytes(flipped)
+            try:
+                same, loaded = read_run(run), saving.load(run / "model").state_dict()
+            except (DataError, saving.ModelError):
+                continue
+            harmless += 1
+            assert same == recipe
+            assert all(torch.equal(loaded[name], value) for name, value in weights.items()), (file, position)
+        file.write_bytes(content)
+    assert harmless < 5
 
 
 @pytest.mark.parametrize(

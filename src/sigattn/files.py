@@ -1,9 +1,11 @@
-"""Reading of JSON files and errors of writes, with messages that name the file."""
+"""JSON files, checksums, and errors of writes, with messages that name the file."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -11,6 +13,7 @@ from typing import Any
 
 Kind = type | tuple[type, ...]
 TEXT_OR_NONE = (str, NoneType)
+CHECKSUMS = "SHA256SUMS"  # file of a folder, in the format of the command sha256sum
 
 
 class FileFormatError(Exception):
@@ -47,3 +50,54 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Write the checksums of a folder's files, by name."""
+    path = folder / CHECKSUMS
+    with add_path_to_errors(path):
+        path.write_text("".join(f"{checksums[name]}  {name}\n" for name in sorted(checksums)), encoding="utf-8")
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Return the checksums of a folder's files, by name.
+
+    Raises:
+        FileFormatError: if their file is missing or damaged.
+    """
+    path = folder / CHECKSUMS
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise FileFormatError(
+            f"{folder} has no {CHECKSUMS}: the file was deleted, or another version of sigattn wrote the folder"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"{path} is damaged") from error
+    found = [re.fullmatch(r"([0-9a-f]{64})  ([^/\\]+)", line) for line in lines]
+    checksums = {match[2]: match[1] for match in found if match}
+    if len(checksums) < len(lines):
+        raise FileFormatError(f"{path} is damaged")
+    return checksums
+
+
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Require that files of a folder are as they were when their checksums were written.
+
+    Raises:
+        FileFormatError: if the content of a file has changed, or a file or its checksum is missing.
+        OSError: if a file cannot be read.
+    """
+    checksums = read_checksums(folder)
+    for name in names:
+        if file_sha256(folder / name) != checksums.get(name):
+            raise FileFormatError(
+                f"{folder / name} has changed since it was written (its SHA-256 is not that in {CHECKSUMS}): restore "
+                "it from a copy"
+            )

@@ -5,6 +5,7 @@ import math
 import signal
 import sys
 import types
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -128,11 +129,11 @@ def test_checkpoint_of_another_run_raises(tmp_path, text):
         train(replace(MODEL, embed_dim=16), replace(TRAIN, batch_size=2), text, tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("damage", ["about.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("damage", ["about.json", "SHA256SUMS", "safetensors"])
 def test_damaged_checkpoint_raises(tmp_path, text, damage):
     train(MODEL, TRAIN, text, tmp_path)
     newest = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1]
-    (newest / damage).write_bytes(b"not a checkpoint")
+    next(newest.glob(f"*{damage}")).write_bytes(b"not a checkpoint")
     with pytest.raises(checkpoint.CheckpointError, match=r"cannot read the checkpoint .*step-00000012"):
         train(MODEL, replace(TRAIN), text, tmp_path, resume=True)
     (newest / "about.json").write_text('{"about": {}, "step": 12}')
@@ -144,6 +145,27 @@ def test_rows_are_json_lines(tmp_path, text):
     train(MODEL, replace(TRAIN, max_steps=2), text, tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
+
+
+def test_damaged_rows_are_left_out_with_a_warning(tmp_path):
+    """A flipped bit changes no number of a row without a word, and rows before and after it are read."""
+    log, path = metrics.MetricsLog(tmp_path), tmp_path / "metrics.jsonl"
+    whole = [{"step": step, "loss": 1 / (step + 1), "note\u00e9": float(step)} for step in range(4)]
+    for row in whole:
+        log.write(row)
+    log.close()
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            rows = metrics.read_metrics(path)
+        assert all(row in whole for row in rows)
+        assert len(rows) == 4 or (len(rows) >= 2 and "damaged lines are left out, the first is line" in str(said[0]))
+    path.write_bytes(content + b'{"step": 4, "lo')
+    assert metrics.read_metrics(path) == whole  # cut short, without a warning
 
 
 def test_schedules():

@@ -121,8 +121,7 @@ def convert_run(options: ConvertConfig) -> None:
     recipe, rows = dataclasses.replace(recipe, model=model.config), []
     if options.steps:
         rows = _fine_tune(recipe, task, model, report, data, options)
-        last = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
-        stages[f"fine-tuned, {options.steps} steps"] = last
+        stages[f"fine-tuned, {options.steps} steps"] = metrics.last_validation(rows)
     else:
         _write_run(recipe, report, options)
         saving.save(model, options.folder / "model")

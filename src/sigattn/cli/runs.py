@@ -1,4 +1,4 @@
-"""Description of a run (run.json) and its tokenizer, stored in a run folder of ``sigattn train``."""
+"""Description of a run (run.json), its tokenizer and the checksums of both, in a run folder of ``sigattn train``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from sigattn.data.dataset import DataError
-from sigattn.data.hashing import file_sha256
 from sigattn.data.tokens import END, find_packed_tokenizer, load_tokenizer
-from sigattn.files import TEXT_OR_NONE, FileFormatError, add_path_to_errors, read_json_object
+from sigattn.files import (
+    TEXT_OR_NONE,
+    FileFormatError,
+    add_path_to_errors,
+    check_files,
+    file_sha256,
+    read_json_object,
+    write_checksums,
+)
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
 from sigattn.recipes.recipe import Recipe
@@ -18,51 +25,55 @@ from sigattn.recipes.registry import RecipeError, find_recipe
 from sigattn.train.config import TrainConfig
 from sigattn.validation import SettingsError
 
-TOKENIZER = "tokenizer.json"
-FORMAT = 1  # of run.json; increased when an older one can no longer be read
+RUN, TOKENIZER = "run.json", "tokenizer.json"
+FORMAT = 2  # of run.json; increased when an older one can no longer be read
 
 
 def write_run(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
-    """Write run.json (recipe, settings and path of the data) and a copy of the tokenizer."""
+    """Write run.json (recipe, settings and path of the data), a copy of the tokenizer, and the checksums of both."""
     folder.mkdir(parents=True, exist_ok=True)
     data, tokenizer = options.data, options.tokenizer
     if data is not None and data.suffix == ".bin":
         tokenizer = find_packed_tokenizer(data, tokenizer)
     settings: Any = (recipe.model, recipe.task, recipe.training)
     model, task, training = (dataclasses.asdict(s) for s in settings)
-    about: dict[str, Any] = {
+    about = {
         "format": FORMAT,
         "recipe": name,
         "data": None if data is None else str(data),
-        "tokenizer": None,
+        "tokenizer": None if tokenizer is None else TOKENIZER,
+        "model": model,
+        "task": task,
+        "training": training,
     }
+    written = [RUN]
+    with add_path_to_errors(folder / RUN):
+        (folder / RUN).write_text(json.dumps(about, indent=2) + "\n")
     if tokenizer is not None:
-        kept = folder / TOKENIZER
-        kept.write_bytes(tokenizer.read_bytes())
-        about |= {"tokenizer": TOKENIZER, "tokenizer_sha256": file_sha256(kept)}
-    about |= {"model": model, "task": task, "training": training}
-    with add_path_to_errors(folder / "run.json"):
-        (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+        with add_path_to_errors(folder / TOKENIZER):
+            (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
+        written.append(TOKENIZER)
+    write_checksums(folder, {name: file_sha256(folder / name) for name in written})
 
 
 def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
     """Return the recipe of a run, and the paths of its data and its tokenizer.
 
     Raises:
-        DataError: if the folder holds no run or one of another version, or its tokenizer is missing or has changed.
+        DataError: if the folder holds no run or one of another version, or run.json or the tokenizer has changed.
     """
-    if not (folder / "run.json").exists():
+    if not (folder / RUN).exists():
         raise DataError(
             f"cannot read the run in {folder}: it holds no run.json; name a folder of sigattn train or convert"
         )
     try:
-        version = read_json_object(folder / "run.json").get("format")
+        version = read_json_object(folder / RUN).get("format")
         if version != FORMAT:
             raise FileFormatError(
                 f"run.json was written by another version of sigattn (format {version}; this version reads {FORMAT})"
             )
         about = read_json_object(
-            folder / "run.json",
+            folder / RUN,
             recipe=str,
             data=TEXT_OR_NONE,
             tokenizer=TEXT_OR_NONE,
@@ -73,19 +84,12 @@ def read_run(folder: Path) -> tuple[Recipe, Path | None, Path | None]:
         recipe = find_recipe(about["recipe"])
         training = TrainConfig(**{**about["training"], "betas": tuple(about["training"]["betas"])})
         model, task = saving.from_dict(type(recipe.model), about["model"]), type(recipe.task)(**about["task"])
+        tokenizer = None if about["tokenizer"] is None else folder / TOKENIZER
+        check_files(folder, [RUN] if tokenizer is None else [RUN, TOKENIZER])
     except (OSError, FileFormatError, RecipeError, SettingsError, KeyError, TypeError) as error:
         raise DataError(f"cannot read the run in {folder}: {error}") from error
     data = None if about["data"] is None else Path(about["data"])
-    return dataclasses.replace(recipe, model=model, task=task, training=training), data, _tokenizer(folder, about)
-
-
-def _tokenizer(folder: Path, about: dict[str, Any]) -> Path | None:
-    if about["tokenizer"] is None:
-        return None
-    tokenizer = folder / TOKENIZER
-    if not tokenizer.exists() or file_sha256(tokenizer) != about.get("tokenizer_sha256"):
-        raise DataError(f"the tokenizer of the run, {tokenizer}, is missing or has changed")
-    return tokenizer
+    return dataclasses.replace(recipe, model=model, task=task, training=training), data, tokenizer
 
 
 def load_language_model(folder: Path) -> tuple[LanguageModel, Any, int | None]:

@@ -97,9 +97,10 @@ def _train(recipe: Recipe, name: str, options: Any) -> None:
         )
     if is_main_process:
         rows = metrics.read_metrics(folder / "metrics.jsonl")
-        final = {k.removeprefix("validation_"): v for k, v in rows[-1].items() if k.startswith("validation_")}
+        final = metrics.last_validation(rows)
         spikes = {n: metrics.count_spikes([r[n] for r in rows], f) for n, f in (("gradient_norm", 3.0), ("loss", 1.2))}
-        print(", ".join(f"{k} {v:.4g}" for k, v in final.items()))
+        if final:
+            print(", ".join(f"{k} {v:.4g}" for k, v in final.items()))
         if summary := data.unreadable_summary():
             print(summary)
         print(f"spikes: {spikes['gradient_norm']} of the gradient norm, {spikes['loss']} of the loss")

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+import sigattn.files
+
 # Collections up to this size are hashed with contents (a few seconds), larger ones (ImageNet: 150 GB) without.
 MAX_BYTES = 1 << 30
 
@@ -19,8 +21,7 @@ def file_sha256(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sigattn.files.file_sha256(path)
 
 
 def files_sha256(files: Iterable[tuple[str, Path]]) -> str:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.validation import SettingsError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,14 @@ class ProcessMesh:
         maximum = torch.tensor(float(value), device=self.device)
         dist.all_reduce(maximum, dist.ReduceOp.MAX)
         return int(maximum.item())
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all processes, by rank; they are pickled."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait for all processes (barrier)."""

@@ -1,4 +1,7 @@
-"""Save and load models: ``config.json`` holds the configuration, ``model.safetensors`` the weights."""
+"""Save and load models: ``config.json`` holds the configuration, ``model.safetensors`` the weights.
+
+``SHA256SUMS`` has the checksums of both, which are checked when a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.files import FileFormatError, add_path_to_errors, read_json_object
+from sigattn.files import (
+    FileFormatError,
+    add_path_to_errors,
+    check_files,
+    file_sha256,
+    read_json_object,
+    write_checksums,
+)
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.sequence import SequenceModel, SequenceModelConfig
@@ -30,6 +40,7 @@ MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
     "speech": (SpeechModelConfig, SpeechModel),
     "sequence": (SequenceModelConfig, SequenceModel),
 }
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 class ModelError(Exception):
@@ -72,9 +83,10 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     folder.mkdir(parents=True, exist_ok=True)
     description = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
-    _write_tensors(tensors, folder / "model.safetensors")
-    with add_path_to_errors(folder / "config.json"):
-        (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    _write_tensors(tensors, folder / WEIGHTS)
+    with add_path_to_errors(folder / CONFIG):
+        (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+    write_checksums(folder, {name: file_sha256(folder / name) for name in (CONFIG, WEIGHTS)})
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -102,7 +114,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     """Load the model in a folder, in evaluation mode and PyTorch's default dtype; ``config.json`` has its class.
 
     Raises:
-        ModelError: if the folder does not contain a model of this version.
+        ModelError: if the folder does not contain a model of this version, or a file has changed since it was saved.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -112,12 +124,13 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
         raise ModelError(f"the training in {folder.parent} has not ended: continue it with --resume")
     _refuse_transformers(folder)
     try:
-        description = read_json_object(folder / "config.json", model=str, config=dict)
+        description = read_json_object(folder / CONFIG, model=str, config=dict)
         kind, _ = MODELS[description["model"]]
         config = from_dict(kind, description["config"])
+        check_files(folder, (CONFIG, WEIGHTS))
         model = build(config, "meta").to_empty(device=device)
         _refill_buffers(model)
-        model.load_state_dict(load_file(folder / "model.safetensors", device=str(device)))
+        model.load_state_dict(load_file(folder / WEIGHTS, device=str(device)))
     except (OSError, FileFormatError, KeyError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"cannot load a model from {folder}: {type(error).__name__}: {reason}") from error

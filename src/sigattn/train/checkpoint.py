@@ -1,8 +1,10 @@
 """Checkpoints: folders that hold the whole state of a run, written atomically.
 
-All processes write ``checkpoints/step-00000050`` together (with ``torch.distributed.checkpoint``, so that another
-number of processes can read it), under another name until it is complete. What the functions need of that package they
-import themselves: it takes a second, which commands that read and write no checkpoint need not wait for.
+All processes write ``checkpoints/step-00000050`` together, with ``torch.distributed.checkpoint`` so that another number
+of processes can read it, under another name until it is complete. The state is in safetensors files, which cannot hold
+code; ``about.json`` has the step and the settings, and ``SHA256SUMS`` the checksums of all files, which are checked
+before anything is loaded. What the functions need of ``torch.distributed.checkpoint`` they import themselves: it takes
+a second, which commands that read and write no checkpoint need not wait for.
 """
 
 from __future__ import annotations
@@ -11,20 +13,31 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sigattn.distributed.process_mesh import ProcessMesh
-from sigattn.files import FileFormatError, read_json_object
+from sigattn.distributed.sharding import to_local
+from sigattn.files import (
+    CHECKSUMS,
+    FileFormatError,
+    check_files,
+    file_sha256,
+    read_checksums,
+    read_json_object,
+    write_checksums,
+)
 from sigattn.validation import SettingsError
 
 UNFINISHED, OLD = ".unfinished", ".old"
-FORMAT = 1  # of checkpoints; increased when older ones can no longer be read
+ABOUT = "about.json"
+FORMAT = 2  # of checkpoints; increased when older ones can no longer be read
+MAX_FILE_BYTES = 1 << 30  # of tensors in one file, which PyTorch copies in memory before it writes it
 
 
 class CheckpointError(Exception):
@@ -52,32 +65,33 @@ def save(
     Raises:
         CheckpointError: if it cannot be written, for example on a full disk; older checkpoints are then unchanged.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save as write_shards
-
     final = folder / f"step-{step:08d}"
     unfinished = final.with_name(final.name + UNFINISHED)
-    if processes.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        _tidy(folder)
-        unfinished.mkdir()
-        about = {"format": FORMAT, "step": step, "settings": settings}
-        (unfinished / "about.json").write_text(json.dumps(about, sort_keys=True) + "\n")
-    processes.barrier()
+    failure = f"cannot write the checkpoint {final}"
     try:
-        with _ignore_warnings():
-            state = _state(module, optimizer, average)
-            write_shards(state, checkpoint_id=unfinished, no_dist=processes.world_size == 1)
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot write the checkpoint {unfinished}: {_reason(error)}") from error
-    processes.barrier()
-    if processes.is_main_process:
-        if final.exists():  # the run was resumed from an older checkpoint and has reached this step again
-            _remove(final)
-        os.replace(unfinished, final)
-        for older in list_checkpoints(folder)[:-keep_checkpoints]:
-            _remove(older)
-    processes.barrier()
+        with _errors_on_all_processes(failure, processes):
+            if processes.is_main_process:
+                folder.mkdir(parents=True, exist_ok=True)
+                _tidy(folder)
+                unfinished.mkdir()
+                about = {"format": FORMAT, "step": step, "settings": settings}
+                (unfinished / ABOUT).write_text(json.dumps(about, sort_keys=True) + "\n")
+        with _errors_on_all_processes(failure, processes):
+            _write_tensors(unfinished, _state(module, optimizer, average)[0], processes)
+            own = {name: file_sha256(unfinished / name) for name in _files(unfinished)[_own_part(processes)]}
+        parts = processes.gather(own)
+        with _errors_on_all_processes(failure, processes):
+            if processes.is_main_process:
+                write_checksums(unfinished, {name: digest for part in parts for name, digest in part.items()})
+                if final.exists():  # the run was resumed from an older checkpoint and has reached this step again
+                    _remove(final)
+                os.replace(unfinished, final)
+                for older in list_checkpoints(folder)[:-keep_checkpoints]:
+                    _remove(older)
+    except CheckpointError:
+        if processes.is_main_process:  # the disk may be full
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return final
 
 
@@ -125,12 +139,13 @@ def load(
             f"{path} comes from a run that differs in {', '.join(differing)}; resume with the same settings, or start "
             "in another run folder"
         )
-    state = _state(module, optimizer, average)
-    _read(path, state, processes.world_size)
+    _check_files(path, processes)
+    tensors, model, optim = _state(module, optimizer, average)
+    _read_tensors(path, tensors, processes)
     with _ignore_warnings():
-        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim)
     if average is not None:
-        average.load_state_dict(state["average"])
+        average.load_state_dict({name: tensors[f"average.{name}"] for name in average.state_dict()})
     return step
 
 
@@ -141,55 +156,124 @@ def load_weights(path: Path, module: nn.Module) -> None:
         CheckpointError: if the checkpoint is damaged, or lacks a weight of the module.
     """
     _read_about(path)
-    state = {"model": module.state_dict()}
-    _read(path, state)
-    module.load_state_dict(state["model"])
+    _check_files(path, ProcessMesh())
+    state = module.state_dict()
+    _read_tensors(path, {f"model.{name}": tensor for name, tensor in state.items()}, ProcessMesh())
+    module.load_state_dict(state)
 
 
 def _read_about(path: Path) -> tuple[int, dict[str, Any]]:
     """Return the number of steps and the settings of a checkpoint."""
-    try:
-        about = read_json_object(path / "about.json")
+    with _errors_on_all_processes(_cannot_read(path), ProcessMesh()):
+        about = read_json_object(path / ABOUT)
         if about.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} was written by another version of sigattn: it has format {about.get('format')}, and this "
                 f"version reads {FORMAT}; start in another run folder"
             )
-        about = read_json_object(path / "about.json", step=int, settings=dict)
-    except (OSError, FileFormatError) as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+        check_files(path, [ABOUT])
+        about = read_json_object(path / ABOUT, step=int, settings=dict)
     return about["step"], about["settings"]
 
 
-def _state(module: nn.Module, optimizer: Optimizer, average: nn.Module | None) -> dict[str, Any]:
+def _state(
+    module: nn.Module, optimizer: Optimizer, average: nn.Module | None
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """Return the tensors of a run by name, and the state dicts of module and optimiser that hold them.
+
+    The numbers in the optimiser's groups are no tensors and are not saved: the run's settings and the step determine
+    them.
+    """
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     with _ignore_warnings():
         model, optim = get_state_dict(module, optimizer)
-    state: dict[str, Any] = {"model": model, "optimizer": optim}
+    tensors: dict[str, Any] = {f"model.{name}": value for name, value in model.items()}
+    of_parameters: Any = optim["state"]
+    for parameter, values in of_parameters.items():
+        tensors |= {f"optimizer.{parameter}.{name}": value for name, value in values.items()}
     if average is not None:
-        state["average"] = average.state_dict()
-    return state
+        tensors |= {f"average.{name}": value for name, value in average.state_dict().items()}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"a checkpoint holds tensors only, and {name} is a {type(value).__name__}")
+    return tensors, model, optim
 
 
-def _read(path: Path, state: dict[str, Any], world_size: int = 1) -> None:
-    """Read the values of a checkpoint into a state of the same keys, or of some of them."""
-    from torch.distributed.checkpoint.api import CheckpointException
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: ProcessMesh) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    written, file_of_tensor, total, storages = {}, {}, 0, set()
+    for name, tensor in tensors.items():
+        # safetensors refuses tensors that are not contiguous, and tensors that share memory (tied weights)
+        storage = to_local(tensor).untyped_storage().data_ptr()
+        written[name] = tensor.clone() if storage and storage in storages else tensor.contiguous()
+        storages.add(storage)
+        file_of_tensor[name] = 1 + total // MAX_FILE_BYTES
+        total += tensor.numel() * tensor.element_size()
+    writer = HuggingFaceStorageWriter(str(folder), file_of_tensor, save_distributed=True)
+    with _ignore_warnings():
+        save(written, storage_writer=writer, no_dist=processes.world_size == 1)
+
+
+def _read_tensors(path: Path, tensors: dict[str, Tensor], processes: ProcessMesh) -> None:
+    """Read tensors of a checkpoint in place."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from sigattn.train import checkpoint_reader
+    with _errors_on_all_processes(_cannot_read(path), processes), _ignore_warnings():
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=processes.world_size == 1)
 
+
+def _check_files(path: Path, processes: ProcessMesh) -> None:
+    """Raise CheckpointError if a file of a checkpoint is missing or damaged."""
+    with _errors_on_all_processes(_cannot_read(path), processes):
+        if differing := sorted({*_files(path)} ^ read_checksums(path).keys()):
+            raise FileFormatError(f"{path / differing[0]} is missing, or not in {CHECKSUMS}")
+        check_files(path, _files(path)[_own_part(processes)])
+
+
+def _files(path: Path) -> list[str]:
+    """Return the names of a checkpoint's files except that of the checksums."""
+    return [ABOUT, *sorted(p.name for p in path.glob("*.safetensors"))]
+
+
+def _own_part(processes: ProcessMesh) -> slice:
+    """Return the files of which this process computes the checksums."""
+    return slice(processes.rank, None, processes.world_size)
+
+
+def _cannot_read(path: Path) -> str:
+    """Return the start of a message, with what to do about it."""
+    older = [p for p in list_checkpoints(path.parent) if p < path]
+    advice = f"delete it to continue from {older[-1].name}" if older else "start in another run folder"
+    return f"cannot read the checkpoint {path} ({advice})"
+
+
+@contextmanager
+def _errors_on_all_processes(failure: str, processes: ProcessMesh) -> Iterator[None]:
+    """Wait for all processes; if one of them has failed, raise CheckpointError on all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    error: BaseException | None = None
     try:
-        with _ignore_warnings():
-            reader, planner = checkpoint_reader.CheckpointReader(path), checkpoint_reader.CheckpointPlanner()
-            load(state, storage_reader=reader, planner=planner, no_dist=world_size == 1)
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: its files are damaged ({_reason(error)})") from error
+        yield
+    except (OSError, FileFormatError, CheckpointException) as caught:
+        error = caught
+    if processes.reduce_max(error is not None):
+        reason = "another process failed" if error is None else _reason(error)
+        raise CheckpointError(f"{failure}: {reason}") from error
 
 
-def _reason(error: Any) -> str:
-    """Return the error of the first process that failed, from a CheckpointException."""
-    return repr(next(iter(error.failures.values()))[0])
+def _reason(error: BaseException) -> str:
+    """Return why a file could not be read or written; for a CheckpointException, on the first process that failed."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}"
 
 
 def _tidy(folder: Path) -> None:

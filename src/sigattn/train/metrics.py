@@ -1,10 +1,15 @@
-"""Log of a run's measurements: JSON lines, tensorboard events and, optionally, Weights & Biases."""
+"""Log of a run's measurements: JSON lines, tensorboard events and, optionally, Weights & Biases.
+
+Each line of ``metrics.jsonl`` ends with the CRC-32 of its other values, so that damaged lines are noticed.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 import statistics
+import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +48,7 @@ class MetricsLog:
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
         unfinished = self.path.with_name(self.path.name + ".unfinished")
         with add_path_to_errors(unfinished):
-            unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            unfinished.write_text("".join(map(_line, kept)))
         unfinished.replace(self.path)
         self._file = self.path.open("a")
         self._board = SummaryWriter(str(folder), purge_step=first_step)
@@ -51,7 +56,7 @@ class MetricsLog:
     def write(self, row: dict[str, Any]) -> None:
         """Add the measurements of one step; ``row`` must name its ``step``."""
         with add_path_to_errors(self.path):
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(_line(row))
             self._file.flush()
         for name, value in row.items():
             if name != "step":
@@ -78,17 +83,45 @@ def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
     )
 
 
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps({**row, "crc32": _crc32(row)}) + "\n"
+
+
+def _crc32(row: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(row).encode())
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None if the line is damaged."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+        return row if row.pop("crc32") == _crc32(row) else None
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
+        return None
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a ``metrics.jsonl``, without an incomplete last line; no rows if the file does not exist."""
+    """Return the rows of a ``metrics.jsonl``; no rows if the file does not exist.
+
+    An incomplete last line, which a killed run leaves, is left out. Damaged lines are left out with a warning.
+    """
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    *lines, last = path.read_bytes().split(b"\n")
+    if b"}" in last:  # complete
+        lines.append(last)
+    rows = [_parse(line) for line in lines]
+    if damaged := [number for number, row in enumerate(rows, 1) if row is None]:
+        warnings.warn(
+            f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}", stacklevel=2
+        )
+    return [row for row in rows if row is not None]
+
+
+def last_validation(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the held-out metrics of the last row, without "validation_" in their names."""
+    last = rows[-1] if rows else {}
+    return {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
 
 
 def count_spikes(values: Sequence[float], factor: float, window: int = 50) -> int:
