@@ -54,7 +54,9 @@ def test_packages_are_imported_at_first_use():
 
 
 SHOWN = {
-    "Attention(8, 2, activation='softmax', attention_bias=None, window=3)": ["num_heads=2", "'softmax'", "window=3"],
+    "Attention(8, 2, activation='softmax', attention_bias=None, window=(3, 0))": [
+        "num_heads=2", "'softmax'", "window=(3, 0)",
+    ],
     "Attention(8, 4, num_kv_heads=2, activation='sigmoid', attention_bias=-1.0)": [
         "num_kv_heads=2", "causal=True", "(attention_bias): ConstantBias(-1)",
     ],
@@ -77,12 +79,11 @@ SHOWN = {
     "QueryBias()": ["initial=-5"],
     "RotaryEmbedding(8)": ["8, base=10000"],
     "SinusoidalEmbedding(8)": ["8, base=10000"],
-    "VisibleKeysBias(7)": ["window=7"],
     "VisibleKeysLinearBias(3)": ["num_heads=3"],
 }  # fmt: skip
 WITHOUT_SETTINGS = {  # no settings, or all of them are shown by submodules, or by the class of PyTorch
     "AlibiKeysBias", "AttentionBias", "BatchLengthBias", "ConvolutionModule", "LayerNorm", "MaskedBatchNorm", "NoBias",
-    "RMSNorm", "SampleLengthBias", "SigmoidMultiheadAttention", "SwiGLU",
+    "RMSNorm", "SampleLengthBias", "SigmoidMultiheadAttention", "SwiGLU", "VisibleKeysBias",
 }  # fmt: skip
 
 

@@ -68,7 +68,6 @@ def test_activations(causal):
 
 def test_biases_and_positions():
     layers = {
-        "visible": attention(VisibleKeysBias()),
         "batch": attention(BatchLengthBias()),
         "heads": attention(LearnableBias(-2.0, H)),
         "query": attention(QueryBias()),
@@ -78,7 +77,7 @@ def test_biases_and_positions():
         "alibi_quadratic": attention(AlibiQuadraticBias(H, D, D), position=Alibi(H)),
         "split": attention(causal=False, position=Alibi(H, "split")),
         "rope": attention(position=RotaryEmbedding(D), num_kv_heads=2),
-        "window": attention(window=3),
+        "window": attention(VisibleKeysBias(), window=(3, 1)),
         "length_power": attention(length_power=0.5, temperature=1.0),
         "softmax_alibi": attention(None, "softmax", position=Alibi(H)),
     }

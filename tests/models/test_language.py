@@ -169,6 +169,7 @@ class TestDocuments:
             {"learn_bias": "layer", "temperature": 0.3, "attention_bias": -2.0},
             {"learn_bias": "query", "position": "alibi", "attention_bias": -1.0},
             {"attention_bias": 0.0, "length_power": 0.5, "norm_placement": "hybrid"},
+            {"attention_bias": "log_visible"},
             {"activation": "relu2", "length_power": 1.0},
         ],
         ids=str,
@@ -201,8 +202,8 @@ class TestDocuments:
 
     def test_what_cannot_be(self):
         documents = Documents.from_end_token(self.TOKENS, 0)
-        with pytest.raises(ValueError, match="VisibleKeysBias differs between rows"):
-            LanguageModel(LanguageModelConfig(**SMALL, attention_bias="log_visible"))(self.TOKENS, documents=documents)
+        with pytest.raises(ValueError, match="SampleLengthBias differs between rows"):
+            LanguageModel(LanguageModelConfig(**SMALL, attention_bias="log_sample"))(self.TOKENS, documents=documents)
         model = LanguageModel(LanguageModelConfig(**SMALL))
         with pytest.raises(ValueError, match="causal self-attention of whole rows"):
             model(self.TOKENS, cache=model.new_kv_cache(), documents=documents)

@@ -40,7 +40,7 @@ def written_out(layer, x, seen):
 
 @pytest.mark.parametrize("sides", ["causal", "symmetric", "split"])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 0, 3])
+@pytest.mark.parametrize("window", [None, (0, 0), (3, 1)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_layer_is_the_formula(sides, causal, window, padded):
     torch.manual_seed(0)
@@ -56,7 +56,8 @@ def test_the_layer_is_the_formula(sides, causal, window, padded):
     lengths = torch.tensor([N, 6]) if padded else None
     limits = torch.tensor([N, 6 if padded else N])[:, None]
     seen = (COL <= ROW) if causal else torch.ones(N, N, dtype=torch.bool)
-    seen = seen & ((COL - ROW).abs() <= (N if window is None else window))
+    left, right = window or (N, N)
+    seen = seen & (left >= ROW - COL) & (right >= COL - ROW)
     seen = seen & (limits[:, :, None, None] > COL)
     x = torch.randn(B, N, E)
     used = limits > COL

@@ -79,7 +79,7 @@ def test_a_large_temperature_does_not_overflow_in_float16():
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5])
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 2), (False, 1)])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, (2, 5)), (False, (-1, 1))])
 def test_length_power_divides_by_the_keys_each_query_sees(power, causal, window):
     """n^(-α), for causal attention row by row (App. G.1), and with each sample's own n."""
     layer = Attention(
@@ -90,9 +90,8 @@ def test_length_power_divides_by_the_keys_each_query_sees(power, causal, window)
     plain.output = layer.output = torch.nn.Identity()
     x, lengths = torch.randn(2, 6, 8, dtype=torch.float64), torch.tensor([6, 3])
     i, j = torch.arange(6)[:, None], torch.arange(6)
-    seen = (
-        (j < lengths.view(-1, 1, 1)) & ((j <= i) | (not causal)) & ((i - j).abs() <= (6 if window is None else window))
-    )
+    left, right = (6 if window is None or side == -1 else side for side in window or (6, 6))
+    seen = (j < lengths.view(-1, 1, 1)) & ((j <= i) | (not causal)) & (i - j <= left) & (j - i <= right)
     n = seen.sum(-1, keepdim=True).clamp(min=1)
     out, expected = layer(x, key_lengths=lengths), plain(x, key_lengths=lengths) * n**-power
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)  # n^-α is computed in float32
@@ -197,10 +196,10 @@ class TestPerformer:
 class TestCache:
     @pytest.mark.parametrize("activation", ["sigmoid", "softmax", "relu"])
     @pytest.mark.parametrize("position", [None, "rope", "alibi"])
-    @pytest.mark.parametrize("window", [None, 2])
+    @pytest.mark.parametrize("window", [None, (2, -1)])
     def test_token_by_token_is_all_at_once(self, activation, position, window):
         encoding = {None: None, "rope": RotaryEmbedding(4), "alibi": Alibi(4)}[position]
-        bias = VisibleKeysBias(window) if activation == "sigmoid" else None
+        bias = VisibleKeysBias() if activation == "sigmoid" else None
         bias = AlibiKeysBias() if bias is not None and position == "alibi" else bias
         options = {"num_kv_heads": 2, "window": window, "length_power": 0.5 if activation == "relu" else 0.0}
         layer = Attention(16, 4, activation=activation, attention_bias=bias, position=encoding, **options).eval()
@@ -252,14 +251,14 @@ def test_recording_everything():
 
 def test_make_bias():
     assert make_bias("log_context", max_seq_len=64, num_heads=2).value == -math.log(64)
-    assert make_bias("log_visible", num_heads=2, window=3).window == 3
+    assert isinstance(make_bias("log_visible", num_heads=2), VisibleKeysBias)
     assert isinstance(make_bias("log_sample", num_heads=2), SampleLengthBias)
     assert not make_bias("log_batch", num_heads=2).cache_safe
     assert make_bias(-10.0, learn="head", num_heads=2).value.shape == (2, 1, 1)
     assert make_bias(-5.0, learn="query", num_heads=2).initial == -5
     for rule, learn, message in (
         ("log_context", "no", "longest sequence"),
-        ("log_batch", "layer", "needs bias to be a number"),
+        ("log_batch", "layer", "needs attention_bias to be a number"),
     ):
         with pytest.raises(ValueError, match=message):
             make_bias(rule, learn=learn, num_heads=2)

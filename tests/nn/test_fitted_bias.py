@@ -75,13 +75,14 @@ X = torch.randn(B, N, E, dtype=torch.float64, generator=torch.Generator().manual
 @pytest.mark.parametrize("kind", BIASES)
 class TestAttention:
     @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("window", [None, 2])
+    @pytest.mark.parametrize("window", [None, (2, 1)])
     @pytest.mark.parametrize("padded", [False, True])
     def test_masks(self, kind, causal, window, padded):
         layer = make_layer(kind, causal=causal, window=window, position=Alibi(H, "causal" if causal else "split"))
         lengths = torch.tensor([N, 6])
         seen = (COL <= ROW) if causal else torch.ones(N, N, dtype=torch.bool)
-        seen = seen & ((ROW - COL).abs() <= (N if window is None else window))
+        left, right = window or (N, N)
+        seen = seen & (left >= ROW - COL) & (right >= COL - ROW)
         seen = seen & (lengths.view(-1, 1, 1, 1) > COL) if padded else seen[None, None]
         slopes = layer.position().double()
         slopes = slopes.view(1, H, 1).expand(1, H, 2) if slopes.dim() == 1 else slopes
@@ -92,7 +93,7 @@ class TestAttention:
         rows = seen.expand(B, 1, N, N).any(-1)[:, 0]  # a window may lie beyond a sample's end
         torch.testing.assert_close(out[rows], expected[rows])
 
-    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("window", [None, (3, 0)])
     @pytest.mark.parametrize("left_padding", [None, (0, 4)])
     def test_cache_is_all_at_once(self, kind, window, left_padding):
         layer = make_layer(kind, window=window, position=RotaryEmbedding(E // H))
@@ -104,7 +105,7 @@ class TestAttention:
                 alone = layer(X[sample : sample + 1, first:])
                 torch.testing.assert_close(out[sample : sample + 1, first:], alone)
                 seen = COL[: N - first] <= ROW[: N - first]
-                seen = seen & ((N if window is None else window) >= ROW - COL)[: N - first, : N - first]
+                seen = seen & ((N if window is None else window[0]) >= ROW - COL)[: N - first, : N - first]
                 expected = of_layer(layer, X[sample : sample + 1, first:], seen[None, None], rotated=layer.position)
                 torch.testing.assert_close(alone, expected)
 
@@ -115,7 +116,7 @@ class TestAttention:
         expected = formula(layer.attention_bias, q, k, v, torch.ones(1, 1, N, 5, dtype=torch.bool))
         torch.testing.assert_close(layer(X, other), layer.output(expected.transpose(1, 2).flatten(2)))
 
-    @pytest.mark.parametrize("window", [None, 1])
+    @pytest.mark.parametrize("window", [None, (1, -1)])
     def test_documents(self, kind, window):
         layer = make_layer(kind, window=window)
         starts = torch.zeros(B, N, dtype=torch.bool)

@@ -172,9 +172,18 @@ class TestLayersThatCallTheFunction:
         torch.testing.assert_close(torch.compile(net, backend="aot_eager")(x), net(x))
 
     def test_biases_that_need_more(self):
-        for bias in (SampleLengthBias(), VisibleKeysBias(), QueryBias(), AlibiKeysBias()):
+        for bias in (SampleLengthBias(), QueryBias(), AlibiKeysBias()):
             with pytest.raises(ValueError, match="use another bias"):
                 sigmoidify(Net(FusedAttention()), bias=bias)
+
+    def test_a_bias_of_the_keys_that_each_query_sees(self):
+        layer, x = FusedAttention(), torch.randn(2, 5, 8)
+        mask = torch.ones(5, 5, dtype=torch.bool).tril()
+        sigmoidify(layer, bias=VisibleKeysBias())
+        q, k, v = layer.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        visible = torch.arange(1.0, 6).unsqueeze(-1)
+        out = (q @ k.mT / 2 - visible.log()).sigmoid().masked_fill(~mask, 0) @ v
+        torch.testing.assert_close(layer(x, mask), layer.proj(out.transpose(1, 2).flatten(2)))
 
     def test_masks_and_dropout_reach_the_operator(self):
         layer, x = FusedAttention(), torch.randn(2, 5, 8)

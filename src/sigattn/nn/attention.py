@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn import functional
-from sigattn.nn.bias import AttentionBias, QueryBias, SampleLengthBias, VisibleKeysBias, as_bias
+from sigattn.nn.bias import AttentionBias, QueryBias, SampleLengthBias, as_bias
 from sigattn.nn.documents import Documents
 from sigattn.nn.functional import ELEMENTWISE, Activation, AttentionFn, MaskSpec
 from sigattn.nn.kv_cache import KVCache
@@ -20,7 +20,6 @@ from sigattn.nn.position import Alibi, RotaryEmbedding
 from sigattn.nn.sequence_shard import SequenceShard
 from sigattn.nn.stability import warn_once
 from sigattn.ops import validation
-from sigattn.ops.problem import log_length_bias
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.shapes import Float, Int
 from sigattn.validation import check_at_least, check_bool, check_finite, check_probability
@@ -45,7 +44,8 @@ class Attention(nn.Module):
         position: ``RotaryEmbedding`` of embed_dim / num_heads, ``Alibi`` of num_heads, or None.
         causal: True to mask the keys after a query; None for True in self-attention, and for False if kv_embed_dim is
             given. A layer that is called with kv_input, and has no kv_embed_dim, needs True or False.
-        window: number of keys before itself that a query sees, and as many after it if not causal; None for all.
+        window: (left, right): query i sees keys i - left … i + right, and none after itself if causal; -1 and None are
+            unlimited.
         temperature: initial value of the learned scalar t; the logits are multiplied by e^t (App. "LayerScale Free
             Sigmoid Attention": 10). None for no temperature.
         length_power: α of the output's factor n^(-α), where n is the number of keys that a query sees (App. "The Effect
@@ -82,7 +82,7 @@ class Attention(nn.Module):
     kv_embed_dim: int
     num_heads: int
     num_kv_heads: int
-    window: int | None
+    window: tuple[int, int] | None
 
     # tensor parallelism splits a projection by output features ("columns") or by input features ("rows")
     tp_plan: ClassVar[dict[str, str]] = {"query": "columns", "key": "columns", "value": "columns", "output": "rows"}
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         qk_norm: Norm = "rms",
         position: RotaryEmbedding | Alibi | None = None,
         causal: bool | None = None,
-        window: int | None = None,
+        window: tuple[int, int] | None = None,
         temperature: float | None = None,
         length_power: float = 0.0,
         output_norm: Norm = "none",
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         check_finite({"temperature": temperature, "length_power": length_power})
         check_probability({"dropout": dropout})
         check_bool({"causal": causal is None or causal, "output_norm_affine": output_norm_affine, "use_bias": use_bias})
-        window = None if window is None else validation.count("Attention", "window", window)
+        _, _, window = validation.numbers("Attention", 0.0, None, window)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(embed_dim, num_heads, num_kv_heads)
         self.embed_dim, self.kv_embed_dim = embed_dim, embed_dim if kv_embed_dim is None else kv_embed_dim
@@ -192,15 +192,6 @@ class Attention(nn.Module):
             raise ValueError(
                 f"activation={name!r} is normalised and takes only attention_bias=None and length_power=0, got "
                 f"{self.attention_bias} and {self.length_power}"
-            )
-        if self.attention_bias is not None and self.attention_bias.needs_causal and not self.causal:
-            raise ValueError(
-                f"{type(self.attention_bias).__name__} counts the keys before a query and needs causal=True"
-            )
-        if isinstance(self.attention_bias, VisibleKeysBias) and self.attention_bias.window != self.window:
-            raise ValueError(
-                f"VisibleKeysBias counts the keys of a window of its own: pass VisibleKeysBias({self.window}) with "
-                f"window={self.window}, got {self.attention_bias!r}"
             )
         if self.attention_bias is not None and self.attention_bias.needs_alibi and not isinstance(self.position, Alibi):
             raise ValueError(
@@ -302,7 +293,7 @@ class Attention(nn.Module):
                 "documents need causal self-attention of whole rows: got kv_input, key_lengths or a cache too, or "
                 f"causal={self.causal}, or activation={self.activation!r}"
             )
-        if documents is not None and isinstance(self.attention_bias, (SampleLengthBias, VisibleKeysBias)):
+        if documents is not None and isinstance(self.attention_bias, SampleLengthBias):
             raise ValueError(
                 f"{type(self.attention_bias).__name__} differs between rows, which documents do not support: use "
                 "ContextLengthBias or a number"
@@ -367,9 +358,6 @@ class Attention(nn.Module):
         num_queries = query.shape[2] if shard is None else shard.length
         if rule is None or isinstance(rule, QueryBias):
             return 0.0
-        if spec.left_padding is not None and isinstance(rule, VisibleKeysBias):  # does not count the padding
-            n = functional.num_visible_keys(num_queries, num_keys, spec._replace(window=rule.window), device)
-            return log_length_bias(n.clamp(min=1))
         visible = None
         if rule.needs_visible:
             if rule.needs_alibi:
@@ -404,7 +392,7 @@ class Attention(nn.Module):
             key,
             value,
             is_causal=spec.causal,
-            window=spec.window_sides,
+            window=spec.window,
             bias=spec.bias,
             alibi_slopes=spec.alibi_slopes,
         )

@@ -8,7 +8,7 @@ tensor that broadcasts to (B, Hq, N, 1).
     ContextLengthBias(n)        -log of the model's context length: the paper's language models
     BatchLengthBias()           -log of the number of keys, the longest sequence of the batch: an alternative for speech
     SampleLengthBias()          -log of each sample's own length, which must be given: the paper's speech models
-    VisibleKeysBias()           -log of the number of keys that each query sees, under a causal mask
+    VisibleKeysBias()           -log of the number of keys that each query sees
     AlibiKeysBias()             with ALiBi, the same with each key counted by ALiBi's weight, exp(-slope · distance)
     LearnableBias(initial, …)   a parameter, one for the layer or one per head
     QueryBias(initial)          a parameter added to Q instead of to the logits
@@ -37,7 +37,6 @@ class AttentionBias(nn.Module):
 
     Attributes:
         needs_lengths: True if each sample's length must be given.
-        needs_causal: True if the bias is defined under a causal mask only.
         needs_visible: True if the number of keys that each query sees must be given.
         needs_alibi: True if that number must be the sum of ALiBi's weights exp(-slope · distance) over these keys.
         needs_query: True if the queries must be given.
@@ -47,7 +46,6 @@ class AttentionBias(nn.Module):
     """
 
     needs_lengths = False
-    needs_causal = False
     needs_visible = False
     needs_alibi = False
     needs_query = False
@@ -165,33 +163,22 @@ class SampleLengthBias(AttentionBias):
 
 
 class VisibleKeysBias(AttentionBias):
-    """Bias of -log of the number of keys that a query sees: i + 1 for query i, at most window + 1.
+    """Bias of -log of the number of keys that a query sees: i + 1 for query i of a causal layer without a window."""
 
-    Args:
-        window: number of keys before itself that a query sees, the window of the layer; None for all.
-    """
+    needs_visible = True
 
-    needs_causal = True
+    def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
+        """Return the bias, (B or 1, Hq or 1, N or 1, 1) in float32.
 
-    def __init__(self, window: int | None = None) -> None:
-        super().__init__()
-        self.window = window
-
-    def extra_repr(self) -> str:
-        """Return the settings."""
-        return f"window={self.window}"
-
-    def forward(
-        self, num_queries: int, num_keys: int, *, query_offset: int = 0, device: torch.device, **_: Any
-    ) -> Tensor:
-        """Return the bias of each query, (N, 1) in float32."""
-        visible = torch.arange(query_offset + 1, query_offset + num_queries + 1, device=device, dtype=torch.float32)
-        if self.window is not None:
-            visible = visible.clamp(max=self.window + 1)
-        return log_length_bias(visible).unsqueeze(-1)
+        Raises:
+            ValueError: if visible is None.
+        """
+        if visible is None:
+            raise ValueError(f"{type(self).__name__} depends on the keys that each query sees: pass visible")
+        return log_length_bias(visible)
 
 
-class AlibiKeysBias(AttentionBias):
+class AlibiKeysBias(VisibleKeysBias):
     """Bias of -log of the sum of ALiBi's weights, exp(-slope · distance), over the keys that a query sees.
 
     It makes the sum of a row's sigmoid weights about 1 in every head where products of queries and keys are small, as
@@ -199,18 +186,7 @@ class AlibiKeysBias(AttentionBias):
     keys with a slope of 1/4, the sum is 4.5 / 256. The layer must have ``Alibi``.
     """
 
-    needs_visible = True
     needs_alibi = True
-
-    def forward(self, *_: Any, visible: Tensor | None = None, **__: Any) -> Tensor:
-        """Return the bias, (B or 1, Hq, N, 1) in float32.
-
-        Raises:
-            ValueError: if visible is None.
-        """
-        if visible is None:
-            raise ValueError("AlibiKeysBias depends on the weights of the keys that each query sees: pass visible")
-        return log_length_bias(visible)
 
 
 class LearnableBias(AttentionBias):

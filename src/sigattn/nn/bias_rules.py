@@ -29,7 +29,6 @@ def make_bias(
     max_seq_len: int | None = None,
     num_heads: int,
     head_dim: int | None = None,
-    window: int | None = None,
 ) -> AttentionBias:
     """Create the bias that a configuration names.
 
@@ -43,14 +42,13 @@ def make_bias(
         max_seq_len: length of the longest sequence, needed for "log_context".
         num_heads: number of query heads.
         head_dim: number of features of a head, needed for "quadratic".
-        window: window of the attention, for "log_visible".
 
     Raises:
         ValueError: for another rule or learn, or if the two exclude each other.
     """
     if rule == "log_context":
         if max_seq_len is None:
-            raise ValueError('bias="log_context" needs a longest sequence, which this model does not have')
+            raise ValueError('attention_bias="log_context" needs a longest sequence, which this model does not have')
         rule = log_length_bias(max_seq_len)
     if rule in ("log_visible", "log_alibi") and learn == "head":
         return (VisibleKeysLinearBias if rule == "log_visible" else AlibiLinearBias)(num_heads)
@@ -61,17 +59,17 @@ def make_bias(
     if isinstance(rule, str):
         if learn != "no":
             raise ValueError(
-                'a learned bias needs bias to be a number or "log_context", or "log_visible" or "log_alibi" with '
-                f'learn="head" or "quadratic", got {rule!r} with learn={learn!r}'
+                'a learned bias needs attention_bias to be a number or "log_context", or "log_visible" or "log_alibi" '
+                f'with learn="head" or "quadratic", got {rule!r} with learn={learn!r}'
             )
         rules: dict[str, Callable[[], AttentionBias]] = {
             "log_batch": BatchLengthBias,
             "log_sample": SampleLengthBias,
-            "log_visible": lambda: VisibleKeysBias(window),
+            "log_visible": VisibleKeysBias,
             "log_alibi": AlibiKeysBias,
         }
         if rule not in rules:
-            raise ValueError(f"bias must be a number or one of {get_args(Rule)}, got {rule!r}")
+            raise ValueError(f"attention_bias must be a number or one of {get_args(Rule)}, got {rule!r}")
         return rules[rule]()
     if learn == "no":
         return ConstantBias(rule)

@@ -19,7 +19,7 @@ from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.autocast import cast_operands, without_autocast
 from sigattn.ops.kvcache import sigmoid_kvcache_attention
 from sigattn.ops.operands import canonical, combine_window, two_sided_slopes
-from sigattn.ops.problem import Problem, alibi, band
+from sigattn.ops.problem import UNLIMITED, Problem, alibi, band
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 from sigattn.ops.varlen import sigmoid_varlen_attention
 
@@ -32,7 +32,7 @@ class MaskSpec(NamedTuple):
 
     Attributes:
         causal: True to mask the keys after a query.
-        window: number of keys before a query (and after it, if not causal) that it sees; None for no limit.
+        window: (left, right), as in ``sigmoid_attention``; None for no limit.
         key_lengths: (B,), number of keys of each sample padded on the right; or None.
         alibi_slopes: ALiBi's slopes, (Hq,) or (1, Hq, 2); or None.
         bias: b, a number or a tensor that broadcasts to (B, Hq, N, 1).
@@ -43,7 +43,7 @@ class MaskSpec(NamedTuple):
     """
 
     causal: bool
-    window: int | None
+    window: tuple[int, int] | None
     key_lengths: Tensor | None
     alibi_slopes: Tensor | None
     bias: float | Tensor
@@ -53,14 +53,13 @@ class MaskSpec(NamedTuple):
     left_padding: Tensor | None = None
 
     @property
-    def window_sides(self) -> tuple[int, int] | None:
-        """Window as a pair, (before, after), as the operator takes it."""
-        return None if self.window is None else (self.window, self.window)
+    def sides(self) -> tuple[int, int]:
+        """Numbers of keys before and after itself that a query sees; -1 for no limit."""
+        return combine_window(self.window, self.causal)
 
     def operator_options(self) -> dict[str, Any]:
         """Return the options that all operators share."""
-        sides = self.window_sides
-        return {"is_causal": self.causal, "bias": self.bias, "window": sides, "alibi_slopes": self.alibi_slopes}
+        return {"is_causal": self.causal, "bias": self.bias, "window": self.window, "alibi_slopes": self.alibi_slopes}
 
 
 # type of ``attend`` and of replacements of it in ``Attention.attention_fn``
@@ -100,7 +99,7 @@ def statistics(
 
 def num_visible_keys(queries: int, keys: int, spec: MaskSpec, device: torch.device) -> Tensor:
     """Count the keys that each query sees, the n of n^(-α) in App. G.1: (1 or B, 1, N, 1), float32."""
-    if not spec.causal and spec.window is None and spec.key_lengths is None and spec.left_padding is None:
+    if max(spec.sides) == UNLIMITED and spec.key_lengths is None and spec.left_padding is None:
         return torch.full((1, 1, 1, 1), keys, dtype=torch.float32, device=device).expand(1, 1, queries, 1)
     _, first, last = _visible_range(queries, keys, spec, device)
     return (last - first + 1).clamp(min=0)[:, None, :, None].float()
@@ -133,15 +132,15 @@ def _visible_range(queries: int, keys: int, spec: MaskSpec, device: torch.device
     They are (1 or B, N) each, and count positions from the row's start, which documents do not change.
     """
     i = torch.arange(spec.query_offset, spec.query_offset + queries, device=device)
+    left, right = spec.sides
     if spec.documents is not None:
         before = spec.documents.positions  # (B, N): keys of the document before a query
-        before = before if spec.window is None else before.clamp(max=spec.window)
+        before = before if left == UNLIMITED else before.clamp(max=left)
         return i[None], i - before, i[None]
-    window = keys + queries if spec.window is None else spec.window
-    first = (i - window).clamp(min=0)  # (N,)
+    first = torch.zeros_like(i) if left == UNLIMITED else (i - left).clamp(min=0)  # (N,)
     if spec.left_padding is not None:
         first = torch.maximum(first, spec.left_padding.to(device)[:, None])  # (B, N)
-    last = i + (0 if spec.causal else window)  # (N,)
+    last = i * 0 + (keys - 1) if right == UNLIMITED else i + right  # (N,)
     if spec.key_lengths is None:
         last = last.clamp(max=keys - 1)[None]  # (1, N)
     else:
@@ -233,7 +232,7 @@ def _softmax_mask(query: Tensor, key: Tensor, p: MaskSpec) -> Tensor | None:
     if plain and not (p.causal and p.query_offset):
         return None
     rows, columns = (p.query_offset, p.query_offset + query.shape[2]), (0, key.shape[2])
-    seen = band(*combine_window(p.window_sides, p.causal), rows, columns, query.device)
+    seen = band(*p.sides, rows, columns, query.device)
     j = torch.arange(key.shape[2], device=query.device)
     if p.key_lengths is not None:
         seen = seen & (j < p.key_lengths.view(-1, 1, 1, 1).to(j.device))

@@ -236,16 +236,16 @@ def convert_layers(
             ``sigmoidify``.
 
     Raises:
-        ValueError: if the bias needs lengths, causality or ALiBi, which a layer's own calls do not give, or as
+        ValueError: if the bias needs lengths or ALiBi, which a layer's own calls do not give, or as
             ``refuse_wrapped``.
     """
     refuse_wrapped(findings)
     for finding in findings:
         if bias is None:
             continue
-        if bias.needs_causal or bias.needs_alibi or (bias.needs_lengths and finding.call != MHA_NAME):
+        if bias.needs_alibi or (bias.needs_lengths and finding.call != MHA_NAME):
             raise ValueError(
-                f"sigmoidify: {type(bias).__name__} needs lengths, causality or ALiBi, which {finding.name!r} does not "
+                f"sigmoidify: {type(bias).__name__} needs lengths or ALiBi, which {finding.name!r} does not "
                 "give; "
                 "use another bias (None is -log of the number of visible keys of each sample)"
             )
