@@ -18,6 +18,7 @@ from sigattn.data.dataset import DataError
 from sigattn.data.tokens import load_packed
 from sigattn.models import saving
 from sigattn.recipes.registry import find_recipe
+from sigattn.train import loop
 from tests.test_cli import failure
 
 TINY = ["lm-1b-2k", "--tiny", "--training.max-steps", "1", "--training.batch-size", "2", "--model.max-seq-len", "16"]
@@ -64,6 +65,11 @@ SETTINGS = [
         ["train", *TINY, "--training.learning-rate", "nan"],
         "learning_rate must be a finite number of at least 0, got nan",
     ),
+    (["train", *TINY, "--folder", ""], "a path is empty (''): name a file or folder; the current folder is '.'"),
+    (["train", *TINY, "--folder="], "a path is empty ('')"),
+    (["evaluate", ""], "a path is empty ('')"),
+    (["demo", "--run-folder", ""], "a path is empty ('')"),
+    (["train", *TINY, "--model.attention-bias", "log_sample"], "'log_sample' is -log of each sample's length, which "),
     (["train", *TINY, "--task.end-token", "256"], "end_token must be below the vocabulary of 256, got 256"),
     (["train", *TINY, "--workers", "-1"], "workers must be at least 0, got -1"),
     (
@@ -328,10 +334,39 @@ def full_disk(monkeypatch):
     return fill
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "about.json", "config.json", "SHA256SUMS"])
 def test_full_disk_while_training(name, full_disk, tmp_path, capsys):
     full_disk(name)
     mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, f"{name}: No space left on device", capsys)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (["--model.seq-len", str(10**13)], "can't allocate memory: you tried to allocate "),
+        (["--training.batch-size", str(10**13)], "can't allocate memory: you tried to allocate "),
+        (["--model.embed-dim", str(10**10)], "Storage size calculation overflowed"),
+    ],
+)
+def test_settings_that_take_too_much_memory(setting, message, tmp_path, capsys):
+    arguments = ["train", "k-summation", "--tiny", "--folder", tmp_path / "run", *setting]
+    code, said = failure([str(a) for a in arguments], capsys)
+    assert code == DATA
+    assert said.startswith("sigattn: out of memory (")
+    assert message in said
+    assert "): lower the size of batches, models or sequences" in said
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")]
+)
+def test_memory_errors_advise(error, tmp_path, monkeypatch, capsys):
+    def full(*_args, **_more):
+        raise error
+
+    monkeypatch.setattr(loop, "train", full)
+    arguments = ["train", *TINY, "--folder", tmp_path / "run"]
+    mistake(arguments, DATA, "lower the size of batches, models or sequences, or the number of workers; ", capsys)
 
 
 def test_full_disk_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys):
@@ -364,6 +399,22 @@ def test_full_disk_while_the_model_is_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(safetensors, "save_file", refused)
     mistake(["train", *TINY, "--folder", tmp_path / "run"], DATA, "model.safetensors: I/O error: No space left", capsys)
     assert not list((tmp_path / "run" / "model").glob("*.safetensors*"))
+
+
+def test_full_disk_while_a_model_is_exported(run, tmp_path, capsys):
+    """A limit on the size of files stands for a full disk, because safetensors and transformers write the files."""
+    pytest.importorskip("transformers")
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
+    try:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["export", str(run), str(tmp_path / "exported")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert stop.value.code == DATA
+    last = capsys.readouterr().err.splitlines()[-1]  # after the progress that transformers shows
+    assert last.startswith(f"sigattn: {tmp_path / 'exported'}: Error while serializing: I/O error: File too large")
 
 
 @pytest.mark.parametrize("module", ["torch", "tyro"])

@@ -52,6 +52,12 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
         raise
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8; an OSError names the file."""
+    with add_path_to_errors(path):
+        path.write_text(text, encoding="utf-8")
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content."""
     with path.open("rb") as file:
@@ -60,9 +66,7 @@ def file_sha256(path: Path) -> str:
 
 def write_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
     """Write the checksums of a folder's files, by name."""
-    path = folder / CHECKSUMS
-    with add_path_to_errors(path):
-        path.write_text("".join(f"{checksums[name]}  {name}\n" for name in sorted(checksums)), encoding="utf-8")
+    write_text(folder / CHECKSUMS, "".join(f"{checksums[name]}  {name}\n" for name in sorted(checksums)))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

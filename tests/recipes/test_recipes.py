@@ -1,5 +1,7 @@
 """Every registered recipe builds, has a softmax twin that differs in attention only, and a tiny form that trains."""
 
+import types
+import typing
 import warnings
 from dataclasses import fields, replace
 
@@ -32,6 +34,17 @@ PAPER = [
     ("AR Language", "Next-token (<=2k seq len)", "1B", "ALiBi", "Yes", "No", "No", "Hybrid-Norm"),
     ("AR Language", "Next-token (>2k seq len)", "1B", "ALiBi", "Yes", "No", "No", "Hybrid-Norm"),
 ]
+
+
+def enumerated(config):
+    """Iterate over the names and values of a configuration's fields of few values: literals, bools and None."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        for option in options if name in {field.name for field in fields(config)} else ():
+            if typing.get_origin(option) is typing.Literal:
+                yield from ((name, value) for value in typing.get_args(option))
+            if option in (bool, types.NoneType):
+                yield from ((name, value) for value in ((True, False) if option is bool else (None,)))
 
 
 def example(recipe):
@@ -256,3 +269,23 @@ def test_tiny_form_keeps_shared_key_heads():
     small = recipe.with_transformer(num_kv_heads=8).tiny()
     assert small.transformer.num_kv_heads == 1
     assert isinstance(find_recipe("vit-simclr-tiny").model, ViTConfig)
+
+
+@pytest.mark.parametrize("name", ["lm-1b-2k", "vit-supervised", "asr-ls960", "k-summation"])
+@pytest.mark.usefixtures("unchecked")
+def test_every_enumerated_value_works_or_is_refused_before_training(name):
+    """What is refused is refused by a ValueError when the module is built, as before anything is written."""
+    recipe = find_recipe(f"{name}-tiny").with_transformer(num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8)
+    batch, works = example(recipe), 0
+    for part in ("model", "task"):
+        config = getattr(recipe, part)
+        for field, value in enumerated(config):
+            try:
+                changed = replace(recipe, **{part: replace(config, **{field: value})})
+                module = changed.task.build(changed.model)
+            except ValueError:
+                continue
+            with torch.no_grad():
+                assert torch.isfinite(changed.task.loss(module, batch)), (field, value)
+            works += 1
+    assert works > 20

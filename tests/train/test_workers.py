@@ -1,13 +1,18 @@
 """Worker processes end with the process that started them, also when it is killed."""
 
+import functools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from sigattn.train import workers
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -36,15 +41,15 @@ def alive(pid):
 def test_workers_end_when_the_parent_is_killed(tmp_path):
     (tmp_path / "parent.py").write_text(CODE)
     parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, text=True)
-    workers = [int(parent.stdout.readline()) for _ in range(2)]
-    assert all(alive(pid) for pid in workers)
+    children = [int(parent.stdout.readline()) for _ in range(2)]
+    assert all(alive(pid) for pid in children)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     deadline = time.time() + 20
-    while any(alive(pid) for pid in workers) and time.time() < deadline:
+    while any(alive(pid) for pid in children) and time.time() < deadline:
         time.sleep(0.1)
-    assert not any(alive(pid) for pid in workers)
+    assert not any(alive(pid) for pid in children)
 
 
 INTERRUPTED = """
@@ -70,3 +75,11 @@ def test_one_interrupt_ends_the_workers(wait, tmp_path):
     parent.send_signal(signal.SIGINT)
     assert parent.wait(timeout=20) != 0
     parent.stdout.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork in a process of several threads
+def test_killed_worker_is_an_error_of_memory(monkeypatch):
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(workers, "worker_pool", lambda count: ProcessPoolExecutor(count, mp_context=fork))
+    with pytest.raises(MemoryError, match="a worker process was interrupted, or killed for want of memory"):
+        list(workers.run_in_workers({0: functools.partial(os._exit, 9)}, 1))

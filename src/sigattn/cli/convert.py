@@ -17,6 +17,7 @@ from sigattn.cli.runs import read_run, write_run
 from sigattn.convert import ConversionReport, convert
 from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.distributed.process_mesh import init_process_mesh
+from sigattn.files import write_text
 from sigattn.models import saving
 from sigattn.models.autoencoder import MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModelConfig
@@ -125,9 +126,11 @@ def convert_run(options: ConvertConfig) -> None:
     else:
         _write_run(recipe, report, options)
         saving.save(model, options.folder / "model")
-    (options.folder / "report.html").write_text(conversion_page.html_page(str(options.source), report, stages, rows))
+    write_text(options.folder / "report.html", conversion_page.html_page(str(options.source), report, stages, rows))
     for name, values in stages.items():
         print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
+    if summary := data.unreadable_summary():
+        print(summary)
     for name in ("model", "report.html"):
         print(f"{name}: {options.folder / name}")
 

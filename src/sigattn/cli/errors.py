@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from sigattn.convert import ConversionError
 from sigattn.data.dataset import DataError
 from sigattn.files import FileFormatError
@@ -34,6 +36,10 @@ DATA_ERRORS: tuple[type[Exception], ...] = (
     MissingPackageError,
     OSError,
 )
+MEMORY_ADVICE = (
+    "lower the size of batches, models or sequences, or the number of workers; in training, grad_accum_steps and "
+    "checkpoint_activations lower what a batch takes"
+)
 
 
 @contextmanager
@@ -55,6 +61,18 @@ def exit_on_errors(
         sys.exit(128 + stop.signal)
     except KeyboardInterrupt:
         sys.exit(130)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(f"{program}: out of memory ({_one_line(error)}): {MEMORY_ADVICE}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return True for errors of Python and CUDA, and of PyTorch where they have no class of their own."""
+    # of the allocator on a CPU, and of a process that reads data and was killed
+    texts = ("can't allocate memory", "Storage size calculation overflowed", "DataLoader worker")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in texts)
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from sigattn.data.dataset import DataError
 from sigattn.data.digits import Digits
 from sigattn.data.images import ImageFolder
 from sigattn.data.tokens import END
+from sigattn.files import write_text
 from sigattn.models import saving
 from sigattn.models.vision import ViT
 from sigattn.recipes import datasets
@@ -124,6 +125,8 @@ def probe(
         features, labels = extract_features(model, train)
         # the last batch is filled up with images of the next pass
         found = [(features[: len(images)], labels[: len(images)]), extract_features(model, images.validation(256))]
+        if summary := images.unreadable_summary():
+            print(summary)
     print(f"linear probe: top1 {linear_probe(found[0], found[1]):.4f}")
     if fine_tuning:
         if path is not None:
@@ -147,7 +150,8 @@ def export(
     model_integration: Any = importlib.import_module("sigattn.integrations.transformers.model")
     model, tokenizer, end = load_language_model(folder)
     path = None if tokenizer is None else folder / TOKENIZER
-    model_integration.export(model, save, path, None if end is None else END)
+    with saving.tensor_file_errors(save):
+        model_integration.export(model, save, path, None if end is None else END)
     print(f"{save}: import sigattn.integrations.transformers, then AutoModelForCausalLM.from_pretrained")
 
 
@@ -188,4 +192,4 @@ def lm_eval(
                 spread = metrics.get(f"{name}_stderr")
                 rows.append((task, name, f"{value:.4g}", "" if spread is None else f"{spread:.2g}"))
     print_table(("task", "metric", "value", "± standard error"), rows)
-    (folder / "lm_eval.json").write_text(json.dumps(found, indent=2) + "\n")
+    write_text(folder / "lm_eval.json", json.dumps(found, indent=2) + "\n")

@@ -9,13 +9,36 @@ import inspect
 import io
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from sigattn.validation import SettingsError
 
 Parsed = TypeVar("Parsed")
+_paths = ConstructorRegistry()
+
+
+@_paths.primitive_rule
+def _path_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+    """Return tyro's rule for paths, but refuse an empty one, which Python takes for the current folder."""
+    if info.type is not Path:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda texts: _path(texts[0]),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise SettingsError("a path is empty (''): name a file or folder; the current folder is '.'")
+    return Path(text)
 
 
 def parse(parser: Callable[[], Parsed]) -> Parsed:
@@ -27,14 +50,16 @@ def parse(parser: Callable[[], Parsed]) -> Parsed:
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
-            return parser()
+            with _paths:
+                return parser()
         except SystemExit as stop:
             cause: BaseException | None = stop
             while cause is not None and not isinstance(cause, SettingsError):
                 cause = cause.__context__
     if cause is not None:
         raise cause
-    return parser()  # parse again to print the output that was suppressed in the first call
+    with _paths:
+        return parser()  # parse again to print the output that was suppressed in the first call
 
 
 def run_command(

@@ -17,6 +17,7 @@ from sigattn.files import (
     file_sha256,
     read_json_object,
     write_checksums,
+    write_text,
 )
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel
@@ -47,8 +48,7 @@ def write_run(folder: Path, recipe: Recipe, name: str, options: Any) -> None:
         "training": training,
     }
     written = [RUN]
-    with add_path_to_errors(folder / RUN):
-        (folder / RUN).write_text(json.dumps(about, indent=2) + "\n")
+    write_text(folder / RUN, json.dumps(about, indent=2) + "\n")
     if tokenizer is not None:
         with add_path_to_errors(folder / TOKENIZER):
             (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())

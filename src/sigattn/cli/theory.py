@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sigattn.demo import drawing, report
+from sigattn.files import write_text
 from sigattn.theory import regularity
 from sigattn.theory.statements import Statement, check_all
 from sigattn.validation import check_at_least, check_output_file
@@ -77,7 +78,7 @@ def check_statements(config: TheoryConfig, show: Callable[[Statement], None]) ->
         show(statement)
         found.append(statement)
     if config.report is not None:
-        config.report.write_text(theory_page(found, config.trials))
+        write_text(config.report, theory_page(found, config.trials))
     return found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from sigattn.data.dataset import DataError
 
 SUFFIXES = ("jpeg", "jpg", "png", "webp")
+MAX_CLASSES = 1 << 20
 _LONGEST_LABEL = 32  # bytes
 
 
@@ -54,7 +55,8 @@ def index_shards(files: list[Path]) -> list[ShardedImage]:
     """Return all images of .tar files in order, reading headers and labels but not the images.
 
     Raises:
-        DataError: if a file cannot be read, or an image has no label.
+        DataError: if a file cannot be read, an image has no label in 0 … ``MAX_CLASSES`` - 1, or an image or label is
+            a link or a sparse file.
     """
     found: list[ShardedImage] = []
     for file in files:
@@ -64,16 +66,34 @@ def index_shards(files: list[Path]) -> list[ShardedImage]:
             with tarfile.open(file, "r:") as archive:
                 for member in archive:
                     key, kind = _split(member.name)
-                    if kind.lower() in SUFFIXES:
+                    if member.isdir() or (kind.lower() not in SUFFIXES and kind != "cls"):
+                        continue
+                    if not member.isreg() or member.issparse():  # their content is elsewhere, or can claim any size
+                        raise ValueError(f"{member.name} must be a plain file, and is a link or a sparse file")
+                    if kind == "cls":
+                        labels[key] = _label(archive, member)
+                    elif key in images and images[key].name != member.name:
+                        raise ValueError(f"{key!r} has two images, {images[key].name} and {member.name}")
+                    else:
                         images[key] = member
-                    elif kind == "cls" and (content := archive.extractfile(member)) is not None:
-                        labels[key] = int(content.read(_LONGEST_LABEL))  # a sparse member can claim any size
         except (tarfile.TarError, OSError, ValueError) as error:
             raise DataError(f"cannot read {file}: {error}") from error
         if missing := sorted(images.keys() - labels.keys()):
             raise DataError(f"{file}: {len(missing)} images have no label (KEY.cls), the first is {missing[0]!r}")
         found += [ShardedImage(file, m.name, m.offset_data, m.size, labels[key]) for key, m in images.items()]
     return found
+
+
+def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
+    content = archive.extractfile(member)
+    assert content is not None
+    text = content.read(_LONGEST_LABEL + 1).strip()
+    if not (text.isdigit() and len(text) <= _LONGEST_LABEL and int(text) < MAX_CLASSES):
+        raise ValueError(
+            f"{member.name} must hold a class index, a whole number in 0 … {MAX_CLASSES - 1:,}, got "
+            f"{text.decode(errors='replace')!r}"
+        )
+    return int(text)
 
 
 def _split(name: str) -> tuple[str, str]:

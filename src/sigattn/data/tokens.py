@@ -20,7 +20,7 @@ from sigattn.data.dataset import DataError
 from sigattn.data.documents import iter_documents
 from sigattn.data.hashing import file_sha256
 from sigattn.data.text import TokenText, hash_of_split
-from sigattn.files import FileFormatError, add_path_to_errors, read_json_object
+from sigattn.files import FileFormatError, add_path_to_errors, read_json_object, write_text
 from sigattn.optional import require
 from sigattn.validation import check_at_least, check_output_file
 
@@ -81,8 +81,7 @@ def train_tokenizer(path: Path, vocab_size: int, save: Path, on_progress: Progre
     if not is_any_text:
         raise DataError(f"{path} is empty")
     save.parent.mkdir(parents=True, exist_ok=True)
-    with add_path_to_errors(save):
-        save.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    write_text(save, tokenizer.to_str(pretty=True))
     return tokenizer
 
 
@@ -157,21 +156,21 @@ def pack_corpus(
                     break
         if not is_any_text:
             raise DataError(f"{path} is empty")
+        vocabulary = save.with_name(save.name + ".tokenizer.json")
+        write_text(vocabulary, tokenizer.to_str(pretty=True))
+        about = {
+            "tokens": count,
+            "vocab_size": tokenizer.get_vocab_size(),
+            "sha256": digest.hexdigest(),
+            "mtime_ns": unfinished.stat().st_mtime_ns,
+            "tokenizer": vocabulary.name,
+            "tokenizer_sha256": file_sha256(vocabulary),
+        }
+        write_text(save.with_name(save.name + ".json"), json.dumps(about) + "\n")
+        os.replace(unfinished, save)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    vocabulary = save.with_name(save.name + ".tokenizer.json")
-    tokenizer.save(str(vocabulary))
-    about = {
-        "tokens": count,
-        "vocab_size": tokenizer.get_vocab_size(),
-        "sha256": digest.hexdigest(),
-        "mtime_ns": unfinished.stat().st_mtime_ns,
-        "tokenizer": vocabulary.name,
-        "tokenizer_sha256": file_sha256(vocabulary),
-    }
-    save.with_name(save.name + ".json").write_text(json.dumps(about) + "\n")
-    os.replace(unfinished, save)
     return count
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from sigattn.data.dataset import DataError
 
 MAX_FRACTION = 0.5  # a larger fraction indicates a systematic problem
-MAX_NAMED = 5  # files listed by name in the summary
+MAX_NAMED = 5  # files that are reported by name
 
 
 class UnreadableFiles:
-    """Collection of a data set's unreadable files; each is reported once, when it is found.
+    """Collection of a data set's unreadable files; the first are named when they are found, all are counted.
 
     Args:
         kind: "image" or "recording".
@@ -25,13 +25,16 @@ class UnreadableFiles:
         return len(self.errors)
 
     def add(self, name: str, error: str) -> None:
-        """Record a file and print a line about it, unless it is recorded already.
+        """Record a file, and print a line about it if it is one of the first ``MAX_NAMED``.
 
         Raises:
             DataError: if more than ``MAX_FRACTION`` of all files cannot be read.
         """
         if name not in self.errors:
-            print(f"unreadable {self.kind} {name}: {error} ({len(self) + 1} so far)", flush=True)
+            if len(self) < MAX_NAMED:
+                print(f"unreadable {self.kind} {name}: {error}", flush=True)
+            elif len(self) == MAX_NAMED:
+                print(f"further unreadable {self.kind}s are counted, and not named", flush=True)
             self.merge({name: error})
 
     def merge(self, errors: dict[str, str]) -> None:

@@ -25,6 +25,7 @@ import sigattn
 from sigattn.data.dataset import DataError
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.demo import report
+from sigattn.files import write_text
 from sigattn.models import saving
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
@@ -120,8 +121,8 @@ def train_models(config: DemoConfig, on_row: Callable[[str, Row], None]) -> list
             ]
             flat = {f"{group}: {name}": value for group, values in facts.items() for name, value in values.items()}
             page = report.comparison_page("Softmax and sigmoid attention, side by side", INTRODUCTION, runs, flat)
-            (folder / "report.html").write_text(page)
-            (folder / "curves.svg").write_text(report.curves(runs))
+            write_text(folder / "report.html", page)
+            write_text(folder / "curves.svg", report.curves(runs))
     return runs
 
 
@@ -136,7 +137,7 @@ def _train(
     folder = config.run_folder
 
     def write_facts(_: int) -> None:
-        (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+        write_text(folder / "config.json", json.dumps(facts, indent=2) + "\n")
 
     trained = train(
         LanguageModelling(),

@@ -74,6 +74,7 @@ class TransformerConfig:
     initialization: Initialization = "trunc_normal"
 
     DEFAULT_BIAS: ClassVar[float | Rule] = 0.0  # of activation="sigmoid" if bias is None
+    KNOWS_LENGTHS: ClassVar[bool] = False  # the model gives its attention the length of each sample
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "num_layers", "embed_dim", "num_heads", "mlp_dim", "num_kv_heads")
@@ -108,7 +109,8 @@ class TransformerConfig:
         """Create the bias of a layer; return None if the activation has no bias.
 
         Raises:
-            ValueError: if attention_bias or learn_bias is set for an activation without a bias.
+            ValueError: if attention_bias or learn_bias is set for an activation without a bias, or the bias needs the
+                length of each sample.
         """
         if self.activation in ("softmax", "performer"):
             if self.attention_bias is not None or self.learn_bias != "no":
@@ -120,9 +122,15 @@ class TransformerConfig:
         rule: float | Rule | None = self.attention_bias
         if rule is None:
             rule = self.DEFAULT_BIAS if self.activation == "sigmoid" else 0.0
-        return make_bias(
+        bias = make_bias(
             rule, learn=self.learn_bias, max_seq_len=max_seq_len, num_heads=self.num_heads, head_dim=self.head_dim
         )
+        if bias.needs_lengths and not self.KNOWS_LENGTHS:
+            raise ValueError(
+                f"attention_bias={rule!r} is -log of each sample's length, which {type(self).__name__} does not give: "
+                'use "log_batch", -log of the length of the batch'
+            )
+        return bias
 
     def make_position(
         self, kind: str, kinds: tuple[str, ...], alibi_sides: str = "causal"

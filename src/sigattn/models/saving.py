@@ -10,6 +10,8 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from sigattn.files import (
     file_sha256,
     read_json_object,
     write_checksums,
+    write_text,
 )
 from sigattn.models.autoencoder import MaskedAutoencoder, MaskedAutoencoderConfig
 from sigattn.models.language import LanguageModel, LanguageModelConfig
@@ -84,9 +87,20 @@ def save(model: nn.Module, folder: Path | str, state: dict[str, Tensor] | None =
     description = {"model": name, "config": dataclasses.asdict(config)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in (model.state_dict() if state is None else state).items()}
     _write_tensors(tensors, folder / WEIGHTS)
-    with add_path_to_errors(folder / CONFIG):
-        (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+    write_text(folder / CONFIG, json.dumps(description, indent=2) + "\n")
     write_checksums(folder, {name: file_sha256(folder / name) for name in (CONFIG, WEIGHTS)})
+
+
+@contextmanager
+def tensor_file_errors(path: Path) -> Iterator[None]:
+    """Raise OSError with the path for every error of writing it, those of safetensors included."""
+    from safetensors import SafetensorError
+
+    try:
+        with add_path_to_errors(path):
+            yield
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -95,19 +109,19 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        with unfinished.open("wb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-        save_file(tensors, unfinished)
-        unfinished.chmod(stat.S_IMODE(mode))
-        unfinished.replace(path)
-    except SafetensorError as error:
+        with tensor_file_errors(path):
+            with unfinished.open("wb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+            save_file(tensors, unfinished)
+            unfinished.chmod(stat.S_IMODE(mode))
+            unfinished.replace(path)
+    except OSError:
         unfinished.unlink(missing_ok=True)
-        raise OSError(errno.EIO, str(error), str(path)) from error
+        raise
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:

@@ -61,6 +61,7 @@ class SpeechModelConfig(TransformerConfig):
     layer_drop: float = 0.0
 
     DEFAULT_BIAS: ClassVar[float | Rule] = "log_sample"
+    KNOWS_LENGTHS: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ from sigattn.files import (
     read_checksums,
     read_json_object,
     write_checksums,
+    write_text,
 )
 from sigattn.validation import SettingsError
 
@@ -75,7 +76,7 @@ def save(
                 _tidy(folder)
                 unfinished.mkdir()
                 about = {"format": FORMAT, "step": step, "settings": settings}
-                (unfinished / ABOUT).write_text(json.dumps(about, sort_keys=True) + "\n")
+                write_text(unfinished / ABOUT, json.dumps(about, sort_keys=True) + "\n")
         with _errors_on_all_processes(failure, processes):
             _write_tensors(unfinished, _state(module, optimizer, average)[0], processes)
             own = {name: file_sha256(unfinished / name) for name in _files(unfinished)[_own_part(processes)]}

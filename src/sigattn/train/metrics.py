@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sigattn.files import add_path_to_errors
+from sigattn.files import add_path_to_errors, write_text
 from sigattn.optional import require
 
 
@@ -47,27 +47,30 @@ class MetricsLog:
         self.path: Path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
         unfinished = self.path.with_name(self.path.name + ".unfinished")
-        with add_path_to_errors(unfinished):
-            unfinished.write_text("".join(map(_line, kept)))
+        write_text(unfinished, "".join(map(_line, kept)))
         unfinished.replace(self.path)
         self._file = self.path.open("a")
-        self._board = SummaryWriter(str(folder), purge_step=first_step)
+        self._events: Path = folder / "events.out.tfevents"  # the start of the name of tensorboard's file
+        with add_path_to_errors(self._events):
+            self._board = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, row: dict[str, Any]) -> None:
         """Add the measurements of one step; ``row`` must name its ``step``."""
         with add_path_to_errors(self.path):
             self._file.write(_line(row))
             self._file.flush()
-        for name, value in row.items():
-            if name != "step":
-                self._board.add_scalar(name, value, row["step"])
+        with add_path_to_errors(self._events):
+            for name, value in row.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, row["step"])
         if self._run is not None:
             self._run.log({n: v for n, v in row.items() if n != "step"}, step=row["step"])
 
     def close(self) -> None:
         """Write buffered rows and close all files."""
         self._file.close()
-        self._board.close()
+        with add_path_to_errors(self._events):
+            self._board.close()
         if self._run is not None:
             self._run.finish()
 
@@ -77,7 +80,7 @@ def _wandb_run(project: str, folder: Path, settings: dict[str, Any]) -> Any:
     wandb = require("wandb", "metrics for Weights & Biases", "wandb")
     kept = folder / "wandb.txt"
     if not kept.exists():
-        kept.write_text(secrets.token_hex(8))
+        write_text(kept, secrets.token_hex(8))
     return wandb.init(
         project=project, id=kept.read_text(), name=folder.name, dir=folder, config=settings, resume="allow"
     )

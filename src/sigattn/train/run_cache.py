@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sigattn.files import write_text
 from sigattn.train.folder_lock import LOCK_FILE, lock_folder
 
 IDENTITY_FILE = "settings.txt"
@@ -25,7 +26,7 @@ def load_result(file: Path, identity: str) -> dict[str, Any] | None:
 
 def store_result(file: Path, identity: str, result: dict[str, Any]) -> None:
     """Write the result of a finished run and its identity."""
-    file.write_text(json.dumps({**result, "identity": identity}) + "\n")
+    write_text(file, json.dumps({**result, "identity": identity}) + "\n")
 
 
 @contextmanager
@@ -43,5 +44,5 @@ def prepared_folder(folder: Path, identity: str) -> Iterator[None]:
                     shutil.rmtree(path)
                 elif path.name != LOCK_FILE:
                     path.unlink()
-        mark.write_text(identity)
+        write_text(mark, identity)
         yield

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from sigattn.train.trainer import Interrupted
@@ -24,6 +25,9 @@ def run_in_workers(calls: Mapping[K, Callable[[], T]], workers: int) -> Iterator
     """Call functions that train in parallel; iterate over their keys and results as they complete.
 
     An error, or SIGINT, ends the other workers after their step, with a checkpoint.
+
+    Raises:
+        MemoryError: if a worker was interrupted, or killed as systems do when memory runs out.
     """
     others = set(multiprocessing.active_children())
     with worker_pool(max(1, min(workers, len(calls)))) as pool:
@@ -31,13 +35,15 @@ def run_in_workers(calls: Mapping[K, Callable[[], T]], workers: int) -> Iterator
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
-        except BaseException:
+        except BaseException as error:
             for future in futures:
                 future.cancel()
             for process in (
                 set(multiprocessing.active_children()) - others
             ):  # the pool would wait for the end of their training
                 process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise MemoryError("a worker process was interrupted, or killed for want of memory") from error
             raise
 
 
