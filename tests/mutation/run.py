@@ -40,7 +40,8 @@ name = "local"
 """
 # Left out: interpreted kernels, and tests that take seconds and compute what cheaper ones compute as well.
 SELECTED = "not triton and not hopper and not real_tiles and not kernels and not decoding and not interpreter"
-# The tests of a file, in ``tests/ops`` unless a folder is given. All tests would take ten minutes for each survivor.
+# The tests of a file, or of all files of a folder, by its name; in ``tests/ops`` unless a folder is given. All tests
+# would take ten minutes for each survivor.
 LIKELY = {
     "autocast": "test_pytorch test_correctness",
     "attention": "test_correctness test_bad_input test_scalars test_short test_pytorch",
@@ -55,6 +56,7 @@ LIKELY = {
     "flops": "test_pytorch",
     "gradients": "test_correctness test_autograd",
     "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",
+    "llvm": "test_llvm test_llvm_compilation test_llvm_requirements",
     "mask": "test_mask test_correctness",
     "matmul": "test_correctness test_borders test_masked_weights",
     "nested": "test_nested",
@@ -62,6 +64,7 @@ LIKELY = {
     "onnx": "test_onnx",
     "problem": "test_problem test_short test_correctness test_borders tests/test_flash.py",
     "reference": "test_correctness test_masked_weights test_short test_statistics",
+    "saved_weights": "test_saved_weights",
     "scalars": "test_scalars test_bad_input",
     "settings": "test_backends test_default_device",
     "short": "test_short test_correctness test_default_device",
@@ -77,7 +80,8 @@ def tests_of(module: Path) -> list[str]:
     """Return the files of tests that a mutant of a file has to pass, the most likely to fail first."""
     if module == CHECKPOINT:
         return ["tests/train/test_loop.py", "tests/train/test_untrusted.py", "tests/train"]
-    return [name if "/" in name else f"tests/ops/{name}.py" for name in LIKELY[module.stem].split()]
+    names = LIKELY.get(module.stem) or LIKELY[module.parent.name]
+    return [name if "/" in name else f"tests/ops/{name}.py" for name in names.split()]
 
 
 def command(tests: list[str]) -> str:

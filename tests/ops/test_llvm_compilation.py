@@ -30,7 +30,7 @@ CALLS = [*((processor, 2) for processor in PROCESSORS), *((processor, 1) for pro
 
 
 @pytest.mark.parametrize(("processor", "word"), CALLS, ids=lambda x: getattr(x, "name", None))
-def test_kernels_need_no_symbol_from_outside(processor, word):
+def test_no_symbol_from_outside_is_needed(processor, word):
     """For what a processor lacks, LLVM calls functions of a library that a process need not have.
 
     Optimised, they call memset, which each has.
@@ -38,7 +38,7 @@ def test_kernels_need_no_symbol_from_outside(processor, word):
     assert launch.undefined_symbols(launch.compile_object(processor, word, level=0)) == []
 
 
-def test_a_missing_symbol_is_an_error_before_the_kernels_run(monkeypatch):
+def test_a_missing_symbol_is_an_error_of_compilation(monkeypatch):
     text = "declare void @__missing()\n"
     text += "\n".join(f"define void @{name}(ptr %0) {{ call void @__missing() ret void }}" for name in launch.NAMES[1])
     image = host_processor().target_machine().emit_object(binding.parse_assembly(text))
