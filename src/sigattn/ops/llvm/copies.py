@@ -10,9 +10,10 @@ from sigattn.ops.llvm.module import StridedTensor
 class Copies(Microtiles):
     """Module with functions on the rows of a head. Existing rows are those before ``count``; the others count as 0."""
 
-    def whole_tiles(self, b: Builder, keys: Value) -> Value:
+    def whole_tiles(self, keys: Value) -> Value:
         """Return a number of keys rounded up to whole tiles."""
-        return b.round_down(keys + (self.registers.tile - 1), self.registers.tile)
+        last = keys + (self.registers.tile - 1)
+        return last - last % self.registers.tile
 
     def pack(
         self, b: Builder, rows: Matrix, size: Value, first: Value | int, last: Value, count: Value, out: Pointer

@@ -42,7 +42,7 @@ class _Kernels(Copies):
 
     def pack_keys(self, b: Builder, args: SimpleNamespace, task: Value, scratch: list[Pointer]) -> None:
         """Pack the keys of a key head, and if they are bfloat16, its values in pairs. A task for each key head."""
-        kv_heads, tiles, size = args.heads // args.heads_per_kv, self.whole_tiles(b, args.m), self._words(args.head_dim)
+        kv_heads, tiles, size = args.heads // args.heads_per_kv, self.whole_tiles(args.m), self._words(args.head_dim)
         sample, head = task // kv_heads, task % kv_heads
         out = args.packed_keys + task * (tiles * size)
         self.pack(b, args.key.head(sample, head), size, 0, tiles, args.m, out)
@@ -76,11 +76,11 @@ class _Kernels(Copies):
         query, bias = args.query.head(sample, head)[first:], args.bias.head(sample, head)[first:]
         mask = args.mask.head(sample, head, INT8)[first:]
         slopes, row_hashes = _slopes(args, sample, head), _row_hashes(args, sample, head) + first
-        keys = args.packed_keys + kv_number * (self.whole_tiles(b, args.m) * size)
+        keys = args.packed_keys + kv_number * (self.whole_tiles(args.m) * size)
         value = args.value.head(sample, kv_head)
         value_pairs = self.paired(args.value_pairs, kv_number, args.m, args.value_dim)
         logits = Matrix(scratch[0], pair_of_tiles)  # of a microtile's rows and two tiles of keys
-        saves, saved = args.saves == 1, self._saved_weights(b, args, number)[first:]
+        saves, saved = args.saves == 1, self._saved_weights(args, number)[first:]
         weights = Matrix(b.select_pointer(saves, saved.data, logits.data), b.select(saves, saved.stride, pair_of_tiles))
 
         with b.when(args.packs_keys > 0):
@@ -121,8 +121,8 @@ class _Kernels(Copies):
         kv_heads = args.heads // args.heads_per_kv
         kv_number, split = task // args.splits, task % args.splits
         sample, kv_head = kv_number // kv_heads, kv_number % kv_heads
-        length, tiles = _length(args, sample), self.whole_tiles(b, args.m)
-        step = self.whole_tiles(b, (args.m + (args.splits - 1)) // args.splits)
+        length, tiles = _length(args, sample), self.whole_tiles(args.m)
+        step = self.whole_tiles((args.m + (args.splits - 1)) // args.splits)
         first = b.minimum(split * step, args.m)
         last = b.minimum(first + step, args.m)
 
@@ -152,7 +152,7 @@ class _Kernels(Copies):
             slopes, row_hashes = _slopes(args, sample, head), _row_hashes(args, sample, head)
             query_pairs = self.paired(args.query_pairs, number, args.n, args.head_dim)
             grad_out_pairs = self.paired(args.grad_out_pairs, number, args.n, args.value_dim)
-            saved, row_sums = self._saved_weights(b, args, number), args.row_sums + split_number * (args.n * 3)
+            saved, row_sums = self._saved_weights(args, number), args.row_sums + split_number * (args.n * 3)
             grad_query = self.sums(
                 args.grad_query, args.grad_query_sums, sample, head, split_number, args.n, args.head_dim
             )
@@ -170,7 +170,7 @@ class _Kernels(Copies):
                         row = block + i
                         position = row + args.query_offset
                         distance = position - column
-                        # of the block, and of these rows in float32
+                        # float32: in the memory of the block; bfloat16: in that of a microtile, rounded at the end
                         weights, grads = (
                             Matrix(memory + i * tile if self.per_word == 1 else memory, tile)
                             for memory in (scratch if self.per_word == 1 else scratch[2:])
@@ -257,9 +257,9 @@ class _Kernels(Copies):
         is_before_end = column < position + rows + args.right
         return is_before_end & (position - args.left < column + 2 * self.registers.tile)
 
-    def _saved_weights(self, b: Builder, args: SimpleNamespace, number: Value) -> Matrix:
+    def _saved_weights(self, args: SimpleNamespace, number: Value) -> Matrix:
         """Return the saved weights of a head, given its number; columns are counted in words."""
-        stride = self._words(self.whole_tiles(b, args.m))
+        stride = self._words(self.whole_tiles(args.m))
         return Matrix(args.weights + number * args.n * stride, stride)
 
 
