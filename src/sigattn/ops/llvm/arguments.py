@@ -24,7 +24,7 @@ class Strided(Structure):
 class KernelArguments(Structure):
     """Arguments of a kernel. Fields that a call does not need are 0.
 
-    B samples, H query heads, Hkv key heads, N queries, M keys; "tiles of M" is M rounded up to whole tiles of keys.
+    B samples, H query heads, Hkv key heads, N queries, M keys; "tiles of M" is M rounded up to a multiple of a tile.
     Pairs are rows of bfloat16 in pairs (VNNI's layout), with room for an even number of them.
     """
 

@@ -132,7 +132,10 @@ class _Call:
         self.set(name, *_readable(tensor, self.kernels.multiple))
 
     def set_result(self, name: str, result: Tensor) -> Tensor:
-        """Set a result and return it, or if its rows are not contiguous or whole vectors, a larger tensor instead."""
+        """Set the tensor that the kernels write, and return it.
+
+        It is the result, or a larger tensor if its rows are not contiguous or not a multiple of a vector.
+        """
         if result.shape[-1] % self.kernels.multiple or result.stride(-1) != 1:
             result = result.new_empty(*result.shape[:-1], round_up(result.shape[-1], self.kernels.multiple))
         self.set(name, result, *result.stride()[:3])
@@ -170,7 +173,7 @@ class _Call:
         self.args.lengths_batch_stride = 1
 
     def _set_mask(self, p: Problem, mask: Tensor) -> None:
-        """Set a mask of bool or float32, copied unless its rows are contiguous and whole tiles."""
+        """Set a mask of bool or float32, copied unless its rows are contiguous and a multiple of a tile."""
         m = p.key.shape[2]
         for dim in range(3):  # an expanded mask is not copied in the expanded size
             mask = mask if mask.stride(dim) else mask.narrow(dim, 0, 1)
@@ -195,7 +198,7 @@ class _Call:
 
 
 def _readable(tensor: Tensor, multiple: int) -> tuple[Tensor, int, int, int]:
-    """Return a tensor and its strides in words, copied unless its rows are contiguous and whole vectors of words."""
+    """Return a tensor and its strides in words, copied unless its rows are contiguous and a multiple of a vector."""
     if missing := -tensor.shape[-1] % multiple:
         tensor = F.pad(tensor, (0, missing))
     elif tensor.stride(-1) != 1:

@@ -10,8 +10,8 @@ from sigattn.ops.llvm.module import StridedTensor
 class Copies(Microtiles):
     """Module with functions on the rows of a head. Existing rows are those before ``count``; the others count as 0."""
 
-    def whole_tiles(self, keys: Value) -> Value:
-        """Return a number of keys rounded up to whole tiles."""
+    def pad_to_tiles(self, keys: Value) -> Value:
+        """Return a number of keys rounded up to a multiple of a tile."""
         last = keys + (self.registers.tile - 1)
         return last - last % self.registers.tile
 
@@ -54,17 +54,17 @@ class Copies(Microtiles):
             (out[row] + d).store(b.round((sums[row] + d).load_vector()))
 
     def paired(self, memory: Pointer, number: Value, rows: Value, width: Value) -> Matrix:
-        """Return the pairs of rows of a head, given the head's number."""
+        """Return the matrix of a head's rows in pairs; ``number`` is the index of the head in all samples."""
         return Matrix(memory + number * ((rows + 1) // 2 * width), width)
 
     def sums(
         self, result: StridedTensor, memory: Pointer, sample: Value, head: Value, number: Value, rows: Value,
         width: Value,
     ) -> Matrix:  # fmt: skip
-        """Return where a head of a result is summed in float32: in the result, or in the memory of its own sums.
+        """Return the matrix in which a head of a result is summed: the float32 result itself, else separate memory.
 
         Args:
-            number: number of the head in that memory. rows, width: its size.
+            number: index of the head in that memory. rows, width: its size.
         """
         if self.per_word == 1:
             return result.head(sample, head)

@@ -19,7 +19,7 @@ from sigattn.ops.llvm.copies import Copies
 from sigattn.ops.llvm.processor import Registers
 
 FORWARD_ROWS = 192  # queries of a task
-BACKWARD_ROWS = 96  # queries whose weights and gradients are kept until the products of the transposed tile
+BACKWARD_ROWS = 96  # queries of a block, whose weights and gradients stay in the cache for dV and dK
 NAMES = {1: ("pack", "forward", "backward"), 2: ("pack", "forward", "pair_queries", "backward")}  # by elements per word
 
 
@@ -38,11 +38,11 @@ def make_module(registers: Registers, per_word: int) -> ir.Module:
 
 
 class _Kernels(Copies):
-    """Kernels; each is emitted for a task, given its number, the arguments and scratch memory."""
+    """Kernels; each method emits one task: ``args`` are the ``KernelArguments``, ``task`` is the task's index."""
 
     def pack_keys(self, b: Builder, args: SimpleNamespace, task: Value, scratch: list[Pointer]) -> None:
         """Pack the keys of a key head, and if they are bfloat16, its values in pairs. A task for each key head."""
-        kv_heads, tiles, size = args.heads // args.heads_per_kv, self.whole_tiles(args.m), self._words(args.head_dim)
+        kv_heads, tiles, size = args.heads // args.heads_per_kv, self.pad_to_tiles(args.m), self._words(args.head_dim)
         sample, head = task // kv_heads, task % kv_heads
         out = args.packed_keys + task * (tiles * size)
         self.pack(b, args.key.head(sample, head), size, 0, tiles, args.m, out)
@@ -76,7 +76,7 @@ class _Kernels(Copies):
         query, bias = args.query.head(sample, head)[first:], args.bias.head(sample, head)[first:]
         mask = args.mask.head(sample, head, INT8)[first:]
         slopes, row_hashes = _slopes(args, sample, head), _row_hashes(args, sample, head) + first
-        keys = args.packed_keys + kv_number * (self.whole_tiles(args.m) * size)
+        keys = args.packed_keys + kv_number * (self.pad_to_tiles(args.m) * size)
         value = args.value.head(sample, kv_head)
         value_pairs = self.paired(args.value_pairs, kv_number, args.m, args.value_dim)
         logits = Matrix(scratch[0], pair_of_tiles)  # of a microtile's rows and two tiles of keys
@@ -121,8 +121,8 @@ class _Kernels(Copies):
         kv_heads = args.heads // args.heads_per_kv
         kv_number, split = task // args.splits, task % args.splits
         sample, kv_head = kv_number // kv_heads, kv_number % kv_heads
-        length, tiles = _length(args, sample), self.whole_tiles(args.m)
-        step = self.whole_tiles((args.m + (args.splits - 1)) // args.splits)
+        length, tiles = _length(args, sample), self.pad_to_tiles(args.m)
+        step = self.pad_to_tiles((args.m + (args.splits - 1)) // args.splits)
         first = b.minimum(split * step, args.m)
         last = b.minimum(first + step, args.m)
 
@@ -253,13 +253,17 @@ class _Kernels(Copies):
             self.drop(b, rows, row_hashes, column_hashes, args.keep_from, args.keep_scale, tile)
 
     def _sees(self, args: SimpleNamespace, position: Value, rows: int, column: Value) -> Value:
-        """Return whether windows let one of some queries, given the first one's position, see one of two tiles."""
+        """Return the condition that the window lets one of some queries see a key of the two tiles from ``column`` on.
+
+        Args:
+            position: of the first query. rows: number of queries.
+        """
         is_before_end = column < position + rows + args.right
         return is_before_end & (position - args.left < column + 2 * self.registers.tile)
 
     def _saved_weights(self, args: SimpleNamespace, number: Value) -> Matrix:
-        """Return the saved weights of a head, given its number; columns are counted in words."""
-        stride = self._words(self.whole_tiles(args.m))
+        """Return the matrix of a head's saved weights, in words; ``number`` is the index of the head in all samples."""
+        stride = self._words(self.pad_to_tiles(args.m))
         return Matrix(args.weights + number * args.n * stride, stride)
 
 

@@ -83,8 +83,8 @@ class Module:
         """Add a kernel, which takes tasks from a counter until none is left, so that any number of threads may run it.
 
         Args:
-            emit: emits a task, given a builder, the arguments (``KernelArguments``), the task's number and scratch
-                memory. scratch: sizes of the scratch memory, in float32.
+            emit: emits a task; called with a builder, the arguments, the index of the task and the scratch memory.
+            scratch: sizes of the scratch memory, in float32.
         """
         b, function = self.add_function(name, [POINTER])
         data = Pointer(b, function.args[0], INT64)

@@ -42,7 +42,7 @@ class Processor(NamedTuple):
     Attributes:
         registers: its vector registers.
         name: LLVM's name of it, such as "znver4".
-        features: LLVM's features that it has more or less than others of that name, such as "+avx512bf16,-sse4a".
+        features: LLVM's features that differ from those of the name, such as "+avx512bf16,-sse4a".
         triple: architecture and operating system, such as "aarch64-unknown-linux-gnu".
     """
 
@@ -52,7 +52,7 @@ class Processor(NamedTuple):
     triple: str = binding.get_default_triple()
 
     def target_machine(self) -> binding.TargetMachine:
-        """Return LLVM's description of the processor, a new one, because a JIT owns its own."""
+        """Return a new description of the processor for LLVM."""
         target = binding.Target.from_triple(self.triple)
         return target.create_target_machine(cpu=self.name, features=self.features, opt=3, jit=True)
 
