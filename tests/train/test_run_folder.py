@@ -15,7 +15,7 @@ from sigattn import cli
 from sigattn.data.text import TextData, TokenText, load_text
 from sigattn.models.language import LanguageModelConfig
 from sigattn.tasks.language import LanguageModelling
-from sigattn.train import checkpoint, folder_lock, loop, metrics, trainer
+from sigattn.train import checkpoint, loop, metrics, trainer
 from sigattn.train.config import TrainConfig
 from sigattn.train.folder_lock import FolderInUseError, lock_folder
 from sigattn.train.trainer import NonFiniteLossError
@@ -67,44 +67,25 @@ def other_process(folder):
 
 
 class TestLock:
-    @pytest.mark.skipif(folder_lock.fcntl is None or not hasattr(os, "fork"), reason="needs fcntl and fork")
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     def test_another_process(self, tmp_path, text):
         train(text, tmp_path)
         before = contents(tmp_path)
-        with other_process(tmp_path) as child:
-            with pytest.raises(FolderInUseError, match=f"process {child} on .* is writing into the run folder"):
+        with other_process(tmp_path):
+            with pytest.raises(FolderInUseError, match="another process or thread is writing into the run folder"):
                 train(text, tmp_path, resume=True)
-            with pytest.raises(FolderInUseError, match=f"process {child}"):
+            with pytest.raises(FolderInUseError):
                 train(text, tmp_path, replace(TRAIN, seed=1))
         assert contents(tmp_path) == before
         train(text, tmp_path, resume=True)
 
-    @pytest.mark.skipif(folder_lock.fcntl is None or not hasattr(os, "fork"), reason="needs fcntl and fork")
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     def test_lock_is_released_when_process_is_killed(self, tmp_path):
         with other_process(tmp_path) as child:
             os.kill(child, signal.SIGKILL)
             os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
             with lock_folder(tmp_path):
                 pass
-
-    @pytest.mark.skipif(folder_lock.fcntl is None or not hasattr(os, "fork"), reason="needs fcntl and fork")
-    def test_file_that_its_holder_deletes(self, tmp_path, monkeypatch):
-        """Between open and lock the holder ends, and another process creates and locks a new file."""
-        acquire, stack = folder_lock._acquire, contextlib.ExitStack()
-        with lock_folder(tmp_path):
-            assert (tmp_path / folder_lock.LOCK_FILE).exists()
-        assert not list(tmp_path.iterdir())
-
-        def late(file, folder):
-            monkeypatch.setattr(folder_lock, "_acquire", acquire)
-            (tmp_path / folder_lock.LOCK_FILE).unlink()
-            stack.enter_context(other_process(tmp_path))
-            acquire(file, folder)
-
-        monkeypatch.setattr(folder_lock, "_acquire", late)
-        with stack, pytest.raises(FolderInUseError), lock_folder(tmp_path):
-            pass
-        assert not list(tmp_path.iterdir())
 
     def test_another_thread(self, tmp_path):
         found = []
@@ -121,15 +102,9 @@ class TestLock:
             thread.start()
             thread.join()
         assert len(found) == 1
-        assert "another thread of this process" in found[0]
+        assert "another process or thread is writing into the run folder" in found[0]
         attempt()
         assert found[1] == "entered"
-
-    @pytest.mark.skipif(folder_lock.fcntl is None, reason="needs fcntl")
-    def test_missing_fcntl_warns(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(folder_lock, "fcntl", None)
-        with pytest.warns(UserWarning, match="a second run in .* is not detected"), lock_folder(tmp_path):
-            pass
 
 
 class TestFailedResume:
@@ -160,7 +135,7 @@ class TestFailedResume:
         log.write({"step": 0, "loss": 1.0})
         log.close()
 
-        def half_written(path, text):
+        def half_written(path, text, **_more):
             path.open("w").close()
             raise OSError(errno.ENOSPC, "No space left on device")
 
