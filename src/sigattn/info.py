@@ -9,7 +9,6 @@ import torch
 
 import sigattn
 from sigattn.ops.attention import DENSE
-from sigattn.ops.cpu.matmul import fused_unavailable
 from sigattn.ops.problem import Problem
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,7 +46,7 @@ def _name(device: torch.device) -> str:
 
 def _backends(device: torch.device) -> list[str]:
     """Return lines that list, for each backend, the supported dtypes and the reason for each unsupported one."""
-    lines = ["  reference  every dtype, materialised; forward-mode and second derivatives (never the default)"]
+    lines = []
     defaults = {dtype: DENSE.choose(_example(device, dtype), None) for dtype in _DTYPES}
     for name, backend in DENSE.backends.items():
         reasons = {dtype: backend.unavailable(_example(device, dtype)) for dtype in _DTYPES}
@@ -58,10 +57,6 @@ def _backends(device: torch.device) -> list[str]:
         ]
         lines.append(f"  {name:<10} {', '.join(supported) or 'nothing'}")
         lines += [f"             not {_short(d)}: {reason}" for d, reason in reasons.items() if reason is not None]
-    for dtype in _DTYPES:
-        reason = fused_unavailable(device, dtype)
-        answer = "yes" if reason is None else f"no, {reason}"
-        lines.append(f"             sigmoid fused into the product in {_short(dtype)}: {answer}")
     return lines
 
 

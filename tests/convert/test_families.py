@@ -26,7 +26,7 @@ from sigattn.models import (
     saving,
 )
 from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention, sigmoidify
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 # two steps of refinement, which has its own tests (test_refinement.py), instead of 64
@@ -349,7 +349,7 @@ def test_biases_are_made_on_the_device_of_the_model():
     finally:
         torch.set_default_device(None)
     assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
-    problem = canonical(Problem, *torch.randn(3, 1, 2, 5, 4))
+    problem = make_problem(Problem, *torch.randn(3, 1, 2, 5, 4))
     fit = BiasFit(problem)
     fit.device = torch.device("meta")
     assert {t.device.type for t in fit.solve(with_query=False).state_dict().values()} == {"meta"}

@@ -12,7 +12,7 @@ from sigattn.convert.output_scale import OutputScaleFit
 from sigattn.convert.row_statistics import row_outputs
 from sigattn.nn import QuadraticBias, sigmoidify
 from sigattn.nn.fitted_bias import EPS
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 H, D = 3, 5
@@ -154,7 +154,7 @@ def test_outputs_in_blocks_of_rows(causal, monkeypatch):
     monkeypatch.setattr("sigattn.ops.reference._BLOCK_BYTES", 4000)
     q, k, v = torch.randn(2, 4, 9, D), torch.randn(2, 2, 9, D), torch.randn(2, 2, 9, D + 1)
     biases = torch.randn(2, 2, 4, 9).unbind()
-    problem = canonical(Problem, q, k, v, is_causal=causal)
+    problem = make_problem(Problem, q, k, v, is_causal=causal)
     outputs, softmax = row_outputs(problem, biases)
     torch.testing.assert_close(softmax, F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True))
     for output, b in zip(outputs, biases, strict=True):

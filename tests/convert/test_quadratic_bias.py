@@ -11,7 +11,7 @@ from sigattn.convert.fit import BiasFit
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
 from sigattn.models import LanguageModel, LanguageModelConfig
 from sigattn.nn import QuadraticBias
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 # two steps of refinement, which has its own tests (test_refinement.py), instead of 64
@@ -22,7 +22,7 @@ H, D = 4, 6
 
 def problem_of(query, key, **options):
     value = torch.randn(*key.shape[:-1], 3)
-    return canonical(Problem, query, key, value, **options)
+    return make_problem(Problem, query, key, value, **options)
 
 
 def random_bias(size=0.3):

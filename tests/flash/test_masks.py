@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigattn import flash
-from sigattn.ops.varlen import VARLEN
+from sigattn.ops.kvcache import KV_CACHE
 from tests.ops.cases import device_of
 from tests.ops.truth import formula
 
@@ -20,7 +20,7 @@ def ancestors():
     return visible
 
 
-@pytest.mark.parametrize("backend", list(VARLEN.backends))
+@pytest.mark.parametrize("backend", list(KV_CACHE.backends))
 def test_a_tree_of_draft_tokens(backend):
     """Six draft tokens after 9 and 4 accepted ones: the dense, packed and cached functions agree."""
     device, tree, held = device_of(backend), ancestors(), [9, 4]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sigattn.ops import llvm
 from sigattn.ops.attention import BACKENDS
-from sigattn.ops.cpu import saved_weights, short, tiles
+from sigattn.ops.blocked import tiles
 from sigattn.ops.problem import Problem
 from sigattn.ops.triton import tuning
 
@@ -183,18 +183,6 @@ def cases(draw, masked=True, most=3):
     )
 
 
-def _never(*_):
-    return None
-
-
-_WITHOUT_FUSION = {(tiles, "fused_unavailable"): lambda device, dtype: "switched off by the test"}
-_GROUPED = {(short, "plan"): _never, (tiles, "WIDE_UP_TO"): 0}
-_SMALL_TILES = {(tiles, "LONG_SIDE"): 13, (tiles, "WINDOWED_SIDE"): 7}
-_NUM_THREADS = (tiles, "_num_threads")  # of the processor of a user, on which it depends how many heads go together
-_EVERY_SIZE = {torch.float32: 0, torch.bfloat16: 0}
-_NO_SIZE = {torch.float32: 10**9, torch.bfloat16: 10**9}
-
-
 def _small_blocks(kernel, *_):
     """Use another tile size in each kernel, so that their borders differ, the other form of σ,
     dK and dV one after the other and, where they serve, descriptors."""
@@ -205,42 +193,37 @@ def _small_blocks(kernel, *_):
 # The ways of the Triton backend: the tile sizes of an architecture (in the interpreter, of the smallest), or small ones
 KERNEL_PATHS = {"tuned": {}, "small tiles": {(tuning, "kernel_config"): _small_blocks}}
 
-# How the blocked backend may go about a problem, made to happen for problems of any size. Small tiles make small
-# problems cross every border there is.
+# Settings of the blocked backend that make small problems cross every border of its tiles
+_SMALL_TILES = {
+    (tiles, "TILE_BYTES"): 2048,
+    (tiles, "LONG_SIDE"): 13,
+    (tiles, "SHORT_SIDE"): 5,
+    (tiles, "WINDOWED_SIDE"): 7,
+    (tiles, "WHOLE_UP_TO"): 0,
+}
 PATHS = {
     "as users meet it": {},
-    "short, a few heads at once": {(short, "TILE_BYTES"): 20_000, (tiles, "WIDE_UP_TO"): 0},
-    "plain, small tiles": {
-        **_GROUPED,
-        **_WITHOUT_FUSION,
+    "bfloat16 products": {(tiles, "NARROW_FROM"): (0, 0)},
+    "bias as a column": {(tiles, "NARROW_FROM"): (0, 0), (tiles, "EXTENDED_FROM"): 0},
+    "small tiles": {**_SMALL_TILES, (tiles, "EXTENDED_FROM"): 10**9},
+    "small tiles, bfloat16 products, bias as a column": {
         **_SMALL_TILES,
-        (tiles, "TILE_BYTES"): 8192,
-        _NUM_THREADS: lambda: 3,
-    },
-    "batched": {**_GROUPED, (tiles, "FUSED_FROM"): _NO_SIZE},
-    "fused": {**_GROUPED, (tiles, "FUSED_FROM"): _EVERY_SIZE},
-    "fused, small tiles": {
-        **_GROUPED,
-        **_SMALL_TILES,
-        (tiles, "FUSED_FROM"): _EVERY_SIZE,
-        (tiles, "TILE_BYTES"): 1024,
-        _NUM_THREADS: lambda: 2,
+        (tiles, "NARROW_FROM"): (0, 0),
+        (tiles, "EXTENDED_FROM"): 0,
     },
 }
-# The default backend on a CPU, which saves the weights of short sequences: of all problems here
-SAVED_PATHS = {f"saved, {name}": {**settings, (saved_weights, "MOST"): 10**6} for name, settings in PATHS.items()}
 
 
 def ways(backend):
     """Return the names of the code paths of a backend; None is the default backend."""
-    paths = {"blocked": PATHS, "triton": KERNEL_PATHS, None: SAVED_PATHS}
+    paths = {"blocked": PATHS, "triton": KERNEL_PATHS}
     return list(paths.get(backend, ["as users meet it"]))
 
 
 @contextlib.contextmanager
 def path(name):
     """Make the blocked backend take one code path."""
-    settings = {**PATHS, **KERNEL_PATHS, **SAVED_PATHS}[name]
+    settings = {**PATHS, **KERNEL_PATHS}[name]
     before = {(module, key): getattr(module, key) for module, key in settings}
     try:
         for (module, key), value in settings.items():

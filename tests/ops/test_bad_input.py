@@ -123,7 +123,12 @@ WRONG = {  # what: positional arguments, options, error, what the message must s
     ),
     "dropout bool": ((Q, K, V), {"dropout_p": True}, TypeError, "dropout_p must be a number, got True"),
     "scale type": ((Q, K, V), {"scale": "auto"}, TypeError, "scale must be a number"),
-    "backend": ((Q, K, V), {"backend": "cuda"}, ValueError, "unknown backend 'cuda'; choose one of 'reference'"),
+    "backend": (
+        (Q, K, V),
+        {"backend": "cuda"},
+        ValueError,
+        "unknown backend 'cuda'; choose one of 'triton', 'llvm'",
+    ),
 }
 
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from sigattn import sigmoid_attention
-from sigattn.ops import attention, llvm
+from sigattn.ops import llvm
 from sigattn.ops.attention import DENSE
-from sigattn.ops.cpu import saved_weights
 from sigattn.ops.gradients import NeedsGrad
 from sigattn.ops.problem import Problem
 from tests.ops import test_correctness
@@ -65,16 +64,15 @@ def test_output_and_gradients_match_the_formula(compile_for, processor, case):
 def test_the_gradient_of_a_mask_is_not_lost():
     """Where the op is called directly, as in a compiled graph."""
     t, mask = torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5, 5, requires_grad=True)
-    out = DENSE.forward_op(*Problem(t, t, t, attn_mask=mask), "llvm")
+    out = DENSE.forward_op(*Problem(t, t, t, attn_mask=mask), "llvm", False)[0]
     with pytest.raises(RuntimeError, match="'llvm': it does not compute the gradient of attn_mask"):
         out.sum().backward()
 
 
 @pytest.fixture
-def saving(measured, monkeypatch):
-    """Calls without a backend take the kernels and save their weights, however few or many."""
-    monkeypatch.setattr(llvm, "is_long_enough", lambda *_, **__: True)
-    monkeypatch.setattr(saved_weights, "MOST_OF_LLVM", 10**6)
+def saving(monkeypatch):
+    """Calls save their weights, however many."""
+    monkeypatch.setattr(llvm, "MAX_SAVED", 10**6)
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
@@ -82,7 +80,7 @@ def saving(measured, monkeypatch):
 @given(case=cases())
 def test_saved_weights_give_the_gradients_of_the_formula(saving, compile_for, processor, case):
     compile_for(processor)
-    check(served(case), None)
+    check(served(case), "llvm")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,37 +88,26 @@ def test_saved_weights_give_the_gradients_of_the_formula(saving, compile_for, pr
 @pytest.mark.parametrize("causal", [False, True])
 def test_saved_weights_cross_the_tiles(saving, causal, window, dtype):
     shape, bias = (2, 1, 2, 391, 270, 80, 144), (2, 2, 391, 1)
-    check(Case(shape, dtype, causal, None, window, bias, None, "sides", True, "length first", 5), None, repeats=1)
+    check(Case(shape, dtype, causal, None, window, bias, None, "sides", True, "length first", 5), "llvm", repeats=1)
 
 
 class TestSavedWeights:
-    """Calls without a backend on a processor on which the kernels are the default; see test_saved_weights.py."""
-
-    OPTIONS = ({"is_causal": True}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])})  # the first is a plain call
-
-    @pytest.fixture(autouse=True)
-    def as_measured(self, measured):
-        pass
-
-    def operands(self, n=150, d=32, dtype=torch.float32):
-        torch.manual_seed(0)
-        return [torch.randn(2, 4, n, d, dtype=dtype, requires_grad=True) for _ in range(3)]
-
-    def saves(self, *operands, **options):
-        return type(sigmoid_attention(*operands, **options).grad_fn).__name__ == "_SavedBackward"
+    def weights(self, n=150, m=None, d=32, dtype=torch.float32, **fields):
+        """Return shape and dtype of the weights that a call saves, or None."""
+        q, kv = torch.empty(2, 4, n, d, dtype=dtype), torch.empty(2, 4, m or n, d, dtype=dtype)
+        return DENSE.backends["llvm"].saved_weights(Problem(q, kv, kv, **fields))
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("options", OPTIONS)
-    def test_memory_is_bounded(self, options, dtype):
-        for n, expected in ((100, True), (256, True), (257, False), (1000, False)):  # whole tiles up to 3 · 3 · D
-            leaves = self.operands(n, dtype=dtype)
-            assert self.saves(*leaves, **options) == expected
-        few = 32 if dtype is torch.float32 else 64
-        query, key, value = self.operands(1000, d=16, dtype=dtype)
-        assert not self.saves(query, key[:, :, :few], value[:, :, :few], **options)  # a row has room for a tile
+    def test_memory_is_at_most_three_times_that_of_the_inputs(self, dtype):
+        tile = launch.kernels(dtype).registers.tile
+        for n in (1, 100, 250, 256, 288, 289, 1000):
+            columns = -(-n // tile) * tile
+            fits = n * columns <= 3 * 3 * n * 32
+            assert self.weights(n, dtype=dtype) == (((2, 4, n, columns), dtype) if fits else None)
 
-    def test_not_with_dropout(self):
-        assert not self.saves(*self.operands(), dropout_p=0.5)
+    def test_weights_are_not_saved_with_dropout(self):
+        assert self.weights() is not None
+        assert self.weights(seed=torch.tensor(0)) is None
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -263,7 +250,7 @@ def test_hidden_keys_may_be_nan(dtype):
 def test_registered_with_pytorch(order, d):
     q, k, v = (torch.randn(*([2, 3, 10, d][i] for i in order)).permute(order).requires_grad_() for _ in range(3))
     problem = Problem(q, k, v, torch.full((), -1.0, dtype=torch.float64), right=0)
-    torch.library.opcheck(DENSE.forward_op, (*problem, "llvm"))
+    torch.library.opcheck(DENSE.forward_op, (*problem, "llvm", True))
 
 
 @pytest.mark.parametrize(
@@ -298,17 +285,6 @@ def test_it_is_the_default_for_what_it_supports(measured, monkeypatch):
             assert DENSE.choose(Problem(*few), None) == ("llvm" if m == fewest else "blocked")
     monkeypatch.setattr(llvm, "_MEASURED", False)
     assert DENSE.choose(problem, None) == "blocked"
-
-
-@pytest.mark.parametrize(("dtype", "d", "fewest"), [(DTYPES[0], 8, 32), (DTYPES[1], 32, 64), (DTYPES[1], 24, 256)])
-def test_short_plain_calls_do_not_take_it(measured, monkeypatch, dtype, d, fewest):
-    """Of at least 32,768 weights, below which no call does."""
-    taken = []
-    monkeypatch.setattr(attention, "_run_default", lambda problem, backend: taken.append(backend) or problem.query)
-    for n in (fewest - 1, fewest):
-        q = torch.zeros(40, 2, n, d, dtype=dtype, requires_grad=True)
-        sigmoid_attention(q, q, q, is_causal=True)
-        assert taken == ["llvm"] * (n == fewest)
 
 
 class Attention(torch.nn.Module):

@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from sigattn import flash, log_length_bias, sigmoid_attention, sigmoid_kvcache_attention
-from sigattn.ops.cpu import short
 from sigattn.ops.problem import Problem
-from tests.ops.cases import COMPILER_NOISE, COMPLETE, PATHS, path, wide
+from tests.ops.cases import COMPILER_NOISE, COMPLETE, wide
 
 FAST = [b for b in COMPLETE if b != "reference"]
 # what follows from the ops alone need not be shown with interpreted kernels, which would take minutes
@@ -166,26 +165,30 @@ def test_opcheck(backend):
         slopes = more["alibi_slopes"].view(1, heads, 1).expand(1, heads, 2)
         tensors = [q, k, v, bias, more["attn_mask"][None, None], slopes]
         rest = [more["key_lengths"], torch.tensor(5), None, None, None, 3, 0, 0.25, 1, False, False, 2.5, 0, backend]
-        torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*tensors, *rest))
+        for save in (False, True):
+            torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*tensors, *rest, save))
+        empty = q.new_empty(0)
         needs = [True, True, True, bias is not None and bias.dim() == 4, True, True]
         grad = torch.randn(batch, heads, 7, 5, dtype=q.dtype)
-        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, (grad, *tensors, *rest, needs))
+        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, (grad, empty, *tensors, *rest, needs))
         torch.library.opcheck(
-            torch.ops.sigattn.dense_backward.default, (grad, *tensors, *rest, [False, True, False, False, True, True])
+            torch.ops.sigattn.dense_backward.default,
+            (grad, empty, *tensors, *rest, [False, True, False, False, True, True]),
         )
 
 
-def test_opcheck_of_projections_in_several_groups(monkeypatch):
-    """Heads as views of (L, B, H · D), so many that they are computed in groups: gradients are contiguous anyway."""
-    monkeypatch.setattr(short, "_group_size", lambda o: 3)
-    q, k, v, grad = (torch.randn(20, 2, 4, 8).permute(1, 2, 0, 3) for _ in range(4))
-    problem = Problem(q, k, v, torch.full((1, 4, 1, 1), -3.0))
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("order", [(1, 2, 0, 3), (1, 0, 2, 3), (0, 2, 1, 3)])
+def test_opcheck_of_heads_that_are_views_of_a_projection(backend, order):
+    dtype = wide(backend)
+    q, k, v, grad = (torch.randn(6, 4, 5, 8, dtype=dtype).permute(order) for _ in range(4))
+    problem = Problem(q, k, v, torch.full((1, q.shape[1], 1, 1), -3.0, dtype=dtype))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*problem, backend, True), test_utils=tests)
     needs = [True, True, True, True, False, False]
-    torch.library.opcheck(
-        torch.ops.sigattn.dense_backward.default,
-        (grad, *problem, "blocked", needs),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    for weights in (q.new_empty(0), torch.ops.sigattn.dense_forward.default(*problem, backend, True)[1]):
+        args = (grad, weights, *problem, backend, needs)
+        torch.library.opcheck(torch.ops.sigattn.dense_backward.default, args, test_utils=tests)
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
@@ -295,11 +298,9 @@ def test_vmap_over_dropout(randomness):
     assert torch.equal(out[0], out[1]) == (randomness == "same")
 
 
-class TestWhatFastBackendsRefuse:
-    """An unsupported case raises an error instead of returning zeros."""
-
+class TestHigherDerivatives:
     @pytest.mark.parametrize("backend", FAST)
-    def test_forward_mode(self, backend):
+    def test_forward_mode_through_an_explicit_backend_raises(self, backend):
         q, k, v = (t.detach() for t in inputs(dtype=wide(backend)))
 
         def call(q):
@@ -312,16 +313,46 @@ class TestWhatFastBackendsRefuse:
         with pytest.raises(RuntimeError, match='backend="reference"'):
             torch.func.jacfwd(call)(q)
 
+    def test_forward_mode_by_default_equals_the_product_with_the_jacobian(self):
+        q, k, v = (t.detach() for t in inputs(n=3, m=4))
+        tangent = torch.randn_like(q)
+
+        def call(q):
+            return sigmoid_attention(q, k, v, enable_gqa=True)
+
+        expected = torch.einsum("bhndBHND,BHND->bhnd", torch.func.jacrev(call)(q), tangent)
+        torch.testing.assert_close(torch.func.jvp(call, (q,), (tangent,))[1], expected)
+        torch.testing.assert_close(torch.einsum("bhndBHND,BHND->bhnd", torch.func.jacfwd(call)(q), tangent), expected)
+        with torch.autograd.forward_ad.dual_level():
+            dual = call(torch.autograd.forward_ad.make_dual(q, tangent))
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, expected)
+
     @pytest.mark.parametrize("backend", FAST)
-    def test_second_derivative(self, backend):
-        q, k, v = inputs(dtype=wide(backend))
-        (g,) = torch.autograd.grad(
-            sigmoid_attention(q, k, v, enable_gqa=True, backend=backend).sum(), q, create_graph=True
-        )
-        with pytest.raises(RuntimeError, match='backend="reference"'):
-            g.sum().backward()
-        with pytest.raises(RuntimeError, match='backend="reference"'):
-            torch.func.hessian(lambda q: sigmoid_attention(q, k, v, enable_gqa=True, backend=backend).sum())(q)
+    def test_a_hessian_equals_that_of_the_reference(self, backend):
+        q, k, v = (t.detach() for t in inputs(n=3, m=4, batch=1, dtype=wide(backend)))
+
+        def hessian(backend):
+            def loss(q):
+                return sigmoid_attention(q, k, v, enable_gqa=True, is_causal=True, backend=backend).square().sum()
+
+            return torch.func.jacrev(torch.func.grad(loss))(q)
+
+        assert_close(hessian(backend), hessian("reference"))
+
+    @pytest.mark.parametrize("backend", ON_CPU)
+    def test_all_derivatives_of_a_gradient_penalty_equal_those_of_the_formula(self, backend):
+        dtype = wide(backend)
+        q, k, v = inputs(dtype=dtype)
+        more = extras(dtype=dtype)
+        leaves = [q, k, v, *(t for t in more.values() if t.requires_grad)]
+
+        def penalty(backend):
+            torch.manual_seed(0)
+            out = sigmoid_attention(q, k, v, enable_gqa=True, backend=backend, dropout_p=0.2, softcap=2.0, **more)
+            gradients = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+            return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves)
+
+        assert_close(penalty(backend), penalty("reference"))
 
     def test_the_reference_has_both(self):
         q, k, v = (t.detach() for t in inputs(n=2, m=3, batch=1))
@@ -394,14 +425,16 @@ def test_flops_are_counted():
     assert counter.get_total_flops() == each * (d + dv) + each * (3 * d + 2 * dv)
 
 
-@pytest.mark.parametrize("way", PATHS)
-def test_only_inputs_are_saved_for_backward(way):
-    q, k, v = inputs(dtype=torch.float32)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"alibi_slopes": torch.rand(4)}, {"dropout_p": 0.5}])
+@pytest.mark.parametrize("n", [8, 100, 300, 1000, 3000])
+def test_memory_saved_for_the_backward_pass_is_linear_in_the_length(n, options):
+    q, k, v = inputs(n, n, dtype=torch.float32, d=8, dv=8, batch=1)
     saved = []
-    with path(way), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        sigmoid_attention(q, k, v, enable_gqa=True, bias=-1.0)
-    given = {t.data_ptr() for t in (q, k, v)}
-    assert all(t.data_ptr() in given or t.dim() == 0 for t in saved)  # 0-d: the bias as a number
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        sigmoid_attention(q, k, v, enable_gqa=True, **options)
+    of_inputs = {t.data_ptr() for t in (q, k, v)}
+    others = sum(t.nbytes for t in saved if t.data_ptr() not in of_inputs)
+    assert others <= 4 * (q.nbytes + k.nbytes + v.nbytes) + 1000
 
 
 def test_meta_and_fake_tensors():

@@ -35,7 +35,7 @@ from sigattn.nn.conversion.softmax_calls import Finding, listed
 from sigattn.nn.conversion.visible_keys import is_visible
 from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 
@@ -159,7 +159,9 @@ class _Observer(CallObserver):
             )
         if mask is not None and mask.is_floating_point():
             mask = mask.masked_fill(~is_visible(mask), -torch.inf)
-        problem = canonical(Problem, query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, window=window)
+        problem = make_problem(
+            Problem, query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, window=window
+        )
         with _without_function_modes():
             return self.attend(AttentionCall(self.name, problem, softmax, sigmoid))
 

@@ -17,7 +17,7 @@ from sigattn.nn.conversion.convert import find_softmax, refuse_distributed
 from sigattn.nn.conversion.softmax_calls import listed
 from sigattn.nn.conversion.visible_keys import evaluate_bias, is_visible
 from sigattn.ops import reference
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 
@@ -61,7 +61,7 @@ class TransformersAdapter:
             mask = call.mask
             if mask is not None and mask.is_floating_point():
                 mask = mask.masked_fill(~is_visible(mask), -torch.inf)
-            problem = canonical(
+            problem = make_problem(
                 Problem,
                 call.query,
                 call.key,

@@ -16,7 +16,7 @@ from sigattn.distributed.strategies import Exchange, ShardedAttention, Strategy
 from sigattn.ops import validation
 from sigattn.ops.attention import DENSE, validate
 from sigattn.ops.autocast import cast_operands
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem, log_length_bias
 
 _NAME = "context_parallel_attention"
@@ -91,7 +91,7 @@ def context_parallel_attention(
         if key_lengths is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = log_length_bias(key_lengths.to(query.device, wide).clamp(min=1)).view(-1, 1, 1, 1)
-    problem = canonical(
+    problem = make_problem(
         Problem,
         query,
         key,

@@ -15,7 +15,7 @@ from sigattn.flash import options
 from sigattn.flash import validation as flash_validation
 from sigattn.ops import validation
 from sigattn.ops.kvcache import KV_CACHE, check_cache_bounds
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import KVCacheProblem
 
 _NAME = "sharded_cache_attention"
@@ -77,7 +77,7 @@ def sharded_cache_attention(
         for i in range(new):  # one at a time, because several positions of other processes clamp to the same slot
             _write(k_cache, v_cache, k[:, i], v[:, i], cache_seqlens.long() + i - start)
     ends = cache_seqlens + new - start  # end of each sample, relative to this process's first position
-    problem = canonical(
+    problem = make_problem(
         KVCacheProblem,
         q,
         k_cache,

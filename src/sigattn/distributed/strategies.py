@@ -174,7 +174,7 @@ def _backward(exchange: Exchange, problem: Problem, grad_out: Tensor, needs: Nee
 def _add_output(exchange: Exchange, out: Tensor, problem: Problem, query_rank: int, key_rank: int) -> None:
     """Add to out (B, Hq, n, Dv) the output of one process's queries with another's keys."""
     for part, rows, _ in _visible_parts(exchange, problem, query_rank, key_rank):
-        out[:, :, rows] += DENSE.backends[DENSE.choose(part, exchange.backend)].forward(part)
+        out[:, :, rows] += DENSE.backends[DENSE.choose(part, exchange.backend)].forward(part, False)[0]
 
 
 def _add_gradients(
@@ -188,7 +188,9 @@ def _add_gradients(
 ) -> None:
     """Add to sums the gradients of one process's queries with another's keys."""
     for part, rows, columns in _visible_parts(exchange, problem, query_rank, key_rank):
-        g = DENSE.backends[DENSE.choose(part, exchange.backend)].backward(part, grad_out[:, :, rows], needs)
+        backward = DENSE.backends[DENSE.choose(part, exchange.backend)].backward
+        assert backward is not None
+        g = backward(part, grad_out[:, :, rows], part.query.new_empty(0), needs)
         for total, gradient in (
             (select_rows(sums.query, rows), g.query),
             (select_rows(sums.key, columns), g.key),

@@ -12,7 +12,7 @@ from sigattn.flash.validation import packed_together
 from sigattn.ops import block_mask, validation
 from sigattn.ops.attention import DENSE
 from sigattn.ops.autocast import cast_operands
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 _NAME = "flash_attn_func"
@@ -139,5 +139,5 @@ def attend(q: Any, k: Any, v: Any, given: Options, attn_mask: Any, attention_chu
     if attention_chunk:
         attn_mask = chunks.combined(chunks.dense(n, m, attention_chunk, q.device), attn_mask)
     options |= block_mask.fields(blocks)
-    problem = canonical(Problem, query, key, value, attn_mask=attn_mask, query_offset=m - n, **options)
+    problem = make_problem(Problem, query, key, value, attn_mask=attn_mask, query_offset=m - n, **options)
     return DENSE(problem, given.backend).transpose(1, 2).contiguous()

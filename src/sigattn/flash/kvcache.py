@@ -13,8 +13,8 @@ from sigattn.flash.options import Options
 from sigattn.flash.packing import Tokens
 from sigattn.flash.rotary import Rotary
 from sigattn.ops import validation
-from sigattn.ops.kvcache import KV_CACHE, append_to_cache, check_cache_bounds, fast_path, lengths_of_samples
-from sigattn.ops.operands import canonical
+from sigattn.ops.kvcache import KV_CACHE, append_to_cache, check_cache_bounds, lengths_of_samples
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import KVCacheProblem
 
 _NAME = "flash_attn_with_kvcache"
@@ -97,15 +97,6 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, sigmoid_bias=-6.9).shape
     torch.Size([2, 1, 4, 64])
     """
-    special = (
-        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sigmoid_precision, backend,
-        attn_mask,
-    )  # fmt: skip
-    plain = not (softcap or num_splits or return_softmax_lse) and type(causal) is bool
-    if plain and all(x is None for x in special):
-        out = fast_path(q, k_cache, v_cache, k, v, cache_seqlens, softmax_scale, sigmoid_bias, window_size)
-        if out is not None:
-            return out
     refuse(return_softmax_lse)
     given = Options(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sigmoid_bias, sigmoid_precision, backend
@@ -212,7 +203,7 @@ def attend(
         last = stops if ends is None else ends
         attn_mask = chunks.cached(stops, cache_leftpad, last, n, capacity, attention_chunk)
     options |= {"seqlens": stops, "left_padding": cache_leftpad, "block_table": table, "query_ends": ends}
-    out = KV_CACHE(canonical(KVCacheProblem, q, k_cache, v_cache, attn_mask=attn_mask, **options), given.backend)
+    out = KV_CACHE(make_problem(KVCacheProblem, q, k_cache, v_cache, attn_mask=attn_mask, **options), given.backend)
     return out if of_q is None else of_q.packed(out)
 
 

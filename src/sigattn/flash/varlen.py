@@ -11,7 +11,7 @@ from sigattn.flash.options import Options, refuse
 from sigattn.flash.validation import packed_together
 from sigattn.ops import validation
 from sigattn.ops.autocast import cast_operands
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import VarlenProblem
 from sigattn.ops.varlen import VARLEN, mask_target
 
@@ -185,7 +185,7 @@ def attend(
     if attention_chunk:
         attn_mask = chunks.combined(chunks.packed(starts_q, starts_k, (max_q, max_k), attention_chunk), attn_mask)
     options |= {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    out = VARLEN(canonical(VarlenProblem, q, k, v, attn_mask=attn_mask, **options), given.backend)
+    out = VARLEN(make_problem(VarlenProblem, q, k, v, attn_mask=attn_mask, **options), given.backend)
     return out if order is None else packing.restore(out, order)
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.nn.documents import Documents
-from sigattn.ops import reference
+from sigattn.ops import operands, reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.autocast import cast_operands, without_autocast
 from sigattn.ops.kvcache import sigmoid_kvcache_attention
-from sigattn.ops.operands import canonical, combine_window, two_sided_slopes
+from sigattn.ops.operands import combine_window, two_sided_slopes
 from sigattn.ops.problem import UNLIMITED, Problem, alibi, band
 from sigattn.ops.statistics import AttentionStatistics, attention_statistics
 from sigattn.ops.varlen import sigmoid_varlen_attention
@@ -198,9 +198,9 @@ def _elementwise(activation: str, query: Tensor, key: Tensor, value: Tensor, p: 
 
 
 def make_problem(query: Tensor, key: Tensor, value: Tensor, p: MaskSpec) -> Problem:
-    """Return the operator's canonical form of the call, in autocast's dtype if autocast is on."""
+    """Return the operator's problem of the call, in autocast's dtype if autocast is on."""
     query, key, value = cast_operands(query, key, value)
-    return canonical(
+    return operands.make_problem(
         Problem,
         query,
         key,

@@ -1,48 +1,44 @@
-"""Public operator ``sigmoid_attention``: validates the arguments, brings them to canonical form, chooses a backend."""
+"""Public operator ``sigmoid_attention``: validates the arguments, makes a problem of them, and calls its op."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from sigattn.ops import (
-    block_mask,
-    broadcasting,
-    llvm,
-    mask,
-    nested,
-    onnx,
-    reference,
-    triton,
-    validation,
-    vmap,
-)
-from sigattn.ops.autocast import cast_operands, without_autocast
-from sigattn.ops.cpu import blocked, saved_weights, short
+from sigattn.ops import block_mask, blocked, broadcasting, llvm, mask, nested, onnx, reference, triton, validation, vmap
+from sigattn.ops.autocast import cast_operands
 from sigattn.ops.custom_ops import Backend, Operator
-from sigattn.ops.operands import canonical
-from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem, new_output
+from sigattn.ops.operands import make_problem
+from sigattn.ops.problem import Problem, VarlenProblem
 from sigattn.ops.varlen import VARLEN
 
 _NAME = "sigmoid_attention"
-_FEW_WEIGHTS = 1 << 15  # below, products of PyTorch take less time than the launch of kernels
 _BIAS_ADVICE = (
     ": a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1); pass one per key as an additive "
     "attn_mask"
 )
 
 
-def check_key_lengths(problem: Problem) -> None:
-    """Raise ValueError unless key_lengths lie in 0…M; not on an accelerator, where reading them would synchronise."""
+def with_checked_lengths(problem: Problem) -> Problem:
+    """Return a problem with a copy of its key_lengths; raise ValueError unless they lie in 0…M.
+
+    A copy, because whoever shares the memory of the original may change it before a kernel reads it. Lengths on an
+    accelerator are not checked, because reading them would synchronise: its kernels limit them to M. Those of
+    ``torch.vmap`` are checked slice by slice.
+    """
     lengths, m = problem.key_lengths, problem.key.shape[2]
-    if lengths is not None and lengths.device.type == "cpu" and lengths.numel() and not is_fake(lengths):
-        values = lengths.tolist()
-        if min(values) < 0 or max(values) > m:
-            raise ValueError(f"{_NAME}: key_lengths must lie in 0…{m} (key has {m} keys), got {values}")
+    if lengths is None or lengths.device.type != "cpu" or is_fake(lengths):
+        return problem
+    if torch._C._are_functorch_transforms_active():
+        return problem
+    lengths = lengths.clone()
+    values = lengths.tolist()
+    if values and (min(values) < 0 or max(values) > m):
+        raise ValueError(f"{_NAME}: key_lengths must lie in 0…{m} (key has {m} keys), got {values}")
+    return problem._replace(key_lengths=lengths)
 
 
 DENSE: Operator[Problem] = Operator(
@@ -50,30 +46,19 @@ DENSE: Operator[Problem] = Operator(
     _NAME,
     Problem,
     {
-        "triton": Backend(
-            triton.forward,
-            triton.unavailable,
-            triton.backward,
-            ("cuda",),
-            new_output=new_output,
-            new_gradient=torch.empty_like,
-        ),
+        "triton": Backend(triton.forward, triton.unavailable, triton.backward, device_type="cuda"),
         "llvm": Backend(
-            llvm.forward,
-            llvm.unavailable,
-            llvm.backward,
-            can_be_default=llvm.can_be_default,
-            new_output=new_output,
-            new_gradient=torch.empty_like,
+            llvm.forward, llvm.unavailable, llvm.backward, llvm.saved_weights, can_be_default=llvm.can_be_default
         ),
-        "blocked": Backend(blocked.forward, blocked.unavailable, blocked.backward),
+        "blocked": Backend(blocked.forward, blocked.unavailable, blocked.backward, blocked.saved_weights),
     },
-    check_key_lengths,
+    reference.attention,
+    with_checked_lengths,
     lambda shapes: shapes.key[2],
     onnx_formula=onnx.formula,
     vmap_rules=(vmap.dense_forward, vmap.dense_backward),
 )
-BACKENDS = ("reference", *DENSE.backends)
+BACKENDS = tuple(DENSE.backends)
 
 
 def sigmoid_attention(
@@ -131,45 +116,40 @@ def sigmoid_attention(
             it would synchronise.)
         softcap: c > 0 caps the scaled product before bias, ALiBi and mask are added: the logits are
             c · tanh(scale · Q Kᵀ / c) + b + …, as in flash-attn. 0 for no cap.
-        backend: "reference" (materialises the weights; supports forward-mode and second derivatives), "blocked" (memory
-            linear in the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16
-            and float32, head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32 and bfloat16,
-            without softcap and the gradient of attn_mask); None for the fastest of the others that supports the call.
+        backend: "reference" (materialises the weights; supports forward-mode derivatives), "blocked" (memory linear in
+            the length; any device), "triton" (GPU kernels, memory linear in the length: float16, bfloat16 and float32,
+            head_dim up to 256) or "llvm" (CPU kernels that llvmlite compiles, float32 and bfloat16, without softcap and
+            the gradient of attn_mask); None for the fastest of the others that supports the call. Second derivatives
+            exist with every backend, and materialise the weights.
 
     Returns:
         (B, Hq, N, Dv), the dimensions before the last two broadcast, in the query's dtype (under autocast, in
-        autocast's dtype). Contiguous; from the GPU kernels in the memory order of the query, so that the following
-        projection needs no copy.
+        autocast's dtype). Batch, heads and rows have the query's order in memory, so that the following projection
+        needs no copy: the output of a contiguous query is contiguous.
 
     Raises:
         ValueError: shapes, devices or values that do not fit, or an unknown backend; the message restates the call.
         TypeError: an argument of the wrong type, or tensors of mixed or unsupported dtypes.
-        RuntimeError: forward-mode or second differentiation through a backend other than "reference".
+        RuntimeError: forward-mode differentiation through an explicit backend other than "reference".
 
     >>> query, key, value = torch.randn(3, 2, 4, 128, 64).unbind()
     >>> sigmoid_attention(query, key, value, is_causal=True).shape
     torch.Size([2, 4, 128, 64])
     """
-    validation.flag(_NAME, "is_causal", is_causal)
-    validation.flag(_NAME, "enable_gqa", enable_gqa)
     blocks = None
-    if block_mask.is_block_mask(attn_mask):
-        attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value)
-    attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key, query_offset=query_offset)
-    unusual = attn_mask, blocks, window, alibi_slopes, key_lengths, backend
-    if all(x is None for x in unusual) and dropout_p == softcap == query_offset == 0 and not isinstance(bias, Tensor):
-        out = _fast_path(query, key, value, is_causal, scale, bias)
-        if out is not None:
-            return out
+    if attn_mask is not None:
+        if block_mask.is_block_mask(attn_mask):
+            attn_mask, blocks = None, block_mask.resolve(attn_mask, query, key, value)
+        attn_mask, is_causal, window = mask.resolve(attn_mask, is_causal, window, query, key, query_offset=query_offset)
     query, key, value = cast_operands(query, key, value)
-    if nested.is_nested(query, key, value):
-        nested.refuse(attn_mask, key_lengths, query_offset)
-        return _on_nested(
-            query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
-            window=window, alibi_slopes=alibi_slopes, softcap=softcap, backend=backend,
-        )  # fmt: skip
     shape = None
-    if broadcasting.is_needed(query, key, value, enable_gqa):
+    if not validation.is_batch(query, key, value, enable_gqa):
+        if nested.is_nested(query, key, value):
+            nested.refuse(attn_mask, key_lengths, query_offset)
+            return _on_nested(
+                query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+                bias=bias, window=window, alibi_slopes=alibi_slopes, softcap=softcap, backend=backend,
+            )  # fmt: skip
         batched = broadcasting.flatten(query, key, value, attn_mask, bias, alibi_slopes, key_lengths, enable_gqa)
         query, key, value, attn_mask, bias, alibi_slopes, key_lengths, shape = batched
         enable_gqa = True
@@ -177,8 +157,12 @@ def sigmoid_attention(
     dropout_p, scale, window, softcap = validate(
         _NAME, operands, enable_gqa, attn_mask, dropout_p, bias, window, alibi_slopes, key_lengths, scale, softcap
     )
-    validation.choice(_NAME, "backend", backend, BACKENDS)
-    problem = canonical(
+    validation.flag(_NAME, "is_causal", is_causal)
+    if type(query_offset) is not int or query_offset:
+        query_offset = validation.position(_NAME, "query_offset", query_offset)
+    if backend is not None:
+        validation.choice(_NAME, "backend", backend, BACKENDS)
+    problem = make_problem(
         Problem,
         query,
         key,
@@ -191,49 +175,13 @@ def sigmoid_attention(
         window=window,
         alibi_slopes=alibi_slopes,
         key_lengths=key_lengths,
-        query_offset=validation.position(_NAME, "query_offset", query_offset),
+        mask_table=None if blocks is None else blocks.table,
+        mask_tiles=None if blocks is None else blocks.tiles,
+        query_offset=query_offset,
         softcap=softcap,
-        **block_mask.fields(blocks),
     )
-    if backend == "reference":
-        out = _on_reference(problem)
-    else:
-        name = DENSE.choose(problem, backend)
-        out = DENSE.run(problem, name) if backend is not None else _run_default(problem, name)
+    out: Tensor = DENSE.forward_op(*problem, DENSE.choose(problem, backend), False)[0]
     return out if shape is None else out.reshape(shape)
-
-
-def _fast_path(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, bias: float | None
-) -> Tensor | None:
-    """Return the attention of plain tensors on a CPU without validation, or None if this does not apply."""
-    if not short.is_plain_self_attention(query, key, value, scale, bias):
-        return None
-    batch, heads, n, d = query.shape
-    right = 0 if is_causal else UNLIMITED
-    differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if batch * heads * n * n >= _FEW_WEIGHTS and llvm.is_long_enough(query, value, is_plain=True):
-        number = None if bias is None else torch.full((), bias, dtype=torch.float64, device="cpu")
-        problem = Problem(query, key, value, number, scale=scale, right=right)
-        if DENSE.choose(problem, None) == "llvm":
-            return _run_default(problem, "llvm")
-    b, s = -math.log(n) if bias is None else bias, d**-0.5 if scale is None else scale
-    if differentiated:
-        return saved_weights.self_attention(query, key, value, b, s, right)
-    return short.fast_path(query, key, value, b, s, right)
-
-
-def _run_default(problem: Problem, backend: str) -> Tensor:
-    """Return the output of the backend that is the default, which may save the weights for the backward pass."""
-    if not (_is_differentiated(problem) and saved_weights.apply_to(problem, backend)):
-        return DENSE.run(problem, backend)
-    check_key_lengths(problem)
-    return saved_weights.attention(problem, backend)
-
-
-def _is_differentiated(problem: Problem) -> bool:
-    tensors = (t for t in problem[: DENSE.num_tensors] if isinstance(t, Tensor))
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def validate(
@@ -278,8 +226,6 @@ def _on_nested(
         values = (t.values() for t in (query, key, value))
         options |= {"enable_gqa": enable_gqa, "bias": bias, "alibi_slopes": alibi_slopes, "backend": backend}
         return nested.like_transposed(query, sigmoid_attention(*values, **options))
-    if backend == "reference":
-        raise ValueError(f'{_NAME}: backend="reference" does not support nested tensors: unbind() them')
     packed = nested.pack(query, key, value)
     operands = dict(zip(("query", "key", "value"), packed[:3], strict=True))
     validation.operands(_NAME, validation.PACKED, enable_gqa=enable_gqa, **operands)
@@ -297,18 +243,5 @@ def _on_nested(
             f"{_NAME}: is_causal, window and alibi_slopes need nested query and key of the same lengths: make both "
             "with the same offsets tensor, or use sigmoid_varlen_attention, which aligns their ends"
         )
-    problem = canonical(VarlenProblem, **packed._asdict(), bias=bias, alibi_slopes=alibi_slopes, **options)
+    problem = make_problem(VarlenProblem, **packed._asdict(), bias=bias, alibi_slopes=alibi_slopes, **options)
     return nested.like_transposed(query, VARLEN(problem, backend)).transpose(1, 2)
-
-
-def _on_reference(problem: Problem) -> Tensor:
-    is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and torch._C._is_tracing():
-        raise RuntimeError(
-            f'{_NAME}: torch.jit.trace would record backend="reference" for the lengths traced only; use another '
-            "backend, which is recorded for all lengths"
-        )
-    if not (is_compiling or torch._C._are_functorch_transforms_active()):  # mapped lengths: no values
-        check_key_lengths(problem)
-    with without_autocast(problem.query.device.type):
-        return reference.attention(problem)

@@ -31,16 +31,6 @@ class Batched(NamedTuple):
     shape: tuple[int, ...]
 
 
-def is_needed(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
-    """Return True for dense tensors that are not already (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, Dv)."""
-    if not all(isinstance(t, Tensor) and not t.is_nested for t in (query, key, value)):
-        return False
-    if not (query.dim() == key.dim() == value.dim() == 4):
-        return True
-    heads = key.shape[1] == value.shape[1] and (enable_gqa or query.shape[1] == key.shape[1])
-    return not (heads and query.shape[0] == key.shape[0] == value.shape[0])
-
-
 def flatten(
     query: Tensor,
     key: Tensor,

@@ -1,10 +1,11 @@
-"""Registration of an operator with PyTorch: ops, fake implementations, autograd, vmap and FLOP counts.
+"""Registration of an operator with PyTorch: its op, the op of its derivative, and their rules.
 
-The canonical arguments of an operator are a problem, a named tuple (``problem.py``). An ``Operator`` registers the op
-``sigattn::NAME_forward``, whose arguments are the fields of the problem and the name of a backend, and if it has a
-gradient ``sigattn::NAME_backward``, the derivative of the first (``autograd.py``). ``torch.compile`` and
-``torch.export`` therefore trace one node, which can be differentiated afterwards, and ``jacrev`` and ``vmap`` have a
-rule.
+The arguments of an op ``sigattn::NAME_forward`` are the fields of a problem (``problem.py``), the name of a backend,
+and whether to save the weights for the backward pass, which are its second output (empty if they are not saved). Its
+derivative is the op ``sigattn::NAME_backward``, whose derivative is that of the formula (``autograd.py``). Every call
+takes the same way, so that ``torch.compile``, ``torch.export``, ``torch.func``, checkpoints and hooks apply to it:
+
+    public function → Operator.__call__ → op → Operator._autograd → Operator._forward → Backend.forward
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from sigattn.ops import autograd, flops, vmap
-from sigattn.ops.autocast import is_autocast_enabled, without_autocast
+from sigattn.ops import autograd, flops, onnx, vmap
+from sigattn.ops.autocast import without_autocast
 from sigattn.ops.gradients import Gradients, NeedsGrad
-from sigattn.ops.problem import P
+from sigattn.ops.problem import P, new_output
 
 _SCHEMA_TYPES = {  # of the fields of problems; numbers that a compiler may keep symbolic are SymInt
     "Tensor": "Tensor",
@@ -35,49 +37,30 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 library: torch.library.Library = torch.library.Library("sigattn", "DEF")
 
 
-def new_contiguous(query: Tensor, width: int) -> Tensor:
-    """Return an uninitialised contiguous output for a query (…, D)."""
-    return query.new_empty(*query.shape[:-1], width)
-
-
-def new_contiguous_gradient(t: Tensor) -> Tensor:
-    """Return an uninitialised contiguous gradient of t."""
-    return t.new_empty(t.shape)
-
-
-def refuse_backward(problem: Any, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
-    """Raise RuntimeError; the backward pass of an operator without a gradient."""
-    raise RuntimeError("this operator has no gradient")
-
-
 @dataclass(frozen=True, slots=True)
 class Backend(Generic[P]):
     """Implementation of an operator.
 
     Attributes:
-        forward: returns the output of a problem.
+        forward: returns the output of a problem, with the strides of ``new_output``, and the saved weights: those that
+            ``saved_weights`` describes if the second argument is True, else an empty tensor.
         unavailable: returns the reason why a problem is not supported, or None. It must not read the values of tensors,
             because it is called outside the op, where a compiler may be tracing.
-        backward: returns the gradients of a problem.
-        device_types: devices on which the backend can be the default; None for all.
-        can_be_default: returns False for problems for which the backend is not the default although it supports them.
-        new_output: returns a tensor with the strides of ``forward``'s output, given the query and Dv.
-        new_gradient: returns a tensor with the strides of ``backward``'s gradient of query, key or value.
+        backward: returns the gradients of a problem, given the gradient of the output, the saved weights (empty: they
+            are computed again) and which are needed. Those of query, key and value have the strides of
+            ``torch.empty_like``, others are contiguous. None without gradients.
+        saved_weights: returns shape and dtype of the weights to save for the backward pass, or None for none.
+        device_type: device on which the backend can be the default; None for all.
+        can_be_default: returns False for problems for which the backend is not the default although it supports them;
+            None if there are none.
     """
 
-    forward: Callable[[P], Tensor]
+    forward: Callable[[P, bool], tuple[Tensor, Tensor]]
     unavailable: Callable[[P], str | None]
-    backward: Callable[[P, Tensor, NeedsGrad], Gradients] = refuse_backward
-    device_types: tuple[str, ...] | None = None
-    can_be_default: Callable[[P], bool] = lambda _: True
-    new_output: Callable[[Tensor, int], Tensor] = new_contiguous
-    new_gradient: Callable[[Tensor], Tensor] = new_contiguous_gradient
-
-    def is_default_for(self, problem: P) -> bool:
-        """Return True if the backend supports the problem and can be the default on its device."""
-        if self.device_types is not None and problem.query.device.type not in self.device_types:
-            return False
-        return self.can_be_default(problem) and self.unavailable(problem) is None
+    backward: Callable[[P, Tensor, Tensor, NeedsGrad], Gradients] | None = None
+    saved_weights: Callable[[P], tuple[tuple[int, ...], torch.dtype] | None] = lambda _: None
+    device_type: str | None = None
+    can_be_default: Callable[[P], bool] | None = None
 
 
 class Operator(Generic[P]):
@@ -88,12 +71,14 @@ class Operator(Generic[P]):
         function: name of the public function, for error messages.
         problem_type: class of the problems. Its tensors come first, and among them those with a gradient, in the order
             of ``NeedsGrad``.
-        backends: implementations by name, in order of speed: the first that supports a problem is the default.
-        check: raises ValueError for values of tensors that do not fit; called when the op runs, because a traced graph
-            has no values.
+        backends: implementations by name, in order of speed: the first that supports a problem is the default. A
+            ``formula`` adds the backend "reference", which is the default where forward-mode derivatives are computed.
+        formula: returns the output of a problem in operators of PyTorch: the backend "reference", and the definition
+            of second derivatives. None for an operator without a gradient.
+        checked: returns a problem whose tensors of lengths are copies, or raises ValueError for values that do not fit;
+            called when an op runs, because a traced graph has no values.
         keys_per_query: returns the number of keys of a query for the FLOP counter, given a problem with shapes as
             tensors.
-        no_gradient: error message of the backward pass of an operator without a gradient; else None.
         onnx_formula: called instead of the forward op while exporting to ONNX; None raises there.
         vmap_rules: rules for both ops.
     """
@@ -104,61 +89,63 @@ class Operator(Generic[P]):
         function: str,
         problem_type: type[P],
         backends: dict[str, Backend[P]],
-        check: Callable[[P], None],
+        formula: Callable[[P], Tensor] | None,
+        checked: Callable[[P], P],
         keys_per_query: Callable[[Any], int],
         *,
-        no_gradient: str | None = None,
         onnx_formula: Callable[..., Tensor] | None = None,
         vmap_rules: tuple[vmap.Rule, vmap.Rule] = (vmap.by_slices, vmap.by_slices),
     ) -> None:
         self.function = function
         self.problem_type = problem_type
-        self.backends = backends
-        self.check = check
+        self.backends: dict[str, Backend[P]] = backends
+        if formula is not None:
+            reference: Backend[P] = Backend(self._formula_forward, lambda _: None, self._formula_backward)
+            self.backends = {**backends, "reference": reference}
+        self.formula = formula
+        self.checked = checked
         self.keys_per_query = keys_per_query
+        self.onnx_formula = onnx_formula
         types = {field: kind.__forward_arg__ for field, kind in problem_type.__annotations__.items()}
+        fields = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in types.items())
         self.num_tensors: int = sum("Tensor" in kind for kind in types.values())
-        arguments = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in types.items()) + ", str backend"
-        library.define(f"{name}_forward({arguments}) -> Tensor", tags=_TAGS)
-        library.impl(f"{name}_forward", self._forward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sigattn::{name}_forward", self._fake_forward, lib=library)
-        self.forward_op: Any = getattr(torch.ops.sigattn, f"{name}_forward").default
-        vmap.register(library, self.forward_op, vmap_rules[0])
-        flops.register(self.forward_op, self._forward_flops)
-        if no_gradient is not None:
-            autograd.register_without(library, self.forward_op, no_gradient)
-            self._differentiable: Callable[..., Any] = self.forward_op
+        self.forward_op: Any = self._define(
+            f"{name}_forward", f"({fields}, str backend, bool save) -> (Tensor, Tensor)", self._forward,
+            self._fake_forward, self._autograd, vmap_rules[0], self._forward_flops,
+        )  # fmt: skip
+        if formula is None:
             return
         results = ", ".join(["Tensor"] * _NUM_GRADIENTS)
-        library.define(f"{name}_backward(Tensor grad_out, {arguments}, bool[] needs_grad) -> ({results})", tags=_TAGS)
-        library.impl(f"{name}_backward", self._backward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sigattn::{name}_backward", self._fake_backward, lib=library)
-        backward_op = getattr(torch.ops.sigattn, f"{name}_backward").default
-        vmap.register(library, backward_op, vmap_rules[1])
-        flops.register(backward_op, self._backward_flops)
-        autograd.register(library, self.forward_op, backward_op, _NUM_GRADIENTS, onnx_formula)
-        self._differentiable = autograd.without_dispatcher(
-            self._forward, self._gradients, backward_op, self.num_tensors, _NUM_GRADIENTS
+        self.backward_op: Any = self._define(
+            f"{name}_backward",
+            f"(Tensor grad_out, Tensor weights, {fields}, str backend, bool[] needs_grad) -> ({results})",
+            self._backward, self._fake_backward, self._autograd_of_backward, vmap_rules[1], self._backward_flops,
+        )  # fmt: skip
+        self._node = autograd.node("SigmoidAttention", self.forward_op, _save, self._gradients)
+        self._backward_node = autograd.node(
+            "SigmoidAttentionGradient", self.backward_op, _save_gradient, self._second_gradients
         )
 
+    @staticmethod
+    def _define(
+        name: str, schema: str, kernel: Any, fake: Any, autograd_kernel: Any, vmap_rule: vmap.Rule, num_flops: Any
+    ) -> Any:
+        library.define(name + schema, tags=_TAGS)
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        library.impl(name, autograd_kernel, "Autograd", with_keyset=True)
+        torch.library.register_fake(f"sigattn::{name}", fake, lib=library)
+        op = getattr(torch.ops.sigattn, name).default
+        vmap.register(library, op, vmap_rule)
+        flops.register(op, num_flops)
+        return op
+
     def __call__(self, problem: P, backend: str | None) -> Tensor:
-        """Return the output of a problem; differentiable if the operator is.
+        """Return the output of a problem.
 
         Raises:
             ValueError: if ``backend`` does not support the problem.
         """
-        return self.run(problem, self.choose(problem, backend))
-
-    def run(self, problem: P, name: str) -> Tensor:
-        """Return the output of a problem, computed by a backend that supports it."""
-        tensors: list[Any] = [t for t in problem[: self.num_tensors] if t is not None]
-        out: Tensor
-        if autograd.is_intercepted(tensors):
-            out = self.forward_op(*problem, name)
-        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            out = self._differentiable(*problem, name)
-        else:
-            out = self._compute(problem, self.backends[name])
+        out: Tensor = self.forward_op(*problem, self.choose(problem, backend), False)[0]
         return out
 
     def choose(self, problem: P, backend: str | None) -> str:
@@ -167,60 +154,182 @@ class Operator(Generic[P]):
         Raises:
             ValueError: if ``backend`` does not support the problem.
         """
-        if backend is None:
-            return next(name for name, candidate in self.backends.items() if candidate.is_default_for(problem))
-        reason = self.backends[backend].unavailable(problem)
-        if reason is not None:
-            raise ValueError(f"{self.function}: backend {backend!r} does not support this call: {reason}")
-        return backend
+        if backend is not None:
+            reason = self.backends[backend].unavailable(problem)
+            if reason is not None:
+                raise ValueError(f"{self.function}: backend {backend!r} does not support this call: {reason}")
+            return backend
+        if self.formula is not None and not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+            return "reference"
+        device_type = problem.query.device.type
+        for name, candidate in self.backends.items():
+            if candidate.device_type is not None and candidate.device_type != device_type:
+                continue
+            if candidate.can_be_default is not None and not candidate.can_be_default(problem):
+                continue
+            if candidate.unavailable(problem) is None:
+                return name
+        raise AssertionError("the backend 'blocked' supports every problem")
 
-    def _compute(self, problem: P, backend: Backend[P]) -> Tensor:
-        self.check(problem)
-        if not is_autocast_enabled(problem.query.device.type):
-            return backend.forward(problem)
+    # -- the forward op -------------------------------------------------------------------------------------------
+
+    def _autograd(self, keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        """Call the op below autograd, and record it if a derivative is needed."""
+        *fields, backend, _ = args
+        if torch._C._len_torch_dispatch_stack() > 0 and onnx.exporting():
+            if self.onnx_formula is not None:
+                return self.onnx_formula(*fields), fields[0].new_empty(0)
+            onnx.refuse(str(self.forward_op))
+        if backend == "reference":  # its operators are recorded
+            return self._forward(*args)
+        tensors = args[: self.num_tensors]
+        if forward_ad._current_level >= 0:
+            autograd.refuse_tangents(tensors)
+        if not autograd.needs_grad(tensors):
+            return autograd.redispatch(self.forward_op, keyset, args)
+        if self.formula is None:
+            raise RuntimeError(
+                f"{self.function} has no gradient: call it under torch.no_grad() or torch.inference_mode()"
+            )
+        save = type(args[0]) is Tensor or not _is_symbolic(self.problem_type(*fields))
+        return autograd.record(self._node)(keyset, (*args[self.num_tensors : -1], save), *tensors)
+
+    def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        *fields, backend, save = args
+        problem, implementation = self.checked(self.problem_type(*fields)), self.backends[backend]
+        save = save and implementation.saved_weights(problem) is not None
         with without_autocast(problem.query.device.type):
-            return backend.forward(problem)
+            return implementation.forward(problem, save)
 
-    def _forward(self, *args: Any) -> Tensor:
-        return self._compute(self.problem_type(*args[:-1]), self.backends[args[-1]])
+    def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        *fields, backend, save = args
+        problem = self.problem_type(*fields)
+        weights = self.backends[backend].saved_weights(problem) if save else None
+        shape, dtype = weights or ((0,), problem.query.dtype)
+        return new_output(problem.query, problem.value.shape[-1]), problem.query.new_empty(shape, dtype=dtype)
 
-    def _backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        return tuple(g if g is not None else _no_gradient(grad_out) for g in self._gradients(grad_out, *args))
+    def _gradients(self, ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        """Return the derivative of the forward op."""
+        if grad_out is None:
+            return (None,) * self.num_tensors
+        weights, *tensors = ctx.saved_tensors
+        needs_grad = list(ctx.needs_input_grad[2 : 2 + _NUM_GRADIENTS])
+        gradients = self.backward_op(grad_out, weights, *tensors, *ctx.rest, needs_grad)
+        return (*_only(gradients, needs_grad), *(None,) * (self.num_tensors - _NUM_GRADIENTS))
 
-    def _gradients(self, grad_out: Tensor, *args: Any) -> Gradients:
-        *fields, name, needs_grad = args
-        problem, backward = self.problem_type(*fields), self.backends[name].backward
-        self.check(problem)
+    # -- the backward op ------------------------------------------------------------------------------------------
+
+    def _backward(self, grad_out: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *fields, backend, needs_grad = args
+        problem, backward = self.checked(self.problem_type(*fields)), self.backends[backend].backward
+        assert backward is not None
         with without_autocast(problem.query.device.type):
-            return backward(problem, grad_out, NeedsGrad(*needs_grad))
+            gradients = backward(problem, grad_out, weights, NeedsGrad(*needs_grad))
+        return tuple([_no_gradient(grad_out) if g is None else g for g in gradients])
 
-    def _fake_forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        return self.backends[rest[-1]].new_output(query, value.shape[-1])
-
-    def _fake_backward(self, grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *fields, name, needs_grad = args
-        new = (self.backends[name].new_gradient,) * 3 + (new_contiguous_gradient,) * (_NUM_GRADIENTS - 3)
+    def _fake_backward(self, grad_out: Tensor, weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *fields, _, needs_grad = args
+        new = (torch.empty_like,) * 3 + (lambda t: t.new_empty(t.shape),) * (_NUM_GRADIENTS - 3)
         return tuple(
             new_like(t) if t is not None and needed else _no_gradient(grad_out)
             for new_like, t, needed in zip(new, fields, needs_grad, strict=False)
         )
 
+    def _autograd_of_backward(self, keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        """Call the op below autograd, and record it if its derivative is needed."""
+        tensors = args[: 2 + self.num_tensors]
+        if forward_ad._current_level >= 0:
+            autograd.refuse_tangents(tensors)
+        if not autograd.needs_grad(tensors):
+            return autograd.redispatch(self.backward_op, keyset, args)
+        return autograd.record(self._backward_node)(keyset, args[2 + self.num_tensors :], *tensors)
+
+    def _second_gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the derivative of the backward op with respect to its tensors: that of the formula's gradients."""
+        grad_out, *tensors = ctx.saved_tensors
+        *numbers, _, needs_grad = ctx.rest
+        inputs = [grad_out, *tensors[:_NUM_GRADIENTS]]
+        is_needed = ctx.needs_input_grad[2], *ctx.needs_input_grad[4 : 4 + _NUM_GRADIENTS]
+        needed = [i for i, needed in enumerate(is_needed) if needed]
+
+        def gradients(*given: Tensor) -> tuple[Tensor, ...]:
+            grad, *differentiable = _replace(inputs, needed, given)
+            problem = self.problem_type(*differentiable, *tensors[_NUM_GRADIENTS:], *numbers)
+            return tuple(
+                g for g in self._formula_backward(problem, grad, grad, NeedsGrad(*needs_grad)) if g is not None
+            )
+
+        with without_autocast(grad_out.device.type):
+            results, pullback = torch.func.vjp(gradients, *(inputs[i] for i in needed))[:2]
+            wanted = (grad for grad, needed in zip(grads, needs_grad, strict=True) if needed)
+            second = pullback(
+                tuple(torch.zeros_like(r) if g is None else g for g, r in zip(wanted, results, strict=True))
+            )
+        out, *second = _replace([None] * len(inputs), needed, second)
+        return (out, None, *second, *(None,) * (self.num_tensors - _NUM_GRADIENTS))
+
+    # -- the backend "reference" ----------------------------------------------------------------------------------
+
+    def _formula_forward(self, problem: P, save: bool) -> tuple[Tensor, Tensor]:
+        assert self.formula is not None
+        return self.formula(problem), problem.query.new_empty(0)
+
+    def _formula_backward(self, problem: P, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
+        needed = [i for i, is_needed in enumerate(needs_grad) if is_needed]
+
+        def output(*given: Tensor) -> Tensor:
+            assert self.formula is not None
+            return self.formula(self.problem_type(*_replace(problem, needed, given)))
+
+        gradients = torch.func.vjp(output, *(problem[i] for i in needed))[1](grad_out)
+        return Gradients(*_replace([None] * _NUM_GRADIENTS, needed, gradients))
+
+    # -- numbers of operations ------------------------------------------------------------------------------------
+
     def _forward_flops(self, *args: Any, **_: Any) -> int:
-        shapes: Any = self.problem_type(*args[:-1])
+        shapes: Any = self.problem_type(*args[:-2])
         return flops.forward(shapes.query, self.keys_per_query(shapes), shapes.value)
 
-    def _backward_flops(self, grad_out: Sequence[int], *args: Any, **_: Any) -> int:
+    def _backward_flops(self, grad_out: Sequence[int], weights: Sequence[int], *args: Any, **_: Any) -> int:
         shapes: Any = self.problem_type(*args[:-2])
         return flops.backward(shapes.query, self.keys_per_query(shapes), shapes.value)
+
+
+def _save(
+    ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    out, weights = result
+    ctx.save_for_backward(weights, *tensors)
+    ctx.rest = rest[:-1]
+    nothing = weights.new_empty(0)  # the caller needs no weights; whether they are saved is not to be seen
+    ctx.mark_non_differentiable(nothing)
+    return out, nothing
+
+
+def _save_gradient(ctx: Any, tensors: Sequence[Any], rest: Sequence[Any], result: Any) -> Any:
+    grad_out, _, *others = tensors
+    ctx.save_for_backward(grad_out, *others)
+    ctx.rest = rest
+    return result
+
+
+def _only(gradients: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor | None]:
+    return [g if needed else None for g, needed in zip(gradients, needs_grad, strict=True)]
+
+
+def _replace(values: Sequence[Any], indices: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """Return the values with those at some indices replaced by others."""
+    result = list(values)
+    for i, other in zip(indices, others, strict=True):
+        result[i] = other
+    return result
+
+
+def _is_symbolic(problem: Any) -> bool:
+    """Return True if sizes are symbols of a traced graph, so that it is unknown whether saving the weights pays."""
+    return any(isinstance(size, torch.SymInt) for size in (*problem.query.shape, *problem.value.shape))
 
 
 def _no_gradient(like: Tensor) -> Tensor:
     """Return an empty tensor, which stands for a gradient that is not needed, because ops cannot return None."""
     return like.new_empty(0)
-
-
-def can_bypass_dispatcher(tensors: Sequence[Any]) -> bool:
-    """Return True if the op can be bypassed (saves 4 µs): no tracing, dispatch mode, transform or gradient active."""
-    present = [t for t in tensors if t is not None]
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in present)
-    return not differentiated and not autograd.is_intercepted(present)

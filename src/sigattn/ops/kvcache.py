@@ -6,25 +6,23 @@ for each sample.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from sigattn.ops import autograd, triton, validation
+from sigattn.ops import autograd, blocked, triton, validation
 from sigattn.ops.autocast import cast_operands
-from sigattn.ops.cpu import decode
-from sigattn.ops.cpu import kvcache as cpu_kvcache
-from sigattn.ops.custom_ops import Backend, Operator, can_bypass_dispatcher, library
-from sigattn.ops.operands import as_index, canonical
-from sigattn.ops.problem import UNLIMITED, KVCacheProblem
+from sigattn.ops.custom_ops import Backend, Operator, library
+from sigattn.ops.operands import as_index, make_problem
+from sigattn.ops.problem import KVCacheProblem
 
 _NAME = "sigmoid_kvcache_attention"
 _NO_GRADIENT = (
     "sigmoid attention of a key/value cache has no gradient: call it under torch.no_grad() or inference_mode()"
 )
+_BOUNDS = ("seqlens", "left_padding", "block_table", "query_ends")  # fields that bound the keys to read
 _BIAS_ADVICE = ": a bias per head is (Hq, 1, 1), per sample (B, 1, 1, 1), per query (N, 1)"
 
 
@@ -61,8 +59,15 @@ def check_cache_bounds(
             raise ValueError(f"{caller}: the table names pages {used}, but the cache has pages 0 … {pages - 1}")
 
 
-def _check(p: KVCacheProblem) -> None:
+def _with_checked_bounds(p: KVCacheProblem) -> KVCacheProblem:
+    """Return a problem with copies of the tensors that bound its keys, checked as by ``check_cache_bounds``.
+
+    Copies, because whoever shares the memory of the originals may change it before they are used.
+    """
+    copies: Any = {name: None if t is None else t.clone() for name, t in p._asdict().items() if name in _BOUNDS}
+    p = p._replace(**copies)
     check_cache_bounds(_NAME, p.seqlens, p.left_padding, p.block_table, p.key.shape[0], p.capacity)
+    return p
 
 
 KV_CACHE: Operator[KVCacheProblem] = Operator(
@@ -70,12 +75,12 @@ KV_CACHE: Operator[KVCacheProblem] = Operator(
     _NAME,
     KVCacheProblem,
     {
-        "triton": Backend(triton.kvcache_forward, triton.unavailable, device_types=("cuda",)),
-        "blocked": Backend(cpu_kvcache.forward, lambda _: None),
+        "triton": Backend(triton.kvcache_forward, triton.unavailable, device_type="cuda"),
+        "blocked": Backend(blocked.kvcache_forward, blocked.unavailable),
     },
-    _check,
+    None,
+    _with_checked_bounds,
     lambda p: p.key[1] * (1 if p.block_table is None else p.block_table[1]),  # the capacity, an upper bound
-    no_gradient=_NO_GRADIENT,
 )
 
 
@@ -193,11 +198,6 @@ def sigmoid_kvcache_attention(
     >>> sigmoid_kvcache_attention(query, key_cache, value_cache, key, value, bias=-6.9, cache_seqlens=lengths).shape
     torch.Size([2, 1, 4, 64])
     """
-    plain = left_padding is block_table is attn_mask is alibi_slopes is None and backend is None
-    if plain and softcap == num_splits == 0 and type(is_causal) is bool:
-        out = fast_path(query, key_cache, value_cache, key, value, cache_seqlens, scale, bias, window, enable_gqa)
-        if out is not None:
-            return out
     if key is None:
         query, key_cache, value_cache = cast_operands(query, key_cache, value_cache)
     names = ("query", "key_cache", "value_cache", "key", "value", "block_table")
@@ -224,7 +224,7 @@ def sigmoid_kvcache_attention(
         check_cache_bounds(_NAME, new_seqlens, left_padding, block_table, pages, capacity)
         append_to_cache(key_cache, value_cache, key, value, seqlens, block_table)
         seqlens = new_seqlens
-    problem = canonical(
+    problem = make_problem(
         KVCacheProblem,
         query,
         key_cache,
@@ -257,65 +257,3 @@ def lengths_of_samples(caller: str, name: str, lengths: Any, query: Tensor, defa
         lengths = lengths.expand(query.shape[0])
     validation.integers(caller, name, lengths, (query.shape[0],), "(B,)", query.device)
     return as_index(lengths)
-
-
-def fast_path(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
-    seqlens: Any,
-    scale: Any,
-    bias: Any,
-    window: Any,
-    enable_gqa: bool = True,
-) -> Tensor | None:  # (B, 1, Hq, Dv)
-    """Compute one token against few keys, the same number for each sample, on a CPU.
-
-    Return None if the fast path does not apply or an argument is invalid.
-    """
-    if (k is None) != (v is None) or type(bias) is not float or not (scale is None or type(scale) is float):
-        return None
-    tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
-    if not can_bypass_dispatcher(tensors) or torch.is_autocast_enabled("cpu"):
-        return None
-    dtype = getattr(q, "dtype", None)
-    for t in tensors:
-        if t is None or t.dtype is not dtype or not t.is_cpu or t.layout is not torch.strided or t.is_nested:
-            return None
-        if t.dim() != 4:
-            return None
-    (batch, n, heads, width), (held, capacity, key_heads, key_width), dv = q.shape, k_cache.shape, v_cache.shape[3]
-    fit = n == 1 and held == batch and key_width == width and v_cache.shape[:3] == (held, capacity, key_heads)
-    if k is not None:
-        fit = fit and k.shape == (batch, 1, key_heads, width) and v.shape == (batch, 1, key_heads, dv)
-    if not fit or 0 in (batch, heads, key_heads, width, dv) or not q.is_floating_point():
-        return None
-    if heads != key_heads and (heads % key_heads or not enable_gqa):
-        return None
-    if isinstance(seqlens, Tensor):
-        seqlens = _common_length(seqlens, batch)
-    old = capacity if seqlens is None and k is None else seqlens
-    if type(old) is not int or not math.isfinite(bias) or not (scale is None or (scale and math.isfinite(scale))):
-        return None
-    start, stop = 0, old + (0 if k is None else 1)
-    if window is not None and window != (-1, -1):
-        if type(window) is not tuple or [type(side) for side in window] != [int, int] or min(window) < -1:
-            return None
-        start = 0 if window[0] == UNLIMITED else max(stop - 1 - window[0], 0)  # there are no keys after the query
-    if not (old >= 0 and 0 < stop <= capacity) or not decode.is_faster(q, k_cache, v_cache, stop - start):
-        return None
-    if k is not None:
-        k_cache[:, old:stop], v_cache[:, old:stop] = k, v
-    if stop - start < capacity:
-        k_cache, v_cache = k_cache[:, start:stop], v_cache[:, start:stop]
-    return decode.attend(q, k_cache, v_cache, bias, width**-0.5 if scale is None else scale)
-
-
-def _common_length(lengths: Tensor, batch: int) -> Any:
-    """Return the common value of (B,) integers on the CPU as an int; if there is none, the tensor itself."""
-    if lengths.shape != (batch,) or lengths.device.type != "cpu" or lengths.dtype not in (torch.int32, torch.int64):
-        return lengths
-    values = lengths.tolist()
-    return values[0] if values and values.count(values[0]) == batch else lengths

@@ -7,7 +7,7 @@ which every such call passes, call ``exporting`` and, if True, return ``formula`
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def formula(*args: Any) -> Tensor:
     Raises:
         RuntimeError: with dropout.
     """
-    problem = Problem(*args[:-1])
+    problem = Problem(*args)
     if problem.seed is not None:
         raise RuntimeError("sigmoid_attention with dropout cannot be exported to ONNX: call eval() on the model first")
     return reference.attention(problem._replace(bias=_bias(problem)))
@@ -45,7 +45,7 @@ def _bias(p: Problem) -> Tensor | None:
     return -num_keys.clamp(min=1).log()
 
 
-def refuse(name: str) -> None:
+def refuse(name: str) -> NoReturn:
     """Raise RuntimeError for an op that cannot be exported to ONNX."""
     raise RuntimeError(
         f"{name} cannot be exported to ONNX: packed sequences and caches written in place are not supported; use "

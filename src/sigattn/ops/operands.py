@@ -1,4 +1,4 @@
-"""Conversion of checked arguments to the canonical form of problems, shared by the three operators."""
+"""Construction of problems from checked arguments, shared by the three operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sigattn.ops import settings
 from sigattn.ops.problem import UNLIMITED, KVCacheProblem, P
 
 
-def canonical(
+def make_problem(
     kind: type[P],
     query: Tensor,
     key: Tensor,
@@ -27,7 +27,7 @@ def canonical(
     deterministic: bool = False,
     **fields: Any,
 ) -> P:
-    """Bring checked arguments of an operator to the canonical form of its backends.
+    """Return the problem that backends receive: bias, mask, slopes and window in one form.
 
     Defaults that depend on a size (scale, bias) stay None and are computed inside the op, where sizes are numbers, so
     that a graph compiled for any length does not specialise on one.
@@ -40,18 +40,20 @@ def canonical(
         fields: fields of ``kind`` that are the same in the operator's arguments and in its problems.
     """
     left, right = combine_window(window, is_causal)
-    fields = {name: as_index(t) if isinstance(t, Tensor) else t for name, t in fields.items()}
+    for name, value_of_field in fields.items():
+        if isinstance(value_of_field, Tensor):
+            fields[name] = as_index(value_of_field)
     if kind is not KVCacheProblem:  # has neither dropout nor a gradient
-        fields["seed"] = new_seed(dropout_p, query.device)
+        fields["seed"] = new_seed(query.device) if dropout_p else None
         fields["dropout_p"] = dropout_p
         fields["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
     return kind(
         query=query,
         key=key,
         value=value,
-        bias=bias_tensor(bias, query),  # type: ignore[arg-type]  # KVCacheProblem requires a bias
+        bias=None if bias is None else bias_tensor(bias, query),  # type: ignore[arg-type]  # KVCacheProblem requires one
         attn_mask=None if attn_mask is None else at_least(attn_mask, 4),
-        alibi_slopes=two_sided_slopes(alibi_slopes),
+        alibi_slopes=None if alibi_slopes is None else two_sided_slopes(alibi_slopes),
         left=left,
         right=right,
         fast=settings.is_fast(precision),
@@ -73,20 +75,18 @@ def combine_window(window: tuple[int, int] | None, is_causal: bool) -> tuple[int
     return left, right
 
 
-def new_seed(dropout_p: float, device: torch.device) -> Tensor | None:
-    """Return the seed of a call's dropout, drawn from PyTorch's generator of a device; None without dropout."""
-    return torch.randint(1 << 62, (), dtype=torch.int64, device=device) if dropout_p else None
+def new_seed(device: torch.device) -> Tensor:
+    """Return the seed of a call's dropout, drawn from PyTorch's generator of a device."""
+    return torch.randint(1 << 62, (), dtype=torch.int64, device=device)
 
 
-def bias_tensor(bias: Any, query: Tensor) -> Tensor | None:
+def bias_tensor(bias: Any, query: Tensor) -> Tensor:
     """Return the bias as an operand of an op, with at least four dimensions if it is a tensor.
 
     A number becomes a 0-d tensor on the CPU, so that backends read it without synchronising. In a graph compiled for
     another device it becomes a tensor on the query's device, because a CUDA graph would replay the number it was
     recorded with; in float32, or the query's dtype if that is wider.
     """
-    if bias is None:
-        return None
     if isinstance(bias, Tensor):
         return at_least(bias, 4)
     if not isinstance(bias, (float, int, torch.SymFloat, torch.SymInt)):  # another library's number

@@ -298,19 +298,36 @@ class KVCacheProblem(NamedTuple):
 P = TypeVar("P", bound=Problem | VarlenProblem | KVCacheProblem)
 
 
-def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width)
-    """Return an uninitialised output whose batch, heads and rows have the memory order of the query.
+def memory_order(t: Tensor) -> list[int]:
+    """Return the dimensions of t but the last, from the outermost in memory to the innermost."""
+    stride, order = t.stride(), [0]
+    for dim in range(1, t.dim() - 1):
+        index = len(order)
+        while index and _is_less(stride[order[index - 1]], stride[dim]):
+            index -= 1
+        order.insert(index, dim)
+    return order
+
+
+def new_output(query: Tensor, width: int) -> Tensor:  # (B, Hq, N, width), or packed (T, Hq, width)
+    """Return an uninitialised output whose dimensions but the last have the memory order of the query.
 
     A model that obtained its heads as a view of a projection can then view the output in the same way.
     """
-    stride, order = query.stride(), [0]
-    for at in (1, 2):
-        index = len(order)
-        while index and _is_less(stride[order[index - 1]], stride[at]):
-            index -= 1
-        order.insert(index, at)
-    out = query.new_empty(*(query.shape[at] for at in order), width)
-    return out.permute(*(order.index(at) for at in range(3)), 3)
+    shape = (*query.shape[:-1], width)
+    if query.is_contiguous():
+        return query.new_empty(shape)
+    strides, stride = [1] * len(shape), width
+    for dim in reversed(memory_order(query)):
+        strides[dim], stride = stride, stride * shape[dim]
+    return query.new_empty_strided(shape, strides)  # not a permuted tensor, which autograd would take for a view
+
+
+def in_order_of(query: Tensor, out: Tensor) -> Tensor:
+    """Return an output with the strides of ``new_output``, differentiable."""
+    order = memory_order(query)
+    out = out.permute(*order, len(order)).contiguous()
+    return out.permute(*(order.index(dim) for dim in range(len(order))), len(order))
 
 
 def _is_less(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops.dropout import keep_mask
-from sigattn.ops.problem import Problem, alibi, band
+from sigattn.ops.problem import Problem, VarlenProblem, alibi, band, in_order_of
 
 _BLOCK_BYTES = 8 << 20  # bytes of the float32 weights of one block of rows
 
@@ -33,8 +33,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def attention(problem: Problem, activation: str = "sigmoid") -> Tensor:  # (B, Hq, N, Dv)
-    """Return the attention output, in the query's dtype."""
-    return combine(problem, _drop(problem, attention_weights(problem, activation))).to(problem.query.dtype)
+    """Return the attention output, in the query's dtype and order of memory."""
+    out = combine(problem, _drop(problem, attention_weights(problem, activation))).to(problem.query.dtype)
+    return in_order_of(problem.query, out)
+
+
+def varlen_attention(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)
+    """Return the attention output of packed sequences, each by ``attention``; rows that belong to no sequence are 0."""
+    p = problem
+    starts_q, starts_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
+    parts = []
+    for s in range(p.sequences):
+        rows_q, rows_k = slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
+        parts.append(attention(p.sequence(s, rows_q, rows_k))[0].transpose(0, 1))
+    remaining = p.query[starts_q[-1] :]
+    parts.append(remaining.new_zeros(*remaining.shape[:2], p.value.shape[2]))
+    return in_order_of(p.query, torch.cat(parts))
 
 
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int]]:

@@ -35,5 +35,7 @@ def get_sigmoid_precision() -> str:
 
 def is_fast(precision: str | None) -> bool:
     """Return True if a call with this precision may use the fast form; None uses the process-wide setting."""
+    if precision is None:
+        return _precision == "fast"
     validation.choice("sigattn", "sigmoid precision", precision, PRECISIONS)
-    return (_precision if precision is None else precision) == "fast"
+    return precision == "fast"

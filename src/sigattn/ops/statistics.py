@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sigattn.ops import mask, reference, validation
-from sigattn.ops.attention import check_key_lengths, validate
+from sigattn.ops.attention import validate, with_checked_lengths
 from sigattn.ops.autocast import without_autocast
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 _NAME = "attention_statistics"
@@ -82,7 +82,7 @@ def attention_statistics(
     validation.choice(_NAME, "activation", activation, tuple(reference.ACTIVATIONS), optional=False)
     if query.shape[2] == 0:
         raise ValueError(f"{_NAME}: there must be at least one query; got {validation.describe(query=query, key=key)}")
-    problem = canonical(
+    problem = make_problem(
         Problem,
         query,
         key,
@@ -96,7 +96,7 @@ def attention_statistics(
         key_lengths=key_lengths,
         softcap=softcap,
     )
-    check_key_lengths(problem)
+    problem = with_checked_lengths(problem)
     with without_autocast(query.device.type):
         return _over_rows(problem, activation)
 

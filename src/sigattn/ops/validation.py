@@ -83,6 +83,20 @@ def tensors(caller: str, **given: Any) -> None:
             wrong(caller, ValueError, f"{_listed(given)} must be on one device: move with .to(device)", **given)
 
 
+def is_batch(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
+    """Return True for dense tensors (B, Hq, N, D), (B, Hkv, M, ·) and (B, Hkv, M, ·), and for what are no tensors.
+
+    Others are nested, or their leading dimensions broadcast.
+    """
+    for t in (query, key, value):
+        if not isinstance(t, Tensor):
+            return True
+        if t.is_nested or t.dim() != 4:
+            return False
+    heads = key.shape[1] == value.shape[1] and (enable_gqa or query.shape[1] == key.shape[1])
+    return bool(heads and query.shape[0] == key.shape[0] == value.shape[0])
+
+
 def head_dims(caller: str, **given: Tensor) -> None:
     """Raise unless the first two operands, query and key, have the same head_dim."""
     (q, query), (k, key), *_ = given.items()
@@ -90,7 +104,7 @@ def head_dims(caller: str, **given: Tensor) -> None:
         wrong(caller, ValueError, f"{q} and {k} must have the same head_dim (the last dimension)", **given)
 
 
-def operands(caller: str, layout: Sequence[str], *, enable_gqa: bool = True, **given: Any) -> None:
+def operands(caller: str, layout: Sequence[str], *, enable_gqa: Any = True, **given: Any) -> None:
     """Raise unless query, key and value have the dimensions of a layout and fit together.
 
     Args:
@@ -101,7 +115,8 @@ def operands(caller: str, layout: Sequence[str], *, enable_gqa: bool = True, **g
         given: query, key and value under their names in the call.
     """
     tensors(caller, **given)
-    flag(caller, "enable_gqa", enable_gqa)
+    if type(enable_gqa) is not bool:
+        flag(caller, "enable_gqa", enable_gqa)
     (q, query), (k, key), (v, value) = given.items()
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     if not (len(of_query) == len(of_key) == len(of_value) == len(layout)):
@@ -189,7 +204,8 @@ def numbers(
     window_name: str = "window",
 ) -> tuple[float, float | None, tuple[int, int] | None]:
     """Return a probability, a number or None, and a window or None, as Python's own; raise for anything else."""
-    dropout_p = scalars.real(caller, "dropout_p", dropout_p)
+    if type(dropout_p) is not float:
+        dropout_p = scalars.real(caller, "dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{caller}: dropout_p is a probability in [0, 1), got {dropout_p!r}")
     if scale is not None:
@@ -213,7 +229,8 @@ def _window(caller: str, name: str, window: Any) -> tuple[int, int]:
 
 def softcap(caller: str, value: Any) -> float:
     """Return a finite number, at least 0, as Python's own; raise for anything else."""
-    value = scalars.real(caller, "softcap", value)
+    if type(value) is not float:
+        value = scalars.real(caller, "softcap", value)
     if not 0 <= value < float("inf"):
         raise ValueError(f"{caller}: softcap must be finite and at least 0 (0 is without a cap), got {value!r}")
     return value

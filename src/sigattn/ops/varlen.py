@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from sigattn.ops import triton, validation
+from sigattn.ops import blocked, reference, triton, validation
 from sigattn.ops.autocast import cast_operands
-from sigattn.ops.cpu import blocked
-from sigattn.ops.cpu import varlen as cpu_varlen
 from sigattn.ops.custom_ops import Backend, Operator
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import VarlenProblem
 
 _NAME = "sigmoid_varlen_attention"
@@ -18,12 +15,13 @@ _CALLERS = f"{_NAME} (flash_attn_varlen_func)"  # of ``check_sequences``, which 
 _BIAS_ADVICE = ": a bias per head is (Hq, 1, 1), per sequence (B, 1, 1, 1)"
 
 
-def check_sequences(problem: VarlenProblem) -> None:
-    """Raise ValueError unless cu_seqlens, if on a CPU, ascend from 0 and fit the rows, and a mask fits the lengths.
+def with_checked_sequences(problem: VarlenProblem) -> VarlenProblem:
+    """Return a problem with copies of its cu_seqlens; raise ValueError unless they and a mask fit.
 
-    On an accelerator reading cu_seqlens would synchronise.
+    On a CPU, cu_seqlens must ascend from 0 and fit the rows; on an accelerator reading them would synchronise. Copies,
+    because whoever shares the memory of the originals may change it before they are used.
     """
-    p = problem
+    p = problem._replace(cu_seqlens_q=problem.cu_seqlens_q.clone(), cu_seqlens_k=problem.cu_seqlens_k.clone())
     longest = (p.max_seqlen_q, p.max_seqlen_k)
     if p.attn_mask is not None and any(a not in (1, b) for a, b in zip(p.attn_mask.shape[2:], longest, strict=True)):
         raise ValueError(
@@ -47,6 +45,7 @@ def check_sequences(problem: VarlenProblem) -> None:
                 f"{_CALLERS}: max_seqlen_{side} (max_{side}) is {most}, but the longest sequence has {lengths.max()} "
                 "rows"
             )
+    return p
 
 
 VARLEN: Operator[VarlenProblem] = Operator(
@@ -54,14 +53,14 @@ VARLEN: Operator[VarlenProblem] = Operator(
     _NAME,
     VarlenProblem,
     {
-        "triton": Backend(
-            triton.forward, triton.unavailable, triton.backward, ("cuda",), new_gradient=torch.empty_like
-        ),
-        "blocked": Backend(cpu_varlen.forward, blocked.unavailable, cpu_varlen.backward),
+        "triton": Backend(triton.forward, triton.unavailable, triton.backward, device_type="cuda"),
+        "blocked": Backend(blocked.varlen_forward, blocked.unavailable, blocked.varlen_backward),
     },
-    check_sequences,
+    reference.varlen_attention,
+    with_checked_sequences,
     lambda shapes: shapes.max_seqlen_k,  # an upper bound, because a counter does not know lengths
 )
+BACKENDS = tuple(VARLEN.backends)
 
 
 def sigmoid_varlen_attention(
@@ -112,15 +111,16 @@ def sigmoid_varlen_attention(
         alibi_slopes: (Hq,), (B, Hq), or (B or 1, Hq, 2), as in ``sigmoid_attention``. With gradient.
         dropout_p: probability in [0, 1) of dropping a weight; pass 0 in evaluation.
         softcap: as in ``sigmoid_attention``; 0 for no cap.
-        backend: "blocked" or "triton"; None for the fastest that supports the call.
+        backend: "reference", "blocked" or "triton", as in ``sigmoid_attention``; None for the fastest of the last two
+            that supports the call.
 
     Returns:
-        (total_q, Hq, Dv), contiguous, in the query's dtype (under autocast, in autocast's dtype).
+        (total_q, Hq, Dv), in the query's order in memory, in the query's dtype (under autocast, in autocast's dtype).
 
     Raises:
         ValueError: shapes, devices or values that do not fit, or an unknown backend; the message restates the call.
         TypeError: an argument of the wrong type, or tensors of mixed or unsupported dtypes.
-        RuntimeError: forward-mode or second differentiation.
+        RuntimeError: forward-mode differentiation through an explicit backend other than "reference".
 
     >>> query, key, value = torch.randn(3, 10, 4, 64).unbind()
     >>> cu_seq = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
@@ -140,8 +140,8 @@ def sigmoid_varlen_attention(
         validation.slopes(_NAME, alibi_slopes, query, batch, heads)
     validation.flag(_NAME, "is_causal", is_causal)
     dropout_p, scale, window = validation.numbers(_NAME, dropout_p, scale, window)
-    validation.choice(_NAME, "backend", backend, tuple(VARLEN.backends))
-    problem = canonical(
+    validation.choice(_NAME, "backend", backend, BACKENDS)
+    problem = make_problem(
         VarlenProblem,
         query,
         key,

@@ -38,27 +38,37 @@ def by_slices(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Se
 
 def dense_forward(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
     """Merge the mapped dimension into the batch of the dense operator, if all slices may be one problem."""
-    if not _may_fold(args, in_dims):
+    *problem, backend, save = args
+    if not _may_fold(problem, in_dims[:-2]):
         return by_slices(op, size, in_dims, args)
-    out = op(*_fold_batches(size, in_dims, args), *args[_FOLDED:])
-    return out.unflatten(0, (size, -1)), 0
+    folded = _fold_batches(size, in_dims, problem)
+    return _unfold(size, op(*folded, *problem[_FOLDED:], backend, save))
 
 
 def dense_backward(op: OpOverload, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
     """Merge the mapped dimension into the batch, unless gradients are summed over the batch (bias, mask, slopes)."""
-    grad_out, problem, needs_grad = args[0], args[1:-1], NeedsGrad(*args[-1])
-    if not _may_fold(problem, in_dims[1:-1]) or any(needs_grad[3:]):
+    grad_out, weights, *problem, backend, needs_grad = args
+    if not _may_fold(problem, in_dims[2:-2]) or any(NeedsGrad(*needs_grad)[3:]):
         return by_slices(op, size, in_dims, args)
-    folded = _fold_batches(size, in_dims[1:], problem)
-    (grad_out,) = _fold_batches(size, in_dims[:1], [grad_out], batch=len(folded[0]) // size)
-    gradients = op(grad_out, *folded, *problem[_FOLDED:], args[-1])
-    per_slice = (g.unflatten(0, (size, -1)) if g.dim() > 1 else g.expand(size, 0) for g in gradients)
-    return tuple(per_slice), (0,) * len(gradients)
+    folded = _fold_batches(size, in_dims[2:], problem)
+    batch = len(folded[0]) // size
+    (grad_out,) = _fold_batches(size, in_dims[:1], [grad_out], batch=batch)
+    if weights.numel() and in_dims[1] is not None:
+        (weights,) = _fold_batches(size, in_dims[1:2], [weights], batch=batch)
+    else:  # those of all slices together would take more memory than computing them again
+        weights = weights.new_empty(0)
+    return _unfold(size, op(grad_out, weights, *folded, *problem[_FOLDED:], backend, needs_grad))
+
+
+def _unfold(size: int, results: Sequence[Tensor]) -> tuple[Any, Any]:
+    """Return results of one call as those of each slice; an empty tensor stands for none."""
+    split = (t.unflatten(0, (size, -1)) if t.dim() > 1 else t.expand(size, 0) for t in results)
+    return tuple(split), (0,) * len(results)
 
 
 def _may_fold(args: Sequence[Any], in_dims: Sequence[int | None]) -> bool:
     """Return False if slices must drop the same weights with one seed, or with block masks or biases by slice."""
-    p, dims = Problem(*args[:-1]), Problem(*in_dims[:-1])  # type: ignore[arg-type]
+    p, dims = Problem(*args), Problem(*in_dims)  # type: ignore[arg-type]
     bias_is_number = dims.bias is not None and p.bias is not None and p.bias.dim() == 1
     return p.seed is None and p.mask_table is None and not bias_is_number
 

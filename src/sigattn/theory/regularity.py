@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigattn.ops import reference
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 
@@ -61,7 +61,7 @@ class Head:
     def __call__(self, x: Tensor) -> Tensor:  # (n, d) → (n, e)
         """Return φ(X), computed by the reference operator, which supports forward-mode and second derivatives."""
         q, k, v = (t[None, None] for t in (x @ self.query, x @ self.key, x @ self.value))  # (1, 1, n, ·)
-        problem = canonical(Problem, q, k, v, scale=self.scale_value, bias=self.bias_value(len(x)))
+        problem = make_problem(Problem, q, k, v, scale=self.scale_value, bias=self.bias_value(len(x)))
         out = reference.attention(problem, self.activation)[0, 0]
         return F.layer_norm(out, out.shape[-1:]) if self.hybrid_norm else out
 

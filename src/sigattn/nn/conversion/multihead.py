@@ -15,7 +15,7 @@ from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.mask import refuse_subclass
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem, log_length_bias
 
 
@@ -157,7 +157,7 @@ def multi_head_attention_forward(
     result = F.linear(out.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias).transpose(0, 1)  # (N, B, E)
     attention_weights = None
     if need_weights:
-        attention_weights = reference.attention_weights(canonical(Problem, q, k, v, **options))
+        attention_weights = reference.attention_weights(make_problem(Problem, q, k, v, **options))
         attention_weights = attention_weights if output_scale is None else attention_weights * output_scale
         attention_weights = attention_weights.to(q.dtype)
         attention_weights = attention_weights.mean(1) if average_attn_weights else attention_weights

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import re
 import sys
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,34 +17,32 @@ _MINIMUM = (0, 45)  # of llvmlite, as in pyproject.toml; before, its pointers ha
 _PROCESSOR = torch.cpu.get_capabilities()
 # AMD's processors with AVX512-BF16, Zen 4 and Zen 5: faster than PyTorch (docs/log.md)
 _MEASURED = bool(_PROCESSOR.get("sse4a") and _PROCESSOR.get("avx512_bf16"))
+MAX_SAVED = 3  # times the memory of query, key and value: the largest weights that are saved
 _NO_GRADIENT_OF_MASK = "it does not compute the gradient of attn_mask, as 'blocked' does"
 _HAS_THREADS = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
 def can_be_default(problem: Problem) -> bool:
     """Return True if the kernels were measured as faster, unless the call is recorded for other machines."""
+    if not _MEASURED:
+        return False
     recorded = torch.compiler.is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
     mask = problem.attn_mask
     if mask is not None and mask.is_floating_point() and torch._C._are_functorch_transforms_active():
         return False  # of a mapped tensor it is not known whether its gradient is needed
-    return _MEASURED and not recorded and is_long_enough(problem.query, problem.value)
+    return not recorded and is_long_enough(problem.query, problem.value)
 
 
-def is_long_enough(query: Tensor, value: Tensor, *, is_plain: bool = False) -> bool:
+def is_long_enough(query: Tensor, value: Tensor) -> bool:
     """Return True if products of PyTorch take more time for so many keys than the kernels, whose tiles have 64.
 
     The numbers of keys were measured on Zen 4 and Zen 5 (docs/log.md). Heads of bfloat16 that are not whole vectors
     are copied.
-
-    Args:
-        is_plain: True for a call whose only options are a bias that is a number and causality, which needs fewer
-            operations of PyTorch.
     """
     m, (d, dv) = value.shape[2], (query.shape[3], value.shape[3])
     if query.dtype is torch.float32:
         return bool(m >= 32)
-    fewest = 64 if d % 32 or dv % 32 else 16
-    return query.dtype is torch.bfloat16 and bool(m >= (4 * fewest if is_plain else fewest))
+    return query.dtype is torch.bfloat16 and bool(m >= (64 if d % 32 or dv % 32 else 16))
 
 
 def unavailable(problem: Problem) -> str | None:
@@ -101,26 +98,32 @@ def _not_imported(error: Exception) -> str:
     return f"llvmlite cannot be imported: {type(error).__name__}: {error}"
 
 
-def forward(problem: Problem, saved: list[Tensor] | None = None) -> Tensor:  # (B, Hq, N, Dv)
-    """Return the output of sigmoid attention; append the weights to ``saved``, for ``backward``."""
+def saved_weights(problem: Problem) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Return shape and dtype of the weights to save for the backward pass, or None if they are not saved.
+
+    Saved weights spare the backward pass one of five products; with more memory, its page faults would cost more.
+    """
     from sigattn.ops.llvm import calls
 
-    out, weights = calls.forward(problem, saved is not None)
-    if saved is not None:
-        saved.append(weights)
-    return out
+    p = problem
+    (batch, heads, n, d), (_, key_heads, m, dv) = p.query.shape, p.value.shape
+    inputs, columns = heads * n * d + key_heads * m * (d + dv), calls.columns_of_weights(p)
+    if p.seed is not None or not batch * m or heads * n * columns > MAX_SAVED * inputs:
+        return None
+    return (batch, heads, n, columns), p.query.dtype
 
 
-def backward(
-    problem: Problem, grad_out: Tensor, needs_grad: NeedsGrad, saved: Sequence[Tensor] | None = None
-) -> Gradients:
-    """Return the gradients in ``needs_grad``.
+def forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor]:  # (B, Hq, N, Dv), and saved weights
+    """Return the output of sigmoid attention, and the weights that ``saved_weights`` describes, or an empty tensor."""
+    from sigattn.ops.llvm import calls
 
-    Args:
-        saved: what ``forward`` has saved; None computes the weights again.
-    """
+    return calls.forward(problem, save)
+
+
+def backward(problem: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    """Return the gradients in ``needs_grad``, from the saved weights; empty ones are computed again."""
     from sigattn.ops.llvm import calls
 
     if needs_grad.attn_mask:
         raise RuntimeError(f"sigmoid_attention: backend 'llvm': {_NO_GRADIENT_OF_MASK}")
-    return calls.backward(problem, grad_out, saved[0] if saved else grad_out.new_empty(0), needs_grad)
+    return calls.backward(problem, grad_out, weights, needs_grad)

@@ -20,13 +20,13 @@ from sigattn.ops.problem import Problem, new_output
 def forward(p: Problem, save: bool) -> tuple[Tensor, Tensor]:  # (B, Hq, N, Dv), (B, Hq, N, tiles of M)
     """Return the output of sigmoid attention, and the weights if they are to be saved, else an empty tensor."""
     (batch, heads, n, _), (_, kv_heads, m, dv) = p.query.shape, p.value.shape
-    out = p.query.new_empty(batch, heads, n, dv) if p.query.is_contiguous() else new_output(p.query, dv)
+    out = new_output(p.query, dv)
     if not out.numel() or not m:
         return out.zero_(), p.query.new_empty(0)
     call = _Call(p)
     call.allocate(call.plan.forward)
     target = call.set_result("out", out)
-    weights = p.query.new_empty((batch, heads, n, round_up(m, call.tile)) if save else 0)
+    weights = p.query.new_empty((batch, heads, n, columns_of_weights(p)) if save else 0)
     if save:
         call.set_weights(weights)
     blocks = -(-n // FORWARD_ROWS)
@@ -79,6 +79,11 @@ def backward(p: Problem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGra
     bias = _sum_like(row_sums[..., :1], p.bias) if needs_grad.bias else None
     slopes = _sum_like(-row_sums[..., 1:].sum(3), p.alibi_slopes) if needs_grad.alibi_slopes else None
     return Gradients(query, key, value, bias, None, slopes)
+
+
+def columns_of_weights(p: Problem) -> int:
+    """Return the number of columns of saved weights, whole tiles of keys."""
+    return round_up(p.key.shape[2], kernels(p.query.dtype).registers.tile)
 
 
 def _sum_like(t: Tensor, like: Tensor | None) -> Tensor | None:

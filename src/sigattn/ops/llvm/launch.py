@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from llvmlite import binding
 
-from sigattn.ops.cpu.matmul import keep_memory_warm
 from sigattn.ops.llvm.arguments import KernelArguments
 from sigattn.ops.llvm.kernels import NAMES, make_module
 from sigattn.ops.llvm.processor import Processor, host_processor
+from sigattn.ops.memory import keep_memory_warm
 
 # LLVM compiles in one thread at a time. A fork waits for it, because the child would inherit the locks of LLVM and
 # llvmlite as they are. Reentrant for a fork in a signal handler of the thread that compiles.

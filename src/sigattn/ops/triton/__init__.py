@@ -45,21 +45,21 @@ def _device_unavailable(device: torch.device) -> str | None:
     return None if gpu.major >= 8 else f"it needs compute capability 8.0, and this GPU has {gpu.major}.{gpu.minor}"
 
 
-def forward(problem: Problem | VarlenProblem) -> Tensor:
-    """Return the output, (B, Hq, N, Dv), or packed (T, Hq, Dv)."""
+def forward(problem: Problem | VarlenProblem, save: bool) -> tuple[Tensor, Tensor]:
+    """Return the output, (B, Hq, N, Dv) or packed (T, Hq, Dv), and an empty tensor: no weights are saved."""
     from sigattn.ops.triton import launch
 
-    return launch.forward(problem)
+    return launch.forward(problem), problem.query.new_empty(0)
 
 
-def kvcache_forward(problem: KVCacheProblem) -> Tensor:
-    """Return the output of queries against a cache, (B, N, Hq, Dv)."""
+def kvcache_forward(problem: KVCacheProblem, save: bool) -> tuple[Tensor, Tensor]:
+    """Return the output of queries against a cache, (B, N, Hq, Dv), and an empty tensor."""
     from sigattn.ops.triton import launch_decode
 
-    return launch_decode.forward(problem)
+    return launch_decode.forward(problem), problem.query.new_empty(0)
 
 
-def backward(problem: Problem | VarlenProblem, grad_out: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def backward(problem: Problem | VarlenProblem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad) -> Gradients:
     """Return the gradients that are needed."""
     from sigattn.ops.triton import launch
 

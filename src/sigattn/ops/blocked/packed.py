@@ -1,0 +1,145 @@
+"""Packed sequences and caches of keys and values: each sequence or sample is computed as a dense problem.
+
+Lengths and tables are read once at the beginning of a pass, which synchronises on an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sigattn.ops.blocked.dense import attend, differentiate, in_dtypes, new_gradients
+from sigattn.ops.gradients import Gradients, NeedsGrad
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, new_output
+
+# measured on CPUs
+FEW_ROWS = 16  # queries of a key head up to which a long cache is split
+PIECE = 1 << 19  # elements of K that are computed at a time, so that converted keys are still in the cache
+COPIED = 1 << 15  # elements of a sample's K that are copied to batch samples
+
+
+def varlen_forward(problem: VarlenProblem, save: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the output of packed sequences, (Tq, Hq, Dv), 0 for rows of no sequence, and an empty tensor."""
+    out, nothing = new_output(problem.query, problem.value.shape[2]), problem.query.new_empty(0)
+    end = 0
+    for s, rows, keys in _sequences(problem):
+        attend(problem.sequence(s, rows, keys), _heads_first(out[rows]), nothing)
+        end = rows.stop
+    out[end:] = 0
+    return out, nothing
+
+
+def varlen_backward(
+    problem: VarlenProblem, grad_out: Tensor, weights: Tensor, needs_grad: NeedsGrad
+) -> Gradients:  # grad_out: (Tq, Hq, Dv)
+    """Return the gradients in ``needs_grad``; those of rows of no sequence are 0."""
+    p, gradients = problem, new_gradients(problem, needs_grad)
+    query, key, value, bias, attn_mask, slopes = gradients
+    rows = keys = slice(0, 0)
+    for s, rows, keys in _sequences(p):
+        n, m = rows.stop - rows.start, keys.stop - keys.start
+        of_sequence = Gradients(
+            None if query is None else _heads_first(query[rows]),
+            None if key is None else _heads_first(key[keys]),
+            None if value is None else _heads_first(value[keys]),
+            None if bias is None else p.of_sequence(bias, s),
+            None if attn_mask is None else p.mask_of_sequence(attn_mask, s, n, m),
+            None if slopes is None else p.of_sequence(slopes, s),
+        )
+        differentiate(p.sequence(s, rows, keys), _heads_first(grad_out[rows]), weights, of_sequence)
+    for gradient, end in ((query, rows.stop), (key, keys.stop), (value, keys.stop)):
+        if gradient is not None:
+            gradient[end:] = 0
+    return in_dtypes(gradients, p)
+
+
+def _sequences(problem: VarlenProblem) -> Iterator[tuple[int, slice, slice]]:
+    """Yield the index of each sequence, its rows of queries and its rows of keys."""
+    starts_q, starts_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
+    for s in range(problem.sequences):
+        yield s, slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
+
+
+def _heads_first(t: Tensor) -> Tensor:  # (n, H, E) → (1, H, n, E)
+    return t.transpose(0, 1).unsqueeze(0)
+
+
+def kvcache_forward(problem: KVCacheProblem, save: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the output of new queries against a cache, (B, N, Hq, Dv), and an empty tensor.
+
+    Samples are computed one by one, unless they have the same length and it takes no large copy to batch them. A long
+    cache is split for few queries: the partial results of disjoint keys add (Sect. 4).
+    """
+    p = problem
+    out, nothing = new_output(p.query, p.value.shape[3]), p.query.new_empty(0)
+    (batch, n, heads, _), (_, _, key_heads, width) = p.query.shape, p.key.shape
+    lengths = p.seqlens.tolist()
+    firsts = [0] * batch if p.left_padding is None else p.left_padding.tolist()
+    ends = lengths if p.query_ends is None else p.query_ends.tolist()
+    keys = list(zip(firsts, lengths, ends, strict=True))
+    is_uniform = p.block_table is None and p.attn_mask is None and p.key.shape[0] == batch and len(set(keys)) == 1
+    is_uniform = is_uniform and (_can_fold_heads(p.key, lengths[0]) and _can_fold_heads(p.value, lengths[0]))
+    size = batch if is_uniform else 1
+    has_few_rows = n * heads <= FEW_ROWS * key_heads
+    most = max(PIECE // max(size * key_heads * width, 1), 64) if has_few_rows else p.capacity
+    for b in range(0, batch, size):
+        samples, (first, length, end) = slice(b, b + size), keys[b]
+        if p.left != UNLIMITED:  # keys that no query sees are neither converted nor copied
+            first = max(first, min(end - n - p.left, length))
+        stop = length if p.right == UNLIMITED else max(first, min(length, end + p.right))
+        result = out[samples].transpose(1, 2)  # (nb, Hq, N, Dv)
+        if stop - first <= most:
+            attend(_dense(p, samples, first, stop, length, end), result, nothing)
+            continue
+        total = torch.zeros_like(result, dtype=torch.promote_types(out.dtype, torch.float32))
+        for start in range(first, stop, most):
+            part = torch.empty_like(total)
+            attend(_dense(p, samples, start, min(start + most, stop), length, end), part, nothing)
+            total += part
+        result.copy_(total)
+    return out, nothing
+
+
+def _can_fold_heads(cache: Tensor, length: int) -> bool:
+    """Return True if samples and heads of (B, M, H, E) are one dimension in memory, or few enough to be copied."""
+    return cache.stride(0) == cache.shape[2] * cache.stride(2) or length * cache.stride(1) <= COPIED
+
+
+def _dense(p: KVCacheProblem, samples: slice, first: int, stop: int, length: int, end: int) -> Problem:
+    """Return samples with the keys first … stop - 1 of ``length``, and the last query at end - 1, without a cache."""
+
+    def of(t: Tensor) -> Tensor:  # (B or 1, …) → (nb or 1, …)
+        return t if t.shape[0] == 1 else t[samples]
+
+    mask = None
+    if p.attn_mask is not None:  # of the last K keys; earlier ones are visible
+        start = length - p.attn_mask.shape[3]
+        mask = of(p.attn_mask)[..., max(first - start, 0) : max(stop - start, 0)]
+        visible = 1.0 if mask.dtype is torch.bool else 0.0
+        mask = torch.nn.functional.pad(mask, (stop - first - mask.shape[3], 0), value=visible)
+    return Problem(
+        p.query[samples].transpose(1, 2),
+        _keys(p, p.key, samples, first, stop),
+        _keys(p, p.value, samples, first, stop),
+        p.bias if p.bias.dim() == 0 else of(p.bias),
+        mask,
+        None if p.alibi_slopes is None else of(p.alibi_slopes),
+        scale=p.scale,
+        left=p.left,
+        right=p.right,
+        query_offset=end - p.query.shape[1] - first,
+        softcap=p.softcap,
+    )
+
+
+def _keys(p: KVCacheProblem, cache: Tensor, samples: slice, first: int, stop: int) -> Tensor:  # (nb, Hkv, M, E)
+    """Return keys or values first … stop - 1 of samples, a view unless they are in several pages."""
+    if p.block_table is None:
+        return cache[samples, first:stop].transpose(1, 2)
+    page = cache.shape[1]
+    pages = p.block_table[samples.start, first // page : -(-stop // page)]
+    keys = cache[int(pages)] if len(pages) == 1 else cache.index_select(0, pages).flatten(0, 1)
+    start = first - first // page * page
+    return _heads_first(keys[start : start + stop - first])
