@@ -15,12 +15,12 @@ from torch import Tensor
 
 from sigattn.ops.blocked.tiles import WHOLE_UP_TO, Group, Tiling, arithmetic, choose_tiles, groups, padded
 from sigattn.ops.gradients import Gradients, NeedsGrad
-from sigattn.ops.problem import UNLIMITED, Problem, VarlenProblem, distances, new_output
+from sigattn.ops.problem import UNLIMITED, KVCacheProblem, Problem, VarlenProblem, distances, new_output
 
 MOST_SAVED = 4  # times the memory of query, key and value: weights that are saved at most
 
 
-def unavailable(_: Problem | VarlenProblem) -> None:
+def unavailable(_: Problem | VarlenProblem | KVCacheProblem) -> None:
     """Support every problem; always returns None."""
 
 
