@@ -9,7 +9,7 @@ from sigattn import sigmoid_attention
 from sigattn.ops import blocked, custom_ops
 from sigattn.ops.attention import DENSE
 from sigattn.ops.problem import Problem
-from tests.ops.truth import assert_as_good_as_formula
+from tests.ops.truth import assert_as_good_as_formula, formula
 
 
 @pytest.fixture
@@ -58,9 +58,8 @@ def test_short_self_attention_is_as_good_as_the_formula(dtype, causal, n):
     q, k, v = torch.randn(3, 2, n, 3, 16).to(dtype).transpose(2, 3).unbind()
     for scale, bias in ((None, None), (0.3, -2.0)):
         out = sigmoid_attention(q, k, v, is_causal=causal, scale=scale, bias=bias)
-        options = {"is_causal": causal, "scale": scale, "bias": bias, "backend": "reference"}
-        truth = sigmoid_attention(q.double(), k.double(), v.double(), **options)
-        rough = sigmoid_attention(q, k, v, **options)
+        options = {"causal": causal, "scale": scale, "bias": bias}
+        truth, rough = formula(q, k, v, **options), formula(q, k, v, **options, dtype=dtype)
         assert_as_good_as_formula(out, truth, rough, 1.0)
 
 

@@ -73,6 +73,8 @@ def test_saved_weights_take_at_most_four_times_the_memory_of_the_inputs(backend,
     saved = []
     for n in (8, 40, 80, 136, 192, 256, 320, 384, 392, 500, 800):
         q, k, v = operands(n, key_heads=key_heads, dtype=dtype, batch=1)
+        if DENSE.backends[backend].unavailable(Problem(q, k, v)) is not None:
+            pytest.skip("not supported")
         described = DENSE.backends[backend].saved_weights(Problem(q, k, v))
         saved.append(described is not None)
         if described is not None:

@@ -196,11 +196,11 @@ class Group:
             bias = _pad_rows(bias, self.tiling.num_queries).reshape(self.size, -1, 1)  # (G, rep · N, 1)
         is_rounded = isinstance(bias, Tensor) and dtype is torch.bfloat16
         if not p.softcap and (is_rounded or self.has_many_rows):
-            rest = (
-                bias / scale
-                if isinstance(bias, Tensor)
-                else torch.full((1, 1, 1), bias / scale, dtype=wide, device=device)
-            )
+            if not isinstance(bias, Tensor):
+                bias = torch.full((1, 1, 1), bias, dtype=torch.float64, device="cpu").to(
+                    device, wide
+                )  # which may be infinite
+            rest = bias / scale
             columns = rest.to(dtype)
             if dtype is torch.bfloat16:
                 rest = torch.nan_to_num(rest - columns, nan=0.0, posinf=0.0, neginf=0.0)  # not of inf - inf
@@ -222,7 +222,7 @@ class Group:
             t = t.to(self.tiling.dtype)
         if self.exists is not None and heads is self.heads:  # a NaN beyond key_lengths must not enter a product
             t = t.masked_fill(~self.exists, 0)
-        t = _pad_rows(t, rows).reshape(self.size, -1 if t.numel() else rows, t.shape[3])
+        t = _pad_rows(t, rows).reshape(self.size, t.shape[0] * t.shape[1] // self.size * rows, t.shape[3])
         # each product would copy an operand that is not dense, if oneDNN computes it
         return t.contiguous() if self.has_many_rows or t.dtype is torch.bfloat16 else t
 
@@ -332,6 +332,8 @@ class Group:
         """
         left, right, offset = self.problem.left, self.problem.right, self.problem.query_offset
         by_query_head = p if self.shape[2] == 1 else p.view(-1, i1 - i0, j1 - j0)
+        if i1 > self.problem.query.shape[2]:  # rows of padding, whose weights are NaN where a key is
+            by_query_head[:, self.problem.query.shape[2] - i0 :] = 0
         if right != UNLIMITED and j1 - 1 > i0 + offset + right:
             by_query_head.tril_(i0 + offset + right - j0)
         if left != UNLIMITED and j0 < i1 - 1 + offset - left:
