@@ -51,9 +51,10 @@ def test_other_lengths(options, shapes, grad):
         assert error <= 2 * allowed + 4 * torch.finfo(plain.dtype).eps
 
 
-def test_the_reference_is_refused():
-    with pytest.raises(RuntimeError, match='would record backend="reference" for the lengths traced only'):
-        torch.jit.trace(Call(backend="reference"), operands(7, 9))
+def test_the_reference_is_traced_for_any_length():
+    traced = torch.jit.trace(Call(backend="reference"), operands(7, 9))
+    longer = operands(12, 5)
+    torch.testing.assert_close(traced(*longer), Call(backend="reference")(*longer))
 
 
 def test_the_older_onnx_exporter_is_an_error():

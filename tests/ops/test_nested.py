@@ -155,7 +155,6 @@ WRONG = {
     "strided layout": ((STRIDED,) * 3, {}, TypeError, "layout=torch.jagged"),
     "mask": ((Q, Q, Q, torch.ones(7, 7)), {}, ValueError, "attn_mask is not supported with nested tensors"),
     "key_lengths": ((Q, Q, Q), {"key_lengths": torch.tensor([1, 2, 3])}, ValueError, "offsets define the lengths"),
-    "reference": ((Q, Q, Q), {"backend": "reference"}, ValueError, "does not support nested tensors"),
     "gaps": ((GAPS.transpose(1, 2),) * 3, {}, ValueError, r"gaps between its sequences: call .contiguous\(\)"),
     "three dimensions": ((Q.transpose(1, 2).flatten(2),) * 3, {}, ValueError, r"\(B, H, ragged length, D\)"),
     "different lengths": ((Q, OTHER, OTHER), {"is_causal": True}, ValueError, "of the same lengths"),

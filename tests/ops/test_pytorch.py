@@ -186,7 +186,9 @@ def test_opcheck_of_heads_that_are_views_of_a_projection(backend, order):
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.sigattn.dense_forward.default, (*problem, backend, True), test_utils=tests)
     needs = [True, True, True, True, False, False]
-    for weights in (q.new_empty(0), torch.ops.sigattn.dense_forward.default(*problem, backend, True)[1]):
+    with torch._C._AutoDispatchBelowAutograd():
+        saved = torch.ops.sigattn.dense_forward.default(*problem, backend, True)[1]
+    for weights in (q.new_empty(0), saved):
         args = (grad, weights, *problem, backend, needs)
         torch.library.opcheck(torch.ops.sigattn.dense_backward.default, args, test_utils=tests)
 

@@ -79,6 +79,7 @@ class Operator(Generic[P]):
             called when an op runs, because a traced graph has no values.
         keys_per_query: returns the number of keys of a query for the FLOP counter, given a problem with shapes as
             tensors.
+        formula_unavailable: returns the reason why the formula does not support a problem, or None.
         onnx_formula: called instead of the forward op while exporting to ONNX; None raises there.
         vmap_rules: rules for both ops.
     """
@@ -93,6 +94,7 @@ class Operator(Generic[P]):
         checked: Callable[[P], P],
         keys_per_query: Callable[[Any], int],
         *,
+        formula_unavailable: Callable[[P], str | None] = lambda _: None,
         onnx_formula: Callable[..., Tensor] | None = None,
         vmap_rules: tuple[vmap.Rule, vmap.Rule] = (vmap.by_slices, vmap.by_slices),
     ) -> None:
@@ -100,7 +102,7 @@ class Operator(Generic[P]):
         self.problem_type = problem_type
         self.backends: dict[str, Backend[P]] = backends
         if formula is not None:
-            reference: Backend[P] = Backend(self._formula_forward, lambda _: None, self._formula_backward)
+            reference: Backend[P] = Backend(self._formula_forward, formula_unavailable, self._formula_backward)
             self.backends = {**backends, "reference": reference}
         self.formula = formula
         self.checked = checked
@@ -186,7 +188,7 @@ class Operator(Generic[P]):
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(tensors)
         if not autograd.needs_grad(tensors):
-            return autograd.redispatch(self.forward_op, keyset, args)
+            return autograd.redispatch(self.forward_op, keyset, (*args[:-1], False))
         if self.formula is None:
             raise RuntimeError(
                 f"{self.function} has no gradient: call it under torch.no_grad() or torch.inference_mode()"

@@ -46,8 +46,8 @@ def varlen_attention(problem: VarlenProblem) -> Tensor:  # (Tq, Hq, Dv)
     for s in range(p.sequences):
         rows_q, rows_k = slice(starts_q[s], starts_q[s + 1]), slice(starts_k[s], starts_k[s + 1])
         parts.append(attention(p.sequence(s, rows_q, rows_k))[0].transpose(0, 1))
-    remaining = p.query[starts_q[-1] :]
-    parts.append(remaining.new_zeros(*remaining.shape[:2], p.value.shape[2]))
+    zero = torch.stack([t[..., :0].sum() for t in (p.query, p.key, p.value)]).sum()  # with the gradient of each
+    parts.append(zero.expand(p.query.shape[0] - starts_q[-1], p.query.shape[1], p.value.shape[2]))
     return in_order_of(p.query, torch.cat(parts))
 
 

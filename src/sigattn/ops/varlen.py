@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sigattn.ops import blocked, reference, triton, validation
@@ -48,6 +49,11 @@ def with_checked_sequences(problem: VarlenProblem) -> VarlenProblem:
     return p
 
 
+def _formula_unavailable(_: VarlenProblem) -> str | None:
+    is_compiling = torch.compiler.is_compiling()
+    return "it reads the lengths of sequences, which a compiled graph does not know" if is_compiling else None
+
+
 VARLEN: Operator[VarlenProblem] = Operator(
     "varlen",
     _NAME,
@@ -59,6 +65,7 @@ VARLEN: Operator[VarlenProblem] = Operator(
     reference.varlen_attention,
     with_checked_sequences,
     lambda shapes: shapes.max_seqlen_k,  # an upper bound, because a counter does not know lengths
+    formula_unavailable=_formula_unavailable,
 )
 BACKENDS = tuple(VARLEN.backends)
 

@@ -194,7 +194,7 @@ class Group:
         if isinstance(bias, Tensor):
             bias = self.of_heads(bias).to(wide).expand(*self.shape, p.query.shape[2], 1)
             bias = _pad_rows(bias, self.tiling.num_queries).reshape(self.size, -1, 1)  # (G, rep · N, 1)
-        is_rounded = isinstance(bias, Tensor) and dtype is torch.bfloat16
+        is_rounded = dtype is torch.bfloat16  # the sum of product and bias, if they are not added inside the product
         if not p.softcap and (is_rounded or self.has_many_rows):
             if not isinstance(bias, Tensor):
                 bias = torch.full((1, 1, 1), bias, dtype=torch.float64, device="cpu").to(
