@@ -125,7 +125,7 @@ def test_settings_that_do_not_fit_are_one_line(tmp_path, capsys, wrong, message)
 def test_info(capsys):
     cli.main(["info"])
     said = capsys.readouterr().out
-    for expected in ("sigattn 0.", "torch 2.", "on cpu:", "reference", "blocked", "(default)", "fused", "float64"):
+    for expected in ("sigattn 0.", "torch 2.", "on cpu:", "reference", "blocked", "(default)", "float64"):
         assert expected in said
     for dtype in ("float32", "bfloat16", "float16", "float64"):  # each has one default on each device
         assert said.count(f" {dtype} (default)") == said.count("\non ")
