@@ -44,11 +44,15 @@ def channel_attention(model: nn.Module, run: Callable[[], object], findings: Ite
     """
     layers = {f: _layer_with_weights(model, f.name) for f in findings if f.call == SDPA_NAME}
     depends: dict[nn.Module, bool] = {}
+    is_probing = False
 
     def probe(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        if layer not in depends:
-            depends[layer] = False  # its own forward is run next
-            depends[layer] = _depends_on_length(layer, args, kwargs)
+        nonlocal is_probing
+        if layer in depends or is_probing:  # a layer inside of another is probed when that runs
+            return
+        is_probing = True
+        depends[layer] = _depends_on_length(layer, args, kwargs)
+        is_probing = False
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(evaluation_mode(model))

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sigattn.ops.statistics import AttentionStatistics
 from sigattn.validation import SettingsError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class ProcessMesh:
         dist.all_reduce(maximum, dist.ReduceOp.MAX)
         return int(maximum.item())
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank; they are pickled."""
         if self.world_size == 1:
             return [value]

@@ -193,7 +193,7 @@ class Operator(Generic[P]):
             raise RuntimeError(
                 f"{self.function} has no gradient: call it under torch.no_grad() or torch.inference_mode()"
             )
-        save = type(args[0]) is Tensor or not _is_symbolic(self.problem_type(*fields))
+        save = type(args[0]) is Tensor  # not in traced graphs, whose sizes may be unknown
         return autograd.record(self._node)(keyset, (*args[self.num_tensors : -1], save), *tensors)
 
     def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
@@ -325,11 +325,6 @@ def _replace(values: Sequence[Any], indices: Sequence[int], others: Sequence[Any
     for i, other in zip(indices, others, strict=True):
         result[i] = other
     return result
-
-
-def _is_symbolic(problem: Any) -> bool:
-    """Return True if sizes are symbols of a traced graph, so that it is unknown whether saving the weights pays."""
-    return any(isinstance(size, torch.SymInt) for size in (*problem.query.shape, *problem.value.shape))
 
 
 def _no_gradient(like: Tensor) -> Tensor:
