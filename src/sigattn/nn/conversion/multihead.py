@@ -132,7 +132,8 @@ def multi_head_attention_forward(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # (B, N or M, E)
     separate: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
-    weights = separate if use_separate_proj_weight or in_proj_weight is None else in_proj_weight.chunk(3)
+    is_separate = in_proj_weight is None or (use_separate_proj_weight and q_proj_weight is not None)
+    weights = separate if is_separate or in_proj_weight is None else in_proj_weight.chunk(3)
     biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     if bias_k is not None and bias_v is not None:
@@ -190,7 +191,8 @@ def _observed(observer: CallObserver, q: Tensor, k: Tensor, v: Tensor, arguments
     padding = arguments["key_padding_mask"]
     padding = padding.unsqueeze(0) if padding is not None and padding.dim() == 1 else padding
     mask = _joined(arguments["attn_mask"], padding, q, k.shape[2])
-    separate = arguments["use_separate_proj_weight"] or arguments["in_proj_weight"] is None
+    separate = arguments["use_separate_proj_weight"] and arguments["q_proj_weight"] is not None
+    separate = separate or arguments["in_proj_weight"] is None
     softmax = {**arguments, "use_separate_proj_weight": separate}
     return observer.answer(
         q,
