@@ -34,11 +34,11 @@ def make_bias(
 
     Args:
         rule: a number, or "log_context" (-log of ``max_seq_len``), "log_batch" (of the keys of a call), "log_sample"
-            (of each sample's own length), "log_visible" (of the keys a query sees, under a causal mask) or "log_alibi"
-            (of these keys, each counted by ALiBi's weight, exp(-slope · distance); causal or not).
+            (of each sample's own length), "log_visible" (of the keys a query sees) or "log_alibi" (of these keys,
+            each counted by ALiBi's weight, exp(-slope · distance)).
         learn: "no", or, for a rule that is a number or "log_context": "layer" (one parameter), "head" (one per head) or
-            "query" (one added to Q). For "log_visible" also "head": a ``VisibleKeysLinearBias``, whose keys need not be
-            causal; and "quadratic": a ``QuadraticBias``. For "log_alibi" "head" and "quadratic", too.
+            "query" (one added to Q). For "log_visible" also "head": a ``VisibleKeysLinearBias``; and "quadratic": a
+            ``QuadraticBias``. For "log_alibi" "head" and "quadratic", too.
         max_seq_len: length of the longest sequence, needed for "log_context".
         num_heads: number of query heads.
         head_dim: number of features of a head, needed for "quadratic".
