@@ -1,6 +1,7 @@
 # make demo   trains softmax and sigmoid language models on real text and writes a report
 # make test   runs every test
 # make test-minimum   runs the operator's tests with the oldest PyTorch and Triton that are supported
+# make test-integrations   runs a sample with the oldest transformers, timm and llvmlite that are supported, and with the newest
 # make sweep  every architecture of transformers and timm, every shape that PyTorch accepts: about an hour
 # make mutation N=40   mutates the operator and the checkpoints, and counts what the tests catch; the unmutated code alone takes minutes
 # make train-all SPEECH=FSDD   sigmoid compared with softmax on every task, five seeds: about an hour
@@ -9,7 +10,7 @@
 # make benchmark NAME=cpu   runs a benchmark
 # make docs   builds the documentation site into site/
 # make figures   draws the figures and tables of the documentation from benchmarks/results
-# Each makes .venv first (test-minimum .venv-minimum), where it is missing.
+# Each makes .venv first (test-minimum .venv-minimum, test-integrations two layers over .venv), where it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,7 +19,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # and must be kept then, also where the environment forbids it: the tests start a hundred processes
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-minimum torchvision-apart demo test test-minimum test-kernels sweep mutation train-all experiments experiment benchmark lint format docs figures clean
+.PHONY: setup setup-minimum setup-integrations torchvision-apart demo test test-minimum test-integrations test-kernels sweep mutation train-all experiments experiment benchmark lint format docs figures clean
 
 setup: .venv/installed
 
@@ -44,6 +45,18 @@ setup-minimum: .venv-minimum/installed
 	    torch triton numpy rich beartype jaxtyping hypothesis pytest pytest-xdist
 	touch $@
 
+# Environments that see what is in .venv, but for other versions of these three packages and what they need. Without the
+# dependencies of timm: torchvision would come along.
+setup-integrations: .venv-integrations-minimum/installed .venv-integrations-newest/installed
+
+.venv-integrations-minimum/installed: CONSTRAINTS := -c constraints-minimum-integrations.txt
+.venv-integrations-%/installed: .venv/installed constraints-minimum-integrations.txt
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/below.pth
+	PIP_PYTHON=$(@D)/bin/python $(BIN)/python $(INSTALL) --no-warn-conflicts --upgrade $(CONSTRAINTS) transformers
+	PIP_PYTHON=$(@D)/bin/python $(BIN)/python $(INSTALL) --upgrade --no-deps $(CONSTRAINTS) timm llvmlite
+	touch $@
+
 demo: setup
 	$(BIN)/sigattn demo
 
@@ -60,6 +73,18 @@ test-minimum: setup-minimum
 	    or statistics or broadcasting or inductor or small or dense_alignment or (triton and (kvcache or block_mask)) \
 	    or (match_the_formula and (batched or few)))" \
 	    tests/ops tests/flash tests/test_flash.py tests/test_flash_kvcache.py tests/benchmarks/test_static.py::test_every_option_compiles
+
+test-integrations: test-integrations-minimum test-integrations-newest
+
+# In one thread each, so that make -j2 runs both side by side
+test-integrations-%: .venv-integrations-%/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src$$(test ! -d .venv/torchvision || echo :.venv/torchvision:tests/plugins) \
+	    .venv-integrations-$*/bin/python -m pytest --durations=5 $$(test ! -d .venv/torchvision || echo -p torchvision_operators) \
+	    -k "not (trainer or compiled or exported_and_traced or whisper or t5 or (test_loaded_by_name and position) or \
+	    weight_decay or olmo2 or qwen3) and not (test_llvm and not (saved_weights_give and avx2 or any_address or may_be_nan))" \
+	    tests/integrations/test_timm.py tests/integrations/test_transformers.py tests/integrations/test_transformers_conversion.py \
+	    tests/integrations/test_transformers_default_bias.py tests/integrations/test_transformers_model.py \
+	    tests/integrations/test_peft.py tests/ops/test_llvm.py
 
 test-kernels: setup
 	SIGATTN_FUZZ_EXAMPLES=$(or $(EXAMPLES),500) $(BIN)/python -m pytest -n auto --dist worksteal -k "triton or static or kernels" \
@@ -106,4 +131,4 @@ figures: setup
 	$(BIN)/python -m benchmarks.figures
 
 clean:
-	rm -rf .venv .venv-minimum runs site docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-minimum .venv-integrations-* runs site docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

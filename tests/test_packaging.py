@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 pytest.importorskip("hatchling")
 pytest.importorskip("hatch_fancy_pypi_readme")
@@ -25,6 +26,20 @@ def built(tmp_path_factory):
     )
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
+
+
+@pytest.mark.parametrize(
+    ("file", "packages"),
+    [
+        ("constraints-minimum.txt", ("torch", "triton")),
+        ("constraints-minimum-integrations.txt", ("transformers", "timm", "llvmlite")),
+    ],
+)
+def test_the_oldest_versions_that_are_declared_are_tested(file, packages):
+    declared = dict(re.findall(r'"([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text()))
+    tested = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / file).read_text(), re.MULTILINE))
+    for package in packages:
+        assert Version(declared[package]) == Version(tested[package]), package
 
 
 def requirements(package, found):

@@ -360,7 +360,7 @@ class TestMask:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("kind", ["bloom", "falcon", "gptj"])
+    @pytest.mark.parametrize("kind", ["bloom", "falcon"])
     def test_switching_models_that_would_stay_softmax(self, kind):
         sizes = {"n_layer": 1, "n_head": 2, "num_attention_heads": 2, "n_embd": 32, "rotary_dim": 4}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=50, hidden_size=32, **sizes))

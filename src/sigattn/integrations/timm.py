@@ -69,7 +69,7 @@ class SigmoidAttention(Attention):
         dropout = self.attn_drop.p if self.training else 0.0
         out = sigmoid_attention(query, key, value, attn_mask, dropout, is_causal, bias=bias)
         out = self.norm(out.transpose(1, 2).reshape(batch, length, self.attn_dim))
-        if self.gate is not None:
+        if getattr(self, "gate", None) is not None:
             out = out * self.gate(x).sigmoid()
         result: Tensor = self.branch_norm(self.proj_drop(self.proj(out)))
         return result

@@ -153,9 +153,12 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return the logits, (B, N, vocabulary), and the loss if there are labels.
+
+        ``cache`` is the name of ``past_key_values`` from transformers 5.24 on.
 
         Raises:
             ValueError: for a mask that hides tokens between others; left padding in training with gradient; positions
@@ -166,19 +169,20 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"SigattnForCausalLM does not support {', '.join(unsupported)}: leave them out")
         if input_ids is None:
             raise ValueError("SigattnForCausalLM needs input_ids: the tokens, (B, N)")
+        past_key_values = past_key_values if cache is None else cache
         use_cache = use_cache if use_cache is not None else past_key_values is not None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         first = _left_padding(attention_mask, int(past) + input_ids.shape[1])
-        cache: list[Any] | None = None
+        layers: list[Any] | None = None
         documents = None
         if past_key_values is not None:
-            cache = [_CacheAdapter(past_key_values, i, int(past), first) for i in range(len(self.model.blocks))]
+            layers = [_CacheAdapter(past_key_values, i, int(past), first) for i in range(len(self.model.blocks))]
         elif first is not None:
             if torch.is_grad_enabled() and self.training:
                 raise ValueError("training does not support padding on the left: pad on the right")
-            cache = self.model.new_kv_cache(first)
+            layers = self.model.new_kv_cache(first)
         elif attention_mask is None and position_ids is not None:
             documents = _documents(position_ids.expand(input_ids.shape))
         if position_ids is not None:
@@ -186,7 +190,7 @@ class SigattnForCausalLM(PreTrainedModel, GenerationMixin):
             expected = expected if first is None else expected - first[:, None]
             expected = expected if documents is None else documents.positions
             _check_positions(position_ids, expected, attention_mask, int(past))
-        logits = self.model(input_ids, cache, documents)
+        logits = self.model(input_ids, layers, documents)
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             logits = logits[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
         loss = None
