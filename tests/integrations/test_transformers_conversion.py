@@ -168,7 +168,8 @@ class TestSaved:
         saved = json.loads((tmp_path / "config.json").read_text())
         entry = {"kind": "QuadraticBias", "num_heads": 4, "head_dim": 8, "query_dim": 8}
         assert saved["sigmoid_bias"] == {f"layers.{i}.self_attn": entry for i in range(2)}
-        assert (saved["attn_implementation"], saved["model_type"]) == ("sigmoid", "llama")
+        assert saved["attn_implementation"] == "sigmoid (import sigattn.integrations.transformers)"
+        assert saved["model_type"] == "llama"
 
     def test_auto_classes(self, tmp_path):
         """Base model and head model, in both directions, and a checkpoint of many files."""

@@ -55,11 +55,12 @@ MODELS |= {kind: MODELS[kind.removesuffix("_converted")] for kind in CONVERTED}
 NEW_PROCESS = """
 import sys, torch, transformers
 saved = list(zip(sys.argv[2::2], sys.argv[3::2]))
+early = transformers.AutoConfig.from_pretrained(saved[0][0])
 for folder, auto in saved:
     try:
         getattr(transformers, auto).from_pretrained(folder)
     except ValueError as error:
-        assert 'attn_implementation="sigmoid"` is not supported' in str(error), error
+        assert '"sigmoid (import sigattn.integrations.transformers)"` is not supported' in str(error), error
     else:
         raise SystemExit(f"{folder} was loaded without sigattn")
 
@@ -67,6 +68,8 @@ model, inputs, expected = torch.load(sys.argv[1], weights_only=False)  # imports
 with torch.no_grad():
     assert torch.equal(model(**inputs).logits, expected)
 from sigattn.integrations import transformers as sigmoid
+assert early.to_dict() == transformers.AutoConfig.from_pretrained(saved[0][0]).to_dict()
+assert transformers.AutoModelForCausalLM.from_config(early).config._attn_implementation == "sigmoid"
 for folder, auto in saved:
     model = getattr(transformers, auto).from_pretrained(folder).eval()
     inputs = torch.load(folder + "/inputs.pt")
@@ -156,7 +159,7 @@ def test_new_process(folders, tmp_path):
 def test_model_type_is_unchanged(folders):
     saved = json.loads((folders / "llama" / "config.json").read_text())
     assert saved["model_type"] == "llama"
-    assert saved["attn_implementation"] == "sigmoid"
+    assert saved["attn_implementation"] == "sigmoid (import sigattn.integrations.transformers)"
     assert saved["sigmoid_bias"] == -math.log(64)
     assert json.loads((folders / "qwen2" / "config.json").read_text())["sigmoid_bias"] == "log_visible"
 

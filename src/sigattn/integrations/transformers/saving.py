@@ -4,8 +4,8 @@ transformers does not save ``attn_implementation``, but it uses that key if a ``
 therefore extended: a configuration whose implementation is "sigmoid" is saved with ``attn_implementation`` and
 ``sigmoid_bias``, which lists the learned biases of a converted model (``learned_bias.py``). Every architecture and
 every Auto class can load it, and a process that did not import this package gets transformers' own error: 'Specified
-`attn_implementation="sigmoid"` is not supported'. The configuration of a model also keeps the default bias with which
-the model was built, because ``register`` may set another one later.
+`attn_implementation="sigmoid (import sigattn.integrations.transformers)"` is not supported'. The configuration of a
+model also keeps the default bias with which the model was built, because ``register`` may set another one later.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ NAME = "sigmoid"
 LOG_VISIBLE = "log_visible"
 Bias = float | str
 _KEY = "attn_implementation"
+_SAVED = f"{NAME} (import sigattn.integrations.transformers)"  # transformers' error without this package quotes it
 _OTHER_KEY = "_attn_implementation"  # means the same; for configurations that have a field of their own called _KEY
 _DEFAULT = "_sigmoid_bias_default"  # attribute of a configuration: the default when its model was built
 _default_bias: Bias = LOG_VISIBLE  # of models that are built from now on
@@ -75,6 +76,7 @@ def wrap_saving() -> None:
     if getattr(PretrainedConfig.to_dict, "sigattn", False):
         return
     PretrainedConfig.to_dict = _recording(PretrainedConfig.to_dict)
+    PretrainedConfig._attn_implementation = _reading(PretrainedConfig._attn_implementation)
     PreTrainedModel._check_and_adjust_attn_implementation = _selecting(
         PreTrainedModel._check_and_adjust_attn_implementation
     )
@@ -82,7 +84,7 @@ def wrap_saving() -> None:
 
 def _implementation(config: Any) -> str | None:
     """Return the implementation of a configuration: "sigmoid" if none was chosen and it has a ``sigmoid_bias``."""
-    chosen: str | None = getattr(config, "_attn_implementation_internal", None)
+    chosen: str | None = _read(getattr(config, "_attn_implementation_internal", None))
     return NAME if chosen is None and getattr(config, "sigmoid_bias", None) is not None else chosen
 
 
@@ -98,7 +100,7 @@ def _recording(own: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str
             _record_biases(self, output)
         if implementation is not None and output.get("sigmoid_bias") is not None:
             # a plain string would also apply to the parts of a composite configuration, which have their own entries
-            output[_key(self)] = {"": implementation} if self.sub_configs else implementation
+            output[_key(self)] = {"": _written(implementation)} if self.sub_configs else _written(implementation)
         return output
 
     to_dict.sigattn = True  # type: ignore[attr-defined]
@@ -112,7 +114,7 @@ def _record_biases(config: Any, output: dict[str, Any]) -> None:
         output["sigmoid_bias"] = default
     for key, part in vars(config).items():
         if isinstance(part, PretrainedConfig) and (other := _implementation(part)) is not None:
-            output[key].setdefault(_key(part), other)
+            output[key].setdefault(_key(part), _written(other))
             if getattr(part, "sigmoid_bias", None) is None and (chosen or getattr(part, _DEFAULT, default) == default):
                 _inherit(part, output[key])
 
@@ -129,6 +131,24 @@ def _key(config: PretrainedConfig) -> str:
     return _OTHER_KEY if _KEY in vars(config) else _KEY
 
 
+def _written(implementation: str) -> str:
+    return _SAVED if implementation == NAME else implementation
+
+
+def _read(implementation: Any) -> Any:
+    """Return an implementation, or those of the parts of a composite model, as it was before it was saved."""
+    if isinstance(implementation, dict):
+        return {part: _read(value) for part, value in implementation.items()}
+    return NAME if implementation == _SAVED else implementation
+
+
+def _reading(own: property) -> property:
+    """Wrap the attribute that a configuration sets when it is loaded."""
+    assert own.fset is not None
+    store = own.fset
+    return property(own.fget, lambda self, value: store(self, _read(value)))
+
+
 def _selecting(own: Callable[..., str]) -> Callable[..., str]:
     """Wrap the check of an implementation so that ``sigmoid_bias`` selects sigmoid attention, or gives a warning."""
 
@@ -136,6 +156,7 @@ def _selecting(own: Callable[..., str]) -> Callable[..., str]:
     def _check_and_adjust_attn_implementation(
         self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
+        attn_implementation = _read(attn_implementation)  # of a configuration from before this package was imported
         bias = getattr(self.config, "sigmoid_bias", None)
         if bias is not None and attn_implementation is None:
             attn_implementation = NAME
