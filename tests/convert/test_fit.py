@@ -10,7 +10,7 @@ from sigattn.convert.attention_call import AttentionCall, ConversionError
 from sigattn.convert.fit import BiasFit, QueryFeatures, check_finite, fit_biases
 from sigattn.convert.row_statistics import RowStatistics, row_statistics
 from sigattn.nn import QuadraticBias, VisibleKeysLinearBias
-from sigattn.ops.operands import canonical
+from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 B, H, N, D = 3, 2, 40, 4
@@ -20,7 +20,7 @@ LENGTHS = torch.tensor([40, 31, 25])  # the rows behind are padding
 def problem_of(**options):
     query, key = torch.randn(B, H, N, D) * torch.tensor([1.0, 3, 0.5, 2]), torch.randn(B, H, N, D) + 0.5
     options = {"is_causal": True, "key_lengths": LENGTHS, **options}
-    return canonical(Problem, query, key, torch.randn(B, H, N, 5), **options)
+    return make_problem(Problem, query, key, torch.randn(B, H, N, 5), **options)
 
 
 def fitted(problem):
@@ -138,7 +138,7 @@ def test_directions_are_those_in_which_logits_vary_most():
     """Eigenvectors of the keys' covariance in the metric of the queries; what all keys share does not matter."""
     query, key = torch.randn(2, 1, 4000, 12), torch.randn(2, 1, 4000, 12)
     scale = torch.tensor([5.0] * 8 + [0.1] * 4)  # of the logits' parts
-    problem = canonical(Problem, query * 2, (key * scale) + 100, torch.randn(2, 1, 4000, 3))
+    problem = make_problem(Problem, query * 2, (key * scale) + 100, torch.randn(2, 1, 4000, 3))
     features = QueryFeatures(problem)
     assert features.projection.shape == (1, 12, 8)
     assert features.projection[0, 8:].norm() < 0.05 * features.projection.norm()
@@ -165,7 +165,7 @@ def test_grouped_heads_take_the_keys_of_their_group():
     query, key = torch.randn(1, 4, 500, 12), torch.randn(1, 2, 500, 12)
     key[:, 0, :, 8:] *= 0.01
     key[:, 1, :, :4] *= 0.01
-    features = QueryFeatures(canonical(Problem, query, key, torch.randn(1, 2, 500, 3)))
+    features = QueryFeatures(make_problem(Problem, query, key, torch.randn(1, 2, 500, 3)))
     for head, unused in enumerate((slice(8, 12), slice(8, 12), slice(0, 4), slice(0, 4))):
         assert features.projection[head, unused].norm() < 0.1 * features.projection[head].norm()
 
@@ -199,7 +199,7 @@ class TestFitBiases:
     def test_calls_of_other_sizes_are_refused(self, sizes):
         heads, dim, value = sizes.get("heads", H), sizes.get("query", D), sizes.get("value", 5)
         x = torch.randn(B, heads, N, dim)
-        other = canonical(Problem, x, x, torch.randn(B, heads, N, value))
+        other = make_problem(Problem, x, x, torch.randn(B, heads, N, value))
         first, second = (H, D, 5), (heads, dim, value)
         message = (
             rf"'a' calls attention with \(heads, .*\) \({first[0]}, {first[1]}, 5\) and \({second[0]}, {second[1]}"

@@ -7,6 +7,7 @@ import torch
 
 from sigattn.models.language import LanguageModel, LanguageModelConfig
 from sigattn.models.transformer import recording
+from sigattn.nn import SampleLengthBias
 from sigattn.nn.documents import Documents
 
 SMALL = {"vocab_size": 50, "max_seq_len": 16, "num_layers": 2, "embed_dim": 24, "num_heads": 3}
@@ -202,8 +203,10 @@ class TestDocuments:
 
     def test_what_cannot_be(self):
         documents = Documents.from_end_token(self.TOKENS, 0)
+        model = LanguageModel(LanguageModelConfig(**SMALL))
+        model.blocks[0].attention.attention_bias = SampleLengthBias()
         with pytest.raises(ValueError, match="SampleLengthBias differs between rows"):
-            LanguageModel(LanguageModelConfig(**SMALL, attention_bias="log_sample"))(self.TOKENS, documents=documents)
+            model(self.TOKENS, documents=documents)
         model = LanguageModel(LanguageModelConfig(**SMALL))
         with pytest.raises(ValueError, match="causal self-attention of whole rows"):
             model(self.TOKENS, cache=model.new_kv_cache(), documents=documents)
