@@ -122,8 +122,8 @@ def run_experiment(
         for finding in page.findings:
             print(f"  {finding['verdict']}: {finding['claim']} ({finding['evidence']})")
         print(f"  {own / 'page.md'}, after {time.perf_counter() - start:.0f} s", flush=True)
-    written = pages.read_pages(results)
-    print(f"{pages.write_index(results, written)}: {pages.count_verdicts(written)}")
+    all_pages = pages.read_pages(results)
+    print(f"{pages.write_findings(results, all_pages)}: {pages.count_verdicts(all_pages)}")
 
 
 def _check_options(experiment: Experiment, given: Collection[str]) -> None:

@@ -109,8 +109,8 @@ class Finding:
 
     Attributes:
         claim: the statement in our words.
-        verdict: "agrees", "differs", "differs, but by less than matters", "depends" (on a choice that the paper does
-            not state, named in the evidence), or "not shown" if scale and seeds do not decide it.
+        verdict: "agrees", "differs", "equivalent" (a difference within the tolerance of a claim of equality),
+            "depends" (on a choice that the paper does not state), or "not shown" if scale and seeds do not decide.
         evidence: measured values behind the verdict.
     """
 

@@ -7,12 +7,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
-Verdict = Literal["agrees", "differs", "differs, but by less than matters", "depends", "not shown"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+from scipy.special import stdtrit
 
-# two-sided 95 % points of Student's t distribution, by degrees of freedom from 1 on
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_NORMAL = 1.960
+Verdict = Literal["agrees", "differs", "equivalent", "depends", "not shown"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 class Difference(NamedTuple):
@@ -38,11 +36,11 @@ class Difference(NamedTuple):
             tolerance: the largest difference that does not matter.
 
         Returns:
-            "agrees" if the whole interval lies within ± tolerance, or "differs, but by less than matters" if it then
+            "agrees" if the whole interval lies within ± tolerance, or "equivalent" if it then
             excludes 0; "differs" if it lies outside ± tolerance; "not shown" otherwise.
         """
         if abs(self.delta) + self.margin <= tolerance:
-            return "agrees" if abs(self.delta) <= self.margin else "differs, but by less than matters"
+            return "agrees" if abs(self.delta) <= self.margin else "equivalent"
         return "differs" if abs(self.delta) - self.margin > tolerance else "not shown"
 
     def verdict_positive(self, tolerance: float = 0.0) -> Verdict:
@@ -71,11 +69,11 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
     delta = statistics.mean(second) - statistics.mean(first)
     if min(len(first), len(second)) < 2:
         return Difference(delta, math.inf)
-    parts = [statistics.variance(v) / len(v) for v in (first, second)]
-    if not sum(parts):
+    variances = [statistics.variance(v) / len(v) for v in (first, second)]
+    if not sum(variances):
         return Difference(delta, 0.0)
-    freedom = sum(parts) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True))
-    return Difference(delta, _student_quantile(max(freedom, 1.0)) * math.sqrt(sum(parts)))
+    freedom = sum(variances) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(variances, (first, second), strict=True))
+    return Difference(delta, float(stdtrit(freedom, 0.975)) * math.sqrt(sum(variances)))  # two-sided: 95 %
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
@@ -83,23 +81,13 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
     changes = [b - a for a, b in zip(first, second, strict=True)]
     if len(changes) < 2:
         return Difference(changes[0], math.inf)
-    margin = _student_quantile(len(changes) - 1.0) * statistics.stdev(changes) / math.sqrt(len(changes))
+    margin = float(stdtrit(len(changes) - 1, 0.975)) * statistics.stdev(changes) / math.sqrt(len(changes))
     return Difference(statistics.mean(changes), margin)
-
-
-def _student_quantile(freedom: float) -> float:
-    """Return the 95 % point for ``freedom`` ≥ 1 degrees of freedom, interpolated linearly in 1 / freedom."""
-    whole = min(math.floor(freedom), len(_STUDENT))
-    low = _STUDENT[whole - 1]
-    if whole == len(_STUDENT):
-        return _NORMAL + (low - _NORMAL) * whole / freedom
-    fraction = (1 / whole - 1 / freedom) / (1 / whole - 1 / (whole + 1))
-    return low + fraction * (_STUDENT[whole] - low)
 
 
 def verdict_all(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict on the conjunction of several claims: the least favourable one."""
-    order: tuple[Verdict, ...] = ("differs", "not shown", "depends", "differs, but by less than matters", "agrees")
+    order: tuple[Verdict, ...] = ("differs", "not shown", "depends", "equivalent", "agrees")
     return min(verdicts, key=order.index)
 
 

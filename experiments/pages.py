@@ -1,15 +1,13 @@
-"""Pages of results: one Markdown page and figure for each experiment, and one HTML index of them all."""
+"""Pages of results in Markdown: one with its figure for each experiment, and one with the findings of all."""
 
 from __future__ import annotations
 
-import html
 import json
 import shlex
 import shutil
-import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +20,7 @@ from sigattn.demo import report
 INTRODUCTION = (
     "Intervals are 95 % (Welch; in conversion and sigma-accuracy paired by seed). "
     'Equality "agrees" if the whole interval lies within the tolerance, and "differs" if '
-    'it lies outside; an interval within the tolerance that excludes 0 "differs, but by less than matters". '
+    'it lies outside; "equivalent": the interval lies within the tolerance and excludes 0. '
     '"depends": on a choice that the paper does not state. "not shown": this scale and these seeds do not decide.'
 )
 
@@ -82,9 +80,9 @@ def write_page(
     """Write data.jsonl, page.json, figure.svg, figure.png and page.md into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) for row in result.data]
-    kept = setting.stored.figure if result.figure is None else None
+    stored_figure = setting.stored.figure if result.figure is None else None
     (folder / "data.jsonl").write_text("".join(line + "\n" for line in lines))
-    written = Page(
+    page = Page(
         experiment.name,
         experiment.title,
         experiment.source,
@@ -94,7 +92,7 @@ def write_page(
         list(result.columns),
         [list(row) for row in result.rows],
         _judge(experiment, lines, setting.scale),
-        result.figure is not None or kept is not None,
+        result.figure is not None or stored_figure is not None,
         provenance,
         [f"{name} ({fingerprint})" for name, fingerprint in sorted(setting.fingerprints.items())],
         _command(experiment, setting),
@@ -103,15 +101,15 @@ def write_page(
         setting.more_seeds,
         setting.identities,
         list(setting.stored.origins),
-        setting.stored.figure_seeds if kept else "",
+        setting.stored.figure_seeds if stored_figure else "",
     )
-    if kept is not None and kept.resolve() != (folder / "figure.svg").resolve():
-        shutil.copyfile(kept, folder / "figure.svg")
+    if stored_figure is not None and stored_figure.resolve() != (folder / "figure.svg").resolve():
+        shutil.copyfile(stored_figure, folder / "figure.svg")
     if result.figure is not None:
         result.figure.savefig(folder / "figure.svg", metadata={"Date": None})
         result.figure.savefig(folder / "figure.png", dpi=110)
-    _store(folder, written)
-    return written
+    _store(folder, page)
+    return page
 
 
 def _store(folder: Path, page: Page) -> None:
@@ -132,20 +130,20 @@ def read_stored(folder: Path, experiment: Experiment, scale: Scale, longer: int)
         raise ExperimentError(
             f"--extend is not for {experiment.name}, whose table needs all its runs: leave it out; it is for {takers}"
         )
-    own = folder / experiment.name
-    if not (own / "page.json").exists():
+    page_folder = folder / experiment.name
+    if not (page_folder / "page.json").exists():
         raise DataError(f"{folder} has no page of {experiment.name} to extend: leave out --extend, or name its folder")
-    page = Page(**json.loads((own / "page.json").read_text()))
+    page = Page(**json.loads((page_folder / "page.json").read_text()))
     if (page.scale, page.longer) != (scale, longer):
         raise ExperimentError(
-            f"the page in {own} is of scale {page.scale!r} and longer={page.longer}, not {scale!r} and {longer}: name "
-            "the same, or leave out --extend"
+            f"the page in {page_folder} is of scale {page.scale!r} and longer={page.longer}, not {scale!r} and {longer}"
+            ": name the same, or leave out --extend"
         )
     if not page.identities:
-        raise DataError(f"the page in {own} does not name the settings of its runs: leave out --extend")
-    rows = [json.loads(line) for line in (own / "data.jsonl").read_text().splitlines()]
+        raise DataError(f"the page in {page_folder} does not name the settings of its runs: leave out --extend")
+    rows = [json.loads(line) for line in (page_folder / "data.jsonl").read_text().splitlines()]
     origins = [*page.extends, page.provenance]
-    figure = own / "figure.svg" if (own / "figure.svg").exists() else None
+    figure = path if (path := page_folder / "figure.svg").exists() else None
     shown = page.figure_seeds or f"The figure shows fewer seeds: {page.numbers_of_seeds}."
     return Stored(rows, experiment.count_seeds(rows), page.identities, origins, figure, shown)
 
@@ -156,24 +154,23 @@ def _judge(experiment: Experiment, lines: Iterable[str], scale: str) -> list[dic
 
 
 def judge_again(folder: Path) -> list[Page]:
-    """Judge the data of every page in a folder by the rules of this version, and rewrite pages and index.
+    """Judge the data of every page in a folder by the rules of this version, and rewrite the pages.
 
     Titles and sources are also those of this version. Figures and tables stay as measured.
 
     Raises:
         DataError: if the folder holds no pages.
     """
-    stored = read_pages(folder)
-    if not stored:
+    for page in read_pages(folder):
+        experiment, page_folder = find_experiment(page.name), folder / page.name
+        findings = _judge(experiment, (page_folder / "data.jsonl").read_text().splitlines(), page.scale)
+        about = {"title": experiment.title, "source": experiment.source, "kind": experiment.kind}
+        _store(page_folder, Page(**{**asdict(page), **about, "findings": findings}))
+    pages = read_pages(folder)
+    if not pages:
         missing = f"{folder} holds no page (NAME/page.json)" if folder.is_dir() else f"no such folder: {folder}"
         raise DataError(f"{missing}; name a folder of pages, for example runs/experiments/small")
-    for written in stored:
-        experiment, own = find_experiment(written.name), folder / written.name
-        findings = _judge(experiment, (own / "data.jsonl").read_text().splitlines(), written.scale)
-        judged = replace(written, title=experiment.title, source=experiment.source, findings=findings)
-        _store(own, replace(judged, kind=experiment.kind))
-    pages = read_pages(folder)
-    write_index(folder, pages)
+    write_findings(folder, pages)
     return pages
 
 
@@ -227,61 +224,39 @@ KINDS: dict[Kind, str] = {
 }
 
 
-def count_verdicts(written: Sequence[Page]) -> str:
+def count_verdicts(pages: Sequence[Page]) -> str:
     """Return the number of findings of each kind and verdict, as text."""
-    counts = Counter((w.kind, f["verdict"]) for w in written for f in w.findings)
+    counts = Counter((page.kind, f["verdict"]) for page in pages for f in page.findings)
     parts = []
     for kind, title in KINDS.items():
-        found = [f"{counts[kind, verdict]} {verdict}" for verdict in VERDICTS if counts[kind, verdict]]
-        if found:
-            parts.append(f"{title}: {'; '.join(found)}.")
+        by_verdict = [f"{counts[kind, verdict]} {verdict}" for verdict in VERDICTS if counts[kind, verdict]]
+        if by_verdict:
+            parts.append(f"{title}: {'; '.join(by_verdict)}.")
     return " ".join(parts)
 
 
-def findings_table(written: Sequence[Page]) -> str:
+def findings_table(pages: Sequence[Page]) -> str:
     """Return the findings of all pages as Markdown, in the order of the experiments, by kind."""
-    by_name = {w.name: w for w in written}
+    by_name = {page.name: page for page in pages}
     ordered = [by_name[name] for name in EXPERIMENTS if name in by_name]
-    parts = ["# Results", "", count_verdicts(written), "", INTRODUCTION]
+    parts = ["# Results", "", count_verdicts(pages), "", INTRODUCTION]
     for kind, title in KINDS.items():
         rows = [
             (
-                f"[{w.title}]({w.name}/page.md)",
-                w.source,
-                "<br>".join(f"**{f['verdict']}**: {f['claim']}" for f in w.findings),
+                f"[{page.title}]({page.name}/page.md)",
+                page.source,
+                "<br>".join(f"**{f['verdict']}**: {f['claim']}" for f in page.findings),
             )
-            for w in ordered
-            if w.kind == kind
+            for page in ordered
+            if page.kind == kind
         ]
         if rows:
             parts += ["", f"## {title}", "", report.markdown_table(("experiment", "in the paper", "findings"), rows)]
     return "\n".join(parts) + "\n"
 
 
-def write_index(folder: Path, written: Sequence[Page]) -> Path:
-    """Write index.html with all results and figures (text is escaped), and README.md with all findings."""
-    parts = []
-    for w in written:
-        findings = "".join(
-            f"<li><b>{_text(f['verdict'])}</b>: {_text(f['claim'])} <i>{_text(f['evidence'])}</i></li>"
-            for f in w.findings
-        )
-        source = _text(f"{urllib.parse.quote(str(w.name), safe='')}/figure.svg")
-        figure = f'<img src="{source}" alt="{_text(w.title)}" width="100%">' if w.has_figure else ""
-        figure += f"<p>{_text(w.figure_seeds)}</p>" if w.figure_seeds else ""
-        data = f"<p>Data: {_text('; '.join(w.data))}.</p>" if w.data else ""
-        differs = f"<p>Differs from the paper's set-up: {_text(w.differs)}.</p>" if w.differs else ""
-        parts.append(
-            f"<h2>{_text(w.title)}</h2><p>{_text(w.source)}. {_text(w.extent)}</p>"
-            f"{data}{differs}<ul>{findings}</ul>{figure}{report.html_table(w.columns, w.rows)}"
-        )
-    path = folder / "index.html"
-    (folder / "README.md").write_text(findings_table(written))
-    introduction = f"Experiments of Ramapuram et al. (ICLR 2025), reproduced. {count_verdicts(written)} {INTRODUCTION}"
-    path.write_text(report.page("Sigmoid attention: the paper's experiments", introduction, "".join(parts)))
+def write_findings(folder: Path, pages: Sequence[Page]) -> Path:
+    """Write README.md with the findings of all pages of a folder."""
+    path = folder / "README.md"
+    path.write_text(findings_table(pages))
     return path
-
-
-def _text(value: object) -> str:
-    """Return a value as escaped HTML text that is also safe in quoted attributes."""
-    return html.escape(str(value), quote=True)

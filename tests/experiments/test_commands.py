@@ -160,7 +160,7 @@ class TestCommand:
         said = capsys.readouterr().out
         assert "agrees" in said
         assert (tmp_path / "smoke" / "flops" / "page.md").exists()
-        assert (tmp_path / "smoke" / "index.html").exists()
+        assert (tmp_path / "smoke" / "README.md").exists()
 
     def test_all_skips_experiments_that_cannot_run(self, capsys, tmp_path, monkeypatch):
         command = importlib.import_module("experiments.__main__")
