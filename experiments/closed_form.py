@@ -100,7 +100,7 @@ def measure_initial_norms(setting: Setting) -> Result:
             norms = attention_norms.measure_attention_norms(config, show)
             return [{"position": p, "kind": k, "seed": config.seed, "norm": v} for (p, k), v in norms.items()]
 
-        data += cache.memoize(setting.folder / "measured" / f"{seed}.json", asdict(config), measure)
+        data += cache.Job(setting.folder / "measured" / f"{seed}.json", asdict(config), measure).run()
     rows = [(p, *(_thousands(select(data, "norm", position=p, kind=k)) for k in kinds)) for p in positions]
     return Result(("position", *kinds), rows, data)
 

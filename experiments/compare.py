@@ -12,32 +12,24 @@ from __future__ import annotations
 import json
 import statistics
 import sysconfig
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from experiments import intervals
+from experiments import cache, intervals, sweep
+from experiments.experiment import Row, Setting
 from sigattn.data.digits import Digits
-from sigattn.data.text import TextData, TokenText
 from sigattn.demo import report
-from sigattn.files import Kind, read_json_object
-from sigattn.models import saving
-from sigattn.models.vision import ViT
-from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.recipes.registry import find_recipe
-from sigattn.train import loop, metrics, workers
-from sigattn.train.identity import identity_hash
+from sigattn.train import metrics
 from sigattn.train.probe import extract_features, fine_tune, linear_probe
-from sigattn.train.run_cache import load_result, prepared_folder, store_result
 from sigattn.validation import SettingsError, check_at_least
 
 ACTIVATIONS = ("softmax", "sigmoid")
+SOURCES = "the standard library's *.py files"
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class Entry:
     title: str
     recipe: str
     measure: str
-    changes: tuple[tuple[str, Any], ...] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
     needs: str = ""
 
 
@@ -66,9 +58,9 @@ ENTRIES = (
     Entry("digits, SimCLR and linear probe: top-1", "vit-simclr-tiny", "probe"),
     Entry("digits, BYOL and linear probe: top-1", "vit-byol-tiny", "probe"),
     Entry("digits, MAE and fine-tuning: top-1", "vit-mae-tiny", "fine-tune"),
-    Entry("spoken digits, CTC with RoPE: WER %", "asr-ls960-tiny", "wer", (("position", "rope"),), "speech"),
-    Entry("spoken digits, CTC with ALiBi: WER %", "asr-ls960-tiny", "wer", (("position", "alibi"),), "speech"),
-    Entry("spoken digits, CTC with CAPE: WER %", "asr-ls960-tiny", "wer", (("position", "cape"),), "speech"),
+    Entry("spoken digits, CTC with RoPE: WER %", "asr-ls960-tiny", "wer", {"position": "rope"}, "speech"),
+    Entry("spoken digits, CTC with ALiBi: WER %", "asr-ls960-tiny", "wer", {"position": "alibi"}, "speech"),
+    Entry("spoken digits, CTC with CAPE: WER %", "asr-ls960-tiny", "wer", {"position": "cape"}, "speech"),
 )
 
 
@@ -106,137 +98,85 @@ class ComparisonConfig:
         return [e for e in ENTRIES if self.only in e.title and (self.speech or e.needs != "speech")]
 
 
-RESULT: dict[str, Kind] = {  # keys of a run's result.json
-    "entry": str,
-    "activation": str,
-    "value": (int, float),
-    "gradient_spikes": int,
-    "loss_spikes": int,
-    "first_attention_norm": (int, float),
-    "last_attention_norm": (int, float),
-    "steps_per_second": (int, float),
-}
-
-
-@dataclass(frozen=True)
-class Run:
-    """Training run of the comparison; sigmoid attention or its softmax twin.
-
-    Attributes:
-        config: settings of the comparison. entry: row of the table. activation: "softmax" or "sigmoid". seed: the seed.
-    """
-
-    config: ComparisonConfig
-    entry: Entry
-    activation: str
-    seed: int
-
-    @property
-    def recipe(self) -> Recipe:
-        """Recipe of the entry with its changes, the seed and the configured steps."""
-        recipe = find_recipe(self.entry.recipe).with_transformer(**dict(self.entry.changes))
-        recipe = recipe if self.activation == "sigmoid" else recipe.softmax()
-        steps = self.config.steps
-        changes = {} if steps is None else {"max_steps": steps, "warmup_steps": steps // 10}
-        return recipe.with_training(seed=self.seed, **changes)
-
-    @property
-    def folder(self) -> Path:
-        """Folder of metrics, model and result."""
-        name = "".join(c if c.isalnum() else "-" for c in self.entry.title.partition(":")[0])
-        return self.config.folder / name / f"{self.activation}-{self.seed}"
-
-    @property
-    def result_file(self) -> Path:
-        """File of the result."""
-        return self.folder / "result.json"
-
-    def load_data(self) -> Any:
-        """Load the training data."""
-        recipe = self.recipe
-        if self.entry.needs == "sources":
-            context: int = recipe.model.max_seq_len  # type: ignore[union-attr]
-            library = Path(sysconfig.get_paths()["stdlib"])
-            sources = b"\n".join(f.read_bytes() for f in sorted(library.glob("*.py")))
-            return TextData(TokenText.split(sources, context), context)
-        return datasets.load_dataset(recipe, self.config.speech if self.entry.needs == "speech" else None)
-
-    def identity(self, fingerprint: str) -> str:
-        """Return the identity of the run on data with this fingerprint."""
-        recipe = self.recipe
-        return identity_hash(recipe.task, recipe.model, recipe.training, fingerprint, measure=self.entry.measure)
-
-    def train(self, identity: str) -> dict[str, Any]:
-        """Train and evaluate the model; return and store the result."""
-        torch.set_num_threads(1)
-        warnings.filterwarnings("ignore", ".*Ramapuram")
-        recipe = self.recipe
-        with prepared_folder(self.folder, identity):
-            data = self.load_data()
-            loop.train(recipe.task, recipe.model, recipe.training, data, self.folder, resume=True)
-            rows = metrics.read_metrics(self.folder / "metrics.jsonl")
-            speed = statistics.median(r["samples_per_second"] for r in rows) / recipe.training.batch_size
-            result = {
-                "entry": self.entry.title,
-                "activation": self.activation,
-                "seed": self.seed,
-                "steps": len(rows),
-                "value": self._value(rows[-1]),
-                "measure": self.entry.measure,
-                "gradient_spikes": metrics.count_spikes([r["gradient_norm"] for r in rows], 3.0),
-                "loss_spikes": metrics.count_spikes([r["loss"] for r in rows], 1.2),
-                "first_attention_norm": rows[0]["attention_norm"],
-                "last_attention_norm": statistics.mean(r["attention_norm"] for r in rows[-20:]),
-                "steps_per_second": speed,
-                "data": data.fingerprint,
-            }
-            store_result(self.result_file, identity, result)
-        return result
-
-    def _value(self, last: dict[str, Any]) -> float:
-        measure = self.entry.measure
-        if measure not in ("probe", "fine-tune"):
-            return float(last[f"validation_{measure}"])
-        backbone = saving.load(self.folder / "model")
-        assert isinstance(backbone, ViT)
-        training, held_out = Digits(strength=0.0).train_and_held_out()
-        if measure == "fine-tune":
-            return fine_tune(backbone, training, held_out)
-        return linear_probe(extract_features(backbone, [training]), extract_features(backbone, [held_out]))
-
-
 def compare_activations(config: ComparisonConfig, show: Callable[[str], None]) -> str:
     """Train all models that are not finished with these settings and data, and return the table as Markdown.
 
     Writes table.md and results.json into ``config.folder``; ``show`` is called with one line per finished run.
     """
-    fingerprints = {e: Run(config, e, "sigmoid", 0).load_data().fingerprint for e in config.entries}
-    runs = [Run(config, e, a, s) for e in config.entries for s in range(config.seeds) for a in ACTIVATIONS]
-    identities = {run: run.identity(fingerprints[run.entry]) for run in runs}
-    todo = [run for run in runs if load_result(run.result_file, identities[run]) is None]
-    calls = {run: partial(run.train, identities[run]) for run in todo}
-    for i, (run, result) in enumerate(workers.run_in_workers(calls, config.workers), 1):
-        show(f"{i} of {len(todo)}: {run.entry.title}, {run.activation}, seed {run.seed}: {result['value']:.4g}")
-    results = [read_json_object(run.result_file, **RESULT) for run in runs]
-    table = comparison_table(results) + "\n" + describe_data(config, fingerprints)
-    (config.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    rows: list[Row] = []
+    fingerprints: dict[str, str] = {}
+    for entry in config.entries:
+        name = "".join(c if c.isalnum() else "-" for c in entry.title.partition(":")[0])
+        data = _sources_file(config.folder) if entry.needs == "sources" else None
+        setting = Setting(
+            "small", config.seeds, config.folder / name, show, config.workers, data=data, speech=config.speech
+        )
+        recipe = _recipe(entry, config.steps)
+        outcomes = sweep.train_variants(setting, {"softmax": recipe.softmax(), "sigmoid": recipe})
+        fingerprints |= {SOURCES if source == str(data) else source: f for source, f in setting.fingerprints.items()}
+        for i in range(config.seeds):
+            rows += [_result(entry, a, outcomes[a][i], recipe.training.batch_size) for a in ACTIVATIONS]
+    steps = "each recipe's own steps" if config.steps is None else f"{config.steps} steps"
+    sources = "; ".join(f"{source} ({fingerprint})" for source, fingerprint in fingerprints.items())
+    table = f"{comparison_table(rows)}\n{config.seeds} seeds, {steps}. Data: {sources}.\n"
+    (config.folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
     (config.folder / "table.md").write_text(table)
     return table
 
 
-def describe_data(config: ComparisonConfig, fingerprints: dict[Entry, str]) -> str:
-    """Return seeds, steps and data sets with their fingerprints as one line of Markdown."""
-    names = {"speech": str(config.speech), "sources": "the standard library's *.py files"}
-    data = {names.get(e.needs, find_recipe(e.recipe).data.name): fingerprint for e, fingerprint in fingerprints.items()}
-    steps = "each recipe's own steps" if config.steps is None else f"{config.steps} steps"
-    return f"{config.seeds} seeds, {steps}. Data: " + "; ".join(f"{n} ({f})" for n, f in data.items()) + ".\n"
+def _recipe(entry: Entry, steps: int | None) -> Recipe:
+    recipe = find_recipe(entry.recipe).with_transformer(**entry.changes)
+    return recipe if steps is None else recipe.with_training(max_steps=steps, warmup_steps=steps // 10)
 
 
-def comparison_table(results: Sequence[dict[str, Any]]) -> str:
+def _sources_file(folder: Path) -> Path:
+    """Write the standard library's modules into a file, and return its path."""
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    path = folder / "sources.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\n".join(module.read_bytes() for module in modules))
+    return path
+
+
+def _result(entry: Entry, activation: str, outcome: sweep.Outcome, batch_size: int) -> Row:
+    rows = outcome.rows
+    return {
+        "entry": entry.title,
+        "activation": activation,
+        "seed": outcome.seed,
+        "steps": len(rows),
+        "value": _value(entry.measure, outcome),
+        "measure": entry.measure,
+        "gradient_spikes": metrics.count_spikes([r["gradient_norm"] for r in rows], 3.0),
+        "loss_spikes": metrics.count_spikes([r["loss"] for r in rows], 1.2),
+        "first_attention_norm": rows[0]["attention_norm"],
+        "last_attention_norm": statistics.mean(r["attention_norm"] for r in rows[-20:]),
+        "steps_per_second": statistics.median(r["samples_per_second"] for r in rows) / batch_size,
+    }
+
+
+def _value(measure: str, outcome: sweep.Outcome) -> float:
+    if measure in outcome.final:
+        return outcome.final[measure]
+    # the folder, and the file with it, is emptied before another run
+    job = cache.Job(outcome.folder / "evaluated.json", {"measure": measure}, partial(_evaluate, measure, outcome))
+    return float(job.run())
+
+
+def _evaluate(measure: str, outcome: sweep.Outcome) -> float:
+    """Return the top-1 accuracy of a trained backbone, by a linear probe or fine-tuned."""
+    backbone = outcome.load_model()
+    training, held_out = Digits(strength=0.0).train_and_held_out()
+    if measure == "fine-tune":
+        return fine_tune(backbone, training, held_out)
+    return linear_probe(extract_features(backbone, [training]), extract_features(backbone, [held_out]))
+
+
+def comparison_table(results: Sequence[Row]) -> str:
     """Return the table: mean ± standard deviation over seeds, and the difference with its 95 % interval (Welch)."""
     measured = ("spikes: gradient, loss", "attention norm, first → last", "steps/s")
 
-    def means(key: str, runs: Sequence[dict[str, Any]], digits: str = ",.3g") -> str:
+    def means(key: str, runs: Sequence[Row], digits: str = ",.3g") -> str:
         return format(statistics.mean(r[key] for r in runs), digits)
 
     rows = []

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from experiments import cache, intervals, sweep
 from experiments import conversion_models as models
 from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
+from experiments.instrumentation import replaced_attention
 from sigattn.convert import ConversionReport, convert
 from sigattn.data.dataset import Data
 from sigattn.demo import drawing
@@ -39,7 +40,6 @@ from sigattn.optional import require
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
 from sigattn.tasks.distillation import distillation_loss
-from sigattn.train import workers
 
 SOFTMAX, LENGTH, FITTED, DISTILLED = "softmax", "sigmoid, -log n", "sigmoid, fitted", "sigmoid, fitted and distilled"
 BY_LAYERS = "sigmoid, fitted and distilled by layers"
@@ -107,7 +107,7 @@ def _train(
 
     model.train()
     batches = (_batch(recipe, data, step) for step in steps)
-    engine = models.train_by_trainer if isinstance(model, models.Llama) else _loop
+    engine = models.train_by_trainer if isinstance(model, models.TransformersModel) else _loop
     engine(model, loss_of, batches, optimizer, [rate_of(step) for step in steps])
     model.eval()
 
@@ -165,31 +165,18 @@ def _attention_map(model: nn.Module, batch: Any) -> list[list[float]]:
     if not layers:  # of another library
         return []
     layer = layers[-1]
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
 
     def record(activation: Any, query: Tensor, key: Tensor, value: Tensor, spec: Any) -> Tensor:
         out = functional.attend(activation, query, key, value, spec)
-        weights = reference.attention_weights(functional.make_problem(query, key, value, spec), activation)
-        scale = None if layer.attention_bias is None else layer.attention_bias.output_scale(out)
-        found.append((weights if scale is None else weights * scale)[0, 0, :MAP, :MAP])
+        weights.append(reference.attention_weights(functional.make_problem(query, key, value, spec), activation))
+        if layer.attention_bias is not None and (scale := layer.attention_bias.output_scale(out)) is not None:
+            weights[-1] = weights[-1] * scale
         return out
 
-    layer.attention_fn = record
-    try:
+    with replaced_attention(layer, record):
         model(*_inputs(batch))
-    finally:
-        layer.attention_fn = functional.attend
-    return [[round(float(w), 4) for w in row] for row in found[0]]
-
-
-def _job(path: Path, settings: dict[str, Any], recipe: Recipe, data_path: Path | None) -> dict[str, Any]:
-    found: dict[str, Any] = cache.memoize(path, settings, lambda: train_and_convert(recipe, data_path))
-    return found
-
-
-def _job_alone(*call: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    return _job(*call)
+    return [[round(float(w), 4) for w in row] for row in weights[0][0, 0, :MAP, :MAP]]
 
 
 def compare_starts(setting: Setting) -> Result:
@@ -201,7 +188,7 @@ def compare_starts(setting: Setting) -> Result:
     names = setting.scaled(("RoPE", models.LLAMA), models.FAMILIES, models.FAMILIES)
     require("transformers", "Llama models", "'sigattn[transformers]'")
     recordings = sweep.recordings_path(setting) if "speech" in names else None
-    calls = {}
+    jobs, runs = {}, {}
     for seed in range(setting.seeds):  # outermost, so that an interrupted sweep has complete seeds
         for family in names:
             recipe = models.recipe_of(family, setting).with_training(seed=seed)
@@ -211,25 +198,23 @@ def compare_starts(setting: Setting) -> Result:
             settings = {"recipe": repr(recipe), "data": fingerprint, "fractions": FRACTIONS, "batches": BATCHES}
             if family == models.LLAMA:
                 settings["engine"] = "Trainer"
-            calls[family, seed] = (setting.folder / "runs" / f"{family}_{seed}.json", settings, recipe, data_path)
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    if setting.scale == "smoke":  # starting two further processes takes longer than the training
-        found = {job: _job(*call) for job, call in calls.items()}
-    else:
-        alone = {job: functools.partial(_job_alone, *call) for job, call in calls.items()}
-        for job, found[job] in workers.run_in_workers(alone, setting.workers):
-            first = {name: losses[0][1] for name, losses in found[job]["losses"].items()}
-            setting.log(f"{job[0]}, seed {job[1]}: " + ", ".join(f"{n} {v:.3f}" for n, v in first.items()))
+            label = f"{family}, seed {seed}"
+            runs[family, seed] = label
+            train = functools.partial(train_and_convert, recipe, data_path)
+            jobs[label] = cache.Job(setting.folder / "runs" / f"{family}_{seed}.json", settings, train)
+    results = cache.run_jobs(jobs, setting.workers, setting.log)
+    by_run = {run: results[label] for run, label in runs.items()}
     data = [
         {"family": family, "seed": seed, "start": start, "fraction": fraction, "steps": step, "loss": loss}
-        for (family, seed), value in sorted(found.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
-        for start in value["losses"]
-        for fraction, (step, loss) in zip(FRACTIONS, value["losses"][start], strict=True)
+        for family in names
+        for seed in range(setting.seeds)
+        for start, losses in by_run[family, seed]["losses"].items()
+        for fraction, (step, loss) in zip(FRACTIONS, losses, strict=True)
     ]
     for row in data:  # the fit of each layer
         if row["start"] == FITTED and not row["fraction"]:
-            row["layers"] = found[row["family"], row["seed"]]["layers"]
-    return Result(("model", "start", *(f"after {f:.0%}" for f in FRACTIONS)), _rows(data), data, _figure(data, found))
+            row["layers"] = by_run[row["family"], row["seed"]]["layers"]
+    return Result(("model", "start", *(f"after {f:.0%}" for f in FRACTIONS)), _rows(data), data, _figure(data, by_run))
 
 
 def _rows(data: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -242,7 +227,7 @@ def _rows(data: Sequence[Row]) -> list[tuple[str, ...]]:
     ]
 
 
-def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -> Any:
+def _figure(data: Sequence[Row], by_run: dict[tuple[str, int], dict[str, Any]]) -> Any:
     """Draw the losses over the steps of each family, then the fit of each, and maps of the first."""
     families = list(dict.fromkeys(row["family"] for row in data))
     figure, axes = drawing.axes_grid(4, math.ceil(len(families) / 4) + 1, width=3.4, height=3.0)
@@ -260,7 +245,7 @@ def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -
     handles, labels = axes[0].get_legend_handles_labels()
     drawing.band_legend(free[0] if free else axes[0], handles=handles, labels=labels)
     for position, family in enumerate(families):
-        layers = [layer for job in found if job[0] == family for layer in found[job]["layers"]]
+        layers = [layer for run in by_run if run[0] == family for layer in by_run[run]["layers"]]
         for key, label in (("error_log_n", LENGTH), ("error", FITTED)):
             errors = [layer[key] for layer in layers]
             name = label if position == 0 else None
@@ -273,7 +258,7 @@ def _figure(data: Sequence[Row], found: dict[tuple[str, int], dict[str, Any]]) -
     for axis in axes[-4:-2]:
         axis.set_xticks(range(len(families)), families, rotation=45, ha="right")
     first = families[0]
-    maps = found[first, min(seed for family, seed in found if family == first)]["maps"]
+    maps = by_run[first, 0]["maps"]
     for axis, weights, title in zip(axes[-2:], maps, ("softmax", "converted"), strict=True):
         axis.imshow(torch.tensor(weights).clamp(min=1e-3).log10().tolist(), vmin=-3, vmax=0, cmap="viridis")
         axis.grid(visible=False)
@@ -296,19 +281,20 @@ def judge_starts(data: Sequence[Row], _: Scale) -> list[Finding]:
         return statistics.stdev(losses) / statistics.mean(losses) if len(losses) > 1 else 0.0
 
     def finding(claim: str, start: str, fraction: float, of: Sequence[str], tolerance: float | None) -> Finding:
-        found = {f: excess(f, start, fraction) for f in of if select(data, "loss", family=f, start=start)}
-        verdicts: list[intervals.Verdict] = [
-            d.verdict_not_above(noise(f, fraction) if tolerance is None else tolerance) for f, d in found.items()
+        differences = {f: excess(f, start, fraction) for f in of if select(data, "loss", family=f, start=start)}
+        verdicts = [
+            d.verdict_not_above(noise(f, fraction) if tolerance is None else tolerance) for f, d in differences.items()
         ]
         more = "tolerance: softmax's standard deviation" if tolerance is None else f"tolerance {tolerance:g}"
-        return Finding(claim, intervals.verdict_all(verdicts), _evidence(found, verdicts, more))
+        return Finding(claim, intervals.verdict_all(verdicts), _evidence(differences, verdicts, more))
 
     middle, last = FRACTIONS[-2:]
 
     def lower(claim: str, fraction: float, start: str = FITTED, other: str = LENGTH) -> Finding:
-        found = {f: -excess(f, start, fraction, other) for f in families if select(data, "loss", family=f, start=start)}
-        verdicts: list[intervals.Verdict] = [d.verdict_positive() for d in found.values()]
-        return Finding(claim, intervals.verdict_all(verdicts), _evidence(found, verdicts))
+        trained = [f for f in families if select(data, "loss", family=f, start=start)]
+        differences = {f: -excess(f, start, fraction, other) for f in trained}
+        verdicts = [d.verdict_positive() for d in differences.values()]
+        return Finding(claim, intervals.verdict_all(verdicts), _evidence(differences, verdicts))
 
     starts = (
         ("the fitted model", FITTED),

@@ -35,30 +35,33 @@ LANGUAGE: dict[str, tuple[dict[str, Any], float]] = {
 FAMILIES = (*LANGUAGE, "ViT", "speech")
 
 
-class Llama(nn.Module):
-    """Llama of transformers, a language model of bytes with the sizes of a ``LanguageModelConfig``."""
+class TransformersModel(nn.Module):
+    """Language model of transformers that returns logits, as those of this library do."""
 
-    def __init__(self, config: LanguageModelConfig) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        with explain_import_errors("transformers"):
-            from transformers import LlamaConfig, LlamaForCausalLM
-        sizes = LlamaConfig(
-            vocab_size=256,
-            hidden_size=config.embed_dim,
-            intermediate_size=3 * config.embed_dim,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=config.max_seq_len,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        self.model: Any = LlamaForCausalLM(sizes)
+        self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next bytes, (B, N) → (B, N, 256)."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
+
+
+def llama(sizes: LanguageModelConfig, **changes: Any) -> TransformersModel:
+    """Return a Llama of bytes with the sizes of a configuration; ``changes`` are of transformers' configuration."""
+    with explain_import_errors("transformers"):
+        from transformers import LlamaConfig, LlamaForCausalLM
+    config = {
+        "vocab_size": 256,
+        "hidden_size": sizes.embed_dim,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "max_position_embeddings": sizes.max_seq_len,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return TransformersModel(LlamaForCausalLM(LlamaConfig(**{**config, **changes})))
 
 
 class _Batches(IterableDataset[dict[str, Any]]):
@@ -143,14 +146,15 @@ def build(recipe: Recipe) -> nn.Module:
         MissingPackageError: for "Llama", without transformers.
     """
     if recipe.name == f"lm-{LLAMA}" and isinstance(recipe.model, LanguageModelConfig):
-        return Llama(recipe.model)
+        width = recipe.model.embed_dim
+        return llama(recipe.model, num_attention_heads=4, num_key_value_heads=2, intermediate_size=3 * width)
     return recipe.task.build(recipe.model)
 
 
 def with_log_n(model: nn.Module) -> nn.Module:
     """Return a copy whose attention is sigmoid with b = -log n (Llama: of the keys that a query sees)."""
     model = copy.deepcopy(model)
-    if isinstance(model, Llama):
+    if isinstance(model, TransformersModel):
         from sigattn.integrations.transformers import NAME, register
 
         register()

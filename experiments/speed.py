@@ -304,7 +304,7 @@ def _memoize(setting: Setting, name: str, measure: Callable[[], Any]) -> Any:
     setting.log(name)
     settings = {"scale": setting.scale, "device": _device_name(setting), "torch": torch.__version__}
     settings["sigattn"] = sigattn.__version__
-    return cache.memoize(setting.folder / "measured" / f"{name}.json", settings, measure)
+    return cache.Job(setting.folder / "measured" / f"{name}.json", settings, measure).run()
 
 
 def _verdict(scale: Scale, agrees: bool) -> Verdict:

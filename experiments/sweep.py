@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from experiments import tones
+from experiments import cache, tones
 from experiments.experiment import ExperimentError, Setting
 from sigattn.data.dataset import Data
+from sigattn.files import write_text
 from sigattn.models import saving
 from sigattn.models.language import LanguageModelConfig
 from sigattn.models.speech import SpeechModelConfig
 from sigattn.recipes import datasets
 from sigattn.recipes.recipe import Recipe
-from sigattn.train import checkpoint, loop, metrics, workers
+from sigattn.train import checkpoint, loop, metrics
+from sigattn.train.folder_lock import LOCK_FILE, lock_folder
 from sigattn.train.identity import identity_hash
-from sigattn.train.run_cache import load_result, prepared_folder, store_result
 from sigattn.train.trainer import NonFiniteLossError
 
-RESULT_FILE = "done.json"
+RESULT_FILE, IDENTITY_FILE = "done.json", "settings.txt"
 DEFAULT_TEXT = "CPython's documentation, as bytes"  # what load_dataset gives a language model without a path
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """Training run of a sweep.
 
     Attributes:
@@ -42,6 +42,11 @@ class Run:
     folder: Path
     data: Path | None
     tokenizer: Path | None
+
+    @property
+    def label(self) -> str:
+        """Name and seed."""
+        return f"{self.name}, seed {self.recipe.training.seed}"
 
     def load_data(self) -> Data:
         """Load the named data, CPython's documentation, or the generated data of a synthetic problem."""
@@ -115,20 +120,19 @@ def train_variants(
     for name, recipe in recipes.items():
         setting.identities[name] = _identity(setting, _run(setting, name, recipe, 0), fingerprints)
     _check_stored(setting, recipes)
-    identities = {run.folder: _identity(setting, run, fingerprints) for run in runs}
-    todo = [run for run in runs if load_result(run.folder / RESULT_FILE, identities[run.folder]) is None]
-    calls = {(run.name, run.recipe.training.seed): partial(_train, run, identities[run.folder]) for run in todo}
-    for i, ((name, seed), _) in enumerate(workers.run_in_workers(calls, setting.workers), 1):
-        setting.log(f"{i} of {len(calls)} runs: {name}, seed {seed}")
+    jobs = {}
+    for run in runs:
+        identity = _identity(setting, run, fingerprints)
+        jobs[run.label] = cache.Job(run.folder / RESULT_FILE, {"identity": identity}, partial(_train, run, identity))
+    results = cache.run_jobs(jobs, setting.workers, setting.log)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in recipes}
     for run in runs:
-        result = load_result(run.folder / RESULT_FILE, identities[run.folder])
-        assert result is not None
+        result = results[run.label]
         rows = metrics.read_metrics(run.folder / "metrics.jsonl")
         outcome = Outcome(run.recipe.training.seed, rows, result["final"], result["diverged"], run.folder)
         if outcome.diverged and not may_diverge:
             raise ExperimentError(
-                f"{run.name}, seed {outcome.seed}: the loss was not finite after {len(rows)} steps, so that there is "
+                f"{run.label}: the loss was not finite after {len(rows)} steps, so that there is "
                 f"nothing to compare; the measurements of the other steps are in {run.folder}"
             )
         outcomes[run.name].append(outcome)
@@ -166,23 +170,23 @@ def recordings_path(setting: Setting) -> Path:
     )
 
 
-def _run(setting: Setting, name: str, recipe: Recipe, seed: int) -> Run:
+def _run(setting: Setting, name: str, recipe: Recipe, seed: int) -> TrainingRun:
     recipe = recipe.with_training(seed=seed)
     folder_name = "".join(c if c.isalnum() or c in ".-" else "-" for c in name)
     folder = setting.folder / "runs" / folder_name / str(seed)
     if isinstance(recipe.model, SpeechModelConfig):
-        return Run(name, recipe, folder, recordings_path(setting), None)
+        return TrainingRun(name, recipe, folder, recordings_path(setting), None)
     if not isinstance(recipe.model, LanguageModelConfig):
-        return Run(name, recipe, folder, None, None)
+        return TrainingRun(name, recipe, folder, None, None)
     if setting.scale == "paper" and setting.data is None:
         raise ExperimentError(
             "the paper's scale trains language models on C4's realnews: sigattn tokenizer and sigattn pack --data "
             "hf:allenai/c4:realnewslike make a file of tokens; name it with --data"
         )
-    return Run(name, recipe, folder, setting.data, setting.tokenizer)
+    return TrainingRun(name, recipe, folder, setting.data, setting.tokenizer)
 
 
-def _identity(setting: Setting, run: Run, fingerprints: dict[str, str]) -> str:
+def _identity(setting: Setting, run: TrainingRun, fingerprints: dict[str, str]) -> str:
     """Return the identity of a run, and record its data in ``setting.fingerprints``.
 
     Args:
@@ -202,18 +206,35 @@ def _identity(setting: Setting, run: Run, fingerprints: dict[str, str]) -> str:
     return identity_hash(recipe.task, model, recipe.training, fingerprints[key])
 
 
-def _train(run: Run, identity: str) -> None:
-    """Train and store the result. Files of a run of another identity are deleted first."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", ".*Ramapuram")
+def _train(run: TrainingRun, identity: str) -> dict[str, Any]:
+    """Train, and return the metrics at the end and whether training diverged."""
     diverged = False
-    with prepared_folder(run.folder, identity):
+    with _prepared_folder(run.folder, identity):
         try:
             recipe = run.recipe
             loop.train(recipe.task, recipe.model, recipe.training, run.load_data(), run.folder, resume=True)
         except NonFiniteLossError:
             diverged = True
         rows = metrics.read_metrics(run.folder / "metrics.jsonl")
-        last = rows[-1] if rows else {}
-        final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
-        store_result(run.folder / RESULT_FILE, identity, {"final": final, "diverged": diverged})
+    last = rows[-1] if rows else {}
+    final = {k.removeprefix("validation_"): v for k, v in last.items() if k.startswith("validation_")}
+    return {"final": final, "diverged": diverged}
+
+
+@contextmanager
+def _prepared_folder(folder: Path, identity: str) -> Iterator[None]:
+    """Lock a run's folder; if it contains a run of another identity, empty it first.
+
+    Raises:
+        FolderInUseError: if another process is training in it.
+    """
+    with lock_folder(folder):
+        mark = folder / IDENTITY_FILE
+        if not mark.exists() or mark.read_text() != identity:
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != LOCK_FILE:
+                    path.unlink()
+        write_text(mark, identity)
+        yield

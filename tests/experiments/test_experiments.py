@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -42,8 +43,8 @@ ABOUT = {"date": "2026-01-01", "commit": "0" * 40, "device": "here", "versions":
 SAME_CODE = {"speech-stability", "speech-hybrid", "speech-post"}
 
 
-# of seven models, "smoke" trains two, and starts no workers
-USED_OTHERWISE = {"conversion": {"speech", "workers"}, "causal-bias": {"workers"}}
+# of seven models, "smoke" trains two
+USED_OTHERWISE = {"conversion": {"speech"}}
 # their evaluation reads bytes, so that the tokenizer that training would read is refused
 USED_OTHERWISE |= {"bias-rules": {"tokenizer"}, "dropped-keys": {"tokenizer"}}
 USED_OTHERWISE |= {"small-models-transfer": {"tokenizer"}}  # its texts are compared as bytes
@@ -537,18 +538,24 @@ class TestCommittedPages:
         assert {path.parent.name for path in self.folder.glob("*/page.json")} == set(EXPERIMENTS)
 
 
-def test_memoize(tmp_path):
-    counted = []
+def _count_calls(path):
+    path.write_text(path.read_text() + "." if path.exists() else ".")
+    return {"calls": len(path.read_text())}
 
-    def measure():
-        counted.append(1)
-        return {"ms": len(counted)}
 
-    path = tmp_path / "measured" / "x.json"
-    assert cache.memoize(path, {"n": 1}, measure) == cache.memoize(path, {"n": 1}, measure) == {"ms": 1}
-    assert cache.memoize(path, {"n": 2}, measure) == {"ms": 2}
-    path.write_text("{")
-    assert cache.memoize(path, {"n": 2}, measure) == {"ms": 3}
+@pytest.mark.usefixtures("in_this_process")
+def test_results_are_stored_by_their_settings(tmp_path):
+    lines = []
+
+    def run(n):
+        job = cache.Job(tmp_path / "measured" / "x.json", {"n": n}, partial(_count_calls, tmp_path / "calls"))
+        return cache.run_jobs({"x": job}, 1, lines.append)
+
+    assert run((1, 2)) == run((1, 2)) == {"x": {"calls": 1}}  # JSON has no tuples
+    assert run(2) == {"x": {"calls": 2}}
+    (tmp_path / "measured" / "x.json").write_text("{")
+    assert run(2) == {"x": {"calls": 3}}
+    assert lines == ["1 of 1 runs: x"] * 3
 
 
 def test_coarse_sigmoid():
