@@ -30,7 +30,7 @@ from experiments import cache, intervals, sweep
 from experiments import conversion_models as models
 from experiments.experiment import TRAINING, Experiment, Finding, Result, Row, Scale, Setting, select
 from experiments.instrumentation import replaced_attention
-from sigattn.convert import ConversionReport, convert
+from sigattn.conversion import ConversionReport, convert
 from sigattn.data.dataset import Data
 from sigattn.demo import drawing
 from sigattn.nn import functional

@@ -25,7 +25,7 @@ LEFT_OUT = {
         for name in ("chunks", "dense", "kvcache", "options", "packing", "padding", "v3", "validation", "varlen")
     ),
     "sigattn.nn.functional",
-    *(f"sigattn.nn.conversion.{name}" for name in ("multihead", "sigmoid_layer", "visible_keys")),
+    *(f"sigattn.nn.{name}" for name in ("multihead", "sigmoid_layer", "visible_keys")),
     "sigattn.integrations.transformers.interface",
     "sigattn.theory.contextual_mapping",
     "sigattn.ops.settings",

@@ -7,14 +7,15 @@ Functions::
     sigmoid_kvcache_attention queries over a key/value cache, contiguous or paged, that is appended to in place
     attention_statistics      row mass, output norm, largest logit and sparsity of a call
     log_length_bias           -log n, the paper's rule for b
+    convert, restore          softmax models converted to sigmoid attention, and loaded
     set_sigmoid_precision     exact or fast σ in the kernels; get_sigmoid_precision returns the setting
 
 Packages, imported at first use (``import sigattn; sigattn.nn.Attention``)::
 
     sigattn.flash             the functions of flash-attn with sigmoid attention
-    sigattn.nn                layers, and conversion of existing models (sigmoidify)
+    sigattn.nn                layers
     sigattn.models            language, vision, speech and sequence models
-    sigattn.convert           conversion of softmax models, with a fitted bias
+    sigattn.conversion        implementation of convert and restore
     sigattn.integrations      Hugging Face transformers, timm, lm-evaluation-harness
     sigattn.distributed       data, tensor and context parallelism
     sigattn.theory            the paper's theorems as code
@@ -43,11 +44,13 @@ except KeyboardInterrupt:  # importing PyTorch takes seconds; the command line t
     raise
 
 if TYPE_CHECKING:
-    from sigattn import convert, data, distributed, integrations, models, nn, ops, recipes, tasks, theory, train
+    from sigattn import conversion, data, distributed, integrations, models, nn, ops, recipes, tasks, theory, train
+    from sigattn.conversion import convert, restore
 
 __all__ = [
     "AttentionStatistics",
     "attention_statistics",
+    "conversion",
     "convert",
     "data",
     "distributed",
@@ -59,6 +62,7 @@ __all__ = [
     "nn",
     "ops",
     "recipes",
+    "restore",
     "set_sigmoid_precision",
     "sigmoid_attention",
     "sigmoid_kvcache_attention",
@@ -71,7 +75,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import a package of ``__all__`` at its first use."""
+    """Import a package, or the package of a function, of ``__all__`` at its first use."""
+    if name in ("convert", "restore"):
+        return getattr(import_module(f"{__name__}.conversion"), name)
     if name in __all__:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

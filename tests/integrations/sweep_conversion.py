@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sigattn.convert import ConversionError, convert
+from sigattn.conversion import ConversionError, convert
 from sigattn.integrations import transformers as sigmoid
 from sigattn.integrations.transformers.check import dispatches
 from tests.integrations import sweep_transformers as sweep

@@ -11,8 +11,8 @@ pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 from sigattn import sigmoid_attention  # noqa: E402
+from sigattn.conversion.replacement import sigmoidify  # noqa: E402
 from sigattn.models.language import LanguageModel, LanguageModelConfig  # noqa: E402
-from sigattn.nn import sigmoidify  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),

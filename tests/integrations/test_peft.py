@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from sigattn.convert import ConversionError, convert  # noqa: E402
+from sigattn.conversion import ConversionError, convert  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.model import export  # noqa: E402
 from sigattn.models import LanguageModel, LanguageModelConfig  # noqa: E402

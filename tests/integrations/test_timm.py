@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 timm = pytest.importorskip("timm")
 
+from sigattn.conversion.replacement import sigmoidify  # noqa: E402
 from sigattn.integrations.timm import attention_layer  # noqa: E402
-from sigattn.nn.conversion.convert import find_softmax  # noqa: E402
 from tests.integrations.timm_outcomes import SoftmaxOperators  # noqa: E402
 
 pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]
@@ -19,7 +19,7 @@ MODELS = {
     "deit3_small_patch16_224": {**SMALL, "patch_size": 8},
     "naflexvit_base_patch16_gap": {"num_classes": 5, "embed_dim": 48, "depth": 2, "num_heads": 3, "patch_size": 8},
 }
-IGNORING = {  # timm ignores attn_layer in these blocks, and in pools
+IGNORING = {  # timm ignores attn_layer in blocks of these, or in the pool
     "vit_base_patch16_xp_224": {**SMALL, "patch_size": 8},
     "vit_pwee_patch16_reg1_gap_256": {**SMALL, "patch_size": 8},
     "vit_dpwee_patch16_reg1_gap_256": {**SMALL, "patch_size": 8},
@@ -27,7 +27,6 @@ IGNORING = {  # timm ignores attn_layer in these blocks, and in pools
     "naflexvit_base_patch16_map": MODELS["naflexvit_base_patch16_gap"],
     "naflexvit_base_patch16_gap": {**MODELS["naflexvit_base_patch16_gap"], "rope_type": "axial"},
 }
-BLOCKS_IGNORE = list(IGNORING)[:3] + list(IGNORING)[5:]
 
 
 def answered(model, x, bias):
@@ -45,7 +44,7 @@ def answered(model, x, bias):
 
 
 @pytest.mark.parametrize("bias", ["log_visible", 0.0, -2.0])
-@pytest.mark.parametrize(("name", "options"), [*MODELS.items(), *IGNORING.items()], ids=str)
+@pytest.mark.parametrize(("name", "options"), MODELS.items(), ids=str)
 def test_models(name, options, bias):
     torch.manual_seed(0)
     ours = timm.create_model(name, attn_layer=attention_layer(bias), **options).eval()
@@ -60,44 +59,24 @@ def test_models(name, options, bias):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
 
 
-@pytest.mark.parametrize("name", BLOCKS_IGNORE)
-def test_hybrid_norm_is_refused_where_blocks_ignore_it(name):
-    with pytest.raises(ValueError, match=r"ignores attn_layer in its blocks.*'blocks\.0"):
-        timm.create_model(name, attn_layer=attention_layer(0.0, "hybrid"), **IGNORING[name])
-
-
-def test_a_softmax_that_cannot_be_replaced_is_refused():
-    class Own(torch.nn.Module):
-        def __init__(self, *_, **__):
-            super().__init__()
-
-        def forward(self, x):
-            return (x @ x.mT).softmax(-1) @ x
-
-    with pytest.raises(ValueError, match=r"ignores attn_layer.*'blocks\.1' \(Own: "):
-        timm.create_model(
-            "vit_tiny_patch16_224", attn_layer=attention_layer(), block_fn=Own, **SMALL, weight_init="skip"
-        )
-
-
-def test_pools_built_without_fused_attention():
-    use_fused = timm.layers.use_fused_attn()
-    timm.layers.set_fused_attn(False)
-    try:
-        model = timm.create_model(
-            "vit_base_patch16_siglip_224", attn_layer=attention_layer(), **IGNORING["vit_base_patch16_siglip_224"]
-        )
-    finally:
-        timm.layers.set_fused_attn(use_fused)
-    with SoftmaxOperators() as seen:
-        model.eval()(torch.randn(1, 3, 32, 32))
-    assert not seen.count
+@pytest.mark.parametrize(("name", "options"), IGNORING.items(), ids=str)
+def test_models_that_ignore_the_class_are_refused_and_convert_replaces_their_attention(name, options):
+    layer = r"'(blocks\.0(\.\w+)?|attn_pool)' "
+    with pytest.raises(ValueError, match=rf"ignores attn_layer in {layer}.*call sigattn\.convert\(model\)"):
+        timm.create_model(name, attn_layer=attention_layer(), **options)
+    model = timm.create_model(name, **options).eval()
+    x = torch.randn(2, 3, 32, 32)
+    expected = answered(model, x, "log_visible")
+    sigmoidify(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_other_classes_stay_as_they_are():
     attention_layer()
     model = timm.create_model("vit_base_patch16_siglip_224", **SMALL, patch_size=8)
-    assert len(find_softmax(model)) == 3
+    with SoftmaxOperators() as seen:
+        model(torch.randn(1, 3, 32, 32))
+    assert seen.count == 3
 
 
 def test_hybrid_norm_is_on_the_branch():
@@ -108,7 +87,7 @@ def test_hybrid_norm_is_on_the_branch():
     torch.testing.assert_close(out.std(-1, unbiased=False), torch.ones(2, 7), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_base_patch16_siglip_224"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224"])
 def test_pickles(name):
     model = timm.create_model(name, attn_layer=attention_layer(-1.0), **SMALL, patch_size=8).eval()
     again = pickle.loads(pickle.dumps(model))

@@ -6,7 +6,7 @@ import torch
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
 
-from sigattn.convert import ConversionError, convert, restore  # noqa: E402
+from sigattn.conversion import ConversionError, convert, restore  # noqa: E402
 from sigattn.nn import VisibleKeysLinearBias  # noqa: E402
 
 pytestmark = [pytest.mark.torchvision, pytest.mark.filterwarnings("ignore")]

@@ -10,7 +10,8 @@ import pytest
 timm = pytest.importorskip("timm")
 
 from sigattn import sigmoid_attention  # noqa: E402
-from sigattn.nn.conversion import convert, sigmoid_layer  # noqa: E402
+from sigattn.conversion import replacement  # noqa: E402
+from sigattn.nn import sigmoid_layer  # noqa: E402
 from tests.integrations import compatibility_page as page  # noqa: E402
 from tests.integrations import sweep_timm  # noqa: E402
 from tests.integrations.timm_outcomes import outcome  # noqa: E402
@@ -61,8 +62,8 @@ def test_the_page_is_current():
 
 class TestTheSweepFinds:
     def test_a_layer_that_is_missed(self, monkeypatch):
-        find = convert.find_softmax
-        monkeypatch.setattr(convert, "find_softmax", lambda *arguments: find(*arguments)[:-1])
+        find = replacement.find_softmax
+        monkeypatch.setattr(replacement, "find_softmax", lambda *arguments: find(*arguments)[:-1])
         with pytest.raises(AssertionError, match="1 softmaxes are not listed"):
             outcome("test_vit3")
 

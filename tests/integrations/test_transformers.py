@@ -15,9 +15,9 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 
+from sigattn.conversion.replacement import sigmoidify  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 from sigattn.integrations.transformers.mask import is_plain_causal, sigmoid_mask  # noqa: E402
-from sigattn.nn.conversion.convert import sigmoidify  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own

@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from sigattn.conversion.replacement import Replaced, sigmoidify
 from sigattn.integrations import transformers as sigmoid
-from sigattn.nn.conversion.convert import Replaced, sigmoidify
 from tests.integrations import tiny_transformers as tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,13 +56,13 @@ def test_the_advice_of_a_refusal_works(architecture, works):
         with pytest.raises(ValueError, match="compute a softmax themselves"):
             sigmoidify(model, example)
     elif works == "layers":
-        calls = re.findall(r"sigattn\.nn\.(sigmoidify\(model\.get_submodule\('[^']*'\)\))", message)
+        calls = re.findall(r"sigattn\.conversion\.(sigmoidify\(model\.get_submodule\('[^']*'\)\))", message)
         assert calls
         for call in [*calls, 'model.set_attn_implementation("sigmoid")']:
             eval(call, {"sigmoidify": sigmoidify, "model": model})
         assert runs(model, example)
     else:
-        (call,) = re.findall(r"sigattn\.nn\.(sigmoidify\(model, example.*?\)) with arguments", message)
+        (call,) = re.findall(r"sigattn\.conversion\.(sigmoidify\(model, example.*?\)) with arguments", message)
         report = eval(call, {"sigmoidify": sigmoidify, "model": model, "example": example})
         assert any(isinstance(entry, Replaced) for entry in report)
         assert ("allow_softmax" in call) == (works == "some")

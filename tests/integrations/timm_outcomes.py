@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sigattn.nn import sigmoidify
-from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced
+from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
 
 
 class Outcome(NamedTuple):

@@ -51,7 +51,7 @@ LIKELY = {
     "broadcasting": "test_broadcasting",
     "custom_ops": "test_pytorch test_backends test_correctness",
     "dropout": "test_dropout",
-    "fit": "tests/convert/test_fit.py tests/convert/test_quadratic_bias.py",
+    "fit": "tests/conversion/test_fit.py tests/conversion/test_quadratic_bias.py",
     "flops": "test_pytorch",
     "gradients": "test_correctness test_autograd",
     "kvcache": "test_varlen_and_kvcache tests/test_flash_kvcache.py tests/flash",

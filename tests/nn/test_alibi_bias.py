@@ -15,7 +15,7 @@ from sigattn.nn import (
     QuadraticBias,
     make_bias,
 )
-from sigattn.nn.conversion.visible_keys import evaluate_bias
+from sigattn.nn.visible_keys import evaluate_bias
 from sigattn.ops.operands import two_sided_slopes
 
 B, H, N, E = 2, 4, 11, 16

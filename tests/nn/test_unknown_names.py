@@ -55,7 +55,7 @@ CASES = {
     "build(3)": "int is not the configuration of a model",
 }
 PROGRAM = """
-from sigattn.convert import convert
+from sigattn.conversion import convert
 from sigattn.models.saving import build
 from sigattn.models.language import *
 from sigattn.models.speech import *
@@ -64,7 +64,7 @@ from sigattn.nn.attention import *
 from sigattn.nn.bias import *
 from sigattn.nn.bias_rules import *
 from sigattn.nn.block import *
-from sigattn.nn.conversion.convert import *
+from sigattn.conversion.replacement import *
 from sigattn.nn.feedforward import *
 from sigattn.nn.guide import *
 from sigattn.nn.initialization import *

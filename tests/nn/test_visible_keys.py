@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sigattn.nn import SampleLengthBias, sigmoidify
-from sigattn.nn.conversion.visible_keys import count_keys_per_query, count_visible_keys
+from sigattn.conversion.replacement import sigmoidify
+from sigattn.nn import SampleLengthBias
+from sigattn.nn.visible_keys import count_keys_per_query, count_visible_keys
 
 
 class Attend(nn.Module):

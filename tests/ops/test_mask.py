@@ -6,7 +6,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sigattn import attention_statistics, sigmoid_attention
-from sigattn.nn import sigmoidify
+from sigattn.conversion.replacement import sigmoidify
 from tests.ops.cases import COMPILER_NOISE, COMPLETE
 
 pytestmark = [

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sigattn.convert import ConversionReport
+from sigattn.conversion import ConversionReport
 from sigattn.demo import drawing, report
 
 INTRODUCTION = (

@@ -14,7 +14,7 @@ from rich.console import Console
 from sigattn.cli import conversion_page
 from sigattn.cli.progress import TrainingProgress
 from sigattn.cli.runs import read_run, write_run
-from sigattn.convert import ConversionReport, convert
+from sigattn.conversion import ConversionReport, convert
 from sigattn.data.dataset import Batch, Data, DataError
 from sigattn.distributed.process_mesh import init_process_mesh
 from sigattn.files import write_text

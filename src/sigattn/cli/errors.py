@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from sigattn.convert import ConversionError
+from sigattn.conversion import ConversionError
 from sigattn.data.dataset import DataError
 from sigattn.files import FileFormatError
 from sigattn.models.saving import ModelError

@@ -9,9 +9,8 @@ that timm trained can be loaded (the model must be trained further, because it c
 practitioner's guide (App. G.6) for supervised vision: QK-norm, LayerScale 1e-4, no bias, global average pooling.
 
 timm uses ``attn_layer`` in plain blocks only: parallel blocks (``vit_*_xp_*``, ``vit_pwee_*``, ``vit_dpwee_*``), rotary
-blocks of naflexvit and attention pools ignore it. A model that is made with a class of ``attention_layer`` gets sigmoid
-attention there too, by ``sigmoidify``, or its construction raises and names what stays softmax. Models that do not take
-``attn_layer`` are converted by ``sigattn.nn.sigmoidify``.
+blocks of naflexvit and attention pools ignore it. The construction of a model with such a layer raises and names it.
+``sigattn.convert`` replaces the attention of these models, and of those that do not take ``attn_layer``.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from sigattn.nn.bias import ConstantBias
-from sigattn.nn.conversion.convert import convert_layers, enable_fused_attention, find_softmax
-from sigattn.nn.conversion.softmax_calls import listed
-from sigattn.nn.conversion.visible_keys import visible_per_query
+from sigattn.nn.code_search import search
+from sigattn.nn.softmax_calls import listed
+from sigattn.nn.visible_keys import visible_per_query
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.operands import combine_window
 from sigattn.ops.problem import log_length_bias, log_size_bias
@@ -80,10 +78,9 @@ def attention_layer(bias: Bias = "log_visible", output_norm: OutputNorm = "none"
 
     Args:
         bias: b: a number (0.0 for none, as the guide recommends for vision), or "log_visible": -log of the number of
-            tokens that a query sees, without padding (naflexvit). Where timm ignores ``attn_layer``, the tokens that at
-            least one query of the sample sees are counted.
+            tokens that a query sees, without padding (naflexvit).
         output_norm: "hybrid": a LayerNorm without parameters after the output projection (hybrid-norm, App. G.3) of
-            every block, but not of attention pools; or "none".
+            every block; or "none".
 
     Raises:
         ValueError: for other arguments.
@@ -95,7 +92,7 @@ def attention_layer(bias: Bias = "log_visible", output_norm: OutputNorm = "none"
             f"{bias!r}, {output_norm!r}"
         )
     for model in (VisionTransformer, NaFlexVit):
-        _complete_after_init(model)
+        _refuse_softmax_after_init(model)
     settings = {"sigmoid_bias": bias, "output_norm": output_norm, "__module__": __name__}
     return _LayerClass("SigmoidAttention", (SigmoidAttention,), settings)
 
@@ -116,44 +113,32 @@ def _reduce(layer_class: Any) -> Any:
 copyreg.pickle(_LayerClass, _reduce)
 
 
-def _complete_after_init(model_class: Any) -> None:
-    """Make models that are constructed with a class of ``attention_layer`` convert the attention that ignores it."""
+def _refuse_softmax_after_init(model_class: Any) -> None:
+    """Make the construction of a model raise if some of its attention ignores a class of ``attention_layer``."""
     init = model_class.__init__
     if hasattr(init, "sigattn"):
         return
     signature = inspect.signature(init)
 
     @functools.wraps(init)
-    def completing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def checked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         options = {**arguments, **arguments.get("kwargs", {})}
         layer_class = options.get("attn_layer", getattr(options.get("cfg"), "attn_layer", None))
         if isinstance(layer_class, type) and issubclass(layer_class, SigmoidAttention):
-            with enable_fused_attention(self):
-                _complete(self, layer_class)
+            _refuse_softmax(self)
 
-    completing.sigattn = True  # type: ignore[attr-defined]
-    model_class.__init__ = completing
+    checked.sigattn = True  # type: ignore[attr-defined]
+    model_class.__init__ = checked
 
 
-def _complete(model: nn.Module, layer_class: type[SigmoidAttention]) -> None:
-    findings = find_softmax(model)
-    refused = [f for f in findings if f.attention and not f.replaceable]
-    if refused:
+def _refuse_softmax(model: nn.Module) -> None:
+    if ignoring := [f for f in search(model, model.named_modules()) if f.attention]:
         raise ValueError(
-            f"{type(model).__name__} ignores attn_layer in layers that compute a softmax themselves, which cannot be "
-            f"replaced: {listed(refused)}"
+            f"{type(model).__name__} ignores attn_layer in {listed(ignoring)}, which would compute a softmax: build "
+            "the model without attn_layer, and call sigattn.convert(model)"
         )
-    replaced = [f for f in findings if f.replaceable]
-    blocks = [f for f in replaced if f.name.startswith("blocks.")]
-    if blocks and layer_class.output_norm == "hybrid":
-        raise ValueError(
-            f'{type(model).__name__} ignores attn_layer in its blocks, so that output_norm="hybrid" cannot be applied: '
-            f'{listed(blocks)}. Pass attention_layer(output_norm="none")'
-        )
-    bias = None if layer_class.sigmoid_bias == "log_visible" else ConstantBias(layer_class.sigmoid_bias)
-    convert_layers(model, replaced, [f for f in findings if not f.replaceable], bias)
 
 
 def _log_visible(query: Tensor, mask: Tensor | None, is_causal: bool) -> float | Tensor:

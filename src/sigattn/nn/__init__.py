@@ -18,8 +18,6 @@ from sigattn.nn.bias_rules import make_bias
 from sigattn.nn.block import Block
 from sigattn.nn.cape import Cape, ImageCape
 from sigattn.nn.conformer import ConformerBlock, ConvolutionModule
-from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced, sigmoidify
-from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
 from sigattn.nn.documents import Documents
 from sigattn.nn.feedforward import MLP, SwiGLU
 from sigattn.nn.fitted_bias import AlibiLinearBias, AlibiQuadraticBias, QuadraticBias, VisibleKeysLinearBias
@@ -27,6 +25,7 @@ from sigattn.nn.functional import MaskSpec
 from sigattn.nn.guide import Recommendation, recommend
 from sigattn.nn.initialization import initialize, mup_simple
 from sigattn.nn.kv_cache import KVCache
+from sigattn.nn.multihead import SigmoidMultiheadAttention
 from sigattn.nn.norm import LayerNorm, RMSNorm
 from sigattn.nn.performer import PerformerFeatures
 from sigattn.nn.position import Alibi, LearnableEmbedding, RotaryEmbedding, SinusoidalEmbedding, alibi_slopes
@@ -63,8 +62,6 @@ __all__ = [
     "QueryBias",
     "RMSNorm",
     "Recommendation",
-    "RemainingSoftmax",
-    "Replaced",
     "RotaryEmbedding",
     "SampleLengthBias",
     "SigmoidMultiheadAttention",
@@ -77,5 +74,4 @@ __all__ = [
     "make_bias",
     "mup_simple",
     "recommend",
-    "sigmoidify",
 ]

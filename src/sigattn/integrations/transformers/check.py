@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sigattn.integrations.transformers.saving import NAME
-from sigattn.nn.conversion.convert import CONVERTED
 from sigattn.nn.evaluation import evaluation_mode
+from sigattn.nn.sigmoid_layer import CONVERTED
 
 _SOFTMAX = {"softmax", "_softmax", "Softmax", "flex_attention"}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention"}
@@ -59,15 +59,15 @@ def advice(model_class: type[PreTrainedModel], layers: Mapping[str, nn.Module]) 
     """
     stuck = [name for name, layer in layers.items() if not (_calls_pytorch(type(layer)) or dispatches(layer))]
     if layers and not stuck and not any(map(dispatches, layers.values())):
-        converted = ", ".join(f"sigattn.nn.sigmoidify(model.get_submodule({name!r}))" for name in layers)
+        converted = ", ".join(f"sigattn.conversion.sigmoidify(model.get_submodule({name!r}))" for name in layers)
         return f'Build the model without it, and call {converted} and model.set_attn_implementation("{NAME}")'
     kinds = [k for k in vars(sys.modules[model_class.__module__]).values() if isinstance(k, type)]
     if not (model_class._supports_sdpa or any(issubclass(k, nn.Module) and _calls_pytorch(k) for k in kinds)):
         return "Its layers compute their softmax themselves, where nothing can replace it: use another model"
     allowed = f", allow_softmax={stuck}" if stuck else ""
     return (
-        f"Build the model without it, and call sigattn.nn.sigmoidify(model, example{allowed}) with arguments of its "
-        "forward, which names the layers that it cannot convert"
+        f"Build the model without it, and call sigattn.conversion.sigmoidify(model, example{allowed}) with arguments "
+        "of its forward, which names the layers that it cannot convert"
     )
 
 

@@ -24,7 +24,7 @@ from sigattn.integrations.transformers.saving import (
     wrap_saving,
 )
 from sigattn.integrations.transformers.selection import CONFIGS, wrap_selection
-from sigattn.nn.conversion.visible_keys import evaluate_bias, visible_per_query
+from sigattn.nn.visible_keys import evaluate_bias, visible_per_query
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.operands import combine_window
 from sigattn.ops.problem import log_length_bias

@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 
-from sigattn.convert import convert as convert_fully
-from sigattn.convert.fit import BiasFit
-from sigattn.convert.row_statistics import RowStatistics, row_statistics
+from sigattn.conversion import convert as convert_fully
+from sigattn.conversion.fit import BiasFit
+from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.models import LanguageModel, LanguageModelConfig
 from sigattn.nn import QuadraticBias
 from sigattn.ops.operands import make_problem

@@ -19,14 +19,12 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.jit import ScriptModule
 
+from sigattn.nn import code_search, run_search
 from sigattn.nn.bias import AttentionBias, QueryBias, as_bias
-from sigattn.nn.conversion import code_search, run_search
-from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention
-from sigattn.nn.conversion.observer import CallObserver
-from sigattn.nn.conversion.sigmoid_layer import SigmoidLayer, sigmoid_class
-from sigattn.nn.conversion.softmax_calls import CONTAINERS, MHA_NAME, SDPA_NAME, Finding, listed
-
-CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
+from sigattn.nn.multihead import SigmoidMultiheadAttention
+from sigattn.nn.observer import CallObserver
+from sigattn.nn.sigmoid_layer import CONVERTED, sigmoid_class
+from sigattn.nn.softmax_calls import CONTAINERS, MHA_NAME, SDPA_NAME, Finding, listed
 
 
 class Replaced(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
-from sigattn.convert.row_statistics import RowStatistics, row_statistics
+from sigattn.conversion.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import MAX_DIRECTIONS, QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops.autocast import without_autocast

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
+from sigattn.conversion.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
+from sigattn.conversion.replacement import find_softmax, refuse_distributed
 from sigattn.integrations.transformers import conversion
 from sigattn.integrations.transformers.interface import Call
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.conversion.convert import find_softmax, refuse_distributed
-from sigattn.nn.conversion.softmax_calls import listed
-from sigattn.nn.conversion.visible_keys import evaluate_bias, is_visible
+from sigattn.nn.softmax_calls import listed
+from sigattn.nn.visible_keys import evaluate_bias, is_visible
 from sigattn.ops import reference
 from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem

@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.functional import softmax as normalise
 
-from sigattn.nn import Attention, sigmoidify
-from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced
+from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
+from sigattn.nn import Attention
 
 aten = torch.ops.aten
 

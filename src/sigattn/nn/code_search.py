@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sigattn.nn.attention import Attention
-from sigattn.nn.conversion.softmax_calls import (
+from sigattn.nn.softmax_calls import (
     CONTAINERS,
     MHA_NAME,
     OPAQUE_NAMES,

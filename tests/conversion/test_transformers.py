@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
-from sigattn.convert import ConversionError  # noqa: E402
-from sigattn.convert import convert as convert_fully  # noqa: E402
-from sigattn.convert.fit import MARGIN  # noqa: E402
+from sigattn.conversion import ConversionError  # noqa: E402
+from sigattn.conversion import convert as convert_fully  # noqa: E402
+from sigattn.conversion.fit import MARGIN  # noqa: E402
 from sigattn.integrations import transformers as sigmoid  # noqa: E402
 
 # two steps of refinement, which has its own tests (test_refinement.py), instead of 64

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.convert.attention_call import ConversionError
-from sigattn.convert.modules import ModuleAdapter
+from sigattn.conversion.attention_call import ConversionError
+from sigattn.conversion.modules import ModuleAdapter
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import FITTED
 

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sigattn.nn.conversion.code_search import calling_methods
-from sigattn.nn.conversion.softmax_calls import (
+from sigattn.nn.code_search import calling_methods
+from sigattn.nn.evaluation import evaluation_mode
+from sigattn.nn.softmax_calls import (
     MHA,
     MHA_NAME,
     SDPA_NAME,
@@ -27,7 +28,6 @@ from sigattn.nn.conversion.softmax_calls import (
     named_as_attention,
     operator_kind,
 )
-from sigattn.nn.evaluation import evaluation_mode
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "_int_mm"})
 _PRODUCTS |= {"_sparse_mm", "_sparse_addmm", "_sparse_sparse_matmul"}

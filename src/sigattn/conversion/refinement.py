@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.convert.attention_call import Attend, AttentionCall
-from sigattn.convert.row_statistics import is_padding
+from sigattn.conversion.attention_call import Attend, AttentionCall
+from sigattn.conversion.row_statistics import is_padding
 from sigattn.nn.bias import AttentionBias
 
 _LEARNING_RATE = 1e-2  # at the first step; it decays linearly

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.conversion.observer import CallObserver
-from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
+from sigattn.nn.observer import CallObserver
+from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import reference
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.mask import refuse_subclass

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sigattn.nn import AlibiKeysBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias, sigmoidify
-from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced
+from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
+from sigattn.nn import AlibiKeysBias, LearnableBias, QueryBias, SampleLengthBias, VisibleKeysBias
 
 
 class FusedAttention(nn.Module):

@@ -12,16 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily
 
-from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
-from sigattn.convert.channel_attention import channel_attention
-from sigattn.models.autoencoder import MaskedAutoencoderConfig
-from sigattn.models.config import TransformerConfig
-from sigattn.models.transformer import Transformer
-from sigattn.nn import functional
-from sigattn.nn.attention import Attention
-from sigattn.nn.bias import AttentionBias
-from sigattn.nn.conversion.convert import (
-    CONVERTED,
+from sigattn.conversion.attention_call import Attend, AttentionCall, ConversionError, refuse_offloaded
+from sigattn.conversion.channel_attention import channel_attention
+from sigattn.conversion.replacement import (
     enable_fused_attention,
     find_softmax,
     observed_layers,
@@ -29,18 +22,25 @@ from sigattn.nn.conversion.convert import (
     refuse_wrapped,
     replace_layers,
 )
-from sigattn.nn.conversion.observer import CallObserver
-from sigattn.nn.conversion.run_search import Example
-from sigattn.nn.conversion.softmax_calls import Finding, listed
-from sigattn.nn.conversion.visible_keys import is_visible
+from sigattn.models.autoencoder import MaskedAutoencoderConfig
+from sigattn.models.config import TransformerConfig
+from sigattn.models.transformer import Transformer
+from sigattn.nn import functional
+from sigattn.nn.attention import Attention
+from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import QuadraticBias, VisibleKeysLinearBias
 from sigattn.nn.functional import MaskSpec
+from sigattn.nn.observer import CallObserver
+from sigattn.nn.run_search import Example
+from sigattn.nn.sigmoid_layer import CONVERTED
+from sigattn.nn.softmax_calls import Finding, listed
+from sigattn.nn.visible_keys import is_visible
 from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 
 
 class ModuleAdapter:
-    """Softmax attention of a model of PyTorch, found by ``sigattn.nn.conversion``.
+    """Softmax attention of a model of PyTorch, found by ``replacement.find_softmax``.
 
     Args:
         model: the model. example: arguments of its forward, or a function that runs it; None to search its code only.

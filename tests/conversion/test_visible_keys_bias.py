@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from sigattn.convert import convert as convert_fully
+from sigattn.conversion import convert as convert_fully
 from sigattn.models import saving
 from sigattn.nn import BatchLengthBias, QuadraticBias, VisibleKeysLinearBias
-from tests.convert.test_convert import inputs_of, loss, model_and_batches
+from tests.conversion.test_convert import inputs_of, loss, model_and_batches
 
 convert = functools.partial(convert_fully, refine_steps=0, bias=VisibleKeysLinearBias)
 

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from sigattn.nn.bias import AttentionBias
-from sigattn.nn.conversion.code_search import calling_methods
-from sigattn.nn.conversion.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
-from sigattn.nn.conversion.observer import CallObserver
-from sigattn.nn.conversion.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX_NAMES, is_sdpa
-from sigattn.nn.conversion.visible_keys import count_visible_keys, evaluate_bias
+from sigattn.nn.code_search import calling_methods
+from sigattn.nn.multihead import SigmoidMultiheadAttention, multi_head_attention_forward
+from sigattn.nn.observer import CallObserver
+from sigattn.nn.softmax_calls import MHA, OPAQUE_NAMES, SDPA, SOFTMAX_NAMES, is_sdpa
+from sigattn.nn.visible_keys import count_visible_keys, evaluate_bias
 from sigattn.ops import mask
 from sigattn.ops.attention import sigmoid_attention
 from sigattn.ops.problem import log_length_bias, log_size_bias
@@ -48,7 +48,7 @@ class SigmoidLayer(nn.Module):
         mode = _SigmoidMode(self)
         with mode:
             result = super().forward(*args, **kwargs)
-        if not mode.calls and not any(isinstance(m, _CONVERTED) for m in self.modules() if m is not self):
+        if not mode.calls and not any(isinstance(m, CONVERTED) for m in self.modules() if m is not self):
             raise RuntimeError(
                 f"{self.softmax_class.__name__} was sigmoidified, but this forward did not call "
                 "F.scaled_dot_product_attention: it took another path (a flag such as fused_attn=False, or the "
@@ -66,7 +66,7 @@ class SigmoidLayer(nn.Module):
         return _rebuild, (self.softmax_class,), self.__getstate__()
 
 
-_CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
+CONVERTED = (SigmoidMultiheadAttention, SigmoidLayer)
 
 
 class _UnfusedMultihead:

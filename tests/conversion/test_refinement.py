@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sigattn.convert import convert, refinement
-from sigattn.convert.attention_call import AttentionCall
-from sigattn.convert.refinement import squared_error
+from sigattn.conversion import convert, refinement
+from sigattn.conversion.attention_call import AttentionCall
+from sigattn.conversion.refinement import squared_error
 from sigattn.nn import SigmoidMultiheadAttention
 from sigattn.nn.fitted_bias import QuadraticBias
 from sigattn.ops.problem import Problem
-from tests.convert.test_convert import loss, model_and_batches
-from tests.convert.test_families import Attend, X
+from tests.conversion.test_convert import loss, model_and_batches
+from tests.conversion.test_families import Attend, X
 
 RATE = refinement._LEARNING_RATE
 

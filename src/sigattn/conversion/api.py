@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigattn.convert.attention_call import Adapter, Attend, AttentionCall, ConversionError
-from sigattn.convert.fit import fit_biases
-from sigattn.convert.measure import measure_layers
-from sigattn.convert.modules import ModuleAdapter
-from sigattn.convert.output_scale import fit_output_scales
-from sigattn.convert.refinement import refine
-from sigattn.convert.report import ConversionReport
+from sigattn.conversion.attention_call import Adapter, Attend, AttentionCall, ConversionError
+from sigattn.conversion.fit import fit_biases
+from sigattn.conversion.measure import measure_layers
+from sigattn.conversion.modules import ModuleAdapter
+from sigattn.conversion.output_scale import fit_output_scales
+from sigattn.conversion.refinement import refine
+from sigattn.conversion.report import ConversionReport
 from sigattn.nn.bias import AttentionBias, BatchLengthBias
 from sigattn.nn.evaluation import evaluation_mode
 from sigattn.nn.fitted_bias import FITTED, QuadraticBias
@@ -136,7 +136,7 @@ def convert(
 def _adapter(model: nn.Module, run: Callable[[], object]) -> Adapter:
     """Return the adapter of a model's family."""
     if "transformers.modeling_utils" in sys.modules:  # else no model can be of transformers, whose import takes seconds
-        from sigattn.convert.transformers import TransformersAdapter, contains_transformers_model
+        from sigattn.conversion.transformers import TransformersAdapter, contains_transformers_model
 
         if contains_transformers_model(model):
             return TransformersAdapter(model, run)

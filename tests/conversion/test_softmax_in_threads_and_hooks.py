@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from sigattn.convert import ConversionError, convert
-from sigattn.nn import sigmoidify
-from sigattn.nn.conversion.convert import RemainingSoftmax, Replaced
+from sigattn.conversion import ConversionError, convert
+from sigattn.conversion.replacement import RemainingSoftmax, Replaced, sigmoidify
 
 SDPA = "scaled_dot_product_attention"
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigattn.convert.attention_call import Attend, AttentionCall, ConversionError
-from sigattn.convert.fit import MARGIN, check_finite
-from sigattn.convert.measure import evaluate_rows
-from sigattn.convert.row_statistics import row_outputs, row_statistics
+from sigattn.conversion.attention_call import Attend, AttentionCall, ConversionError
+from sigattn.conversion.fit import MARGIN, check_finite
+from sigattn.conversion.measure import evaluate_rows
+from sigattn.conversion.row_statistics import row_outputs, row_statistics
 from sigattn.nn.bias import AttentionBias
 from sigattn.nn.fitted_bias import EPS, QuadraticBias
 from sigattn.ops.autocast import without_autocast

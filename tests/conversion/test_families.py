@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sigattn.convert import ConversionError, restore
-from sigattn.convert import convert as convert_fully
-from sigattn.convert.fit import MARGIN, BiasFit
+from sigattn.conversion import ConversionError, restore
+from sigattn.conversion import convert as convert_fully
+from sigattn.conversion.fit import MARGIN, BiasFit
+from sigattn.conversion.replacement import sigmoidify
 from sigattn.models import (
     LanguageModel,
     LanguageModelConfig,
@@ -25,7 +26,7 @@ from sigattn.models import (
     ViTConfig,
     saving,
 )
-from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention, sigmoidify
+from sigattn.nn import Attention, LearnableBias, SigmoidMultiheadAttention
 from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sigattn.nn.conversion.softmax_calls import SDPA_NAME, Finding, is_sdpa
 from sigattn.nn.evaluation import evaluation_mode
+from sigattn.nn.softmax_calls import SDPA_NAME, Finding, is_sdpa
 
 
 class _QueryFeatures(TorchFunctionMode):

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from sigattn.convert import ConversionError, ConversionReport, HeadReport, LayerReport
-from sigattn.convert import convert as convert_fully
-from sigattn.convert.fit import MARGIN
+from sigattn.conversion import ConversionError, ConversionReport, HeadReport, LayerReport
+from sigattn.conversion import convert as convert_fully
+from sigattn.conversion.fit import MARGIN
 from sigattn.models import LanguageModel, LanguageModelConfig
 
 # two steps of refinement, which has its own tests (test_refinement.py), instead of 64

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from sigattn.convert.attention_call import AttentionCall, ConversionError
-from sigattn.convert.fit import BiasFit, QueryFeatures, check_finite, fit_biases
-from sigattn.convert.row_statistics import RowStatistics, row_statistics
+from sigattn.conversion.attention_call import AttentionCall, ConversionError
+from sigattn.conversion.fit import BiasFit, QueryFeatures, check_finite, fit_biases
+from sigattn.conversion.row_statistics import RowStatistics, row_statistics
 from sigattn.nn import QuadraticBias, VisibleKeysLinearBias
 from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem
@@ -127,7 +127,7 @@ def test_rows_of_padding_do_not_count(value):
 def test_moments_are_sums_over_rows_in_blocks(monkeypatch):
     problem = problem_of()
     whole, _ = fitted(problem)
-    monkeypatch.setattr("sigattn.convert.fit._ROWS", 7)
+    monkeypatch.setattr("sigattn.conversion.fit._ROWS", 7)
     blocks, _ = fitted(problem)
     torch.testing.assert_close(blocks.products, whole.products, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(blocks.targets, whole.targets, rtol=1e-4, atol=1e-3)

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sigattn.convert.fit import MARGIN
-from sigattn.convert.output_scale import OutputScaleFit
-from sigattn.convert.row_statistics import row_outputs
-from sigattn.nn import QuadraticBias, sigmoidify
+from sigattn.conversion.fit import MARGIN
+from sigattn.conversion.output_scale import OutputScaleFit
+from sigattn.conversion.replacement import sigmoidify
+from sigattn.conversion.row_statistics import row_outputs
+from sigattn.nn import QuadraticBias
 from sigattn.nn.fitted_bias import EPS
 from sigattn.ops.operands import make_problem
 from sigattn.ops.problem import Problem

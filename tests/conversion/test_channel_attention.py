@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sigattn.convert import ConversionError, convert, restore
+from sigattn.conversion import ConversionError, convert, restore
 from sigattn.nn import VisibleKeysLinearBias
 
 
