@@ -15,7 +15,6 @@ from experiments import (
     position_ablation,
     sigma_accuracy,
     small_models,
-    small_models_transfer,
     speech_tables,
     speed,
     train_losses,
@@ -40,7 +39,6 @@ _MODULES = (
     conversion,
     dropped_keys,
     small_models,
-    small_models_transfer,
 )
 EXPERIMENTS: dict[str, Experiment] = {e.name: e for module in _MODULES for e in module.EXPERIMENTS}
 
